@@ -1,0 +1,45 @@
+"""The one exception family: what went wrong, and the command that mends it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes, the same for every command."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    TIMED_OUT = 3
+    NOT_AUTHORISED = 4
+    NOT_FOUND = 5
+    INTERRUPTED = 130
+
+
+class VllmopsError(Exception):
+    """An error that a person can act on.
+
+    Args:
+        code: a stable word for scripts, such as ``target.unknown``.
+        message: what is wrong, naming the thing that is.
+        mend: what puts it right, best as a command; empty where nothing does.
+        exit_code: the process's exit code.
+        data: what a ``--json`` reader gets besides, as plain data.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        mend: str = "",
+        *,
+        exit_code: Exit = Exit.FAILED,
+        data: object = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.mend = mend
+        self.exit_code = exit_code
+        self.data = data

@@ -1,0 +1,16 @@
+"""Where vllmops keeps its state; the CLI and the agent both ask here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def home() -> Path:
+    """The state directory: ``VLLMOPS_HOME``, or the user's state directory."""
+    if chosen := os.environ.get("VLLMOPS_HOME"):
+        return Path(chosen).expanduser().absolute()
+    # Not at the top: an attached agent runs without platformdirs and has VLLMOPS_HOME set.
+    from platformdirs import user_state_path  # noqa: PLC0415
+
+    return user_state_path("vllmops", appauthor=False)

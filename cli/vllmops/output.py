@@ -1,0 +1,235 @@
+"""The one place that prints: a result as text or as a JSON envelope, errors, hints."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
+
+import typer
+
+from .errors import Exit, VllmopsError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.table import Table
+
+ENVELOPE_VERSION = 1
+PIPE_WIDTH = 200
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON envelope on stdout.", show_default=False)
+]
+
+P = ParamSpec("P")
+
+
+class Verbatim(str):
+    """Text to print as it is: a script, a log, never wrapped and never marked up."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command found out: data for ``--json``, and the same for a person.
+
+    Args:
+        data: anything msgspec can encode.
+        text: makes what a person sees; called only when it is shown.
+        exit_code: 0, or 1 where findings reach ``--fail-on``.
+    """
+
+    data: Any
+    text: Callable[[], Sequence[RenderableType]] = field(default=tuple)
+    exit_code: Exit = Exit.OK
+
+
+def typer_app(help: str = "") -> typer.Typer:  # noqa: A002 - Typer's own name for it
+    """A Typer app for one command, or with ``help`` for a noun with several."""
+    return typer.Typer(
+        add_completion=False,
+        help=help or None,
+        no_args_is_help=bool(help),
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def command(run: Callable[P, Result]) -> Callable[P, None]:
+    """Make a Typer command of a function that returns a `Result` and prints nothing."""
+
+    @functools.wraps(run)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            result = run(*args, **kwargs)
+        except KeyboardInterrupt as error:  # Typer would end without a word
+            raise VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED) from error
+        if kwargs.get("json_"):
+            envelope(result.data, result.exit_code)
+        else:
+            show(*result.text())
+        raise typer.Exit(result.exit_code)
+
+    # Typer reads the parameters from the wrapped function, the return type from here.
+    wrapped.__annotations__ = {**run.__annotations__, "return": None}
+    return wrapped
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr; a pipe gets wide lines instead of cut ones."""
+    from rich.console import Console  # noqa: PLC0415
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+
+
+def show(*parts: RenderableType, stderr: bool = False) -> None:
+    """Print for a person."""
+    out = console(stderr=stderr)
+    for part in parts:
+        if isinstance(part, Verbatim):
+            out.file.write(f"{part}\n")
+        else:
+            out.print(part)
+    out.file.flush()
+
+
+def say(message: str, style: str = "") -> None:
+    """Print a hint or a progress line, on stderr, without markup."""
+    console(stderr=True).print(message, style=style, markup=False)
+
+
+class Progress:
+    """A live line on stderr with the elapsed time; in a pipe, a line for each new text.
+
+    Args:
+        since: when what it tells of began, seconds since the epoch.
+        quiet: show nothing.
+    """
+
+    def __init__(self, since: float, *, quiet: bool = False) -> None:
+        self.since = since
+        self.quiet = quiet
+        self.text = ""
+        self.live: Live | None = None
+        # Lines of their own, too, once other output runs through the terminal.
+        self.plain = not sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the line away; a later text brings it back."""
+        self.text = ""
+        if self.live:
+            self.live.stop()
+            self.live = None
+
+    def update(self, text: str) -> None:
+        """Show a text from now on."""
+        if self.quiet or text == self.text:
+            return
+        self.text = text
+        if self.plain:
+            say(f"{span(self.elapsed):>6}  {text}")
+        elif self.live is None:
+            from rich.live import Live  # noqa: PLC0415
+
+            self.live = Live(get_renderable=self.line, console=console(stderr=True), transient=True)
+            self.live.start()
+
+    @property
+    def elapsed(self) -> float:
+        return time.time() - self.since
+
+    def line(self) -> RenderableType:
+        """The line as it is shown right now."""
+        from rich.text import Text  # noqa: PLC0415
+
+        return Text.assemble((f"{span(self.elapsed):>6}  ", "bold"), self.text)
+
+
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """A table that folds long cells rather than cutting them."""
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in columns:
+        made.add_column(name, overflow="fold", justify="right" if name in right else "left")
+    return made
+
+
+def envelope(data: object, exit_code: int, error: VllmopsError | None = None) -> None:
+    """Print the JSON envelope, the only thing on stdout."""
+    import msgspec  # noqa: PLC0415
+
+    errors = [{"code": error.code, "message": error.message, "mend": error.mend}] if error else []
+    status = "error" if error else "ok" if exit_code == Exit.OK else "findings"
+    text = msgspec.json.encode(
+        {
+            "version": ENVELOPE_VERSION,
+            "command": invoked(),
+            "status": status,
+            "exit_code": int(exit_code),
+            "data": data,
+            "errors": errors,
+        }
+    )
+    sys.stdout.write(msgspec.json.format(text, indent=2).decode() + "\n")
+    sys.stdout.flush()
+
+
+def fail(error: VllmopsError, *, as_json: bool) -> None:
+    """Tell an error: what is wrong, then what mends it."""
+    if as_json:
+        envelope(error.data, error.exit_code, error)
+    else:
+        say(f"error: {error.message}", style="bold red")
+        if error.mend:
+            say(f"  mend: {error.mend}")
+
+
+def invoked() -> str:
+    """The command that was typed, without options: ``ps``, ``cache inspect``."""
+    from .app import COMMANDS  # noqa: PLC0415
+
+    words = sys.argv[1:3]
+    noun = COMMANDS.get(words[0]) if words else None
+    return " ".join(words if noun and noun.several else words[:1])
+
+
+def size(count: float | None) -> str:
+    """Bytes for a person: ``1.5 MiB``; a dash where unknown."""
+    if count is None:
+        return "-"
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def span(seconds: float | None) -> str:
+    """A duration for a person: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``."""
+    if seconds is None:
+        return "-"
+    total = int(seconds)
+    if total < 60:
+        return f"{total}s"
+    minutes, rest = divmod(total, 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02}m"
+    return f"{hours // 24}d{hours % 24:02}h"

@@ -1,0 +1,182 @@
+"""The contract that every command keeps: one envelope, exit codes, help, no traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops import __version__, app
+from vllmops.app import COMMANDS
+from vllmops.errors import Exit
+
+KEYS = ["version", "command", "status", "exit_code", "data", "errors"]
+
+
+def nodes() -> list[tuple[str, ...]]:
+    """Every command's words: ``("ps",)``, ``("cache", "inspect")`` …"""
+    found: list[tuple[str, ...]] = []
+    for name, entry in COMMANDS.items():
+        if entry.several:
+            _, command, _ = resolved(name)
+            found += [(name, each) for each in command.commands]
+        else:
+            found.append((name,))
+    return found
+
+
+def resolved(name: str) -> Any:
+    import click
+
+    group = app.build()
+    return group.resolve_command(click.Context(group), [name])
+
+
+WORDS = nodes()
+
+
+def test_there_is_a_command_for_each_name() -> None:
+    assert len(WORDS) >= len(COMMANDS)
+    for name in COMMANDS:
+        assert resolved(name)[1] is not None
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(vllmops: Any, words: tuple[str, ...]) -> None:
+    for flag in ("--help", "-h"):
+        answer = vllmops(*words, flag)
+        assert (answer.code, answer.err) == (0, "")
+    text = " ".join(answer.out.replace("│", " ").split())
+    assert f"vllmops {' '.join(words)}" in text.partition("Usage:")[2]
+    assert "Example" in text
+    assert f"vllmops {' '.join(words)}" in text.partition("Example")[2]
+
+
+# What completions prints is a script, in any case.
+@pytest.mark.parametrize("words", [w for w in WORDS if w != ("completions",)], ids=" ".join)
+def test_every_command_keeps_the_envelope(vllmops: Any, words: tuple[str, ...]) -> None:
+    """A usage error, and an answer or an error of its own; ``--json`` in any place."""
+    answers = [
+        vllmops(*words, "--json", "--no-such-option"),
+        vllmops(*words, "--no-such-option", "--json", "--", "--x"),
+        vllmops(*words, "--json"),
+    ]
+    if words not in {("ps",), ("serve",), ("stacks", "explain")}:
+        answers.append(vllmops(*words, "--json", "--target", "nobody"))
+        assert answers[-1].code == Exit.NOT_FOUND
+    for answer in answers:
+        found = json.loads(answer.out)
+        assert list(found) == KEYS
+        assert (found["version"], found["command"]) == (1, " ".join(words))
+        assert found["exit_code"] == answer.code
+        assert found["status"] == ("error" if found["errors"] else "ok")
+        for error in found["errors"]:
+            assert set(error) == {"code", "message", "mend"}
+            assert error["code"]
+            assert error["message"]
+        assert answer.err == ""
+    assert [answer.code for answer in answers[:2]] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "words", [("nonsense",), ("cache", "nonsense"), ("--nonsense",), ("ps", "extra")]
+)
+def test_words_that_mean_nothing(vllmops: Any, words: tuple[str, ...]) -> None:
+    answer = vllmops(*words, "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+    answer = vllmops(*words)
+    assert (answer.code, answer.out) == (2, "")
+    assert words[-1] in answer.err
+
+
+@pytest.mark.parametrize("words", [(), ("cache",), ("stacks",), ("--help",), ("-h",)])
+def test_a_word_alone_shows_what_there_is(vllmops: Any, words: tuple[str, ...]) -> None:
+    answer = vllmops(*words)
+    assert "Usage: vllmops" in answer.out + answer.err
+    assert "Traceback" not in answer.err
+    if not words or words[0].startswith("-"):
+        for name in COMMANDS:
+            assert name in answer.out + answer.err
+
+
+def test_json_behind_the_dashes_is_not_ours(vllmops: Any, home: Path) -> None:
+    answer = vllmops("serve", "--", "--json")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith("error: give either a MODEL or --demo")
+
+
+def test_the_version(vllmops: Any) -> None:
+    assert vllmops("--version").out == f"vllmops {__version__}\n"
+    assert vllmops("--version", "ps").out == f"vllmops {__version__}\n"
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Make ``ps`` fail in a way that nobody foresaw."""
+    from vllmops.commands import ps
+
+    def find() -> None:
+        raise error
+
+    monkeypatch.setattr(ps, "find", find)
+
+
+def test_an_error_that_nobody_foresaw(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, ZeroDivisionError("by [zero]"))
+    answer = vllmops("ps", "--json")
+    assert (answer.code, answer.err) == (1, "")
+    assert answer.error == {
+        "code": "internal",
+        "message": "unexpected ZeroDivisionError: by [zero]",
+        "mend": "run it again with VLLMOPS_DEBUG=1 for the traceback",
+    }
+    answer = vllmops("ps")
+    assert (answer.code, answer.out) == (1, "")
+    assert "Traceback" not in answer.err
+    assert "by [zero]" in answer.err
+
+
+def test_a_traceback_when_asked_for(home: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "vllmops", "status", "nobody"],
+        env={**os.environ, "VLLMOPS_DEBUG": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode != 0
+    assert "Traceback" in answer.stderr
+    assert "nobody" in answer.stderr
+
+
+def test_interrupted(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, KeyboardInterrupt())
+    answer = vllmops("ps", "--json")
+    assert (answer.code, answer.error["code"]) == (130, "interrupted")
+    answer = vllmops("ps")
+    assert (answer.code, answer.err) == (130, "error: interrupted\n")
+
+
+def test_nothing_imports_vllm_or_what_is_slow(home: Path) -> None:
+    code = """
+import sys
+sys.argv = ["vllmops", "--help"]
+from vllmops.app import run
+run()
+slow = {"vllm", "torch", "transformers", "httpx", "psutil", "msgspec", "prometheus_client"}
+print(sorted(slow & {name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_help_on_a_narrow_terminal(vllmops: Any, words: tuple[str, ...]) -> None:
+    answer = vllmops(*words, "--help", columns=60)
+    assert answer.code == 0
+    assert max(map(len, answer.out.splitlines())) <= 60
+    assert "…" not in answer.out
