@@ -1,0 +1,97 @@
+"""Tiny models with random weights, built on the spot: a real vLLM without a GPU or a model hub."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import VllmopsError
+from ..home import home
+
+# Part of the directory's name: raise it when a recipe in `build` changes.
+RECIPE = 3
+BUILD_TIMEOUT_S = 300.0
+
+
+class Kind(StrEnum):
+    """What the model takes: Qwen2, Idefics3 (its processor needs no torchvision), Whisper."""
+
+    TEXT = "text"
+    VISION = "vision"
+    AUDIO = "audio"
+
+
+def model_dir(kind: Kind) -> Path:
+    """Where the demo model lies; it is built the first time, in some 5 seconds.
+
+    Two builders at once do no harm: the model comes in one rename, and the first one stays.
+
+    Raises:
+        VllmopsError: ``demo.not-built``; ``demo.no-sound`` where vLLM could not decode any.
+    """
+    if kind is Kind.AUDIO and not find_spec("av"):
+        raise VllmopsError(
+            "demo.no-sound",
+            "the audio demo model needs PyAV, without which vLLM refuses every sound",
+            "pip install 'vllmops-cli[audio]'",
+        )
+    place = home() / "demo" / f"{kind}-{RECIPE}"
+    if (place / "config.json").is_file():
+        return place
+    try:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        built = subprocess.run(
+            builder(kind, place),
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise not_built(kind, place, str(error)) from error
+    if built.returncode:
+        last = next((line for line in reversed(built.stderr.splitlines()) if line.strip()), "")
+        raise not_built(kind, place, last or f"exit status {built.returncode}")
+    return place
+
+
+def builder(kind: Kind, place: Path) -> list[str]:
+    # -P: what lies in the working directory is no module of ours.
+    return [sys.executable, "-P", "-m", "vllmops.demo.build", kind, str(place)]
+
+
+def not_built(kind: Kind, place: Path, why: str) -> VllmopsError:
+    if "No module named" in why:
+        mend = "pip install 'vllmops-cli[gpu]', or without a GPU 'vllmops-cli[cpu]'"
+    elif "Errno" in why or "os error" in why:
+        mend = f"{place.parent} must be writable, with 10 MB free; VLLMOPS_HOME moves it"
+    else:
+        mend = f"see the whole of it: {shlex.join(builder(kind, place))}"
+    return VllmopsError("demo.not-built", f"the {kind} demo model was not built: {why}", mend)
+
+
+def serve_arguments(kind: Kind) -> tuple[str, ...]:
+    """What vLLM needs to serve it; anything that follows on the command line wins."""
+    length = "448" if kind is Kind.AUDIO else "2048"
+    return (
+        *("--served-model-name", f"demo-{kind}"),
+        *("--enforce-eager", "--max-model-len", length, "--max-num-seqs", "16"),
+        # Some CPU builds' bfloat16 kernels are instructions that some machines don't have.
+        *("--dtype", "float32"),
+    )
+
+
+def serve_environment() -> dict[str, str]:
+    """The environment vLLM needs to serve a demo model; nothing is fetched or reported."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; heeded by CPU builds alone
+    }

@@ -1,0 +1,154 @@
+"""Real builds; they need transformers, which comes with vLLM."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import vllmops
+from vllmops import demo
+from vllmops.demo import Kind
+from vllmops.errors import VllmopsError
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state directory in which two builders at once have built the text model.
+
+    Their working directory holds a module that would break the build.
+    """
+    home = tmp_path_factory.mktemp("demo")
+    (home / "transformers.py").write_text("raise ImportError('not this one')")
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(max_workers=2) as pool:
+        patch.setenv("VLLMOPS_HOME", str(home))
+        patch.chdir(home)
+        one, other = pool.map(demo.model_dir, (Kind.TEXT, Kind.TEXT))
+    assert one == other
+    return home
+
+
+def test_a_model_is_a_few_megabytes_and_whole(built: Path) -> None:
+    place = built / "demo" / f"text-{demo.RECIPE}"
+    config = json.loads((place / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert (place / "tokenizer.json").is_file()
+    assert 1e6 < sum(file.stat().st_size for file in place.iterdir()) < 10e6
+
+
+def test_two_builders_at_once_leave_one_model_and_nothing_else(built: Path) -> None:
+    assert [each.name for each in (built / "demo").iterdir()] == [f"text-{demo.RECIPE}"]
+
+
+def test_a_model_is_built_once(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLMOPS_HOME", str(built))
+    # Nothing could be built with this one.
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    assert (demo.model_dir(Kind.TEXT) / "config.json").is_file()
+
+
+def test_asking_imports_neither_torch_nor_transformers(built: Path) -> None:
+    code = (
+        "import sys; from vllmops import demo; demo.model_dir(demo.Kind.TEXT);"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+    )
+    env = {**os.environ, "VLLMOPS_HOME": str(built)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=30)
+
+
+def test_a_killed_builder_leaves_nothing_that_passes_for_a_model(home: Path) -> None:
+    place = home / "demo" / "text"
+    place.parent.mkdir()
+    child = subprocess.Popen(demo.builder(Kind.TEXT, place))
+    try:
+        deadline = time.monotonic() + 60
+        # As soon as there is a file, so in the middle of writing.
+        while not [*place.parent.glob("*/*"), *place.parent.glob(".*/*")]:
+            assert child.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        child.kill()
+        child.wait(10)
+    assert child.returncode == -signal.SIGKILL
+    assert not place.exists()
+
+
+def error_of(kind: Kind) -> VllmopsError:
+    with pytest.raises(VllmopsError) as raised:
+        demo.model_dir(kind)
+    assert raised.value.code == "demo.not-built"
+    return raised.value
+
+
+def test_no_directory_can_be_made(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "file").touch()
+    monkeypatch.setenv("VLLMOPS_HOME", str(home / "file"))
+    error = error_of(Kind.TEXT)
+    assert "Not a directory" in error.message
+    assert f"{home}/file/demo must be writable" in error.mend
+
+
+def test_a_full_disk(home: Path, full_disk: Callable[[], None]) -> None:
+    # 256 KiB in all: the files before the weights still fit.
+    error = error_of(Kind.TEXT)
+    assert "No space left on device" in error.message
+    assert "10 MB free" in error.mend
+    assert list((home / "demo").iterdir()) == []
+
+
+def test_a_builder_that_breaks_off_is_quoted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = home / "broken"
+    broken.mkdir()
+    (broken / "transformers.py").write_text("raise ImportError('operator nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    error = error_of(Kind.TEXT)
+    assert error.message.endswith("ImportError: operator nms does not exist")
+    assert "-m vllmops.demo.build text" in error.mend
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "mend"),
+    [
+        ("text", "demo.not-built", "pip install 'vllmops-cli[gpu]'"),
+        ("audio", "demo.no-sound", "pip install 'vllmops-cli[audio]'"),
+    ],
+)
+def test_without_vllm_the_mend_is_to_install_it(
+    home: Path, kind: str, code: str, mend: str
+) -> None:
+    bare = home / "bare"
+    venv.create(bare, symlinks=True)
+    program = (
+        "from vllmops import demo, errors\n"
+        f"try: demo.model_dir(demo.Kind({kind!r}))\n"
+        "except errors.VllmopsError as error: print(error.code, error.mend, sep='|')"
+    )
+    env = {
+        "VLLMOPS_HOME": str(home),
+        "PYTHONPATH": str(Path(vllmops.__file__).parent.parent),
+        "PATH": os.environ["PATH"],
+    }
+    said = subprocess.run(
+        [bare / "bin" / "python", "-c", program],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    assert said.startswith(f"{code}|{mend}")
+
+
+def test_a_demo_is_served_under_a_short_name_and_offline() -> None:
+    for kind in Kind:
+        arguments = demo.serve_arguments(kind)
+        assert arguments[arguments.index("--served-model-name") + 1] == f"demo-{kind}"
+    assert demo.serve_environment()["HF_HUB_OFFLINE"] == "1"
