@@ -1,0 +1,109 @@
+"""What an agent says about its process and its engine; shared by the agent and the CLI."""
+
+from __future__ import annotations
+
+import msgspec
+
+# Raised when an answer changes so that an older reader would misread it.
+SCHEMA = 1
+
+BEAT_BYTES = 512
+BEAT_INTERVAL_S = 1.0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What every answer of an agent begins with."""
+
+    schema: int = SCHEMA
+
+
+class Hello(Answer, frozen=True, kw_only=True):
+    """Who answers.
+
+    Args:
+        agent: version of vllmops that runs in the process.
+        pid: process id.
+        create_time: seconds since the epoch, as psutil gives it.
+        role: what the process takes itself for; the process tree knows better.
+        vllm_version: None where it can't be told.
+        python: version of Python.
+        features: what can be asked for.
+        problems: what the agent can't do here, in words.
+    """
+
+    agent: str
+    pid: int
+    create_time: float
+    role: str
+    vllm_version: str | None = None
+    python: str = ""
+    features: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True):
+    """A process's last sign of life, and how far its engine had come.
+
+    Args:
+        schema: as in `Answer`.
+        monotonic: CLOCK_MONOTONIC in seconds; every process of a machine shares that clock.
+        sequence: beats so far.
+        pid: process id.
+        create_time: seconds since the epoch.
+        role: as in `Hello`.
+        current_step: calls of ``schedule()`` so far; None where the process has no scheduler.
+        running: requests running.
+        waiting: requests waiting.
+    """
+
+    schema: int = SCHEMA
+    monotonic: float
+    sequence: int
+    pid: int
+    create_time: float
+    role: str
+    current_step: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+
+
+class EngineState(Answer, frozen=True, kw_only=True):
+    """How an engine is doing; every field is None where the process has no scheduler.
+
+    Args:
+        running: requests running.
+        waiting: requests waiting.
+        unfinished: requests the scheduler knows that are not finished.
+        current_step: calls of ``schedule()`` so far.
+        pause_state: ``unpaused``, ``paused_new`` or ``paused_all``.
+        sleeping: whether the executor sleeps.
+        kv_cache_usage: share of the KV cache's blocks in use, 0 to 1.
+        kv_cache_blocks: blocks in the KV cache.
+        prefix_caching: whether prefixes are cached.
+        max_running: most requests that run at once.
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    unfinished: int | None = None
+    current_step: int | None = None
+    pause_state: str | None = None
+    sleeping: bool | None = None
+    kv_cache_usage: float | None = None
+    kv_cache_blocks: int | None = None
+    prefix_caching: bool | None = None
+    max_running: int | None = None
+
+
+class Traffic(Answer, frozen=True, kw_only=True):
+    """An API server's HTTP requests; health checks and scrapes not counted.
+
+    Args:
+        in_flight: being answered now; None where this process can't count them.
+        started: since the process started.
+        draining: whether new requests are refused.
+    """
+
+    in_flight: int | None = None
+    started: int | None = None
+    draining: bool = False

@@ -1,0 +1,75 @@
+"""Snapshots in files, and files that are none."""
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vllmops.errors import Exit, VllmopsError
+from vllmops.snapshots import files
+from vllmops.snapshots.caches import CacheSnapshot, Sample
+
+SNAPSHOT = CacheSnapshot(server="demo", samples=[Sample(taken_at=1.0, processes=[])])
+
+
+def refusal(path: Path) -> VllmopsError:
+    with pytest.raises(VllmopsError) as caught:
+        files.load(path, CacheSnapshot)
+    assert str(path) in caught.value.message
+    return caught.value
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.json"
+    files.save(path, SNAPSHOT)
+    assert files.load(path, CacheSnapshot) == SNAPSHOT
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 100,
+        b"not json",
+        b"[]",
+        b"{}",
+        b'{"kind":"caches","schema":1}',
+        b"\xff\xfe",
+        msgspec.json.encode(SNAPSHOT)[:-5],
+        b'{"kind":"caches","schema":"1"}',
+    ],
+)
+def test_a_damaged_file_is_told(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "snapshot.json"
+    path.write_bytes(content)
+    error = refusal(path)
+    assert (error.code, error.exit_code) == ("file.not-a-snapshot", Exit.FAILED)
+    assert error.mend
+
+
+def test_another_kind_and_a_newer_one_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.json"
+    path.write_bytes(b'{"kind":"stacks","schema":1,"processes":[]}')
+    assert (refusal(path).code, refusal(path).exit_code) == ("file.other-kind", Exit.USAGE)
+    path.write_bytes(b'{"kind":"caches","schema":99,"whatever":[]}')
+    assert refusal(path).code == "file.newer"
+
+
+def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
+    assert (refusal(tmp_path / "none").code, refusal(tmp_path).code) == (
+        "file.missing",
+        "file.unreadable",
+    )
+
+
+def test_a_file_that_can_not_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(VllmopsError) as caught:
+        files.save(tmp_path / "none" / "snapshot.json", SNAPSHOT)
+    assert caught.value.code == "file.not-written"
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(VllmopsError):
+        files.save(tmp_path / "directory", SNAPSHOT)
+    assert os.listdir(tmp_path) == ["directory"]
