@@ -1,0 +1,306 @@
+"""Takes snapshots of caches from the agent's thread, while vLLM's threads use them.
+
+A snapshot changes nothing: no hit counter, no order, no lock. ``dict(cache)``, ``cache.items()``
+and ``cache[key]`` do, so the containers below are read, and all of one cache in a single C call:
+no other thread runs Python before it returns. vLLM can still be half-way through an operation, so
+what looks broken is read again a little later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter, call
+from typing import Any, TypeVar
+
+from ..diagnose.caches import alone
+from ..snapshots.caches import (
+    Cache,
+    EncoderCache,
+    EncoderDecoderCache,
+    LruCache,
+    ProcessCaches,
+    Setup,
+    ShmCache,
+    WorkerEncoderCache,
+)
+from . import engine, found
+from .identity import role
+
+TRIES = 5
+PAUSE_S = 0.003
+
+T = TypeVar("T", bound=Cache)
+
+
+def snapshot(*, keys: bool = False) -> ProcessCaches:
+    """Every cache of this process; one that can't be read becomes a problem in words.
+
+    Args:
+        keys: whether to list every key of LRU caches too.
+    """
+    caches: list[Cache] = []
+    problems = list(found.problems)
+    for take, holder in sources(keys):
+        try:
+            if (cache := settled(take, holder)) is not None:
+                caches.append(cache)
+        except Exception as error:
+            problems.append(f"{type(holder).__name__} can't be read: {error!r}")
+    traffic = engine.traffic()
+    return ProcessCaches(
+        pid=os.getpid(),
+        parent=os.getppid(),
+        role=role(),
+        caches=caches,
+        setup=setup(),
+        unfinished=engine.state().unfinished,
+        in_flight=traffic.in_flight,
+        started=traffic.started,
+        problems=problems,
+    )
+
+
+def sources(keys: bool) -> list[tuple[Callable[[Any], Cache | None], Any]]:
+    """What to read with what."""
+    held: list[tuple[Callable[[Any], Cache | None], Any]] = [
+        (partial(multimodal, keys=keys), cache) for cache in found.every("mm-cache")
+    ]
+    held += [(encoder, scheduler) for scheduler in found.every("scheduler")]
+    held += [(worker_encoder, worker) for worker in found.every("worker")]
+    return held
+
+
+def settled(take: Callable[[Any], Cache | None], holder: Any) -> Cache | None:
+    """Read until nothing in it contradicts itself, a few times at most.
+
+    A container that changes size under a copy raises RuntimeError: read again too.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            cache = take(holder)
+        except RuntimeError:
+            cache = None
+        else:
+            if cache is None or not alone(cache):
+                return cache
+        time.sleep(PAUSE_S)
+    return take(holder)
+
+
+def at_once(*reads: tuple[Callable[[Any], Any], Any]) -> tuple[Any, ...]:
+    """Call each reader on its container, all in one C call, so that none is newer than another.
+
+    Holds only for readers and containers implemented in C, with keys that are plain strings.
+    """
+    readers, containers = zip(*reads, strict=True)
+    return tuple(map(call, readers, containers))
+
+
+def multimodal(cache: Any, *, keys: bool = False) -> LruCache | ShmCache | None:
+    """A multimodal cache of whatever kind; None while it is being built."""
+    own = vars(cache)
+    if "_cache" in own:
+        return lru(cache, keys=keys)
+    if "_shm_cache" in own:
+        return shm(cache)
+    return None
+
+
+def lru(holder: Any, *, keys: bool = False) -> LruCache:
+    """A cache over vLLM's LRUCache (``vllm/utils/cache.py``).
+
+    vLLM's threads wait while this one computes, so with 20,000 entries every pass counts: sets
+    are made only where there is something to tell apart.
+    """
+    name = type(holder).__name__
+    cache = holder._cache
+    sized = cache._Cache__size
+    own, order, data, sizes, pinned = at_once(
+        (dict, vars(cache)),
+        (list, cache._LRUCache__order),
+        (list, cache._Cache__data),
+        (dict, {} if sized is None else sized),
+        (list, cache.pinned_items),
+    )
+    known = dict.fromkeys(data) if sized is None else sizes
+    same = len(order) == len(data) == len(known) and all(map(known.__contains__, order))
+    differences: dict[str, list[str]] = {}
+    # Data and sizes have the same order too, unless something is wrong.
+    if not same or (sized is not None and data != list(sizes)):
+        ordered, having = frozenset(order), frozenset(data)
+        differences = {
+            "order_only": list(ordered - having),
+            "data_only": list(having - ordered),
+            "unsized": [] if sized is None else list(having - sizes.keys()),
+            "sized_only": list(sizes.keys() - having),
+        }
+    return LruCache(
+        kind="mm-processor-only" if "ProcessorOnly" in name else "mm-lru",
+        side="P1" if "Receiver" in name else "P0" if role() == "api" else role(),
+        name=name,
+        order=order if keys else None,
+        sizes=list(map(sizes.get, order)) if keys else None,
+        digest=digest(order),
+        oldest=order[0] if order else None,
+        newest=order[-1] if order else None,
+        **differences,
+        pinned=pinned,
+        pinned_only=sorted(set(pinned).difference(data)) if pinned else [],
+        entries=len(data),
+        bytes=own["_Cache__currsize"],
+        sum_bytes=None if sized is None else sum(sizes.values()),
+        capacity_bytes=own["_Cache__maxsize"],
+        hits=own["_hits"],
+        queries=own["_total"],
+    )
+
+
+def digest(order: list[str]) -> str:
+    """What two caches with the same keys in the same order have in common."""
+    # hashlib lets other threads run meanwhile.
+    return hashlib.blake2b("\n".join(order).encode(), digest_size=16).hexdigest()
+
+
+def shm(holder: Any) -> ShmCache:
+    """A cache in shared memory (``SingleWriterShmObjectStorage``); only the writer has an index."""
+    storage = holder._shm_cache
+    ring = storage.ring_buffer
+    reader = ShmCache(
+        kind="mm-shm",
+        side="P0" if storage.is_writer else "worker",
+        name=type(holder).__name__,
+        writer=bool(storage.is_writer),
+        capacity_bytes=int(ring.data_buffer_size),
+        max_object_bytes=int(storage.max_object_size),
+    )
+    if not storage.is_writer:
+        return reader
+    own, buffer, by_key, by_id, flags, places, updates = at_once(
+        (dict, vars(holder)),
+        (dict, vars(ring)),
+        (dict, storage.key_index),
+        (dict, storage.id_index),
+        (list, storage.writer_flag),
+        (list, ring.metadata),
+        (list, holder._p0_cache),
+    )
+    ids = {key: place[1] for key, place in by_key.items()}
+    unpaired = [key for key, number in ids.items() if by_id.get(number) != key]
+    unpaired += [key for number, key in by_id.items() if ids.get(key) != number]
+    return ShmCache(
+        **{name: getattr(reader, name) for name in BOTH_SIDES},
+        keys=list(by_key),
+        bytes=buffer["data_buffer_end"] - buffer["data_buffer_start"],
+        unpaired=sorted(set(unpaired)),
+        unflagged=sorted(by_id.keys() ^ set(flags)),
+        unmapped=sorted(by_id.keys() ^ set(places)),
+        without_updates=sorted(by_key.keys() - set(updates)),
+        hits=own["_hits"],
+        queries=own["_total"],
+    )
+
+
+BOTH_SIDES = ("kind", "side", "name", "writer", "capacity_bytes", "max_object_bytes")
+
+
+def encoder(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
+    """A scheduler's encoder cache manager; None while it is being built."""
+    manager = getattr(scheduler, "encoder_cache_manager", None)
+    if manager is None:
+        return None
+    own = vars(manager)
+    if "cached" not in own:
+        # 0.14.0 and older have one list; its successors hold an entry back for one step.
+        lists = [own[name] for name in ("allocated", "to_free", "freed") if name in own]
+        own, *lists = at_once((dict, own), *((list, held) for held in lists))
+        return EncoderDecoderCache(
+            name=type(manager).__name__,
+            slots=own["cache_size"],
+            free_slots=own["num_free_slots"],
+            passing=[key for held in lists for key in held],
+        )
+    embeds, inputs = own.get("num_embeds_by_hash"), own.get("request_cached_ids")
+    own, keys, references, by_key, freeable, holders, numbers, requests = at_once(
+        (dict, own),
+        (list, manager.cached),
+        (list, map(tuple, manager.cached.values())),
+        (dict, embeds or {}),
+        (dict, manager.freeable),
+        (list, inputs or {}),
+        (list, map(tuple, (inputs or {}).values())),
+        (dict, scheduler.requests),
+    )
+    cached = {key: sorted(ids) for key, ids in zip(keys, references, strict=True)}
+    known = {name for name, request in requests.items() if not request.is_finished()}
+    return EncoderCache(
+        name=type(manager).__name__,
+        slots=own["cache_size"],
+        free_slots=own["num_free_slots"],
+        freeable_slots=own["num_freeable_slots"],
+        cached=cached,
+        slots_by_key=None if embeds is None else by_key,
+        freeable=freeable,
+        inputs=None
+        if inputs is None
+        else {
+            name: sorted({requests[name].mm_features[number].identifier for number in held})
+            for name, held in zip(holders, numbers, strict=True)
+            if name in requests
+        },
+        strangers=sorted({name for ids in cached.values() for name in ids} - known),
+    )
+
+
+def worker_encoder(worker: Any) -> WorkerEncoderCache | None:
+    """A worker's encoder outputs, of either model runner; None without a runner or a cache."""
+    # ray and others wrap the worker; a wrapper has no runner of its own.
+    runner = vars(worker).get("model_runner")
+    cache = getattr(runner, "encoder_cache", None)
+    # The V2 runner keeps the dictionary inside an object.
+    outputs = getattr(cache, "encoder_outputs", cache)
+    if outputs is None:
+        return None
+    keys, tensors = at_once((list, outputs), (list, outputs.values()))
+    return WorkerEncoderCache(
+        name=type(runner).__name__,
+        rank=getattr(worker, "rank", None),
+        keys=keys,
+        bytes=sum(map(attrgetter("nbytes"), tensors)),
+        device=str(tensors[0].device) if tensors else None,
+    )
+
+
+def setup() -> Setup | None:
+    """What decides which caches this server has, from the engine's or the worker's config."""
+    holder = found.latest("scheduler") or found.latest("worker")
+    config = getattr(holder, "vllm_config", None)
+    if config is None:
+        return None
+    model, parallel = config.model_config, config.parallel_config
+    multimodal: Any = getattr(model, "multimodal_config", None)
+    attempt = engine.attempt
+    return Setup(
+        model=attempt(lambda: str(model.model)),
+        multimodal=multimodal is not None and not text_only(model),
+        encoder_decoder=attempt(lambda: bool(model.is_encoder_decoder)),
+        cache_gb=attempt(lambda: float(multimodal.mm_processor_cache_gb)),
+        cache_type=attempt(lambda: str(multimodal.mm_processor_cache_type)),
+        api_processes=attempt(lambda: int(parallel._api_process_count)),
+        data_parallel=attempt(lambda: int(parallel.data_parallel_size)),
+        tensor_parallel=attempt(lambda: int(parallel.tensor_parallel_size)),
+        pipeline_parallel=attempt(lambda: int(parallel.pipeline_parallel_size)),
+        encoder_connector=attempt(lambda: config.ec_transfer_config is not None),
+    )
+
+
+def text_only(model: Any) -> bool:
+    """Whether vLLM found that a multimodal model has all its limits at 0.
+
+    From what it remembers: asking it anew could build a processor.
+    """
+    remembered: Any = getattr(model, "_supports_multimodal_inputs_cache", None)
+    return bool(remembered) and not any(remembered.values())

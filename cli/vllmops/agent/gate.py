@@ -1,0 +1,73 @@
+"""Counts the requests in flight, and refuses new ones while the server drains."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+RETRY_AFTER_S = 5
+MARK = "vllmops.counted"
+# Probes and scrapes are not work: a drain need not wait for them.
+UNCOUNTED = frozenset({"/health", "/ping", "/metrics"})
+
+
+@dataclass
+class Gate:
+    """The counters; changed on the event loop's thread alone, so they need no lock."""
+
+    in_flight: int = 0
+    started: int = 0
+    draining: bool = False
+    installed: bool = False
+
+
+gate = Gate()
+
+
+def install(module: ModuleType) -> None:
+    """Wrap ``FastAPI.__call__`` in place; `module` is ``fastapi.applications``."""
+    if gate.installed:
+        return
+    call = module.FastAPI.__call__
+
+    async def __call__(self: Any, scope: Scope, receive: Any, send: Send) -> None:  # noqa: N807
+        # Only the outermost app of a request counts: a mounted one gets a copy of the scope.
+        if MARK in scope or scope["type"] == "lifespan":
+            await call(self, scope, receive, send)
+            return
+        path = scope["path"]
+        if gate.draining and path != "/metrics":
+            await refuse(scope, send)
+            return
+        scope[MARK] = True
+        counted = path not in UNCOUNTED
+        gate.started += counted
+        gate.in_flight += counted
+        try:
+            await call(self, scope, receive, send)
+        finally:
+            gate.in_flight -= counted
+
+    module.FastAPI.__call__ = __call__
+    gate.installed = True
+
+
+async def refuse(scope: Scope, send: Send) -> None:
+    """Answer 503: this server is going away, ask another, or this one later."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1013, "reason": "the server is draining"})
+        return
+    body = b'{"error":{"message":"the server is draining","type":"unavailable","code":503}}'
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"retry-after", str(RETRY_AFTER_S).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

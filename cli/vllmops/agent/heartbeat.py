@@ -1,0 +1,52 @@
+"""A file that says every second that this process still runs Python.
+
+Written with ``pwrite``, not through a mapping: on a full disk a mapped write raises SIGBUS and
+would kill the server. What a full disk or a removed directory breaks is the heartbeat alone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ..snapshots.engine import BEAT_BYTES, BEAT_INTERVAL_S, Beat
+
+
+class Heart:
+    """Beats into `path` from a daemon thread until `stop`.
+
+    Args:
+        path: the file; an existing one is overwritten.
+        beat: what to write, given the sequence number and the monotonic time in seconds.
+    """
+
+    def __init__(self, path: Path, beat: Callable[[int, float], Beat]) -> None:
+        self.path = path
+        self.beat = beat
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self.stopped = threading.Event()
+
+    def start(self) -> None:
+        self.write(0)
+        threading.Thread(target=self.run, name="vllmops-heart", daemon=True).start()
+
+    def run(self) -> None:
+        sequence = 0
+        while not self.stopped.wait(BEAT_INTERVAL_S):
+            sequence += 1
+            self.write(sequence)
+
+    def write(self, sequence: int) -> None:
+        # Whatever fails here must not end the beat: the next one may succeed.
+        with suppress(Exception):
+            record = msgspec.json.encode(self.beat(sequence, time.monotonic()))
+            os.pwrite(self.fd, record.ljust(BEAT_BYTES)[:BEAT_BYTES], 0)
+
+    def stop(self) -> None:
+        self.stopped.set()

@@ -1,0 +1,59 @@
+"""Do something to a module as soon as the process imports it, and not a moment earlier.
+
+Importing vLLM's modules only to patch them would cost start-up time and memory in processes that
+never use them, and in ``--help``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+Act = Callable[[ModuleType], None]
+
+
+class Watcher:
+    """A meta path finder that finds nothing itself, and acts once a watched module has run."""
+
+    def __init__(self) -> None:
+        self.acts: dict[str, list[Act]] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.acts:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for act in self.acts.pop(name, ()):
+                act(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_watcher = Watcher()
+
+
+def when_imported(name: str, act: Act) -> None:
+    """Call ``act(module)`` once ``name`` is imported; at once where it already is.
+
+    Args:
+        name: the module's full name; one that never gets imported is never acted on.
+        act: must not raise.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        act(module)
+        return
+    _watcher.acts.setdefault(name, []).append(act)
+    if _watcher not in sys.meta_path:
+        # vLLM's modules are plain files, so the path finder is the one that would have found them.
+        sys.meta_path.insert(0, _watcher)

@@ -1,0 +1,281 @@
+"""The agent's socket: HTTP with JSON answers, from daemon threads, to this user and root alone."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingMixIn, UnixStreamServer
+from typing import Any
+
+import msgspec
+
+from .. import __version__
+from ..home import home
+from ..snapshots.engine import Beat, Hello
+from . import caches, engine, found, log
+from .gate import gate
+from .heartbeat import Heart
+from .identity import create_time, role
+
+DIRECTORY = "agents"
+PATH_BYTES = 107  # sockaddr_un's, without the closing zero
+FEATURES = ("engine", "caches", "requests", "drain", "heartbeat")
+
+
+class OffError(Exception):
+    """Why the agent can't run here."""
+
+
+class Server(ThreadingMixIn, UnixStreamServer):
+    """One thread for each connection; a stuck one can't hold the process up at its end."""
+
+    daemon_threads = True
+    request_queue_size = 64
+    # A connection that is being served when the process ends is not waited for.
+    block_on_close = False
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
+        size = struct.calcsize("3i")
+        credentials = request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        uid: int = struct.unpack("3i", credentials)[1]
+        return uid in (0, os.geteuid())
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        # The default prints a traceback into the server's log; a caller that hung up is no news.
+        log.debug("vllmops: a request failed", exc_info=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a GET or a POST of one of `ROUTES`."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 10  # seconds that a caller may stay silent
+    wbufsize = 1 << 16  # headers and body in one write: each costs a wait for the GIL
+
+    def do_GET(self) -> None:
+        route = GETS.get(self.path)
+        if route is None:
+            self.answer(404, {"error": f"no such path: {self.path}"})
+            return
+        try:
+            content = route()
+        except Exception as error:
+            self.answer(500, {"error": f"{type(error).__name__}: {error}"})
+        else:
+            self.answer(200, content)
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("content-length") or 0)
+        if self.path != "/drain" or length > 1024:
+            self.answer(404, {"error": f"no such path: {self.path}"})
+            return
+        try:
+            wish = DRAIN.decode(self.rfile.read(length))
+        except msgspec.MsgspecError as error:
+            self.answer(400, {"error": str(error)})
+            return
+        gate.draining = wish.on
+        self.answer(200, engine.traffic())
+
+    def answer(self, status: int, content: Any) -> None:
+        body = msgspec.json.encode(content)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """No line for each request."""
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """The body of ``POST /drain``."""
+
+    on: bool
+
+
+# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
+DRAIN = msgspec.json.Decoder(Drain)
+
+
+class Running:
+    """The agent of one process: its socket, its heartbeat, and what it leaves behind."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        directory = own_directory()
+        self.path = directory / f"{self.pid}.sock"
+        if len(os.fsencode(self.path)) > PATH_BYTES:
+            raise OffError(
+                f"the socket's path is longer than {PATH_BYTES} bytes: {self.path}; "
+                "set VLLMOPS_HOME to a shorter one"
+            )
+        sweep(directory)
+        if answers(self.path):
+            raise OffError(f"another process answers on {self.path}")
+        self.path.unlink(missing_ok=True)
+        self.server = Server(os.fspath(self.path), Handler)
+        self.path.chmod(0o600)
+        self.heart = Heart(self.path.with_suffix(".beat"), beat)
+        self.heart.start()
+        threading.Thread(target=self.serve, name="vllmops-agent", daemon=True).start()
+
+    def serve(self) -> None:
+        with suppress(Exception):
+            # Nobody calls shutdown(), so nothing need be polled for.
+            self.server.serve_forever(poll_interval=3600)
+
+    def leave(self) -> None:
+        """Remove the files, unless this is a forked child: they are its parent's."""
+        if self.pid == os.getpid():
+            self.heart.stop()
+            for path in (self.path, self.heart.path):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """In a forked child: let go of what it inherited, so that it can't be reached there."""
+        with suppress(OSError):
+            self.server.socket.close()
+            os.close(self.heart.fd)
+
+
+_running: Running | None = None
+_starting = threading.Lock()
+_forks_watched = False
+
+
+def start() -> None:
+    """Bring the agent up in this process, unless it is; what hinders it is logged, not raised."""
+    global _running, _forks_watched  # noqa: PLW0603
+    if _running is not None or not _starting.acquire(blocking=False):
+        return
+    try:
+        if not _forks_watched:
+            os.register_at_fork(after_in_child=forked)
+            _forks_watched = True
+        _running = Running()
+        atexit.register(_running.leave)
+        log.debug("vllmops: the agent of pid %d listens on %s", _running.pid, _running.path)
+    except (OffError, OSError, RuntimeError) as error:
+        # RuntimeError: no home directory can be told, or no thread can be started.
+        found.report(f"the agent is off in pid {os.getpid()}: {error}")
+    finally:
+        _starting.release()
+
+
+def forked() -> None:
+    """In a forked child: no thread survived, so start anew once one of vLLM's objects is made."""
+    global _running, _starting  # noqa: PLW0603
+    _starting = threading.Lock()
+    found.forget()
+    if _running is not None:
+        _running.forget()
+    _running = None
+
+
+def own_directory() -> Path:
+    """The directory of the sockets, made where it is missing.
+
+    Raises:
+        OffError: somebody else's, or open to others: they could put their own socket there.
+    """
+    path = home() / DIRECTORY
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    at = path.lstat()
+    if not stat.S_ISDIR(at.st_mode):
+        raise OffError(f"{path} is not a directory")
+    if at.st_uid != os.geteuid():
+        raise OffError(f"{path} belongs to uid {at.st_uid}, this process runs as {os.geteuid()}")
+    if stat.S_IMODE(at.st_mode) & 0o077:
+        raise OffError(f"{path} is open to others; chmod 700 {path}")
+    return path
+
+
+def sweep(directory: Path) -> None:
+    """Remove what processes left behind that were killed."""
+    for path in directory.glob("*.*"):
+        if not path.stem.isdecimal() or alive(int(path.stem)):
+            continue
+        # In a directory shared between containers a pid says little; a live socket answers.
+        if not answers(path.with_suffix(".sock")):
+            with suppress(OSError):
+                path.unlink()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process has this pid."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def answers(path: Path) -> bool:
+    """Whether somebody listens on the socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(0.2)
+        try:
+            probe.connect(os.fspath(path))
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def beat(sequence: int, now: float) -> Beat:
+    """A heartbeat's content."""
+    step, running, waiting = engine.progress()
+    return Beat(
+        monotonic=now,
+        sequence=sequence,
+        pid=os.getpid(),
+        create_time=create_time(),
+        role=role(),
+        current_step=step,
+        running=running,
+        waiting=waiting,
+    )
+
+
+def hello() -> Hello:
+    """``GET /hello``."""
+    return Hello(
+        agent=__version__,
+        pid=os.getpid(),
+        create_time=create_time(),
+        role=role(),
+        vllm_version=getattr(sys.modules.get("vllm"), "__version__", None),
+        python=platform.python_version(),
+        features=FEATURES,
+        problems=tuple(found.problems),
+    )
+
+
+GETS: dict[str, Callable[[], Any]] = {
+    "/hello": hello,
+    "/engine": engine.state,
+    "/caches": caches.snapshot,
+    "/caches?keys=1": partial(caches.snapshot, keys=True),
+    "/requests": engine.traffic,
+    "/heartbeat": lambda: beat(-1, time.monotonic()),
+}

@@ -1,0 +1,125 @@
+"""The gate around the HTTP application; a stand-in for FastAPI, real asyncio."""
+
+import asyncio
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from vllmops.agent import gate as module
+from vllmops.agent.gate import Gate, install
+
+
+class App:
+    """What `install` needs of FastAPI: an ASGI callable (tests/live has the real one)."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+        self.inner: App | None = None
+        self.go = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.seen.append(scope)
+        if self.inner is not None:
+            await self.inner(dict(scope), receive, send)
+        await self.go.wait()
+        if scope["path"] == "/crash":
+            raise ValueError("crash")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    call = App.__call__
+    monkeypatch.setattr(module, "gate", Gate())
+    fastapi = ModuleType("fastapi.applications")
+    fastapi.FastAPI = App  # type: ignore[attr-defined]
+    install(fastapi)
+    install(fastapi)
+    yield module.gate
+    App.__call__ = call  # type: ignore[method-assign]
+
+
+def scope(path: str = "/v1/completions", kind: str = "http") -> dict[str, Any]:
+    return {"type": kind, "path": path}
+
+
+async def answer(app: App, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(asked, None, send)
+    return sent
+
+
+def test_counts_what_is_in_flight(gate: Gate) -> None:
+    async def go() -> None:
+        app, inner = App(), App()
+        app.inner = inner
+        inner.go.set()
+        tasks = [asyncio.ensure_future(answer(app, scope())) for _ in range(3)]
+        tasks += [asyncio.ensure_future(answer(app, scope(path))) for path in ("/health", "/ping")]
+        await asyncio.sleep(0.01)
+        assert (gate.in_flight, gate.started) == (3, 3)
+        assert len(inner.seen) == 5
+        app.go.set()
+        await asyncio.gather(*tasks)
+        assert (gate.in_flight, gate.started) == (0, 3)
+
+    asyncio.run(go())
+
+
+def test_a_request_that_fails_or_is_given_up_is_over(gate: Gate) -> None:
+    async def go() -> None:
+        app = App()
+        given_up = asyncio.ensure_future(answer(app, scope()))
+        await asyncio.sleep(0)
+        assert gate.in_flight == 1
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        app.go.set()
+        with pytest.raises(ValueError, match="crash"):
+            await answer(app, scope("/crash"))
+        assert (gate.in_flight, gate.started) == (0, 2)
+
+    asyncio.run(go())
+
+
+def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None:
+    async def go() -> None:
+        app = App()
+        old = asyncio.ensure_future(answer(app, scope()))
+        await asyncio.sleep(0)
+        gate.draining = True
+        for path in ("/v1/completions", "/health"):
+            start, body = await answer(app, scope(path))
+            assert start["status"] == 503
+            assert int(dict(start["headers"])[b"retry-after"]) > 0
+            assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
+        (closed,) = await answer(app, scope(kind="websocket"))
+        assert (closed["type"], closed["code"]) == ("websocket.close", 1013)
+        app.go.set()
+        assert await answer(app, scope("/metrics")) == []
+        await old
+        assert [each["path"] for each in app.seen] == ["/v1/completions", "/metrics"]
+        assert gate.in_flight == 0
+        gate.draining = False
+        await answer(app, scope())
+        assert gate.started == 2
+
+    asyncio.run(go())
+
+
+def test_lifespan_passes(gate: Gate) -> None:
+    async def go() -> None:
+        app = App()
+        app.go.set()
+        gate.draining = True
+        await answer(app, {"type": "lifespan", "path": ""})
+        assert app.seen
+        assert gate.started == 0
+
+    asyncio.run(go())

@@ -1,0 +1,235 @@
+"""The agent's socket, in real processes."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops import __version__
+from vllmops.client.agent import reach
+
+NOBODY = 65534
+Spawn = Callable[..., Any]
+
+
+def files(home: Path) -> set[str]:
+    return {path.name for path in home.glob("agents/*")}
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_says_who_it_is(spawn: Spawn) -> None:
+    child = spawn()
+    hello = reach(child.process).hello()
+    assert (hello.pid, hello.agent, hello.role) == (child.process.pid, __version__, "api")
+    assert abs(hello.create_time - child.process.create_time) < 1.1
+    assert hello.problems == ()
+    assert mode(child.home / "agents") == 0o700
+    assert mode(child.socket) == mode(child.beat) == 0o600
+
+
+def test_registering_twice_starts_one(spawn: Spawn) -> None:
+    child = spawn()
+    names = "[thread.name for thread in threading.enumerate()]"
+    out = child.run(
+        f"import threading; from vllmops.agent import register; register(); out = {names}"
+    )
+    assert out.count("vllmops-agent") == out.count("vllmops-heart") == 1
+
+
+def test_removes_its_files_at_exit(spawn: Spawn) -> None:
+    child = spawn()
+    assert len(files(child.home)) == 2
+    child.end()
+    assert child.popen.returncode == 0
+    assert files(child.home) == set()
+
+
+def test_sweeps_what_a_killed_process_left(spawn: Spawn) -> None:
+    dead, live = spawn(), spawn()
+    dead.popen.kill()
+    dead.popen.wait()
+    assert {dead.socket.name, dead.beat.name} <= files(dead.home)
+    new = spawn()
+    assert files(new.home) == {p.name for each in (live, new) for p in (each.socket, each.beat)}
+
+
+def test_can_be_turned_off(spawn: Spawn) -> None:
+    child = spawn(VLLMOPS_DISABLE="1")
+    assert not child.home.exists()
+
+
+def test_stays_out_of_a_model_inspection(tmp_path: Path) -> None:
+    # A stand-in for vLLM, which the fast tests do without: only the module's name matters.
+    registry = tmp_path / "vllm" / "model_executor" / "models" / "registry.py"
+    registry.parent.mkdir(parents=True)
+    for package in (registry.parent, *registry.parent.parents[:2]):
+        (package / "__init__.py").touch()
+    registry.write_text("from vllmops.agent import register; register(); print('inspected')")
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.model_executor.models.registry"],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "VLLMOPS_HOME": str(tmp_path / "home"),
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    assert done.stdout == "inspected\n"
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("fault", ["lax", "long", "file", "foreign", "unwritable"])
+def test_what_hinders_it_is_logged_and_harms_nothing(
+    spawn: Spawn, tmp_path: Path, fault: str
+) -> None:
+    home, directory = tmp_path / "h", tmp_path / "h" / "agents"
+    if fault == "lax":
+        directory.mkdir(parents=True)
+        directory.chmod(0o750)
+        words = [f"chmod 700 {directory}"]
+    elif fault == "long":
+        home = tmp_path / ("x" * 100)
+        words = ["longer than 107 bytes", "VLLMOPS_HOME"]
+    elif fault == "file":
+        home.mkdir()
+        directory.touch()
+        words = [f"{directory} is not a directory"]
+    elif fault == "foreign":
+        # Without root nobody can make another user's directory; /root's stand-in is /proc/1's.
+        if os.geteuid() == 0:
+            directory.mkdir(parents=True, mode=0o700)
+            os.chown(directory, NOBODY, NOBODY)
+            words = [f"belongs to uid {NOBODY}"]
+        else:
+            home = Path("/proc/1")
+            words = ["/proc/1/agents"]
+    else:
+        home = Path("/proc/nowhere")
+        words = ["/proc/nowhere"]
+    child = spawn(home=home)
+    assert child.run("out = 6 * 7") == "42"
+    log = child.end()
+    assert child.popen.returncode == 0
+    assert "the agent is off in pid" in log
+    assert all(word in log for word in words)
+    assert "Traceback" not in log
+
+
+def test_a_forked_child_does_not_answer_for_its_parent(spawn: Spawn) -> None:
+    child = spawn()
+    forked = int(
+        child.run(
+            "import os, time\nout = os.fork()\nif out == 0:\n    time.sleep(30)\n    os._exit(0)"
+        )
+    )
+    try:
+        assert reach(child.process).hello().pid == child.process.pid
+        inherited = [os.readlink(entry) for entry in Path(f"/proc/{forked}/fd").iterdir()]
+        listening = Path("/proc/net/unix").read_text().splitlines()
+        inode = next(line.split()[6] for line in listening if line.endswith(str(child.socket)))
+        assert f"socket:[{inode}]" not in inherited
+        assert not any(name.endswith(".beat") for name in inherited)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_a_forked_child_starts_its_own_once_it_has_something_to_show(spawn: Spawn) -> None:
+    child = spawn()
+    forked = int(
+        child.run(
+            "import os, time\n"
+            "out = os.fork()\n"
+            "if out == 0:\n"
+            "    from vllmops.agent import found\n"
+            "    class Scheduler: pass\n"
+            "    held = Scheduler()\n"
+            "    found.remember('scheduler', held)\n"
+            "    time.sleep(30)\n"
+            "    os._exit(0)"
+        )
+    )
+    try:
+        path = child.home / "agents" / f"{forked}.sock"
+        until(path.exists)
+        assert child.socket.exists()
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_answers_nobody_else(spawn: Spawn) -> None:
+    child = spawn()
+    # Even where somebody opened the directory and the socket later on.
+    for path in (child.home.parent, child.home, child.home / "agents", child.socket):
+        path.chmod(0o777)
+    for above in child.home.parent.parents:
+        if above != Path("/") and not mode(above) & 0o001:
+            above.chmod(mode(above) | 0o011)
+    ask = (
+        "import socket; s = socket.socket(socket.AF_UNIX); s.settimeout(5)\n"
+        f"s.connect({str(child.socket)!r})\n"
+        "try:\n"
+        "    s.sendall(b'GET /hello HTTP/1.0\\r\\n\\r\\n'); print(s.recv(100))\n"
+        "except ConnectionError as error: print(b'')"
+    )
+    command = [sys.executable, "-c", ask]
+    other = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command]
+    assert subprocess.check_output(command, timeout=20).startswith(b"b'HTTP/1.1 200")
+    assert subprocess.check_output(other, timeout=20) == b"b''\n"
+
+
+def test_many_callers_at_once_and_one_that_says_nothing(spawn: Spawn) -> None:
+    child = spawn()
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+    try:
+        for each in silent:
+            each.connect(os.fspath(child.socket))
+        assert reach(child.process, timeout_s=5).hello().pid == child.process.pid
+    finally:
+        for each in silent:
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("request_line", "body", "status"),
+    [
+        ("GET /nothing", b"", 404),
+        ("POST /hello", b"", 404),
+        ("POST /drain", b"{}", 400),
+        ("POST /drain", b"\xff\xfe", 400),
+        ("POST /drain", b'{"on": "yes"}', 400),
+        ("DELETE /hello", b"", 501),
+    ],
+)
+def test_bad_requests_are_told(spawn: Spawn, request_line: str, body: bytes, status: int) -> None:
+    child = spawn()
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(5)
+        caller.connect(os.fspath(child.socket))
+        head = f"{request_line} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        caller.sendall(head.encode() + body)
+        assert int(caller.recv(200).split()[1]) == status
+    assert reach(child.process).hello().pid == child.process.pid
+    assert "Traceback" not in child.end()
+
+
+def until(true: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
