@@ -1,0 +1,408 @@
+"""Talking to the agents inside a server's processes, over their Unix sockets."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import Exit, VllmopsError
+from ..home import home
+from ..instances.processes import CLOCK_SLACK_S, Process
+from ..snapshots.caches import ProcessCaches
+from ..snapshots.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
+
+TIMEOUT_S = 2.0
+DIRECTORY = "agents"
+# Beats come every second; this many seconds without one mean that no Python runs any more.
+BEAT_LATE_S = 5.0
+ANCESTORS = 4
+PATH_BYTES = 107  # sockaddr_un's, without the closing zero
+
+# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
+DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (Answer, Hello, EngineState, ProcessCaches, Traffic)
+}
+BEATS = msgspec.json.Decoder(Beat)
+
+A = TypeVar("A", bound=Answer)
+P = TypeVar("P")
+
+
+class Agent:
+    """The agent of one process, found to be the one it claims to be; made by `reach`.
+
+    Every method raises VllmopsError: ``agent.timeout``, ``agent.stale``, ``agent.broken``,
+    ``agent.older`` or ``agent.newer``.
+
+    Args:
+        process: whose agent.
+        path: its socket.
+        timeout_s: seconds for each question, connecting included.
+    """
+
+    def __init__(self, process: Process, path: Path, timeout_s: float = TIMEOUT_S) -> None:
+        self.process = process
+        self.path = path
+        self.timeout_s = timeout_s
+
+    def hello(self) -> Hello:
+        """Who it is."""
+        return self.ask("GET", "/hello", Hello)
+
+    def engine(self) -> EngineState:
+        """How its engine is doing."""
+        return self.ask("GET", "/engine", EngineState)
+
+    def caches(self, *, keys: bool = False) -> ProcessCaches:
+        """Its caches, with the role that the process tree tells.
+
+        Args:
+            keys: whether to list every key of LRU caches too.
+        """
+        answer = self.ask("GET", "/caches?keys=1" if keys else "/caches", ProcessCaches)
+        return msgspec.structs.replace(answer, role=self.process.role.value)
+
+    def requests(self) -> Traffic:
+        """Its HTTP requests."""
+        return self.ask("GET", "/requests", Traffic)
+
+    def drain(self, on: bool = True) -> Traffic:
+        """Refuse new HTTP requests from now on, or take them again."""
+        return self.ask("POST", "/drain", Traffic, msgspec.json.encode({"on": on}))
+
+    def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
+        """Ask one question and decode the answer."""
+        connection = Connection(self.path, self.timeout_s)
+        try:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            content = response.read()
+        except (TimeoutError, BlockingIOError) as error:
+            raise silent(self.process, self.timeout_s) from error
+        except (http.client.HTTPException, OSError) as error:
+            raise unreachable(self.process, self.path, error) from error
+        finally:
+            connection.close()
+        if response.status != http.client.OK:
+            raise broken(
+                self.process, f"it answered {response.status} to {path}: {content[:200]!r}"
+            )
+        return decode(self.process, content, kind)
+
+
+class Connection(http.client.HTTPConnection):
+    """HTTP over a Unix socket; the standard library's, because httpx takes 0.1 s to import."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        end = time.monotonic() + (self.timeout or 0)
+        while True:
+            try:
+                self.sock.connect(os.fspath(self.path))
+                return
+            except BlockingIOError:
+                # The queue is full. A Unix socket says so instead of waiting.
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
+
+
+def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
+    """The agent of a process, after checking that it is this process's own.
+
+    Args:
+        process: as discovery found it.
+        timeout_s: seconds for each question.
+
+    Raises:
+        VllmopsError: ``agent.gone``, ``agent.absent``, ``agent.other-user``, ``agent.unsafe``,
+            ``agent.stale``, ``agent.path-too-long``, ``agent.mismatch``, ``agent.timeout``,
+            ``agent.broken``, ``agent.older`` or ``agent.newer``.
+    """
+    uid = owner(process)
+    if os.geteuid() not in (0, uid):
+        raise VllmopsError(
+            "agent.other-user",
+            f"{name(process)} belongs to {user(uid)}, and its agent answers only them and root",
+            f"sudo -u {user(uid)} vllmops …, or sudo vllmops …",
+            exit_code=Exit.NOT_AUTHORISED,
+        )
+    path = socket_path(process)
+    if len(os.fsencode(path)) > PATH_BYTES:
+        raise VllmopsError(
+            "agent.path-too-long",
+            f"the agent of {name(process)} is off: a Unix socket's path has at most "
+            f"{PATH_BYTES} bytes, and {path} has {len(os.fsencode(path))}",
+            "start the server with a shorter VLLMOPS_HOME",
+            exit_code=Exit.NOT_FOUND,
+        )
+    for each in (path.parent, path):
+        safe(process, each, uid)
+    agent = Agent(process, path, timeout_s)
+    hello = agent.hello()
+    if hello.pid != process.pid or abs(hello.create_time - process.create_time) > CLOCK_SLACK_S:
+        raise VllmopsError(
+            "agent.mismatch",
+            f"{path} answers for pid {hello.pid} started at {hello.create_time:.2f}, "
+            f"not for {name(process)} started at {process.create_time:.2f}",
+            "vllmops ps",
+            exit_code=Exit.NOT_FOUND,
+        )
+    return agent
+
+
+def side_by_side(
+    processes: Iterable[Process], ask: Callable[[Process], P]
+) -> list[tuple[Process, P | VllmopsError]]:
+    """Ask about every process at the same time; an error becomes that process's answer."""
+
+    def one(process: Process) -> P | VllmopsError:
+        try:
+            return ask(process)
+        except VllmopsError as error:
+            return error
+
+    processes = list(processes)
+    with ThreadPoolExecutor(max(len(processes), 1)) as pool:
+        return list(zip(processes, pool.map(one, processes), strict=True))
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """A heartbeat as read from outside.
+
+    Args:
+        beat: what it says.
+        age_s: seconds since it was written.
+    """
+
+    beat: Beat
+    age_s: float
+
+    @property
+    def late(self) -> bool:
+        """Whether the process seems to run no Python any more."""
+        return self.age_s > BEAT_LATE_S
+
+
+def beat(process: Process) -> Pulse | None:
+    """The last heartbeat of a process, read from its file without asking the process.
+
+    Returns:
+        None where there is none that is readable, of this process, and of a known schema.
+    """
+    path = socket_path(process).with_suffix(".beat")
+    for _ in range(3):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                content = os.read(descriptor, BEAT_BYTES)
+            finally:
+                os.close(descriptor)
+            found = BEATS.decode(content)
+        except OSError:
+            return None
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            time.sleep(0.005)  # caught in the middle of a write
+            continue
+        own = (
+            found.schema == SCHEMA
+            and found.pid == process.pid
+            and abs(found.create_time - process.create_time) <= CLOCK_SLACK_S
+        )
+        return Pulse(found, max(time.monotonic() - found.monotonic, 0.0)) if own else None
+    return None
+
+
+def socket_path(process: Process) -> Path:
+    """Where the process's agent listens, by the process's own environment."""
+    return state_home(process) / DIRECTORY / f"{process.pid}.sock"
+
+
+def state_home(process: Process) -> Path:
+    """The state directory that the process's agent uses, by the process's own environment.
+
+    Raises:
+        VllmopsError: ``agent.gone``.
+    """
+    uid, pid = owner(process), process.pid
+    for _ in range(ANCESTORS):
+        environment = environ(pid)
+        if environment.keys() & {"VLLMOPS_HOME", "HOME", "PATH"}:
+            break
+        # setproctitle writes over the environment that the kernel shows: ask the parent, whose
+        # environment vLLM handed down.
+        pid = parent(pid)
+    else:
+        return home()
+    if chosen := environment.get("VLLMOPS_HOME"):
+        return Path(os.readlink(f"/proc/{pid}/cwd")) / chosen
+    state = environment.get("XDG_STATE_HOME")
+    return Path(state or Path(environment.get("HOME") or home_of(uid)) / ".local/state") / "vllmops"
+
+
+def environ(pid: int) -> dict[str, str]:
+    """A process's environment, empty where it can't be read."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(word).partition("=") for word in words if b"=" in word)
+    return {key: value for key, _, value in pairs}
+
+
+def parent(pid: int) -> int:
+    """The parent's pid, 0 where there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def owner(process: Process) -> int:
+    """The uid that the process runs as."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError as error:
+        raise VllmopsError(
+            "agent.gone", f"{name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
+        ) from error
+    # The effective one, as the agent has it.
+    return next(int(line.split()[2]) for line in status.splitlines() if line.startswith("Uid:"))
+
+
+def user(uid: int) -> str:
+    """A user's name, or the number where there is none."""
+    import pwd  # noqa: PLC0415
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"#{uid}"
+
+
+def home_of(uid: int) -> str:
+    """A user's home directory."""
+    import pwd  # noqa: PLC0415
+
+    return pwd.getpwuid(uid).pw_dir
+
+
+def safe(process: Process, path: Path, uid: int) -> None:
+    """Check that a socket or its directory is the process's user's own, and nobody else's to use.
+
+    Raises:
+        VllmopsError: ``agent.absent`` or ``agent.unsafe``.
+    """
+    try:
+        at = path.lstat()
+    except OSError as error:
+        raise absent(process, path) from error
+    wanted = stat.S_ISSOCK if path.suffix == ".sock" else stat.S_ISDIR
+    wrong = None
+    if not wanted(at.st_mode):
+        wrong = "is not what it should be"
+    elif at.st_uid != uid:
+        wrong = f"belongs to {user(at.st_uid)}, not to {user(uid)}"
+    elif stat.S_IMODE(at.st_mode) & 0o077:
+        wrong = f"is open to others (mode {stat.S_IMODE(at.st_mode):o})"
+    if wrong:
+        raise VllmopsError(
+            "agent.unsafe",
+            f"{path} {wrong}: who answers there need not be {name(process)}",
+            f"rm -r {path.parent}, then restart the server",
+            exit_code=Exit.NOT_AUTHORISED,
+        )
+
+
+def decode(process: Process, content: bytes, kind: type[A]) -> A:
+    """Decode an answer, telling an older or newer agent apart from a broken one."""
+    try:
+        schema = DECODERS[Answer].decode(content).schema
+        if schema == SCHEMA:
+            answer: A = DECODERS[kind].decode(content)
+            return answer
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise broken(process, f"its answer can't be read: {error}") from error
+    age = "older" if schema < SCHEMA else "newer"
+    raise VllmopsError(
+        f"agent.{age}",
+        f"the agent of {name(process)} is {age} than this vllmops "
+        f"(it speaks schema {schema}, this {SCHEMA})",
+        "restart the server, so that it loads this vllmops"
+        if age == "older"
+        else "use the vllmops that the server has",
+    )
+
+
+def silent(process: Process, timeout_s: float) -> VllmopsError:
+    """No answer in time: the heartbeat tells whether the process still runs Python."""
+    pulse = beat(process)
+    what = f"the agent of {name(process)} did not answer within {timeout_s:g} s"
+    if pulse is None:
+        what += ", and it has no heartbeat"
+    elif pulse.late:
+        what += f"; its last heartbeat is {pulse.age_s:.0f} s old: stopped, or stuck in native code"
+    else:
+        what += f"; its last heartbeat is {pulse.age_s:.0f} s old"
+    return VllmopsError(
+        "agent.timeout",
+        what,
+        f"vllmops stacks dump -t {process.pid}",
+        exit_code=Exit.NOT_FOUND,
+        data={"beat_age_s": pulse.age_s if pulse else None},
+    )
+
+
+def unreachable(process: Process, path: Path, error: Exception) -> VllmopsError:
+    """Nobody listens, or the connection broke."""
+    if isinstance(error, FileNotFoundError):
+        return absent(process, path)
+    if isinstance(error, ConnectionRefusedError):
+        return VllmopsError(
+            "agent.stale",
+            f"nobody listens on {path}: it was left behind, {name(process)} has no agent",
+            "restart the server",
+            exit_code=Exit.NOT_FOUND,
+        )
+    return broken(process, f"{type(error).__name__}: {error}")
+
+
+def absent(process: Process, path: Path) -> VllmopsError:
+    return VllmopsError(
+        "agent.absent",
+        f"{name(process)} has no agent (there is no {path})",
+        "install vllmops-cli in vLLM's environment and restart the server; "
+        "VLLMOPS_DISABLE=1, or VLLM_PLUGINS without vllmops, turns the agent off",
+        exit_code=Exit.NOT_FOUND,
+    )
+
+
+def broken(process: Process, why: str) -> VllmopsError:
+    return VllmopsError(
+        "agent.broken",
+        f"the agent of {name(process)} gave no proper answer: {why}",
+        "vllmops logs shows what it says",
+        exit_code=Exit.NOT_FOUND,
+    )
+
+
+def name(process: Process) -> str:
+    """How messages name a process."""
+    return f"{process.role} {process.pid}"

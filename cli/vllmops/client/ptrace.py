@@ -1,0 +1,136 @@
+"""Why the kernel did not let us read another process, and the way out.
+
+The rules are those of ptrace(2), "Ptrace access mode checking", and of Yama.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import VllmopsError
+
+CAP_SYS_PTRACE = 1 << 19
+
+
+@dataclass(frozen=True)
+class Rights:
+    """What the kernel weighs.
+
+    Args:
+        uid: our effective user id.
+        target_uid: the other process's.
+        effective: our capabilities, as a bit mask.
+        bounding: those that we, or anything we start, could ever get; a container or a systemd
+            unit limits it.
+        ptrace_scope: ``kernel.yama.ptrace_scope``, 0 where there is no Yama.
+        seccomp: whether a filter judges our system calls.
+    """
+
+    uid: int
+    target_uid: int
+    effective: int
+    bounding: int
+    ptrace_scope: int = 0
+    seccomp: bool = False
+
+
+def rights(pid: int) -> Rights:
+    """Our rights over a process; reading them needs none.
+
+    Raises:
+        OSError: the process is gone.
+    """
+    ours, theirs = status("self"), status(str(pid))
+    try:
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except OSError:
+        scope = 0
+    return Rights(
+        uid=os.geteuid(),
+        target_uid=int(theirs["Uid"].split()[1]),
+        effective=int(ours["CapEff"], 16),
+        bounding=int(ours["CapBnd"], 16),
+        ptrace_scope=scope,
+        seccomp=ours.get("Seccomp", "0") != "0",
+    )
+
+
+def refusal(pid: int, rights: Rights) -> VllmopsError:
+    """The error for a process that the kernel did not let us read.
+
+    Returns:
+        One of ``stacks.ptrace-scope``, ``stacks.other-user``, ``stacks.no-capability``,
+        ``stacks.seccomp`` and ``stacks.refused``.
+    """
+    again = f"vllmops stacks dump -t {pid}"
+    as_root = f'sudo env "PATH=$PATH" {again}'
+    reachable = bool(rights.bounding & CAP_SYS_PTRACE)
+    grant = (
+        "start the container with --cap-add SYS_PTRACE (Kubernetes: securityContext.capabilities"
+        f".add: [SYS_PTRACE]), or run it on the host: {as_root}"
+    )
+    if rights.ptrace_scope >= 3:
+        return VllmopsError(
+            "stacks.ptrace-scope",
+            f"no process may read pid {pid}: kernel.yama.ptrace_scope is 3, until a reboot",
+            "set kernel.yama.ptrace_scope = 1 in /etc/sysctl.d and reboot",
+        )
+    if rights.effective & CAP_SYS_PTRACE:
+        if rights.seccomp:
+            return VllmopsError(
+                "stacks.seccomp",
+                f"a seccomp filter, probably the container's, forbids reading pid {pid}",
+                "start the container with --security-opt seccomp=unconfined, or run it on the"
+                f" host: {as_root}",
+            )
+        return VllmopsError(
+            "stacks.refused",
+            f"the kernel refused to let us read pid {pid}, in spite of CAP_SYS_PTRACE: it is in"
+            " another user namespace, or a security module (SELinux, AppArmor) forbids it",
+            f"run it in the server's own container: docker exec CONTAINER {again}",
+        )
+    if rights.uid != rights.target_uid:
+        owner = user(rights.target_uid)
+        if reachable:
+            mend = as_root
+        elif rights.uid == 0:
+            mend = f"setpriv --reuid={rights.target_uid} --clear-groups {again}"
+        else:
+            mend = f"docker exec -u {rights.target_uid} CONTAINER {again}, or {grant}"
+        return VllmopsError(
+            "stacks.other-user",
+            f"pid {pid} belongs to {owner} and we are {user(rights.uid)}, without CAP_SYS_PTRACE",
+            mend,
+        )
+    if rights.ptrace_scope:
+        only = "its ancestors" if rights.ptrace_scope == 1 else "root"
+        return VllmopsError(
+            "stacks.ptrace-scope",
+            f"only {only} may read pid {pid}: kernel.yama.ptrace_scope is {rights.ptrace_scope}",
+            f"{as_root}, or for good: sudo sysctl kernel.yama.ptrace_scope=0"
+            if reachable
+            else f"sudo sysctl kernel.yama.ptrace_scope=0 on the host, or {grant}",
+        )
+    return VllmopsError(
+        "stacks.no-capability",
+        f"reading pid {pid}, which is more privileged than we are, takes CAP_SYS_PTRACE, and "
+        + ("we don't have it" if reachable else "this container doesn't have it"),
+        as_root if reachable else grant,
+    )
+
+
+def user(uid: int) -> str:
+    """A user for a person; in containers many have no name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def status(process: str) -> dict[str, str]:
+    """The fields of ``/proc/<process>/status``; a thread is ``PID/task/TID``."""
+    text = Path(f"/proc/{process}/status").read_text()
+    return {name: value.strip() for name, _, value in (x.partition(":") for x in text.splitlines())}
