@@ -1,0 +1,178 @@
+"""The supervisor's control socket, seen from a command.
+
+A client sends one JSON line per wish and gets the instance's record, one JSON line each time it
+changes, until the supervisor ends. A client that said it holds the instance takes it down when
+it goes, in whatever way: that is how a foreground ``serve`` takes its server with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from ..errors import Exit, VllmopsError
+from .record import Folder, Record
+
+STOP_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
+
+
+class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a client wants.
+
+    Args:
+        hold: take the server down when this connection ends.
+        stop: drain for that many seconds, then stop; 0 stops at once.
+        restart: as ``stop``, and start again with the recorded command.
+    """
+
+    hold: bool = False
+    stop: float | None = None
+    restart: float | None = None
+
+
+NOTHING = Wish()
+
+
+class Control:
+    """A connection to a supervisor."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def send(self, wish: Wish) -> None:
+        # A supervisor that has gone is seen by who reads the records.
+        with contextlib.suppress(OSError):
+            self.connection.sendall(msgspec.json.encode(wish) + b"\n")
+
+    def records(self) -> Iterator[Record]:
+        """Each state of the instance, until the supervisor ends."""
+        with self.connection.makefile("rb") as lines, contextlib.suppress(ConnectionError):
+            for line in lines:
+                if line.endswith(b"\n"):
+                    yield msgspec.json.decode(line, type=Record)
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Session:
+    """An instance seen to its end: where its supervisor dies, it gets a successor.
+
+    Args:
+        folder: the instance.
+        control: the connection to begin with.
+        wish: what to say to each successor: whether it is held.
+    """
+
+    def __init__(self, folder: Folder, control: Control, wish: Wish = NOTHING) -> None:
+        self.folder = folder
+        self.control = control
+        self.wish = wish
+
+    def send(self, wish: Wish) -> None:
+        self.control.send(wish)
+
+    def records(self) -> Iterator[Record]:
+        """Each state until it is over; raises ``supervisor.unreachable``."""
+        while True:
+            record = None
+            for record in self.control.records():
+                yield record
+            self.control.close()
+            if record and record.state.over:
+                return
+            last = self.folder.read()
+            if last and last.state.over:
+                yield last
+                return
+            self.control = connect(self.folder, self.wish)
+
+    def close(self) -> None:
+        self.control.close()
+
+
+def start_supervisor(folder: Folder, lock: int, wish: Wish, *, launch: bool) -> Control:
+    """Start a supervisor that owns ``lock``; returns the connection it serves from birth.
+
+    Args:
+        folder: the instance, its record written.
+        lock: an open file that holds the folder's lock; it is closed here.
+        wish: the first word to it: whether the connection holds the instance.
+        launch: start the recorded command; otherwise take over what runs.
+    """
+    ours, theirs = socket.socketpair()
+    command = [
+        *(sys.executable, "-P", "-m", "vllmops.instances.supervisor", folder.name),
+        *("--lock", str(lock), "--client", str(theirs.fileno())),
+        *(["--launch"] if launch else []),
+    ]
+    try:
+        log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError:
+        log = os.open(os.devnull, os.O_WRONLY)
+    try:
+        # In a session of its own: it outlives the terminal, and Ctrl-C there is not for it.
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(lock, theirs.fileno()),
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+        os.close(lock)
+        theirs.close()
+    control = Control(ours)
+    control.send(wish)
+    return control
+
+
+def connect(folder: Folder, wish: Wish = NOTHING) -> Control:
+    """A connection to the supervisor of an instance; starts one where it has died.
+
+    Raises:
+        VllmopsError: ``supervisor.unreachable``.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        if control := adopt(folder, wish):
+            return control
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(str(folder.control))
+        except OSError as error:
+            connection.close()
+            if time.monotonic() < deadline:
+                time.sleep(0.1)  # it may be about to listen, or to end
+                continue
+            raise VllmopsError(
+                "supervisor.unreachable",
+                f"the supervisor of {folder.name!r} does not answer at {folder.control}:"
+                f" {error.strerror}",
+                "kill it and try again, the server runs on:"
+                f" pkill -9 -f 'vllmops.instances.supervisor {folder.name} '",
+                exit_code=Exit.NOT_FOUND,
+            ) from error
+        control = Control(connection)
+        control.send(wish)
+        return control
+
+
+def adopt(folder: Folder, wish: Wish = NOTHING) -> Control | None:
+    """Take an instance under supervision again whose supervisor has died; None if it lives."""
+    try:
+        record = folder.read()
+        lock = folder.lock() if record and not record.state.over else None
+    except (VllmopsError, OSError):
+        return None
+    return start_supervisor(folder, lock, wish, launch=False) if lock is not None else None

@@ -1,0 +1,313 @@
+"""From what a person asked for to an instance about to start: checks, command, name and port."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ..errors import VllmopsError
+from ..home import home
+from .processes import alive
+from .record import NAME, Folder, Record, State, create_root, folders, named, take
+from .servers import option
+
+FIRST_PORT, LAST_PORT = 8000, 8999
+PLUGIN = "vllmops"
+# What makes a directory a model for vLLM: Hugging Face's, Mistral's.
+MODEL_FILES = ("config.json", "params.json")
+
+
+@dataclass(frozen=True)
+class Order:
+    """What ``serve`` was asked for.
+
+    Args:
+        model: path or hub id.
+        arguments: for vLLM, untouched.
+        name: None picks one after the model.
+        port: None picks a free one.
+        environment: added to ours.
+    """
+
+    model: str
+    arguments: tuple[str, ...] = ()
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    detached: bool = False
+    default_name: str = ""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """An instance whose name and port nobody else gets: its record is written, its lock held."""
+
+    folder: Folder
+    record: Record
+    lock: int
+
+
+def check(order: Order) -> None:
+    """Refuse what can't work before a minute of loading.
+
+    Raises:
+        VllmopsError: ``vllm.missing``, ``model.missing``, ``model.unreadable``, ``host.unknown``
+            or ``port.taken``.
+    """
+    if find_spec("vllm") is None:
+        raise VllmopsError(
+            "vllm.missing",
+            f"vLLM is not installed in this environment ({sys.prefix})",
+            "pip install 'vllmops-cli[gpu]', or without a GPU 'vllmops-cli[cpu]'",
+        )
+    check_model(order.model)
+    if order.port is not None:
+        check_port(order.host, order.port)
+
+
+def check_model(model: str) -> None:
+    """A model that is a path must be there and readable; a hub id is vLLM's business."""
+    looks_like_path = model.startswith(("/", "./", "../", "~"))
+    path = Path(model).expanduser()
+    if not looks_like_path and not path.exists():
+        return
+    try:
+        found = path.is_dir()
+        if not path.exists():
+            raise VllmopsError(
+                "model.missing",
+                f"there is no model at {path}",
+                "give a directory with a config.json, or a hub id such as Qwen/Qwen3-0.6B",
+            )
+        if (
+            found
+            and not any((path / name).is_file() for name in MODEL_FILES)
+            and not any(path.glob("*.gguf"))
+        ):
+            raise VllmopsError(
+                "model.missing",
+                f"{path} is a directory without a config.json",
+                "give the directory that has the model's config.json",
+            )
+        wanted = path / MODEL_FILES[0] if (path / MODEL_FILES[0]).is_file() else path
+        if not os.access(wanted, os.R_OK):
+            raise PermissionError(13, "Permission denied", str(wanted))
+    except PermissionError as error:
+        raise VllmopsError(
+            "model.unreadable",
+            f"{error.filename or path} can't be read by this user",
+            f"give this user access: chmod -R u+rX {shlex.quote(str(path))}",
+        ) from error
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ``port.taken`` where nobody could listen there, naming who does."""
+    problem = bind(host, port)
+    if problem is None:
+        return
+    if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
+        raise VllmopsError(
+            "host.unknown", f"{host!r} is not an address of this machine", "--host 127.0.0.1"
+        )
+    raise VllmopsError(
+        "port.taken",
+        f"nothing can listen on {host}:{port}: {problem.strerror}{holder(port)}",
+        f"take a free one: --port {free_port(host, set())}, or leave --port out",
+    )
+
+
+def bind(host: str, port: int, *, strict: bool = False) -> OSError | None:
+    """Try to listen; returns what hinders it.
+
+    Args:
+        host: the address.
+        port: the port.
+        strict: take the port for taken where a socket is bound that does not listen yet, a server's
+            that loads its model, or where connections of an earlier one linger.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, not strict)
+        try:
+            trial.bind((host, port))
+            trial.listen()
+        except OSError as error:
+            return error
+    return None
+
+
+def holder(port: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        for found in psutil.net_connections("tcp"):
+            address = found.laddr
+            if found.status == psutil.CONN_LISTEN and address and address.port == port:
+                if found.pid is None:
+                    break
+                return f" ({psutil.Process(found.pid).name()}, pid {found.pid}, has it)"
+    return ""
+
+
+def free_port(host: str, claimed: set[int]) -> int:
+    for port in range(FIRST_PORT, LAST_PORT + 1):
+        if port not in claimed and bind(host, port, strict=True) is None:
+            return port
+    raise VllmopsError(
+        "port.none", f"no port from {FIRST_PORT} to {LAST_PORT} is free on {host}", "--port N"
+    )
+
+
+def command(order: Order, port: int) -> tuple[str, ...]:
+    """The exact command; what stands behind ``--`` comes last, so that it wins.
+
+    -P: a ``vllm`` in the working directory, a checkout say, is not the one that is installed.
+    """
+    return (
+        *(sys.executable, "-P", "-m", "vllmops.agent.launch", "serve", order.model),
+        *("--host", order.host, "--port", str(port)),
+        *order.arguments,
+    )
+
+
+def environment(order: Order) -> dict[str, str]:
+    """What is added to the environment: the caller's wishes, our home, our plug-in."""
+    added = {"VLLMOPS_HOME": str(home()), **order.environment}
+    allowed = added.get("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS"))
+    if allowed is not None:
+        kept = [name for name in allowed.split(",") if name]
+        added["VLLM_PLUGINS"] = ",".join(kept if PLUGIN in kept else [*kept, PLUGIN])
+    return added
+
+
+def plan(order: Order, name: str, port: int) -> Record:
+    now = time.time()
+    return Record(
+        name=name,
+        model=order.model,
+        command=command(order, port),
+        environment=environment(order),
+        directory=str(Path.cwd()),
+        host=order.host,
+        port=port,
+        scheme="https" if option(order.arguments, "--ssl-certfile") else "http",
+        detached=order.detached,
+        created_at=now,
+        stage_at=now,
+    )
+
+
+def preview(order: Order) -> Record:
+    """What would be started; nothing is written."""
+    claimed = {record.port for record in live_records()}
+    port = order.port if order.port is not None else free_port(order.host, claimed)
+    return plan(order, order.name or suggestion(order), port)
+
+
+def reserve(order: Order) -> Reserved:
+    """Take a name and a port, against everybody who does so at the same time.
+
+    Raises:
+        VllmopsError: ``name.taken``, ``name.invalid``, ``home.unusable``, ``home.full``,
+            ``home.path-too-long``.
+    """
+    gate = take(create_root() / ".lock", wait=True)
+    assert gate is not None
+    try:
+        claimed = {record.port for record in live_records()}
+        if order.port in claimed:
+            raise VllmopsError(
+                "port.taken",
+                f"port {order.port} is another instance's, which is starting",
+                f"take a free one: --port {free_port(order.host, claimed)}",
+            )
+        port = order.port if order.port is not None else free_port(order.host, claimed)
+        folder, lock = folder_for(order)
+        record = plan(order, folder.name, port)
+        try:
+            folder.write(record)
+        except OSError as error:
+            os.close(lock)
+            raise full(error) from error
+        return Reserved(folder, record, lock)
+    finally:
+        os.close(gate)
+
+
+def full(error: OSError) -> VllmopsError:
+    return VllmopsError(
+        "home.full",
+        f"the state directory {home()} can't be written: {error.strerror}",
+        "free some space there, or set VLLMOPS_HOME to another place",
+    )
+
+
+def folder_for(order: Order) -> tuple[Folder, int]:
+    """The instance's folder and its lock; a name that was not asked for gets a number."""
+    wanted = order.name or suggestion(order)
+    for number in range(1, 1000):
+        folder = named(wanted if number == 1 else f"{wanted[:58]}-{number}")
+        folder.path.mkdir(mode=0o700, exist_ok=True)
+        lock = folder.lock()
+        if lock is not None:
+            if not left_running(folder):
+                return folder, lock
+            os.close(lock)
+        if order.name:
+            break
+    raise VllmopsError(
+        "name.taken",
+        f"an instance named {wanted!r} runs already",
+        f"choose another --name, or vllmops stop {wanted}",
+    )
+
+
+def left_running(folder: Folder) -> bool:
+    """Whether an instance without a supervisor still has processes."""
+    record = folder.read()
+    return record is not None and any(map(alive, record.processes))
+
+
+def live_records() -> list[Record]:
+    records = []
+    for folder in folders():
+        with contextlib.suppress(VllmopsError):
+            record = folder.read()
+            if record and not record.state.over and (folder.supervised() or left_running(folder)):
+                records.append(record)
+    return records
+
+
+def suggestion(order: Order) -> str:
+    word = order.default_name or Path(order.model.rstrip("/")).name
+    name = re.sub(r"[^a-z0-9._-]+", "-", word.lower()).strip("-.")[:63]
+    return name if NAME.fullmatch(name) else "vllm"
+
+
+def again(record: Record) -> Record:
+    """The record of the same instance before a new start, detached from now on."""
+    now = time.time()
+    return msgspec.structs.replace(
+        record,
+        detached=True,
+        created_at=now,
+        state=State.STARTING,
+        stage="launching",
+        stage_at=now,
+        session=None,
+        processes=(),
+        segments=(),
+        failure=None,
+    )

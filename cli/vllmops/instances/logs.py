@@ -1,0 +1,239 @@
+"""A server's log: following it, rotating it, and reading stages and causes out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .processes import Role
+from .record import Failure
+
+STAGES = ("launching", "launched", "loading weights", "profiling", "warming up", "ready")
+
+LINE = re.compile(
+    r"^\((?P<process>[\w.-]+) pid=(?P<pid>\d+)\) (?:(?P<level>[A-Z]+) \S+ \S+ \[[^]]*\] ?)?"
+)
+UVICORN = re.compile(r"^(INFO|WARNING|ERROR):\s")
+NAMES = {
+    Role.API: ("APIServer", "ApiServer"),
+    Role.ENGINE: ("EngineCore",),
+    Role.WORKER: ("Worker", "VllmWorker"),
+}
+
+SIGNS = {
+    "loading weights": re.compile(
+        r"Starting to load model|Loading (model )?weights|Loading safetensors"
+    ),
+    "profiling": re.compile(r"KV cache (size|layout|memory)|for KV cache|[Mm]emory profiling"),
+    "warming up": re.compile(r"Warming up|Capturing CUDA graph|Graph capturing|init engine \("),
+}
+
+RAISED = re.compile(r"^[\w.]*[A-Z]\w*(?:: |$)")
+USAGE_ERROR = re.compile(r"^[\w.]+: error: (?P<message>.+)")
+# What a parent says about a child's failure, or a survivor about the engine's: never the cause.
+ECHOES = re.compile(
+    r"initialization failed|[Rr]oot cause|EngineDeadError|EngineCore encountered an issue"
+    r"|Executor failed|CancelledError|RuntimeError: cancelled|KeyboardInterrupt: terminated"
+    r"|^SystemExit"
+)
+# A signal has no traceback; the executor is the one who sees the worker's exit code.
+WORKER_DIED = re.compile(
+    r"Worker proc (?P<name>\S+) died unexpectedly \(exit code: -(?P<signal>\d+)\)"
+)
+PYDANTIC_TAIL = re.compile(r"\s*\[type=.*$", re.DOTALL)
+
+MENDS = (
+    (
+        re.compile(r"torchvision::nms|libc10_cuda|libnvrtc|libtorchaudio"),
+        "the index's CUDA builds don't go with a CPU torch:"
+        " pip uninstall -y torchvision torchaudio torchcodec",
+    ),
+    (
+        re.compile(r"unrecognized arguments|expected one argument|invalid choice|argument -"),
+        "what stands behind -- goes to vLLM: see its `vllm serve --help=all`",
+    ),
+    (
+        re.compile(r"out of memory|OutOfMemory", re.IGNORECASE),
+        "give it less: -- --gpu-memory-utilization 0.8, or a smaller --max-model-len",
+    ),
+    (re.compile(r"[Aa]ddress already in use"), "take another port: vllmops serve --port N"),
+    (
+        re.compile(r"Repo id must be|not a valid model identifier|LocalEntryNotFound|OfflineMode"),
+        "MODEL is a directory with a config.json, or a hub id such as Qwen/Qwen3-0.6B",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the log, its prefix taken off.
+
+    Args:
+        process: as the prefix names it (``EngineCore``, ``Worker_TP0``), empty where none does.
+        level: ``INFO`` …, empty where the line has none.
+        text: what is left.
+    """
+
+    process: str
+    level: str
+    text: str
+
+
+def parse(raw: str) -> Line:
+    match = LINE.match(raw)
+    if not match:
+        return Line("", "", raw.rstrip("\n"))
+    return Line(match["process"], match["level"] or "", raw[match.end() :].rstrip("\n"))
+
+
+def role_of(raw: str) -> Role | None:
+    """Whose line it is, None where the line does not say (a library's own print)."""
+    process = parse(raw).process
+    for role, names in NAMES.items():
+        if process.startswith(names):
+            return role
+    return Role.API if UVICORN.match(raw) else None
+
+
+def stage(raw: str) -> str | None:
+    """The stage that a line of the log announces, None for most lines."""
+    line = parse(raw)
+    if line.level != "INFO":
+        return None
+    return next((name for name, sign in SIGNS.items() if sign.search(line.text)), None)
+
+
+def failure(raw_lines: Iterable[str], *, echoes: bool = False) -> Failure | None:
+    """Why a server failed, by the log's last lines: the last error that is no echo of another.
+
+    Args:
+        raw_lines: the log.
+        echoes: whether what parents say of their children ("Engine core initialization failed. See
+            root cause above") counts where nothing else was said.
+    """
+    causes = list(errors([parse(raw) for raw in raw_lines]))
+    own = [cause for cause in causes if not ECHOES.search(cause.cause)]
+    return next(reversed(own or (causes if echoes else [])), None)
+
+
+def errors(lines: Sequence[Line]) -> Iterator[Failure]:
+    """Every exception of a traceback, and every complaint of an argument parser, in order."""
+    for index, line in enumerate(lines):
+        if usage := USAGE_ERROR.match(line.text):
+            yield told(usage["message"], line.process)
+        if death := WORKER_DIED.search(line.text):
+            name = signal.Signals(int(death["signal"])).name
+            yield told(f"{death['name']} was killed by {name}", death["name"])
+        if line.level == "WARNING" or "Traceback (most recent call last)" not in line.text:
+            continue
+        if index and "Failed to load plugin" in lines[index - 1].text:
+            continue  # vLLM goes on without it
+        if any("direct cause of the following" in o.text for o in lines[max(0, index - 2) : index]):
+            continue  # what was raised first is the cause
+        same = [other for other in lines[index + 1 :] if other.process == line.process]
+        for number, other in enumerate(same):
+            if other.text[:1] not in {" ", "\t", ""}:
+                if RAISED.match(other.text):
+                    yield told(message(other.text, same[number + 1 :]), line.process)
+                break
+
+
+def message(first: str, following: Sequence[Line]) -> str:
+    """An exception's message with its further lines, as pydantic writes them."""
+    text = [first]
+    for line in following:
+        if not line.text.startswith("  ") or line.text.lstrip().startswith(
+            ("File ", "For further")
+        ):
+            break
+        text.append(line.text.strip())
+    return PYDANTIC_TAIL.sub("", " ".join(text)).strip()
+
+
+def told(cause: str, process: str) -> Failure:
+    mend = next((mend for sign, mend in MENDS if sign.search(cause)), "")
+    return Failure(cause=cause, process=process, mend=mend)
+
+
+class Tail:
+    """Reads what was added to a log since the last time, over rotations."""
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+        self.rest = b""
+        self.aside = inode(aside(path, 1))
+
+    def lines(self) -> list[str]:
+        """Complete lines since the last call."""
+        added = b""
+        now = inode(aside(self.path, 1))
+        with contextlib.suppress(OSError):
+            if now != self.aside and now is not None:  # rotated
+                with aside(self.path, 1).open("rb") as file:
+                    file.seek(self.offset)
+                    added = file.read()
+            with self.path.open("rb") as file:
+                if now != self.aside or os.fstat(file.fileno()).st_size < self.offset:
+                    self.offset = 0
+                self.aside = now
+                file.seek(self.offset)
+                fresh = file.read()
+                self.offset += len(fresh)
+                added += fresh
+        *complete, self.rest = (self.rest + added).split(b"\n")
+        return [line.decode(errors="replace") for line in complete]
+
+
+def inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def rotate(path: Path, *, limit: int, keep: int) -> bool:
+    """Move a log over ``limit`` bytes aside, to ``.1`` … ``.keep``; returns whether it did.
+
+    The server has the file open for appending, so it is copied and truncated, not renamed: a
+    pipe into a supervisor would lose every line, and block the server, once that dies.
+    """
+    copy = path.with_name(f".{path.name}.copy")
+    try:
+        if path.stat().st_size <= limit:
+            return False
+        shutil.copyfile(path, copy)
+        shift(path, keep)
+        copy.replace(aside(path, 1))
+        os.truncate(path, 0)
+    except OSError:  # a full disk, say: keep what there is, and try again later
+        copy.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def start_new(path: Path) -> None:
+    """Put the log of an earlier run aside, as ``.previous``, before a new one starts."""
+    number = 1
+    while aside(path, number).exists():
+        aside(path, number).unlink()
+        number += 1
+    with contextlib.suppress(OSError):
+        path.replace(path.with_name(f"{path.name}.previous"))
+
+
+def shift(path: Path, keep: int) -> None:
+    aside(path, keep).unlink(missing_ok=True)
+    for number in range(keep - 1, 0, -1):
+        with contextlib.suppress(FileNotFoundError):
+            aside(path, number).replace(aside(path, number + 1))
+
+
+def aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")

@@ -1,0 +1,175 @@
+"""The processes of this machine that belong to vLLM servers, and what each one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+# The kernel's boot time, which psutil adds to a process's age, moves when the clock is slewed.
+CLOCK_SLACK_S = 2.0
+
+
+class Role(StrEnum):
+    """What a process does in a server."""
+
+    LAUNCHER = "launcher"  # the parent of several API servers
+    API = "api"
+    ENGINE = "engine"
+    WORKER = "worker"
+    COORDINATOR = "coordinator"
+    OTHER = "other"
+
+
+# When one of these dies the server is broken, whether or not the others notice.
+VITAL = {Role.LAUNCHER, Role.API, Role.ENGINE, Role.WORKER, Role.COORDINATOR}
+# Titles as vLLM sets them with setproctitle; on the kernel's side they are cut to 15 characters.
+TITLES = {
+    "VLLM::APIServer": Role.API,
+    "VLLM::EngineCore": Role.ENGINE,
+    "VLLM::Worker": Role.WORKER,
+    "VLLM::DPCoordinator": Role.COORDINATOR,
+}
+MODULES = {
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.cli.main",
+    "vllmops.agent.launch",
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a server; a pid counts only together with its create time.
+
+    Args:
+        role: what it does.
+        pid: process id.
+        create_time: seconds since the epoch, as psutil gives it.
+        title: command line or title, for a person.
+        rss_bytes: resident memory in bytes, None where it can't be read.
+    """
+
+    role: Role
+    pid: int
+    create_time: float
+    title: str = ""
+    rss_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One line of the process table."""
+
+    pid: int
+    ppid: int
+    create_time: float
+    words: tuple[str, ...]
+    rss_bytes: int | None
+    zombie: bool
+
+
+Table = dict[int, Seen]
+
+
+def table() -> Table:
+    """The process table, one pass over it."""
+    fields = ["pid", "ppid", "create_time", "cmdline", "memory_info", "status"]
+    return {
+        info["pid"]: Seen(
+            pid=info["pid"],
+            ppid=info["ppid"] or 0,
+            create_time=info["create_time"] or 0.0,
+            words=tuple(info["cmdline"] or ()),
+            rss_bytes=info["memory_info"].rss if info["memory_info"] else None,
+            zombie=info["status"] == psutil.STATUS_ZOMBIE,
+        )
+        for info in (process.info for process in psutil.process_iter(fields))
+    }
+
+
+def alive(process: Process) -> bool:
+    """Whether this very process runs: same pid, same create time, no zombie."""
+    try:
+        found = psutil.Process(process.pid)
+        return (
+            abs(found.create_time() - process.create_time) < CLOCK_SLACK_S
+            and found.status() != psutil.STATUS_ZOMBIE
+        )
+    except psutil.Error:
+        return False
+
+
+def titled(words: Sequence[str]) -> Role | None:
+    """The role that a process title tells, None for a command line that is no title."""
+    first = words[0] if words else ""
+    return next((role for title, role in TITLES.items() if first.startswith(title)), None)
+
+
+def serve_arguments(words: Sequence[str]) -> Sequence[str] | None:
+    """What a vLLM server was given on its command line, None for any other process."""
+    python = bool(words) and Path(words[0]).name.startswith("python")
+    for index, word in enumerate(words[:6]):
+        if index and python and words[index - 1] == "-m" and word in MODULES:
+            rest = words[index + 1 :]
+            if word in {"vllm.entrypoints.cli.main", "vllmops.agent.launch"}:
+                return rest[1:] if rest[:1] == ("serve",) else None
+            return rest
+        script = index == 0 or (python and all(w.startswith("-") for w in words[1:index]))
+        if script and Path(word).name == "vllm":
+            return words[index + 2 :] if words[index + 1 : index + 2] == ("serve",) else None
+        if word == "-c":
+            return None
+    return None
+
+
+def tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...]:
+    """The processes below some roots, the roots first, each with its role; no zombies."""
+    children: dict[int, list[Seen]] = {}
+    for seen in table.values():
+        children.setdefault(seen.ppid, []).append(seen)
+    found: dict[int, Seen] = {}
+    queue = [table[pid] for pid in roots if pid in table]
+    while queue:
+        seen = queue.pop(0)
+        if seen.pid not in found and not seen.zombie:
+            found[seen.pid] = seen
+            queue += sorted(children.get(seen.pid, []), key=lambda child: child.create_time)
+    many_api_servers = any(titled(seen.words) is Role.API for seen in found.values())
+    return tuple(
+        Process(
+            role=role(seen, found.get(seen.ppid), many_api_servers=many_api_servers),
+            pid=seen.pid,
+            create_time=seen.create_time,
+            title=" ".join(seen.words).rstrip(),
+            rss_bytes=seen.rss_bytes,
+        )
+        for seen in found.values()
+    )
+
+
+def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
+    """What a process does, by its title or its command line.
+
+    A fork looks like its parent until it executes something: it is none of the server's own, and
+    its end means nothing.
+    """
+    if parent is not None and seen.words == parent.words:
+        return Role.OTHER
+    if told := titled(seen.words):
+        return told
+    if serve_arguments(seen.words) is not None:
+        return Role.LAUNCHER if many_api_servers else Role.API
+    return Role.OTHER
+
+
+def listening_ports(pid: int) -> list[int]:
+    """The TCP ports that a process listens on, none if it can't be looked into."""
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return []
+    return sorted(s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN)

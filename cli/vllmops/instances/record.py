@@ -1,0 +1,259 @@
+"""What is on disk about one instance: the record, its directory, its lock.
+
+One writer at a time: the supervisor, which holds the lock for as long as it lives. The kernel
+drops the lock with its holder, so it tells a live supervisor from a dead one whatever became of
+its pid.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from ..errors import Exit, VllmopsError
+from ..files import write_atomically
+from ..home import home
+from .processes import Process
+
+SCHEMA = 1
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
+UNIX_PATH_BYTES = 107  # sun_path of unix(7), less its final NUL
+
+
+class State(StrEnum):
+    """Where an instance is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+    @property
+    def over(self) -> bool:
+        return self in {State.STOPPED, State.FAILED}
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why an instance failed.
+
+    Args:
+        cause: the failing process's last error, in its own words.
+        process: which process that was, as its log lines name it; empty where unknown.
+        mend: what puts it right, where that is known.
+    """
+
+    cause: str
+    process: str = ""
+    mend: str = ""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance, as its supervisor last saw it. Times are seconds since the epoch.
+
+    Args:
+        command: what is executed, without the supervisor.
+        environment: what is added to the environment of whoever starts it.
+        detached: False where a foreground ``serve`` holds it.
+        stage: how far the server came while it started.
+        note: one line about what the supervisor is doing, such as draining.
+        session: session id of every process of the tree, None before the start.
+        processes: the tree, root first.
+        segments: names in ``/dev/shm`` that processes of the tree have mapped.
+        exit_code: of the root process, negative for a signal, None where unknown.
+    """
+
+    schema: int = SCHEMA
+    name: str
+    model: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    directory: str
+    host: str
+    port: int
+    scheme: str = "http"
+    detached: bool
+    created_at: float
+    state: State = State.STARTING
+    stage: str = "launching"
+    stage_at: float = 0.0
+    note: str = ""
+    started_at: float | None = None
+    ready_at: float | None = None
+    ended_at: float | None = None
+    session: int | None = None
+    processes: tuple[Process, ...] = ()
+    segments: tuple[str, ...] = ()
+    failure: Failure | None = None
+    exit_code: int | None = None
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{client_host(self.host)}:{self.port}"
+
+
+def client_host(host: str) -> str:
+    """The address to connect to for a server that listens on ``host``."""
+    if host in {"", "0.0.0.0"}:
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
+class Folder:
+    """The directory of one instance: record, lock, control socket and logs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.path = root() / name
+
+    @property
+    def record_file(self) -> Path:
+        return self.path / "instance.json"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control.sock"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "server.log"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.path / "supervisor.log"
+
+    def read(self) -> Record | None:
+        """The record, None where there is none.
+
+        Raises:
+            VllmopsError: ``registry.corrupt`` where it can't be understood.
+        """
+        try:
+            return msgspec.json.decode(self.record_file.read_bytes(), type=Record)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise VllmopsError(
+                "registry.unreadable",
+                f"{self.record_file}: {error.strerror}",
+                "run vllmops as the user who started the server",
+            ) from error
+        except msgspec.MsgspecError as error:
+            raise VllmopsError(
+                "registry.corrupt",
+                f"{self.record_file} is not a record this vllmops can read: {error}",
+                f"vllmops stop PID ends its server if one runs; then rm -r {self.path}",
+            ) from error
+
+    def write(self, record: Record) -> None:
+        """Replace the record; raises OSError (a full disk, say) with the old one intact."""
+        write_atomically(self.record_file, msgspec.json.encode(record))
+
+    def lock(self) -> int | None:
+        """Take the lock; returns the open file that holds it, None where another has it."""
+        return take(self.path / "lock")
+
+    def supervised(self) -> bool:
+        """Whether a supervisor (or a ``serve`` about to start one) is alive."""
+        try:
+            with (self.path / "lock").open("rb") as file:
+                return asked(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
+        except OSError:
+            return False
+
+
+def take(path: Path, *, wait: bool = False) -> int | None:
+    """Lock a file; returns the descriptor that holds it, None where somebody else does.
+
+    An open-file-description lock: it goes along to a child that inherits the descriptor, is
+    dropped with the last one, and can be asked about without being taken.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        asked(descriptor, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def asked(descriptor: int, command: int) -> int:
+    """Ask fcntl(2) about a write lock on the whole file; returns the type of lock it answers."""
+    whole_file = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    answer: int = struct.unpack(FLOCK, fcntl.fcntl(descriptor, command, whole_file))[0]
+    return answer
+
+
+def root() -> Path:
+    """The directory of all instances."""
+    return home() / "instances"
+
+
+def create_root() -> Path:
+    """Make the state directory, private to its owner.
+
+    Raises:
+        VllmopsError: ``home.unusable`` where it can't be written or is too long for a socket.
+    """
+    place = root()
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise VllmopsError(
+            "home.unusable",
+            f"the state directory {home()} can't be written: {error.strerror}",
+            "set VLLMOPS_HOME to a directory of yours, such as VLLMOPS_HOME=/tmp/vllmops",
+        ) from error
+    return place
+
+
+def folders() -> Iterator[Folder]:
+    """Every instance that has a directory, by name."""
+    try:
+        names = sorted(entry.name for entry in root().iterdir() if entry.is_dir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise VllmopsError(
+            "home.unusable",
+            f"the state directory {root()} can't be read: {error.strerror}",
+            "set VLLMOPS_HOME to a directory of yours",
+        ) from error
+    for name in names:
+        yield Folder(name)
+
+
+def named(name: str) -> Folder:
+    """The folder for a name that a person typed.
+
+    Raises:
+        VllmopsError: ``name.invalid``, or ``home.path-too-long`` for a Unix socket.
+    """
+    if not NAME.fullmatch(name):
+        raise VllmopsError(
+            "name.invalid",
+            f"{name!r} is not a name: letters, digits, '.', '_' and '-', 63 at most",
+            exit_code=Exit.USAGE,
+        )
+    folder = Folder(name)
+    spare = UNIX_PATH_BYTES - len(os.fsencode(folder.control))
+    if spare < 0:
+        raise VllmopsError(
+            "home.path-too-long",
+            f"{folder.control} is {-spare} bytes too long for a Unix socket"
+            f" (at most {UNIX_PATH_BYTES})",
+            "set VLLMOPS_HOME to a shorter path, such as VLLMOPS_HOME=/tmp/vllmops",
+        )
+    return folder

@@ -1,0 +1,261 @@
+"""The vLLM servers of this machine, whoever started them, and how a person names one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import psutil
+
+from ..errors import Exit, VllmopsError
+from . import processes
+from .control import adopt
+from .processes import Process, Role
+from .record import Folder, Record, State, client_host, folders
+
+DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True)
+class Server:
+    """A vLLM server on this machine.
+
+    Args:
+        name: the instance's name, None for one that vllmops did not start.
+        processes: the tree, root first.
+        host: address it listens on, None where unknown.
+        port: TCP port, None where unknown.
+        model: the model as given to vLLM.
+        scheme: ``http``, or ``https`` where it was given a certificate.
+        record: what its supervisor wrote, None for one that vllmops did not start.
+        supervised: whether its supervisor is alive, None for one that never had one.
+    """
+
+    name: str | None
+    processes: tuple[Process, ...]
+    host: str | None = None
+    port: int | None = None
+    model: str | None = None
+    scheme: str = "http"
+    record: Record | None = None
+    supervised: bool | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self.processes[0].pid if self.processes else None
+
+    @property
+    def url(self) -> str | None:
+        return f"{self.scheme}://{client_host(self.host or '')}:{self.port}" if self.port else None
+
+    @property
+    def label(self) -> str:
+        """How messages name it, and what ``--target`` takes."""
+        return self.name or str(self.pid)
+
+    def of(self, *roles: Role) -> tuple[Process, ...]:
+        return tuple(process for process in self.processes if process.role in roles)
+
+
+def find() -> list[Server]:
+    """Every vLLM server of this machine: instances first by name, then the others by age.
+
+    An instance that is over is among them, without processes.
+    """
+    table = processes.table()
+    servers = []
+    ours: set[int] = set()
+    for folder in folders():
+        try:
+            record = folder.read()
+        except VllmopsError:
+            continue  # its processes are still found below, by the process table
+        if record is None:
+            continue
+        known = [p.pid for p in record.processes if is_in(table, p)]
+        tree = processes.tree(table, known)
+        ours |= {process.pid for process in tree}
+        servers.append(
+            Server(
+                name=record.name,
+                processes=tree,
+                host=record.host,
+                port=record.port,
+                model=record.model,
+                scheme=record.scheme,
+                record=record,
+                supervised=folder.supervised(),
+            )
+        )
+    strangers = [stranger(table, pid) for pid in sorted(roots(table)) if pid not in ours]
+    return servers + sorted(strangers, key=lambda server: server.processes[0].create_time)
+
+
+def is_in(table: processes.Table, process: Process) -> bool:
+    seen = table.get(process.pid)
+    return (
+        seen is not None
+        and not seen.zombie
+        and abs(seen.create_time - process.create_time) < processes.CLOCK_SLACK_S
+    )
+
+
+def roots(table: processes.Table) -> set[int]:
+    """The topmost vLLM processes: servers, and what servers left behind when they died."""
+    vllm = {
+        pid
+        for pid, seen in table.items()
+        if not seen.zombie
+        and (processes.serve_arguments(seen.words) is not None or processes.titled(seen.words))
+    }
+    found = set()
+    for pid in vllm:
+        # A tree counts once even where a process that is not vLLM's stands in between.
+        above = table[pid].ppid
+        while above in table and above not in vllm:
+            above = table[above].ppid
+        if above not in vllm:
+            found.add(pid)
+    return found
+
+
+def stranger(table: processes.Table, pid: int) -> Server:
+    """A server that vllmops did not start, told by its command line and its sockets."""
+    arguments = processes.serve_arguments(table[pid].words)
+    if arguments is None:
+        return Server(name=None, processes=processes.tree(table, [pid]))
+    port = option(arguments, "--port")
+    listening = processes.listening_ports(pid)
+    return Server(
+        name=None,
+        processes=processes.tree(table, [pid]),
+        host=option(arguments, "--host") or "",
+        port=int(port) if port and port.isdigit() else listening[0] if listening else DEFAULT_PORT,
+        model=option(arguments, "--model") or positional(arguments),
+        scheme="https" if option(arguments, "--ssl-certfile") else "http",
+    )
+
+
+def option(arguments: Sequence[str], name: str) -> str | None:
+    """The value of the last ``--name value`` or ``--name=value``; vLLM takes ``_`` for ``-``."""
+    value = None
+    for index, word in enumerate(arguments):
+        head, equals, tail = word.partition("=")
+        if head.startswith("--") and head.replace("_", "-") == name:
+            value = tail if equals else next(iter(arguments[index + 1 : index + 2]), None)
+    return value
+
+
+def positional(arguments: Sequence[str]) -> str | None:
+    first = next(iter(arguments), None)
+    return None if first is None or first.startswith("-") else first
+
+
+def resolve(target: str | None, *, strangers: bool = True) -> Server:
+    """The running server that a target names: an instance name, a pid of its tree, or a URL.
+
+    Args:
+        target: None means ``VLLMOPS_TARGET``, or else the only instance that runs.
+        strangers: where no instance runs and none was named, take the only server that vllmops
+            did not start. What does harm does not do that.
+
+    Raises:
+        VllmopsError: ``target.unknown``, ``target.none``, ``target.over`` (exit code 5),
+            or ``target.ambiguous`` (2).
+    """
+    target = target or os.environ.get("VLLMOPS_TARGET") or None
+    every = find()
+    reclaim(every)
+    servers = [server for server in every if server.processes or pending(server)]
+    if target is None:
+        own = [server for server in servers if server.record]
+        return only(own or (servers if strangers else []), servers)
+    for server in servers:
+        if names(server, target):
+            return server
+    for server in every:
+        if server.name == target and server.record:
+            raise over(server.record)
+    raise VllmopsError(
+        "target.unknown",
+        f"no running vLLM server is {target!r}; {choices(servers)}",
+        "vllmops ps --all",
+        exit_code=Exit.NOT_FOUND,
+    )
+
+
+def reclaim(servers: Sequence[Server]) -> list[str]:
+    """Take those under supervision again whose supervisor has died; returns their names."""
+    names = []
+    for server in servers:
+        if server.name and server.supervised is False:
+            control = adopt(Folder(server.name))
+            if control:
+                control.close()
+                names.append(server.name)
+    return names
+
+
+def pending(server: Server) -> bool:
+    """Whether it has no process yet but is about to."""
+    return bool(server.supervised and server.record and not server.record.state.over)
+
+
+def only(candidates: Sequence[Server], servers: Sequence[Server]) -> Server:
+    if len(candidates) == 1:
+        return candidates[0]
+    if servers:
+        raise VllmopsError(
+            "target.ambiguous",
+            f"name a server; {choices(servers)}",
+            f"--target {servers[0].label}, say",
+            exit_code=Exit.USAGE,
+        )
+    raise VllmopsError(
+        "target.none",
+        "no vLLM server runs on this machine",
+        "vllmops serve MODEL, or vllmops serve --demo vision",
+        exit_code=Exit.NOT_FOUND,
+    )
+
+
+def choices(servers: Sequence[Server]) -> str:
+    if not servers:
+        return "none runs on this machine"
+    return "running: " + ", ".join(server.label for server in servers)
+
+
+def names(server: Server, target: str) -> bool:
+    if server.name == target:
+        return True
+    if target.isdigit():
+        return int(target) in {process.pid for process in server.processes}
+    parts = urlsplit(target)
+    if parts.scheme not in {"http", "https"}:
+        return False
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return port == server.port and is_local(parts.hostname or "", server.host or "")
+
+
+def is_local(asked: str, listening: str) -> bool:
+    """Whether a URL's host can mean a server here that listens on that address."""
+    loopback = {"localhost", "127.0.0.1", "::1"}
+    if asked in loopback:
+        return listening in loopback | {"", "0.0.0.0", "::"}
+    own = {address.address for found in psutil.net_if_addrs().values() for address in found}
+    return asked == listening or (asked in own and listening in {"", "0.0.0.0", "::"})
+
+
+def over(record: Record) -> VllmopsError:
+    if record.state is State.FAILED and record.failure:
+        what = f"{record.name!r} does not run: it failed: {record.failure.cause}"
+    else:
+        what = f"{record.name!r} does not run: it is {record.state}"
+    return VllmopsError(
+        "target.over",
+        what,
+        f"vllmops logs {record.name} shows its log, vllmops restart {record.name} starts it again",
+        exit_code=Exit.NOT_FOUND,
+    )

@@ -1,0 +1,377 @@
+"""Holds one instance: starts it, watches all its processes, and takes it down without a rest.
+
+One process per instance, in a session of its own. It dies alone: the server's output goes to a
+file and not through it, so that serving goes on, and the next command starts another one, which
+takes over what runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import psutil
+
+from ..client import http as client_http
+from . import logs, processes, shm, takedown
+from .control import Wish
+from .processes import VITAL, Process, Role, alive
+from .record import Failure, Folder, Record, State
+
+TICK_S = 0.25
+SCAN_STARTING_S = 0.5
+SCAN_READY_S = 5.0
+HEALTH_TIMEOUT_S = 2.0
+HOLDER_GRACE_S = 10.0
+LOG_LIMIT_BYTES = int(os.environ.get("VLLMOPS_LOG_MAX_BYTES", str(64 * 2**20)))
+LOGS_KEPT = 3
+LAST_WORDS_S = 10.0
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def log(text: str) -> None:
+    with contextlib.suppress(OSError):  # the log may be on the disk that is full
+        print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the server is to be taken down."""
+
+    drain_s: float = 0.0
+    again: bool = False
+
+
+class Supervisor:
+    def __init__(self, folder: Folder, record: Record, lock: int) -> None:
+        self.lock = lock
+        self.folder = folder
+        self.record = record
+        self.clients: set[asyncio.StreamWriter] = set()
+        self.holders: set[asyncio.StreamWriter] = set()
+        self.wishes: asyncio.Queue[Ending] = asyncio.Queue()
+        self.child: subprocess.Popen[bytes] | None = None
+        self.tail = logs.Tail(folder.log)
+        self.recent: deque[tuple[float, str]] = deque(maxlen=4000)
+        self.scanned = 0.0
+        self.unsaved = False
+
+    # -- clients -----------------------------------------------------------------------------
+
+    async def listen(self) -> None:
+        with contextlib.suppress(OSError):
+            self.folder.control.unlink()
+        try:
+            await asyncio.start_unix_server(self.serve, self.folder.control)
+            self.folder.control.chmod(0o600)
+        except OSError as error:  # a full disk: what was asked for at birth still works
+            log(f"no control socket: {error}")
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.clients.add(writer)
+        self.send(writer)
+        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+            while await self.hear(reader, writer):
+                pass
+        self.clients.discard(writer)
+        if writer in self.holders:
+            self.holders.discard(writer)
+            self.wishes.put_nowait(Ending())
+        writer.close()
+
+    async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Take in one wish; False where the client has gone."""
+        line = await reader.readline()
+        if not line:
+            return False
+        wish = msgspec.json.decode(line, type=Wish)
+        if wish.hold:
+            self.holders.add(writer)
+        if wish.stop is not None:
+            self.wishes.put_nowait(Ending(wish.stop))
+        if wish.restart is not None:
+            self.wishes.put_nowait(Ending(wish.restart, again=True))
+        return True
+
+    def send(self, writer: asyncio.StreamWriter) -> None:
+        if not writer.is_closing():
+            writer.write(msgspec.json.encode(self.record) + b"\n")
+
+    def publish(self, **changes: Any) -> None:
+        """Change the record, tell the clients, and save it; a full disk can't stop any of it."""
+        changed = msgspec.structs.replace(self.record, **changes)
+        if changed == self.record and not self.unsaved:
+            return
+        told, self.record = changed != self.record, changed
+        try:
+            self.folder.write(self.record)
+            self.unsaved = False
+        except OSError as error:
+            if not self.unsaved:
+                log(f"record not saved, will try again: {error}")
+            self.unsaved = True
+        for writer in self.clients if told else ():
+            self.send(writer)
+
+    # -- life --------------------------------------------------------------------------------
+
+    async def run(self, *, launch: bool, client: socket.socket) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        await self.listen()
+        reader, writer = await asyncio.open_unix_connection(sock=client)
+        await self.hear(reader, writer)  # whether it holds the instance
+        birth = asyncio.create_task(self.serve(reader, writer))
+        if launch:
+            await self.launch()
+        else:
+            await self.take_over()
+        while not self.record.state.over:
+            try:
+                await self.tick()
+            except Exception:  # a server must not lose its supervisor over one bad look
+                traceback.print_exc()
+                await asyncio.sleep(1)
+        await self.goodbye()
+        birth.cancel()
+
+    async def launch(self) -> None:
+        logs.start_new(self.folder.log)
+        self.tail = logs.Tail(self.folder.log)
+        self.recent.clear()
+        environment = {**os.environ, **self.record.environment}
+        try:
+            with self.folder.log.open("ab") as log:
+                self.child = subprocess.Popen(  # noqa: ASYNC220 - returns at once
+                    self.record.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.record.directory,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self.end(State.FAILED, Failure(f"{error.filename}: {error.strerror}"))
+            return
+        self.publish(
+            state=State.STARTING,
+            stage="launched",
+            stage_at=time.time(),
+            started_at=time.time(),
+            ready_at=None,
+            ended_at=None,
+            failure=None,
+            exit_code=None,
+            note="",
+            session=self.child.pid,
+            processes=processes.tree(processes.table(), [self.child.pid]),
+        )
+
+    async def take_over(self) -> None:
+        """Go on where a supervisor died; finish what has no one to hold it any more."""
+        self.tail.lines()  # what was said before is past
+        left = [process for process in self.record.processes if alive(process)]
+        log(f"taking over {self.record.name}: {len(left)} processes")
+        leader = processes.table().get(self.record.session or 0)
+        if leader and leader.create_time > (self.record.started_at or 0) + processes.CLOCK_SLACK_S:
+            self.publish(session=None)  # its number was reused
+        if self.record.state is State.STOPPING:
+            await self.take_down()
+            self.end(State.STOPPED)
+        elif not left:
+            await self.take_down()
+            self.end(State.FAILED, Failure("it died while nothing supervised it"))
+        elif not await self.held():
+            await self.take_down()
+            self.end(State.FAILED, Failure("the foreground serve that held it died"))
+
+    async def held(self) -> bool:
+        """Whether somebody holds it; a foreground ``serve`` that lives comes back at once."""
+        deadline = time.monotonic() + HOLDER_GRACE_S
+        while not self.record.detached and not self.holders and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(TICK_S)
+        return self.record.detached or bool(self.holders)
+
+    async def tick(self) -> None:
+        self.look()
+        dead = [p for p in self.record.processes if p.role in VITAL and not alive(p)]
+        if dead or (self.child and self.child.poll() is not None):
+            await self.broken(dead)
+            return
+        if self.record.state is State.STARTING and await asyncio.to_thread(self.healthy):
+            now = time.time()
+            self.scan()
+            self.publish(state=State.READY, stage="ready", stage_at=now, ready_at=now)
+        if self.unsaved:
+            self.publish()
+        logs.rotate(self.folder.log, limit=LOG_LIMIT_BYTES, keep=LOGS_KEPT)
+        with contextlib.suppress(TimeoutError):
+            await self.obey(await asyncio.wait_for(self.wishes.get(), TICK_S))
+
+    def healthy(self) -> bool:
+        """Whether it serves: it, and not another server that was faster to take the port."""
+        ours = any(
+            self.record.port in processes.listening_ports(process.pid)
+            for process in self.record.processes
+            if process.role in {Role.API, Role.LAUNCHER}
+        )
+        return ours and client_http.healthy(self.record.url)
+
+    def look(self) -> None:
+        """Bring the record up to date: processes, segments, stage."""
+        starting = self.record.state is State.STARTING
+        now = time.monotonic()
+        if now - self.scanned >= (SCAN_STARTING_S if starting else SCAN_READY_S):
+            self.scanned = now
+            self.scan()
+        for line in self.tail.lines():
+            self.recent.append((now, line))
+            stage = logs.stage(line) if starting else None
+            if stage and logs.STAGES.index(stage) > logs.STAGES.index(self.record.stage):
+                self.publish(stage=stage, stage_at=time.time())
+
+    def scan(self) -> tuple[Process, ...]:
+        """Take stock of the tree; what has died stays listed until somebody has noticed."""
+        known = self.record.processes
+        table = processes.table()
+        roots = [process.pid for process in known if alive(process)]
+        roots += takedown.members(table, self.record.session)
+        seen = processes.tree(table, dict.fromkeys(roots))
+        seen = tuple(dataclasses.replace(process, rss_bytes=None) for process in seen)
+        pids = {process.pid for process in seen}
+        gone = tuple(p for p in known if p.role in VITAL and p.pid not in pids)
+        segments = set(self.record.segments).union(*(shm.used_by(pid) for pid in pids))
+        self.publish(processes=seen + gone, segments=tuple(sorted(segments)))
+        return seen
+
+    # -- endings -----------------------------------------------------------------------------
+
+    async def broken(self, dead: Sequence[Process]) -> None:
+        """A process has died unasked: nothing of the server may be left behind."""
+        starting = self.record.state is State.STARTING
+        since = 0.0 if starting else time.monotonic() - LAST_WORDS_S
+        code = self.child.poll() if self.child else None  # before we signal it ourselves
+        self.look()
+        asked = any("API server: shutdown triggered" in line for _, line in self.recent)
+        self.publish(state=State.STOPPING, note="a process has died")
+        await self.take_down()
+        self.look()
+        said = [line for moment, line in self.recent if moment >= since]
+        self.end(State.FAILED, self.why(said, dead, code, asked=asked))
+
+    def why(
+        self, said: Sequence[str], dead: Sequence[Process], code: int | None, *, asked: bool
+    ) -> Failure:
+        """The cause, by the root's exit code, by the log's last words, by who is missing."""
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            return Failure(f"{Role.API} (pid {self.record.session}) was killed by {name}")
+        if asked and not any("EngineDeadError" in line for line in said):
+            return Failure("vLLM was told to stop by a signal, not by vllmops", "APIServer")
+        if failure := logs.failure(said):
+            return failure
+        dead = [p for p in dead if code is None or p.pid != self.record.session]
+        if dead:
+            names = ", ".join(f"{p.role} (pid {p.pid})" for p in dead)
+            return Failure(f"{names} died without an error in the log: killed, or out of memory?")
+        if echo := logs.failure(said, echoes=True):
+            return echo
+        last = next((logs.parse(line).text for line in reversed(said) if line.strip()), "no output")
+        return Failure(f"vLLM exited with status {code}: {last}")
+
+    async def obey(self, ending: Ending) -> None:
+        """Stop, or stop and start again; a further wish in the meantime cuts the drain short."""
+        was_ready = self.record.state is State.READY
+        self.publish(state=State.STOPPING, note="stopping")
+        note = await self.drain(ending.drain_s) if ending.drain_s and was_ready else ""
+        self.publish(note="stopping")
+        await self.take_down()
+        if ending.again and (self.holders or self.record.detached):
+            await self.launch()
+        else:
+            self.end(State.STOPPED, note=note)
+
+    async def drain(self, seconds: float) -> str:
+        loop = asyncio.get_running_loop()
+
+        def tell(note: str) -> None:
+            loop.call_soon_threadsafe(lambda: self.publish(note=note))
+
+        return await asyncio.to_thread(
+            takedown.drain,
+            self.record.processes,
+            self.record.url,
+            seconds,
+            tell,
+            hurry=lambda: not self.wishes.empty(),
+        )
+
+    async def take_down(self) -> None:
+        self.scan()
+        remains = await asyncio.to_thread(
+            takedown.take_down, self.record.processes, self.record.session, self.record.segments
+        )
+        if remains.removed:
+            log(f"removed from /dev/shm: {', '.join(remains.removed)}")
+        self.reap()
+        self.publish(processes=remains.unkillable, segments=(), note=str(remains))
+
+    def reap(self) -> None:
+        """Collect dead children: ours, and the orphans that the subreaper was given."""
+        if self.child:
+            self.child.poll()
+        for orphan in psutil.Process().children():
+            if self.child is None or orphan.pid != self.child.pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(orphan.pid, os.WNOHANG)
+
+    def end(self, state: State, failure: Failure | None = None, note: str = "") -> None:
+        """The last record, after everything has been taken down."""
+        notes = ", ".join(filter(None, (note, self.record.note)))
+        code = self.child.returncode if self.child else None
+        self.publish(state=state, ended_at=time.time(), failure=failure, exit_code=code, note=notes)
+
+    async def goodbye(self) -> None:
+        """Let the clients read the last record; when they see the end, the name is free."""
+        os.close(self.lock)
+        for writer in list(self.clients):
+            with contextlib.suppress(OSError):
+                await asyncio.wait_for(writer.drain(), HEALTH_TIMEOUT_S)
+                writer.close()
+        self.folder.control.unlink(missing_ok=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="vllmops.instances.supervisor")
+    parser.add_argument("name")
+    parser.add_argument("--lock", type=int, required=True)
+    parser.add_argument("--client", type=int, required=True)
+    parser.add_argument("--launch", action="store_true")
+    given = parser.parse_args()
+    os.set_inheritable(given.lock, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    folder = Folder(given.name)
+    record = folder.read()
+    assert record is not None
+    client = socket.socket(fileno=given.client)
+    asyncio.run(Supervisor(folder, record, given.lock).run(launch=given.launch, client=client))
+
+
+if __name__ == "__main__":
+    main()

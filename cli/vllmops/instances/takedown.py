@@ -1,0 +1,177 @@
+"""Taking a server down: drained if wished, then every process, then what they shared."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import psutil
+
+from ..client import agent
+from ..client import http as client_http
+from ..errors import VllmopsError
+from ..home import home
+from . import processes, shm
+from .processes import VITAL, Process, Role, alive
+
+POLL_S = 0.1
+EXIT_GRACE_S = 10.0
+KILL_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+
+def drain(
+    tree: Sequence[Process],
+    url: str | None,
+    seconds: float,
+    tell: Callable[[str], None],
+    hurry: Callable[[], bool] = lambda: False,
+) -> str:
+    """Refuse new requests and wait for those in flight; returns what became of them.
+
+    Args:
+        tree: the server's processes.
+        url: asked for vLLM's own counts where an agent does not answer.
+        seconds: how long to wait at most.
+        tell: is given a line about the state of things.
+        hurry: whether to wait no longer.
+    """
+    refusing = close_gates(tree)
+    how = "draining" if refusing else "draining (no agent: new requests are still taken)"
+    vital = [process for process in tree if process.role in VITAL]
+    deadline = time.monotonic() + seconds
+    left: int | None = None
+    while time.monotonic() < deadline and not hurry() and all(map(alive, vital)):
+        left = in_flight(tree, url)
+        if left == 0:
+            return "drained"
+        tell(f"{how}, requests in flight: {'unknown' if left is None else left}")
+        time.sleep(POLL_S)
+    return f"requests cut off: {'unknown' if left is None else left}"
+
+
+def close_gates(tree: Sequence[Process]) -> bool:
+    """Make every API server refuse new requests with 503; False where one can't be told to."""
+    gates = [ask(process, lambda gate: gate.drain(on=True)) for process in of(tree, Role.API)]
+    return bool(gates) and None not in gates
+
+
+def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
+    """Requests that have not finished; None where nobody can tell.
+
+    HTTP requests count, streams included, and what the engine still works on without one: a
+    background response, say. Where no agent answers, vLLM's own metrics are asked.
+    """
+    http = [ask(p, lambda gate: gate.requests().in_flight) for p in of(tree, Role.API)]
+    engine = [ask(p, lambda core: core.engine().unfinished) for p in of(tree, Role.ENGINE)]
+    if http and None not in http + engine:
+        return max(sum(count or 0 for count in http), sum(count or 0 for count in engine))
+    counted = client_http.metrics(url) if url else None
+    if counted is None or counted.running is None:
+        return None
+    return round(counted.running + (counted.waiting or 0))
+
+
+def of(tree: Sequence[Process], role: Role) -> list[Process]:
+    return [process for process in tree if process.role is role]
+
+
+def ask(process: Process, question: Callable[[agent.Agent], T]) -> T | None:
+    try:
+        return question(agent.reach(process))
+    except VllmopsError:
+        return None
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What taking a server down left to tell.
+
+    Args:
+        removed: segments that were removed.
+        unkillable: processes that SIGKILL did not end: a driver call does not return, say.
+    """
+
+    removed: tuple[str, ...]
+    unkillable: tuple[Process, ...]
+
+    def __str__(self) -> str:
+        if not self.unkillable:
+            return ""
+        pids = ", ".join(str(process.pid) for process in self.unkillable)
+        return f"not even SIGKILL ends pid {pids}: see `cat /proc/PID/stack`, or reboot"
+
+
+def take_down(
+    tree: Sequence[Process], session: int | None = None, segments: Iterable[str] = ()
+) -> Remains:
+    """End every process of a tree, gently first, and remove what they shared.
+
+    Args:
+        tree: the processes, root first.
+        session: their session id, by which those are found that left their parents.
+        segments: names in ``/dev/shm`` that they were seen to use.
+    """
+    shared = set(segments)
+    # An API server that lives ends its engine and workers in order; orphans are told themselves.
+    first = [p for p in tree[:1] if p.role in {Role.API, Role.LAUNCHER} and alive(p)] or tree
+    look(survivors(tree, session), shared)
+    deadline = time.monotonic() + EXIT_GRACE_S
+    for wave in (first, tree):
+        for process in wave:
+            kill(process, signal.SIGTERM)
+        while any(map(alive, wave)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            look(survivors(tree, session), shared)
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (left := survivors(tree, session)) and time.monotonic() < deadline:
+        # Stopped first: one that is starting may share something new after the last look.
+        for process in left:
+            kill(process, signal.SIGSTOP)
+        look(left, shared)
+        for process in left:
+            kill(process, signal.SIGKILL)
+        time.sleep(POLL_S)
+    for process in tree:
+        for suffix in (".sock", ".beat"):  # of an agent that had no time to remove them
+            with contextlib.suppress(OSError):
+                (home() / agent.DIRECTORY / f"{process.pid}{suffix}").unlink(missing_ok=True)
+    return Remains(tuple(shm.sweep(shared)), tuple(left))
+
+
+def look(seen: Iterable[Process], shared: set[str]) -> None:
+    """Take note of the segments that processes use."""
+    for process in seen:
+        shared |= shm.used_by(process.pid)
+
+
+def survivors(tree: Sequence[Process], session: int | None) -> list[Process]:
+    """What is left of a tree, told by its members and by their session."""
+    table = processes.table()
+    found = {process.pid: process for process in tree if alive(process)}
+    for pid in members(table, session):
+        found[pid] = Process(Role.OTHER, pid, table[pid].create_time)
+    return list(found.values())
+
+
+def members(table: processes.Table, session: int | None) -> list[int]:
+    """The live processes of a session; its number is not reused while it has any."""
+    found = []
+    for pid, seen in table.items():
+        with contextlib.suppress(OSError):
+            if session and not seen.zombie and os.getsid(pid) == session:
+                found.append(pid)
+    return found
+
+
+def kill(process: Process, number: signal.Signals) -> None:
+    """Signal this very process; one that has gone is fine."""
+    with contextlib.suppress(psutil.Error):
+        if alive(process):
+            psutil.Process(process.pid).send_signal(number)

@@ -1,0 +1,203 @@
+"""What `serve` checks and plans before anything starts."""
+
+import multiprocessing
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.errors import Exit, VllmopsError
+from vllmops.instances import launch
+from vllmops.instances.launch import Order, check_model, check_port, free_port, preview, reserve
+from vllmops.instances.record import Folder
+
+
+def refusal(code: str, check: Any, *arguments: Any) -> VllmopsError:
+    with pytest.raises(VllmopsError) as caught:
+        check(*arguments)
+    assert caught.value.code == code
+    assert caught.value.mend
+    return caught.value
+
+
+def test_the_ports_start_at_8000() -> None:
+    assert 8000 <= free_port("127.0.0.1", set()) <= 8999
+
+
+def test_models_that_are_none(tmp_path: Path) -> None:
+    assert str(tmp_path / "no") in refusal("model.missing", check_model, f"{tmp_path}/no").message
+    assert "config.json" in refusal("model.missing", check_model, str(tmp_path)).message
+    assert "~" not in refusal("model.missing", check_model, "~/no/such/model").message
+    refusal("model.missing", check_model, "./no-such-model")
+    (tmp_path / "config.json").mkdir()
+    refusal("model.missing", check_model, str(tmp_path))
+
+
+def test_models_that_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, file in (("hf", "config.json"), ("mistral", "params.json"), ("gguf", "m.gguf")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+        check_model(str(tmp_path / name))
+    check_model(str(tmp_path / "gguf" / "m.gguf"))
+    check_model("Qwen/Qwen3-0.6B")  # vLLM's business
+    monkeypatch.chdir(tmp_path)
+    check_model("hf")
+
+
+def test_a_port_that_is_taken(listener: int) -> None:
+    error = refusal("port.taken", check_port, "127.0.0.1", listener)
+    assert f"127.0.0.1:{listener}" in error.message
+    assert f"pid {os.getpid()}" in error.message
+    free = int(error.mend.split("--port ")[1].split(",")[0])
+    check_port("127.0.0.1", free)
+
+
+def test_a_port_that_is_taken_on_every_address() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        refusal("port.taken", check_port, "127.0.0.1", server.getsockname()[1])
+
+
+def test_a_port_in_time_wait_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        client = socket.create_connection(address)
+        accepted, _ = server.accept()
+        accepted.close()
+        client.close()
+    check_port("127.0.0.1", address[1])
+
+
+def test_hosts_that_are_none() -> None:
+    refusal("host.unknown", check_port, "no.such.host.invalid", 8000)
+    error = refusal("host.unknown", check_port, "192.0.2.1", 8000)  # RFC 5737: nobody's
+    assert "192.0.2.1" in error.message
+
+
+def test_no_free_port(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
+    monkeypatch.setattr(launch, "FIRST_PORT", listener)
+    monkeypatch.setattr(launch, "LAST_PORT", listener)
+    refusal("port.none", free_port, "127.0.0.1", set())
+
+
+@pytest.mark.parametrize(
+    ("ambient", "given", "planned"),
+    [
+        (None, {}, None),
+        ("a,b", {}, "a,b,vllmops"),
+        ("vllmops,a", {}, "vllmops,a"),
+        ("", {}, "vllmops"),
+        ("a", {"VLLM_PLUGINS": "c"}, "c,vllmops"),
+    ],
+)
+def test_the_users_plugins_are_kept(
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ambient: str | None,
+    given: dict[str, str],
+    planned: str | None,
+) -> None:
+    if ambient is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", ambient)
+    environment = preview(Order("M", environment=given)).environment
+    assert environment.get("VLLM_PLUGINS") == planned
+    assert environment["VLLMOPS_HOME"] == str(home)
+
+
+def test_the_command(home: Path) -> None:
+    order = Order("M", arguments=("--port", "9", "--x"), port=7, host="0.0.0.0")
+    record = preview(order)
+    assert record.command == (
+        *(sys.executable, "-P", "-m", "vllmops.agent.launch", "serve", "M"),
+        *("--host", "0.0.0.0", "--port", "7", "--port", "9", "--x"),
+    )
+    assert record.scheme == "http"
+    secure = preview(Order("M", arguments=("--ssl-certfile", "c.pem")))
+    assert secure.url.startswith("https://")
+    assert not list(home.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", "qwen3-0.6b"),
+        ("/models/Tiny Model/", "tiny-model"),
+        ("...", "vllm"),
+        ("/", "vllm"),
+        ("x" * 100, "x" * 63),
+    ],
+)
+def test_the_name_follows_the_model(home: Path, model: str, name: str) -> None:
+    assert preview(Order(model)).name == name
+
+
+def test_names_are_numbered(home: Path) -> None:
+    first = reserve(Order("M"))
+    second = reserve(Order("M"))
+    long = [reserve(Order("x" * 70)) for _ in range(2)]
+    assert [first.record.name, second.record.name] == ["m", "m-2"]
+    assert [one.record.name for one in long] == ["x" * 63, "x" * 58 + "-2"]
+    assert first.record.port != second.record.port
+    for one in (first, second, *long):
+        os.close(one.lock)
+
+
+def test_a_name_that_is_taken(home: Path) -> None:
+    first = reserve(Order("M", name="a"))
+    error = refusal("name.taken", reserve, Order("M", name="a"))
+    assert "'a'" in error.message
+    os.close(first.lock)
+    os.close(reserve(Order("M", name="a")).lock)  # nothing of it runs any more
+
+
+def test_a_port_that_another_one_is_about_to_take(home: Path) -> None:
+    first = reserve(Order("M"))
+    error = refusal("port.taken", reserve, Order("M", port=first.record.port))
+    assert str(first.record.port) in error.message
+    os.close(first.lock)
+
+
+def test_a_bad_name_leaves_nothing(home: Path) -> None:
+    error = refusal_without_mend("name.invalid", Order("M", name="../a"))
+    assert error.exit_code == Exit.USAGE
+    assert not (home / "a").exists()
+    assert not [each for each in (home / "instances").iterdir() if each.is_dir()]
+
+
+def refusal_without_mend(code: str, order: Order) -> VllmopsError:
+    with pytest.raises(VllmopsError) as caught:
+        reserve(order)
+    assert caught.value.code == code
+    return caught.value
+
+
+def take_one(pipe: Any) -> None:
+    one = reserve(Order("M"))
+    pipe.send((one.record.name, one.record.port))
+    pipe.recv()
+
+
+def test_many_at_once_get_different_names_and_ports(home: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    pipes = []
+    for _ in range(12):
+        ours, theirs = fork.Pipe()
+        fork.Process(target=take_one, args=(theirs,), daemon=True).start()
+        pipes.append(ours)
+    taken = [pipe.recv() for pipe in pipes if pipe.poll(20)]
+    for pipe in pipes:
+        pipe.send(None)
+    assert len(taken) == 12
+    assert {name for name, _ in taken} == {"m", *(f"m-{n}" for n in range(2, 13))}
+    assert len({port for _, port in taken}) == 12
+
+
+def test_a_record_in_the_way_that_is_damaged(home: Path) -> None:
+    folder = Folder("a")
+    folder.path.mkdir(parents=True)
+    folder.record_file.write_text("{")
+    error = refusal("registry.corrupt", reserve, Order("M", name="a"))
+    assert str(folder.path) in error.message
+    assert reserve(Order("a")).record.name == "a-2"  # one that nobody asked for by name

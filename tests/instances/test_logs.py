@@ -1,0 +1,194 @@
+"""A server's log: stages and causes out of real logs, and rotation under a process that writes."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllmops.instances import logs
+from vllmops.instances.logs import STAGES, Tail, failure, role_of, rotate, stage, start_new
+from vllmops.instances.processes import Role
+
+LOGS = Path(__file__).with_name("logs")
+
+
+def lines(name: str) -> list[str]:
+    return (LOGS / f"{name}.log").read_text().splitlines()
+
+
+def test_the_stages_of_a_start_come_in_order() -> None:
+    seen = [found for line in lines("ready") if (found := stage(line))]
+    assert list(dict.fromkeys(seen)) == ["loading weights", "profiling", "warming up"]
+    assert [STAGES.index(one) for one in seen] == sorted(STAGES.index(one) for one in seen)
+
+
+# From runs of vLLM 0.32 with the frames in the middle left out; two are written after the
+# messages that PyTorch and torchvision print, since neither can be had without a GPU's builds.
+@pytest.mark.parametrize(
+    ("log", "cause", "process", "mend"),
+    [
+        ("unknown-argument", "unrecognized arguments: --frobnicate", "", "--help=all"),
+        (
+            "not-a-model",
+            "huggingface_hub.errors.HFValidationError: Repo id must be in the form",
+            "",
+            "config.json",
+        ),
+        (
+            "worker-assertion",
+            "AssertionError: num_heads (3) is not divisible by num_kv_heads (4)",
+            "Worker",
+            "",
+        ),
+        (
+            "pydantic",
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig"
+            " Value error, User-specified max_model_len (99999999) is greater than",
+            "",
+            "",
+        ),
+        ("out-of-memory", "torch.OutOfMemoryError: CUDA out of memory.", "", "--max-model-len"),
+        (
+            "torchvision",
+            "RuntimeError: operator torchvision::nms does not exist",
+            "",
+            "pip uninstall -y torchvision",
+        ),
+    ],
+)
+def test_the_true_cause_of_a_failure(log: str, cause: str, process: str, mend: str) -> None:
+    found = failure(lines(log))
+    assert found
+    assert found.cause.startswith(cause)
+    assert "type=value_error" not in found.cause
+    assert mend in found.mend
+    if process:
+        assert found.process == process
+
+
+def test_a_start_that_works_has_no_cause() -> None:
+    assert failure(lines("ready")) is None  # although it warns with a traceback
+    assert failure([]) is None
+
+
+def test_a_plugin_that_does_not_load_is_not_the_cause() -> None:
+    assert failure(lines("unknown-argument")[:10]) is None
+    engine = [line for line in lines("worker-assertion") if "__init__.py:72" in line]
+    assert len(engine) > 10
+    assert failure(engine) is None
+
+
+def test_an_echo_counts_where_nothing_else_was_said() -> None:
+    said = lines("worker-assertion")[-8:]
+    assert failure(said) is None
+    found = failure(said, echoes=True)
+    assert found
+    assert found.cause.startswith("RuntimeError: Engine core initialization failed")
+
+
+@pytest.mark.parametrize(
+    ("line", "role"),
+    [
+        ("(APIServer pid=1) INFO 11-20 19:05:14 [a.py:1] x", Role.API),
+        ("(ApiServer_1 pid=1) INFO 11-20 19:05:14 [a.py:1] x", Role.API),
+        ("(EngineCore_DP0 pid=1) INFO 11-20 19:05:14 [a.py:1] x", Role.ENGINE),
+        ("(Worker_TP1 pid=1) INFO 11-20 19:05:14 [a.py:1] x", Role.WORKER),
+        ("(VllmWorker-0 pid=1) ERROR 11-20 19:05:14 [a.py:1] x", Role.WORKER),
+        ('INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 200 OK', Role.API),
+        ("Triton is installed, but doesn't include CPU backend.", None),
+        ("", None),
+    ],
+)
+def test_whose_line_it_is(line: str, role: Role | None) -> None:
+    assert role_of(line) is role
+
+
+def test_a_tail_gives_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    tail = Tail(path)
+    assert tail.lines() == []
+    path.write_bytes(b"one\ntw")
+    assert tail.lines() == ["one"]
+    with path.open("ab") as file:
+        file.write("o\nü\n".encode() + b"\xff\n")
+    assert tail.lines() == ["two", "ü", "\ufffd"]
+
+
+@pytest.mark.parametrize("after", ["c", "c" * 200], ids=["shorter", "longer"])
+def test_a_tail_loses_nothing_over_a_rotation(tmp_path: Path, after: str) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("a\n" * 20)
+    tail = Tail(path)
+    assert len(tail.lines()) == 20
+    with path.open("a") as server:
+        print("b", file=server, flush=True)
+        assert rotate(path, limit=10, keep=3)
+        print(after, file=server, flush=True)
+        assert tail.lines() == ["b", after]
+
+
+def test_rotation_keeps_so_many_and_all_lines(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    assert not rotate(path, limit=10, keep=2)  # there is none
+    with path.open("a") as server:
+        for number in range(4):
+            assert not rotate(path, limit=10, keep=2)
+            print(f"{number}" * 20, file=server, flush=True)
+            assert rotate(path, limit=10, keep=2)
+    assert path.read_bytes() == b""
+    found = {each.name: each.read_text()[:1] for each in tmp_path.iterdir() if each != path}
+    assert found == {"server.log.1": "3", "server.log.2": "2"}
+
+
+WRITER = """
+import os, sys, time
+log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
+for number in range(20000):
+    os.write(log, b"%08d\\n" % number)
+    if number % 100 == 0:
+        time.sleep(0.001)
+"""
+
+
+def test_rotation_under_a_process_that_appends(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.touch()
+    with subprocess.Popen([sys.executable, "-S", "-c", WRITER, str(path)]) as writer:
+        while writer.poll() is None:
+            rotate(path, limit=20_000, keep=50)
+            time.sleep(0.01)
+    parts = [path, *sorted(tmp_path.glob("server.log.*"), key=lambda p: int(p.suffix[1:]))]
+    assert len(parts) > 3
+    found = [int(line) for part in reversed(parts) for line in part.read_text().split()]
+    # What is written between copying and truncating is lost, in whole lines, and no more.
+    assert found == sorted(set(found))
+    assert found[0] == 0
+    assert found[-1] == 19999
+    assert len(found) > 15000
+
+
+def test_a_full_disk_keeps_what_there_is(home: Path, full_disk: Callable[[], None]) -> None:
+    path = home / "server.log"
+    path.write_text("x" * 50_000)
+    full_disk()
+    assert not rotate(path, limit=10, keep=3)
+    assert path.stat().st_size == 50_000
+    assert {each.name for each in home.iterdir()} == {"server.log", "filler"}
+    (home / "filler").unlink()
+    assert rotate(path, limit=10, keep=3)
+    assert (home / "server.log.1").stat().st_size == 50_000
+
+
+def test_a_new_run_puts_the_old_log_aside(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    start_new(path)
+    path.write_text("old")
+    logs.aside(path, 1).write_text("older")
+    logs.aside(path, 2).write_text("oldest")
+    start_new(path)
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
+        "server.log.previous": "old"
+    }

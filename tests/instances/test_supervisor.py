@@ -1,0 +1,239 @@
+"""Real supervisors over a stand-in for vLLM: whatever dies, nothing of the server is left.
+
+tests/live does the same with a real vLLM; here are the corner cases, which need many servers.
+"""
+
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from vllmops.instances import control
+from vllmops.instances.control import Wish
+from vllmops.instances.processes import Process, Role, alive
+from vllmops.instances.record import Folder, State
+
+
+@pytest.mark.parametrize("role", ["api", "engine", "worker"])
+def test_one_process_killed_takes_the_whole_server_down(lab: Any, role: str) -> None:
+    record = lab.serve("a")
+    assert [p.role for p in record.processes] == ["api", "engine", "worker"]
+    victim = lab.process("a", role)
+    began = time.monotonic()
+    lab.kill(victim.pid)
+    lab.until(lambda: lab.state("a") == "failed")
+    assert time.monotonic() - began < 6
+    lab.nothing_left(record)
+    lab.until(lambda: not Folder("a").supervised())
+    failure = lab.record("a").failure
+    assert failure
+    assert f"{role} (pid {victim.pid})" in failure.cause
+    assert ("SIGKILL" if role == "api" else "died") in failure.cause
+
+
+def test_all_of_it_is_known_as_soon_as_it_is_ready(lab: Any) -> None:
+    answer = lab.vllmops(*lab.words("a"), "--detach")
+    assert answer.code == 0, answer
+    assert [p.role for p in lab.record("a").processes] == ["api", "engine", "worker"]
+
+
+def test_one_of_several_api_servers_killed(lab: Any) -> None:
+    record = lab.serve("a", api_servers=2)
+    roles = sorted(p.role for p in record.processes)
+    assert roles == ["api", "api", "engine", "launcher", "worker"]
+    lab.kill(next(p.pid for p in record.processes if "APIServer_1" in p.title))
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+
+
+def test_told_to_stop_by_somebody_else(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.kill(record.session, signal.SIGTERM)
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+    assert lab.record("a").exit_code == 0
+    assert lab.record("a").failure.cause == "vLLM was told to stop by a signal, not by vllmops"
+
+
+def test_a_segment_that_somebody_else_maps_stays(lab: Any) -> None:
+    record = lab.serve("a")
+    (name,) = record.segments
+    with Path("/dev/shm", name).open("r+b"):
+        lab.kill(record.session)
+        lab.until(lambda: lab.state("a") == "failed")
+        assert Path("/dev/shm", name).exists()
+    assert not any(map(alive, record.processes))
+
+
+def test_a_stray_process_goes_too(lab: Any) -> None:
+    record = lab.serve("a", stray=True)
+    (stray,) = [p for p in psutil.pids() if p != record.session and is_stray(p, record.session)]
+    lab.kill(lab.process("a", "worker").pid)
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+    assert not alive(Process(Role.OTHER, stray, 0.0))
+
+
+def is_stray(pid: int, session: int) -> bool:
+    try:
+        words = psutil.Process(pid).cmdline()
+        return os.getsid(pid) == session and "-c" in words
+    except (psutil.Error, OSError):
+        return False
+
+
+# -- the supervisor dies -------------------------------------------------------------------
+
+
+def test_serving_goes_on_without_the_supervisor_of_a_detached_server(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.kill_supervisor("a")
+    time.sleep(0.3)
+    assert all(map(alive, record.processes))
+    assert urllib.request.urlopen(f"{record.url}/health").status == 200
+
+    first = lab.vllmops("ps", "--json")
+    (row,) = first.data["instances"]
+    assert (row["supervised"], row["state"]) == (False, "ready")
+    assert "a was unsupervised; it is under supervision again" in first.err
+    lab.until(lambda: Folder("a").control.exists() and lab.supervisor("a"))
+    (row,) = lab.vllmops("ps", "--json").data["instances"]
+    assert (row["supervised"], row["state"], row["pid"]) == (True, "ready", record.session)
+
+    lab.kill(lab.process("a", "engine").pid)  # the successor watches as the first one did
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+
+
+def test_stop_works_without_the_supervisor(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.kill_supervisor("a")
+    answer = lab.vllmops("stop", "a", "--json")
+    assert (answer.code, answer.data["state"]) == (0, "stopped")
+    lab.nothing_left(record)
+
+
+def test_everything_died_in_the_meantime(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.kill_supervisor("a")
+    for process in record.processes:
+        lab.kill(process.pid)
+    assert lab.vllmops("ps").code == 0
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+    assert "while nothing supervised it" in lab.record("a").failure.cause
+
+
+def test_only_the_root_died_in_the_meantime(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.kill_supervisor("a")
+    lab.kill(record.session)
+    lab.vllmops("ps")
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+
+
+def test_the_supervisor_died_while_it_stopped_the_server(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.kill_supervisor("a")
+    folder = Folder("a")
+    folder.write(msgspec.structs.replace(lab.record("a"), state=State.STOPPING))
+    lab.vllmops("ps")
+    lab.until(lambda: lab.state("a") == "stopped")
+    lab.nothing_left(record)
+
+
+def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
+    """Its pids, and its session, are somebody else's by now: they must live on."""
+    record = lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    lab.until(lambda: not Folder("a").supervised())
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        reused = tuple(Process(p.role, bystander.pid, p.create_time - 60) for p in record.processes)
+        folder = Folder("a")
+        long_ago = msgspec.structs.replace(
+            record, processes=reused, session=bystander.pid, started_at=record.started_at - 3600
+        )
+        folder.write(long_ago)
+        (row,) = lab.vllmops("ps", "--all", "--json").data["instances"]
+        assert row["processes"] == []
+        lab.until(lambda: lab.state("a") == "failed")
+        lab.until(lambda: not folder.supervised())
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+# -- the holder dies -----------------------------------------------------------------------
+
+
+def hold(lab: Any, name: str) -> control.Control:
+    """Connect to an instance and hold it, as a foreground ``serve`` does."""
+    found: control.Control = control.connect(Folder(name), Wish(hold=True))
+    next(found.records())
+    return found
+
+
+def test_a_holder_that_disconnects_takes_the_server_with_it(lab: Any) -> None:
+    record = lab.serve("a")
+    hold(lab, "a").close()
+    lab.until(lambda: lab.state("a") == "stopped")
+    lab.nothing_left(record)
+
+
+def test_a_client_that_only_watches_does_not(lab: Any) -> None:
+    record = lab.serve("a")
+    watcher = control.connect(Folder("a"))
+    assert next(watcher.records()).state == State.READY
+    watcher.close()
+    mumbler = control.connect(Folder("a"))
+    mumbler.connection.sendall(b"this is no wish\n")
+    assert list(mumbler.records())[-1].state == State.READY  # it is hung up on, no more
+    time.sleep(0.6)
+    assert lab.state("a") == "ready"
+    assert all(map(alive, record.processes))
+
+
+# -- full disk -----------------------------------------------------------------------------
+
+
+def test_a_full_disk_does_not_stop_the_supervisor(full_disk: Callable[[], None], lab: Any) -> None:
+    record = lab.serve("a")
+    full_disk()
+    supervisor = lab.supervisor("a")
+    answer = lab.vllmops("ps", "--json")
+    assert answer.data["instances"][0]["state"] == "ready"
+    answer = lab.vllmops("stop", "a", "--json")
+    assert (answer.code, answer.data["state"]) == (0, "stopped")
+    lab.nothing_left(record)
+    lab.until(lambda: not psutil.pid_exists(supervisor) or zombie(supervisor))
+    # The record could not be written; it must not make anybody believe that the server runs.
+    (lab.home / "filler").unlink()
+    (row,) = lab.vllmops("ps", "--all", "--json").data["instances"]
+    assert row["processes"] == []
+
+
+def test_a_server_dies_on_a_full_disk(full_disk: Callable[[], None], lab: Any) -> None:
+    record = lab.serve("a")
+    full_disk()
+    lab.kill(lab.process("a", "engine").pid)
+    lab.until(lambda: not any(map(alive, record.processes)))
+    lab.until(lambda: not Path("/dev/shm", record.segments[0]).exists())
+    lab.nothing_left(record)
+
+
+def zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True

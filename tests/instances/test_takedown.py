@@ -1,0 +1,161 @@
+"""Taking trees of real processes down; they play vLLM's (standin.py), tests/live has vLLM's."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vllmops.instances import processes, takedown
+from vllmops.instances.processes import Process, Role, alive
+from vllmops.instances.takedown import drain, kill, members, take_down
+
+
+def sleeper(**options: Any) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(["sleep", "60"], **options)
+
+
+def test_a_tree_goes_with_its_port_and_its_segment(lab: Any) -> None:
+    server = lab.stranger()
+    tree = processes.tree(processes.table(), [server.pid])
+    assert [p.role for p in tree] == ["api", "engine", "worker"]
+    lab.kill(server.pid)  # so that nobody unlinks the segment in order
+    server.wait()
+    began = time.monotonic()
+    removed = take_down(tree, session=server.pid).removed
+    assert len(removed) == 1
+    assert not any(map(alive, tree))
+    assert not Path("/dev/shm", removed[0]).exists()
+    assert lab.bind_error(server.port) is None
+    assert time.monotonic() - began < 5
+
+
+def test_orphans_that_heed_sigterm_are_not_waited_for_in_vain(lab: Any) -> None:
+    server = lab.stranger()
+    tree = processes.tree(processes.table(), [server.pid])
+    lab.kill(lab.pid_of(tree, "engine"))  # the API server does not know of the worker
+    began = time.monotonic()
+    take_down(tree, session=server.pid)
+    assert not any(map(alive, tree))
+    assert time.monotonic() - began < 5
+
+
+def test_one_that_ignores_sigterm_is_killed(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.3)
+    server = lab.stranger(stubborn=True)
+    tree = processes.tree(processes.table(), [server.pid])
+    removed = take_down(tree, session=server.pid).removed
+    assert len(tree) == 3
+    assert not any(map(alive, tree))
+    assert len(removed) == 1
+
+
+def test_one_that_left_its_parent_is_found_by_its_session(lab: Any) -> None:
+    server = lab.stranger(stray=True)
+    table = processes.table()
+    tree = processes.tree(table, [server.pid])
+    inside = members(table, server.pid)
+    (stray,) = set(inside) - {p.pid for p in tree}
+    take_down(tree, session=server.pid)
+    assert stray
+    assert members(processes.table(), server.pid) == []
+
+
+def test_a_segment_that_somebody_else_maps_stays(lab: Any) -> None:
+    server = lab.stranger()
+    tree = processes.tree(processes.table(), [server.pid])
+    (segment,) = Path("/dev/shm").glob(f"*_{lab.home.name}_{server.pid}")
+    with segment.open("r+b"):
+        lab.kill(server.pid)
+        server.wait()
+        assert take_down(tree, session=server.pid).removed == ()
+        assert segment.exists()
+    assert not any(map(alive, tree))
+
+
+def test_a_reused_pid_is_not_killed() -> None:
+    bystander = sleeper()
+    created = psutil.Process(bystander.pid).create_time()
+    stale = Process(Role.API, bystander.pid, created - 60)
+    kill(stale, signal.SIGKILL)
+    take_down([stale])
+    assert bystander.poll() is None
+    kill(Process(Role.API, bystander.pid, created), signal.SIGKILL)
+    assert bystander.wait(5) == -signal.SIGKILL
+
+
+def test_one_that_nothing_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A process that hangs in a driver's call can't be had here: signals are kept from this one.
+    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.1)
+    monkeypatch.setattr(takedown, "KILL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(takedown, "kill", lambda *_: None)
+    hung = sleeper()
+    process = Process(Role.WORKER, hung.pid, psutil.Process(hung.pid).create_time())
+    remains = take_down([process])
+    assert remains.unkillable == (process,)
+    assert str(hung.pid) in str(remains)
+    hung.kill()
+    hung.wait()
+
+
+def test_nothing_to_take_down(home: Path) -> None:
+    assert take_down([]) == takedown.Remains((), ())
+    assert members(processes.table(), None) == []
+
+
+def test_what_an_agent_left_is_removed(home: Path) -> None:
+    (home / "agents").mkdir()
+    victim = sleeper()
+    for suffix in (".sock", ".beat"):
+        (home / "agents" / f"{victim.pid}{suffix}").touch()
+        (home / "agents" / f"1{suffix}").touch()
+    waiter = threading.Thread(target=victim.wait)
+    waiter.start()
+    take_down([Process(Role.API, victim.pid, psutil.Process(victim.pid).create_time())])
+    waiter.join()
+    assert {each.name for each in (home / "agents").iterdir()} == {"1.sock", "1.beat"}
+
+
+def test_a_drain_waits_for_requests_in_flight(lab: Any) -> None:
+    server = lab.stranger()
+    url = f"http://127.0.0.1:{server.port}"
+    tree = processes.tree(processes.table(), [server.pid])
+    said: list[str] = []
+    request = threading.Thread(target=urllib.request.urlopen, args=(f"{url}/slow/1",))
+    request.start()
+    lab.until(lambda: takedown.in_flight(tree, url) == 1)
+    assert drain(tree, url, 20, said.append) == "drained"
+    request.join(1)
+    assert not request.is_alive()
+    assert "in flight: 1" in said[0]
+
+
+def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
+    server = lab.stranger()
+    url = f"http://127.0.0.1:{server.port}"
+    tree = processes.tree(processes.table(), [server.pid])
+    cut = threading.Thread(target=lab.cut_off, args=(f"{url}/slow/60",))
+    cut.start()
+    lab.until(lambda: takedown.in_flight(tree, url) == 1)
+    began = time.monotonic()
+    assert drain(tree, url, 0.3, lambda _: None) == "requests cut off: 1"
+    assert drain(tree, url, 60, lambda _: None, hurry=lambda: True).startswith("requests cut off")
+    lab.kill(lab.pid_of(tree, "engine"))
+    assert drain(tree, url, 60, lambda _: None).startswith("requests cut off")  # none will finish
+    assert time.monotonic() - began < 10
+    take_down(tree, session=server.pid)
+    cut.join()
+
+
+def test_nobody_can_tell_what_is_in_flight(listener: int) -> None:
+    tree = [Process(Role.API, os.getpid(), psutil.Process().create_time())]
+    said: list[str] = []
+    assert takedown.in_flight(tree, None) is None
+    assert drain(tree, None, 0.2, said.append) == "requests cut off: unknown"
+    assert "unknown" in said[0]
