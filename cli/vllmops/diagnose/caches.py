@@ -1,0 +1,542 @@
+"""What is wrong with a server's caches, and which caches it has; pure, from snapshots.
+
+The invariants are those of vLLM's own classes: ``vllm/utils/cache.py``,
+``vllm/distributed/device_communicators/shm_object_storage.py`` and
+``vllm/v1/core/encoder_cache_manager.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from ..snapshots.caches import (
+    Cache,
+    CacheSnapshot,
+    EncoderCache,
+    EncoderDecoderCache,
+    LruCache,
+    ProcessCaches,
+    Sample,
+    Setup,
+    ShmCache,
+    WorkerEncoderCache,
+)
+from .findings import Finding, Rule, Severity
+
+INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
+RESTART = "restart the server: vllmops restart"
+SHOWN = 3
+
+GHOST_KEYS = Rule(
+    "mm-cache.ghost-keys",
+    ERROR,
+    "keys in the LRU order that have no data",
+    "the next eviction that reaches one spins for ever and the server hangs; " + RESTART,
+    "https://github.com/vllm-project/vllm/pull/43595",
+)
+STUCK_KEYS = Rule(
+    "mm-cache.unevictable-keys",
+    ERROR,
+    "entries that are not in the LRU order",
+    "they can never be evicted, and eviction fails once they fill the cache; " + RESTART,
+)
+SIZE_KEYS = Rule(
+    "mm-cache.size-keys",
+    ERROR,
+    "entries and sizes have different keys",
+    "the cache misjudges how full it is, and deleting such an entry fails; " + RESTART,
+)
+SIZE_SUM = Rule(
+    "mm-cache.size-sum",
+    ERROR,
+    "the cache's size is not the sum of its entries",
+    "it evicts too early, or grows beyond its capacity; " + RESTART,
+)
+CAPACITY = Rule(
+    "mm-cache.over-capacity",
+    ERROR,
+    "the cache's size is outside 0 to its capacity",
+    "host memory grows, or every insertion evicts; " + RESTART,
+)
+PINNED = Rule(
+    "mm-cache.pinned-missing",
+    ERROR,
+    "pinned keys that have no entry",
+    "an entry that comes under such a key again is never evicted; " + RESTART,
+)
+HITS = Rule(
+    "mm-cache.hit-count",
+    WARNING,
+    "more hits than queries",
+    "the metrics vllm:mm_cache_hits and vllm:mm_cache_queries can't be trusted; the cache itself "
+    "is not affected",
+)
+FRONT_ONLY = Rule(
+    "mm-cache.front-only",
+    WARNING,
+    "entries that the front end believes the engine to have",
+    "a request that reuses such an item is sent without its data and fails; newer vLLM then drops "
+    "the key, so that the next try works; resetting both caches clears it",
+    "https://github.com/vllm-project/vllm/pull/43595",
+)
+ENGINE_ONLY = Rule(
+    "mm-cache.engine-only",
+    INFO,
+    "entries that the engine has and the front end does not know",
+    "harmless: such an item is sent once more",
+)
+ORDER = Rule(
+    "mm-cache.order-drift",
+    INFO,
+    "front end and engine have the same entries in another order",
+    "concurrent requests can reach the two in different order; from here on they may evict "
+    "different entries",
+)
+SIZES = Rule(
+    "mm-cache.size-drift",
+    INFO,
+    "front end and engine hold entries for differently large",
+    "from here on they may evict different entries",
+)
+SHM_INDEX = Rule(
+    "mm-cache.shm-index",
+    ERROR,
+    "the shared-memory cache's indexes contradict each other",
+    "evicting such an entry fails, and with it every insertion after that; " + RESTART,
+)
+SHM_RING = Rule(
+    "mm-cache.shm-ring",
+    ERROR,
+    "the shared-memory ring buffer's bounds are impossible",
+    RESTART,
+)
+SHM_UPDATES = Rule(
+    "mm-cache.shm-updates",
+    ERROR,
+    "entries in shared memory without prompt updates",
+    "a request that reuses such an item fails; " + RESTART,
+)
+SLOT_SUM = Rule(
+    "encoder-cache.slot-sum",
+    ERROR,
+    "the slots of the entries do not add up to those taken",
+    "requests with images or audio may wait for slots that never come free; " + RESTART,
+)
+FREEABLE_SUM = Rule(
+    "encoder-cache.freeable-sum",
+    ERROR,
+    "the slots of the freeable entries do not add up",
+    "requests with images or audio may wait for slots that never come free, or be given slots "
+    "that are not; " + RESTART,
+)
+SLOT_BOUNDS = Rule(
+    "encoder-cache.slot-bounds",
+    ERROR,
+    "slot counts outside 0 <= free <= freeable <= capacity",
+    "requests with images or audio may wait for ever; " + RESTART,
+)
+ENCODER_KEYS = Rule(
+    "encoder-cache.keys",
+    ERROR,
+    "entries and their slot counts have different keys",
+    RESTART,
+)
+FREEABLE_KEYS = Rule(
+    "encoder-cache.freeable-keys",
+    ERROR,
+    "the freeable entries are not those that no request refers to",
+    "an entry may be dropped while a request needs it, or never; " + RESTART,
+)
+REFERENCES = Rule(
+    "encoder-cache.references",
+    ERROR,
+    "entries and requests do not refer to each other",
+    "an entry may be dropped while a request needs it, or never; " + RESTART,
+)
+STRANGERS = Rule(
+    "encoder-cache.finished-references",
+    ERROR,
+    "entries held for requests that are finished or unknown",
+    "they are never freed; once they fill the cache, requests with images or audio wait for ever; "
+    + RESTART,
+)
+WORKER_MISSES = Rule(
+    "encoder-cache.worker-misses",
+    ERROR,
+    "entries that the scheduler counts on and the worker does not have",
+    'the next request that uses one fails with "Encoder cache miss" and takes the engine down; '
+    + RESTART,
+)
+WORKER_LEAK = Rule(
+    "encoder-cache.worker-leak",
+    WARNING,
+    "entries that the worker keeps and the scheduler has forgotten",
+    "device memory is lost until the server is restarted",
+    "https://github.com/vllm-project/vllm/pull/32789",
+)
+OVER_FREED = Rule(
+    "encoder-cache.over-freed",
+    INFO,
+    "more free slots than there are",
+    "harmless: vLLM frees an encoder-decoder model's slots twice",
+)
+CATALOGUE = {rule.code: rule for rule in list(vars().values()) if isinstance(rule, Rule)}
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Which caches a server has, or why it has none.
+
+    Args:
+        code: a stable word, such as ``text-model``.
+        text: the same for a person.
+    """
+
+    code: str
+    text: str
+
+
+def diagnose(snapshot: CacheSnapshot) -> list[Finding]:
+    """The findings of the last sample that are in every other one too, worst first.
+
+    A server at work is seen half-way through things; what is broken stays so.
+    """
+    if not snapshot.samples:
+        return []
+    *earlier, last = map(findings, snapshot.samples)
+    held = [{(each.code, each.subject) for each in sample} for sample in earlier]
+    lasting = [each for each in last if all((each.code, each.subject) in seen for seen in held)]
+    return sorted(lasting, key=lambda each: -each.severity.rank)
+
+
+def findings(sample: Sample) -> list[Finding]:
+    """Everything that one sample shows, what is only half-way through included."""
+    found = [
+        rule.at(subject(process, cache), evidence)
+        for process in sample.processes
+        for cache in process.caches
+        for rule, evidence in alone(cache)
+    ]
+    if sample.quiet:
+        found += mirrored(sample)
+        found += encoders(sample)
+    return found
+
+
+Said = tuple[Rule, str]
+
+
+def alone(cache: Cache) -> list[Said]:
+    """What is wrong with one cache, looked at by itself."""
+    return list(CHECKS[type(cache)](cache))
+
+
+def lru(cache: LruCache) -> Iterator[Said]:
+    if cache.order_only:
+        yield GHOST_KEYS, some(cache.order_only)
+    if cache.data_only:
+        yield STUCK_KEYS, some(cache.data_only)
+    if cache.unsized or cache.sized_only:
+        yield SIZE_KEYS, both("without a size", cache.unsized, "without data", cache.sized_only)
+    if cache.sum_bytes is not None and cache.bytes != cache.sum_bytes:
+        yield SIZE_SUM, f"it says {cache.bytes} bytes, its entries are {cache.sum_bytes}"
+    if not 0 <= cache.bytes <= cache.capacity_bytes:
+        yield CAPACITY, f"{cache.bytes} bytes of {cache.capacity_bytes:.0f}"
+    if cache.pinned_only:
+        yield PINNED, some(cache.pinned_only)
+    if not 0 <= cache.hits <= cache.queries:
+        yield HITS, f"{cache.hits} hits of {cache.queries} queries"
+
+
+def shm(cache: ShmCache) -> Iterator[Said]:
+    if cache.unpaired or cache.unflagged or cache.unmapped:
+        yield (
+            SHM_INDEX,
+            f"{len(cache.unpaired)} keys that lead to no id and back, {len(cache.unflagged)} ids "
+            f"without a writer's flag, {len(cache.unmapped)} ids without a place",
+        )
+    if cache.bytes is not None and not 0 <= cache.bytes <= cache.capacity_bytes:
+        yield SHM_RING, f"{cache.bytes} bytes of {cache.capacity_bytes} in use"
+    if cache.without_updates:
+        yield SHM_UPDATES, some(cache.without_updates)
+    if (
+        cache.hits is not None
+        and cache.queries is not None
+        and not 0 <= cache.hits <= cache.queries
+    ):
+        yield HITS, f"{cache.hits} hits of {cache.queries} queries"
+
+
+def encoder(cache: EncoderCache) -> Iterator[Said]:
+    taken = cache.slots - cache.free_slots
+    by_key = cache.slots_by_key
+    if by_key is not None:
+        if cache.cached.keys() != by_key.keys():
+            yield (
+                ENCODER_KEYS,
+                both(
+                    "without slots",
+                    cache.cached.keys() - by_key.keys(),
+                    "without an entry",
+                    by_key.keys() - cache.cached.keys(),
+                ),
+            )
+        if sum(by_key.values()) != taken:
+            yield SLOT_SUM, f"{taken} slots are taken, the entries have {sum(by_key.values())}"
+    freeable = cache.freeable_slots - cache.free_slots
+    if sum(cache.freeable.values()) != freeable:
+        yield (
+            FREEABLE_SUM,
+            f"{freeable} slots are freeable, the freeable entries have "
+            f"{sum(cache.freeable.values())}",
+        )
+    unused = {key for key, requests in cache.cached.items() if not requests}
+    if cache.freeable.keys() != unused:
+        yield (
+            FREEABLE_KEYS,
+            both(
+                "freeable though in use or gone",
+                cache.freeable.keys() - unused,
+                "unused but not freeable",
+                unused - cache.freeable.keys(),
+            ),
+        )
+    elif by_key is not None and (
+        wrong := [key for key, slots in cache.freeable.items() if by_key.get(key) != slots]
+    ):
+        yield FREEABLE_KEYS, f"with another number of slots: {some(wrong)}"
+    if not 0 <= cache.free_slots <= cache.freeable_slots <= cache.slots:
+        yield (
+            SLOT_BOUNDS,
+            f"{cache.free_slots} free, {cache.freeable_slots} freeable, {cache.slots} in all",
+        )
+    if cache.inputs is not None:
+        entries = {(name, key) for key, names in cache.cached.items() for name in names}
+        inputs = {(name, key) for name, keys in cache.inputs.items() for key in keys}
+        known = {(name, key) for name, key in entries if name not in cache.strangers}
+        if known != inputs:
+            yield (
+                REFERENCES,
+                f"{len(known - inputs)} references of entries to requests that do not hold them, "
+                f"{len(inputs - known)} the other way round",
+            )
+    if cache.strangers:
+        yield STRANGERS, f"requests {some(cache.strangers)}"
+
+
+def encoder_decoder(cache: EncoderDecoderCache) -> Iterator[Said]:
+    if cache.free_slots > cache.slots:
+        yield OVER_FREED, f"{cache.free_slots} free of {cache.slots}"
+
+
+def nothing(_: WorkerEncoderCache) -> Iterator[Said]:
+    """A worker's dictionary can only be judged beside the scheduler's."""
+    yield from ()
+
+
+CHECKS: dict[type, Callable[[Any], Iterator[Said]]] = {
+    LruCache: lru,
+    ShmCache: shm,
+    EncoderCache: encoder,
+    EncoderDecoderCache: encoder_decoder,
+    WorkerEncoderCache: nothing,
+}
+
+
+Side = tuple[ProcessCaches, LruCache]
+
+
+def pair(sample: Sample) -> tuple[Side, Side] | None:
+    """Front end and engine where one mirrors the other, None where there is no such pair."""
+    sides: dict[str, list[Side]] = {"P0": [], "P1": []}
+    for process in sample.processes:
+        for cache in process.caches:
+            if isinstance(cache, LruCache) and cache.kind == "mm-lru":
+                sides[cache.side].append((process, cache))
+    fronts, backs = sides["P0"], sides["P1"]
+    return (fronts[0], backs[0]) if len(fronts) == len(backs) == 1 else None
+
+
+def undecided(sample: Sample) -> bool:
+    """Whether the two sides differ, and it takes all their keys to say how."""
+    if not sample.quiet or (sides := pair(sample)) is None:
+        return False
+    (_, front), (_, back) = sides
+    return (front.digest, front.bytes) != (back.digest, back.bytes) and (
+        front.order is None or back.order is None
+    )
+
+
+def mirrored(sample: Sample) -> Iterator[Finding]:
+    """Front end against engine, where one mirrors the other.
+
+    Requests in flight break this without harm, so it is asked of a quiet server only.
+    """
+    if (sides := pair(sample)) is None:
+        return
+    (process, front), (engine, back) = sides
+    if None in (front.order, front.sizes, back.order, back.sizes):
+        return
+    sent = dict(zip(front.order or (), front.sizes or (), strict=True))
+    held = dict(zip(back.order or (), back.sizes or (), strict=True))
+    about = f"P0 of {process.role} {process.pid} and P1 of {engine.role} {engine.pid}"
+    if ahead := sent.keys() - held.keys():
+        yield FRONT_ONLY.at(about, some(ahead))
+    if behind := held.keys() - sent.keys():
+        yield ENGINE_ONLY.at(about, some(behind))
+    shared = [key for key in sent if key in held]
+    if shared != [key for key in held if key in sent]:
+        yield ORDER.at(about, f"{len(shared)} entries in common")
+    if unlike := [key for key in shared if sent[key] != held[key]]:
+        yield SIZES.at(about, some(unlike))
+
+
+def encoders(sample: Sample) -> Iterator[Finding]:
+    """Scheduler against its workers, between two steps."""
+    setup = setup_of(sample)
+    if setup is not None and setup.encoder_connector:
+        return  # a worker's entries come from, and go, elsewhere
+    for process, cache in schedulers(sample):
+        for worker, outputs in workers_of(process, sample):
+            about = f"{process.role} {process.pid} and {worker.role} {worker.pid}"
+            held = set(outputs.keys)
+            if isinstance(cache, EncoderDecoderCache):
+                wanted, counted_on = set(cache.passing), set[str]()
+            else:
+                wanted = set(cache.cached)
+                counted_on = wanted if runs_encoder(outputs, setup) else set()
+            if counted_on - held:
+                yield WORKER_MISSES.at(about, some(counted_on - held))
+            if held - wanted:
+                yield WORKER_LEAK.at(about, some(held - wanted))
+
+
+def schedulers(
+    sample: Sample,
+) -> Iterator[tuple[ProcessCaches, EncoderCache | EncoderDecoderCache]]:
+    """Each scheduler's encoder cache with its process."""
+    for process in sample.processes:
+        for cache in process.caches:
+            if isinstance(cache, (EncoderCache, EncoderDecoderCache)):
+                yield process, cache
+
+
+def workers_of(
+    engine: ProcessCaches, sample: Sample
+) -> Iterator[tuple[ProcessCaches, WorkerEncoderCache]]:
+    """The workers of an engine: its children, or itself."""
+    alone = len(list(schedulers(sample))) == 1
+    for process in sample.processes:
+        if alone or engine.pid in (process.pid, process.parent):
+            for cache in process.caches:
+                if isinstance(cache, WorkerEncoderCache):
+                    yield process, cache
+
+
+def runs_encoder(worker: WorkerEncoderCache, setup: Setup | None) -> bool:
+    """Whether a worker encodes at all: with several stages only the first one does."""
+    if setup is None or (setup.pipeline_parallel or 1) == 1:
+        return True
+    return worker.rank is not None and worker.rank < (setup.tensor_parallel or 1)
+
+
+def notes(sample: Sample) -> list[Note]:
+    """What kind of server this is as far as caches go, in words."""
+    told = kind(setup_of(sample))
+    if not sample.quiet:
+        told.append(
+            Note(
+                "busy",
+                "requests were in flight, or a process did not tell: front end and engine, "
+                "scheduler and worker were not compared",
+            )
+        )
+    return told
+
+
+def kind(setup: Setup | None) -> list[Note]:
+    """What kind of server this is, by its setup."""
+    if setup is None:
+        return [
+            Note(
+                "unknown",
+                "no engine and no worker told how the server is set up: what is not shown may "
+                "not be there",
+            )
+        ]
+    if setup.encoder_decoder:
+        return [
+            Note(
+                "encoder-decoder",
+                "an encoder-decoder model: vLLM has no multimodal processor cache for it, counts "
+                "encoder slots without keeping entries, and frees each twice",
+            )
+        ]
+    if not setup.multimodal:
+        return [
+            Note("text-model", "a text model: it has no multimodal cache and no encoder entries")
+        ]
+    told = []
+    if setup.cache_gb is not None and setup.cache_gb <= 0:
+        told.append(
+            Note("cache-off", "the multimodal processor cache is off: --mm-processor-cache-gb is 0")
+        )
+    elif (setup.api_processes or 1) > 1 or (setup.data_parallel or 1) > 1:
+        several = (
+            f"{setup.api_processes} API servers"
+            if (setup.api_processes or 1) > 1
+            else f"{setup.data_parallel} engines"
+        )
+        told.append(
+            Note(
+                "processor-only",
+                f"{several}: each front end caches what it processed for itself alone, and the "
+                "engine keeps no copy",
+            )
+        )
+    elif setup.cache_type == "shm":
+        told.append(
+            Note(
+                "shm",
+                "the cache is in shared memory (--mm-processor-cache-type shm): the front end "
+                "writes it and keeps its index, workers only read",
+            )
+        )
+    if setup.encoder_connector:
+        told.append(
+            Note(
+                "encoder-connector",
+                "encoder outputs are transferred: scheduler and worker are not compared",
+            )
+        )
+    return told
+
+
+def setup_of(sample: Sample) -> Setup | None:
+    """How the server is set up, from the first process that says."""
+    return next((each.setup for each in sample.processes if each.setup), None)
+
+
+def subject(process: ProcessCaches, cache: Cache) -> str:
+    """How findings name a cache."""
+    return f"{cache.name} of {process.role} {process.pid}"
+
+
+def some(keys: Iterable[object]) -> str:
+    """How many keys, and the first few."""
+    listed: Sequence[str] = sorted(map(str, keys))
+    more = ", …" if len(listed) > SHOWN else ""
+    return f"{len(listed)}: " + ", ".join(short(key) for key in listed[:SHOWN]) + more
+
+
+def both(one: str, keys: Iterable[object], other: str, others: Iterable[object]) -> str:
+    """Two lists of keys, those that are empty left out."""
+    pairs = ((one, list(keys)), (other, list(others)))
+    return "; ".join(f"{what}: {some(listed)}" for what, listed in pairs if listed)
+
+
+def short(key: str) -> str:
+    """A key cut to what a person compares."""
+    return key if len(key) <= 14 else f"{key[:12]}…"
