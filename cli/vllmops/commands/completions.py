@@ -1,0 +1,34 @@
+"""``vllmops completions``: scripts that complete commands, options and instance names."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+from ..output import Json, Result, Verbatim, command, typer_app
+
+app = typer_app()
+
+
+class Shell(StrEnum):
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+@app.command(
+    epilog="Example: vllmops completions bash > ~/.local/share/bash-completion/completions/vllmops"
+)
+@command
+def completions(
+    shell: Annotated[Shell, typer.Argument(help="The shell to complete in.")],
+    json_: Json = False,
+) -> Result:
+    """Print the completion script of a shell; instance names are completed, too."""
+    script = get_completion_script(
+        prog_name="vllmops", complete_var="_VLLMOPS_COMPLETE", shell=shell
+    )
+    return Result({"shell": shell, "script": script}, lambda: [Verbatim(script.rstrip())])

@@ -1,0 +1,102 @@
+"""``vllmops logs``: a server's log."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import Exit, VllmopsError
+from ..instances.logs import Tail, aside, role_of
+from ..instances.processes import Role
+from ..instances.record import Folder
+from ..instances.servers import find, resolve
+from ..output import Json, Result, Verbatim, command, show, typer_app
+from .options import Target, TargetArgument
+
+app = typer_app()
+
+POLL_S = 0.2
+
+
+class Part(StrEnum):
+    API = "api"
+    ENGINE = "engine"
+    WORKER = "worker"
+
+
+@app.command(epilog="Example: vllmops logs demo -f --process engine")
+@command
+def logs(
+    name: TargetArgument = None,
+    target: Target = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, help="The last so many lines only.")
+    ] = None,
+    part: Annotated[
+        Part | None, typer.Option("--process", help="Lines of one kind of process only.")
+    ] = None,
+    json_: Json = False,
+) -> Result:
+    """Show the log of an instance, its rotated parts included, also after it has ended."""
+    if json_ and follow:
+        raise VllmopsError(
+            "usage",
+            "--json prints one envelope: it does not go with --follow",
+            exit_code=Exit.USAGE,
+        )
+    folder = Folder(instance_name(name or target))
+    wanted = Role(part) if part else None
+    tail = Tail(folder.log)
+    said = select([*rotated(folder.log), *tail.lines()], wanted)
+    chosen = list(said if lines is None else deque(said, maxlen=lines))
+    if follow:
+        show(*map(Verbatim, chosen))
+        while running(folder):
+            time.sleep(POLL_S)
+            show(*map(Verbatim, select(tail.lines(), wanted)))
+        chosen = []
+    data = {"name": folder.name, "file": str(folder.log), "lines": chosen}
+    return Result(data, lambda: list(map(Verbatim, chosen)))
+
+
+def instance_name(target: str | None) -> str:
+    """The instance's name, of one that has ended, too.
+
+    Raises:
+        VllmopsError: ``logs.none`` for a server that vllmops did not start.
+    """
+    if target and any(server.name == target for server in find()):
+        return target
+    server = resolve(target)
+    if server.name is None:
+        raise VllmopsError(
+            "logs.none",
+            f"vllmops did not start {server.label}, and does not have its output",
+            f"see where pid {server.pid} writes: ls -l /proc/{server.pid}/fd/1",
+        )
+    return server.name
+
+
+def rotated(path: Path) -> Iterator[str]:
+    """The lines that were put aside in this run, oldest first."""
+    number = 1
+    while aside(path, number).exists():
+        number += 1
+    for older in range(number - 1, 0, -1):
+        yield from Tail(aside(path, older)).lines()
+
+
+def select(lines: list[str], wanted: Role | None) -> Iterator[str]:
+    return (line for line in lines if wanted is None or role_of(line) is wanted)
+
+
+def running(folder: Folder) -> bool:
+    record = folder.read()
+    return record is not None and not record.state.over

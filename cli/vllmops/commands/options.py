@@ -1,0 +1,35 @@
+"""Options that several commands share, and what completes them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def running_names(incomplete: str) -> list[str]:
+    """Names of the instances that run, for completion."""
+    from ..instances.record import folders  # noqa: PLC0415
+
+    return [f.name for f in folders() if f.name.startswith(incomplete) and f.supervised()]
+
+
+def every_name(incomplete: str) -> list[str]:
+    """Names of all instances, those that are over included, for completion."""
+    from ..instances.record import folders  # noqa: PLC0415
+
+    return [f.name for f in folders() if f.name.startswith(incomplete)]
+
+
+HELP = "Instance name, pid or URL of a server; not needed where only one runs."
+
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target", "-t", envvar="VLLMOPS_TARGET", help=HELP, autocompletion=running_names
+    ),
+]
+# Not from the environment: the option below it is, and an argument stands before both.
+TargetArgument = Annotated[
+    str | None, typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name)
+]

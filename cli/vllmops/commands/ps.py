@@ -1,0 +1,173 @@
+"""``vllmops ps``: every vLLM server of this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from ..client import agent
+from ..client import http as client_http
+from ..errors import VllmopsError
+from ..instances.processes import Role
+from ..instances.record import State, folders
+from ..instances.servers import Server, find, pending, reclaim
+from ..output import Json, Result, command, say, size, span, table, typer_app
+
+app = typer_app()
+
+AGENT_TIMEOUT_S = 1.0
+BAD = {"failed", "orphaned", "died", "not answering"}
+WITH_AGENT = {Role.API, Role.LAUNCHER, Role.ENGINE, Role.WORKER}
+
+
+class ProcessRow(msgspec.Struct, frozen=True):
+    """One process. ``agent``: ``answers``, or why not: ``absent``, ``timeout``, ``stale`` …"""
+
+    role: str
+    pid: int
+    rss_bytes: int | None
+    agent: str | None
+
+
+class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One server. ``supervised``: None for one that vllmops did not start."""
+
+    name: str | None
+    state: str
+    pid: int | None
+    url: str | None
+    port: int | None
+    model: str | None
+    started_by_vllmops: bool
+    detached: bool | None
+    supervised: bool | None
+    uptime_s: float | None
+    rss_bytes: int
+    processes: list[ProcessRow]
+    failure: str | None = None
+
+
+@app.command(epilog="Example: vllmops ps --json")
+@command
+def ps(
+    every: Annotated[
+        bool, typer.Option("--all", "-a", help="Instances that stopped or failed, too.")
+    ] = False,
+    json_: Json = False,
+) -> Result:
+    """List every vLLM server of this machine, also those that vllmops did not start."""
+    servers = find()
+    rows = [row(server) for server in servers]
+    shown = [
+        one
+        for one, server in zip(rows, servers, strict=True)
+        if every or server.processes or pending(server)
+    ]
+    faults = registry_faults()
+    for name in reclaim(servers):
+        say(f"{name} was unsupervised; it is under supervision again")
+    for fault in faults:
+        say(f"warning: {fault.message}; mend: {fault.mend}")
+    failed = [one.name for one in rows if one.state == State.FAILED and one not in shown]
+    if failed:
+        say(f"failed: {', '.join(filter(None, failed))}; vllmops ps --all tells more")
+    data = {
+        "instances": shown,
+        "faults": [{"code": f.code, "message": f.message, "mend": f.mend} for f in faults],
+    }
+    return Result(data, lambda: listing(shown) if shown else ["no vLLM server runs here"])
+
+
+def registry_faults() -> list[VllmopsError]:
+    """Records that can't be read; their servers are still listed, as strangers."""
+    faults = []
+    for folder in folders():
+        try:
+            folder.read()
+        except VllmopsError as error:
+            faults.append(error)
+    return faults
+
+
+def row(server: Server) -> InstanceRow:
+    """What there is to say of one server; asks its agents and, of a stranger, its health."""
+    answers = dict(
+        agent.side_by_side(
+            [p for p in server.processes if p.role in WITH_AGENT],
+            lambda process: agent.reach(process, timeout_s=AGENT_TIMEOUT_S),
+        )
+    )
+    record = server.record
+    return InstanceRow(
+        name=server.name,
+        state=state(server),
+        pid=server.pid,
+        url=server.url,
+        port=server.port,
+        model=server.model,
+        started_by_vllmops=record is not None,
+        detached=record.detached if record else None,
+        supervised=server.supervised if record and not record.state.over else None,
+        uptime_s=time.time() - server.processes[0].create_time if server.processes else None,
+        rss_bytes=sum(process.rss_bytes or 0 for process in server.processes),
+        processes=[
+            ProcessRow(p.role, p.pid, p.rss_bytes, told(answers.get(p))) for p in server.processes
+        ],
+        failure=record.failure.cause if record and record.failure else None,
+    )
+
+
+def told(answer: agent.Agent | VllmopsError | None) -> str | None:
+    if answer is None:
+        return None
+    return answer.code.removeprefix("agent.") if isinstance(answer, VllmopsError) else "answers"
+
+
+def state(server: Server) -> str:
+    """The state as its supervisor tells it, and a stranger's as its ``/health`` does."""
+    if server.record:
+        alive = server.processes or pending(server)
+        return server.record.state if server.record.state.over or alive else "died"
+    if not server.of(Role.API, Role.LAUNCHER):
+        return "orphaned"
+    health = client_http.status(server.url) if server.url else None
+    if health == 200:
+        return "ready"
+    return "not answering" if health is None else f"unhealthy ({health})"
+
+
+def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
+    """A few lines for each server, and below them one for each of its processes."""
+    shown: list[RenderableType] = []
+    for one in rows:
+        state = one.state + (", unsupervised" if one.supervised is False else "")
+        head = Text()
+        head.append(one.name or f"pid {one.pid}", style="bold")
+        head.append(f"  {state}", style="red" if one.state in BAD else "green")
+        head.append(f"  up {span(one.uptime_s)}" if one.processes else "")
+        head.append(f"  {size(one.rss_bytes)}" if one.processes else "")
+        head.append("" if one.started_by_vllmops else "  not started by vllmops", style="dim")
+        if shown:
+            shown.append("")
+        shown.append(head)
+        shown.append(Text(f"  {one.url or 'no port'}  {one.model or ''}", overflow="fold"))
+        if one.failure:
+            shown.append(Text(f"  {one.failure}", style="red", overflow="fold"))
+        processes = table("  process", "pid", "rss", "agent", right=["pid", "rss"])
+        for process in one.processes:
+            if process.role != Role.OTHER:
+                processes.add_row(
+                    f"  {process.role}",
+                    str(process.pid),
+                    size(process.rss_bytes),
+                    process.agent or "-",
+                )
+        if processes.row_count:
+            shown.append(processes)
+    return shown

@@ -1,0 +1,298 @@
+"""``vllmops serve``: start a vLLM server and keep hold of it."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Annotated, Any, Self
+
+import typer
+from typer.core import TyperCommand
+
+from .. import demo as demos
+from ..errors import Exit, VllmopsError
+from ..instances import launch, logs
+from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
+from ..instances.record import Failure, Folder, Record, State
+from ..instances.servers import option
+from ..output import Json, Progress, Result, Verbatim, command, show, span, typer_app
+
+BEHIND = "vllmops.behind"
+LOG_POLL_S = 0.2
+
+
+class PassThrough(TyperCommand):
+    """Keeps what stands behind ``--`` away from our own parser."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        cut = args.index("--") if "--" in args else len(args)
+        ctx.meta[BEHIND] = tuple(args[cut + 1 :])
+        return super().parse_args(ctx, args[:cut])
+
+
+app = typer_app()
+
+
+@app.command(
+    cls=PassThrough,
+    epilog="Example: vllmops serve Qwen/Qwen3-0.6B --name qwen --detach -- --max-model-len 8192",
+)
+@command
+def serve(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL [-- VLLM ARGUMENTS]", help="Directory of a model, or its hub id."
+        ),
+    ] = None,
+    demo: Annotated[
+        demos.Kind | None,
+        typer.Option(help="Build a tiny random-weight model on the spot, and serve it."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the instance; made from the model's otherwise.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port to listen on; a free one from 8000 otherwise."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return once it is ready; it goes on serving.")
+    ] = False,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="K=V", help="Environment for vLLM; repeatable.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the exact command and environment only.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Do not follow the log in the foreground.")
+    ] = False,
+    json_: Json = False,
+) -> Result:
+    """Launch a vLLM server and keep hold of all its processes.
+
+    It stays in the foreground; when it ends, in whatever way, nothing of the server survives.
+    With --detach the server goes on, and `vllmops stop` ends it. Everything behind -- goes to
+    vLLM untouched.
+    """
+    order = place(model, demo, name, host, port, detach, env or [], ctx.meta[BEHIND])
+    if dry_run:
+        planned = launch.preview(order)
+        return Result(instance(planned), lambda: shell_lines(planned))
+    launch.check(order)
+    reserved = launch.reserve(order)
+    wish = Wish(hold=not detach)
+    control = start_supervisor(reserved.folder, reserved.lock, wish, launch=True)
+    session = Session(reserved.folder, control, wish)
+    record = stay(session, reserved.record, detach=detach, log=not (quiet or json_), quiet=json_)
+    return Result(instance(record), lambda: summary(record) if detach else ())
+
+
+def place(
+    model: str | None,
+    demo: demos.Kind | None,
+    name: str | None,
+    host: str | None,
+    port: int | None,
+    detach: bool,
+    env: Sequence[str],
+    behind: tuple[str, ...],
+) -> launch.Order:
+    """Turn the command line into an order.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    if (model is None) == (demo is None):
+        raise usage("give either a MODEL or --demo text|vision|audio")
+    for word in env:
+        if not word.partition("=")[0] or "=" not in word:
+            raise usage(f"--env {word}: write it as K=V")
+    environment = dict(word.split("=", 1) for word in env)
+    arguments = behind
+    if demo:
+        model = str(demos.model_dir(demo))
+        arguments = (*demos.serve_arguments(demo), *behind)
+        environment = {**demos.serve_environment(), **environment}
+    assert model
+    # vLLM takes the last one, so what stands behind -- counts; two that differ are a slip.
+    behind_host, behind_port = option(behind, "--host"), option(behind, "--port")
+    if behind_host and host and behind_host != host:
+        raise usage(f"--host {host} and, behind --, --host {behind_host}: give one")
+    if behind_port and port and behind_port != str(port):
+        raise usage(f"--port {port} and, behind --, --port {behind_port}: give one")
+    if behind_port and behind_port.isdigit():
+        port = int(behind_port)
+    return launch.Order(
+        model=model,
+        arguments=arguments,
+        name=name,
+        host=behind_host or host or "127.0.0.1",
+        port=port,
+        environment=environment,
+        detached=detach,
+        default_name="demo" if demo else "",
+    )
+
+
+def usage(message: str) -> VllmopsError:
+    return VllmopsError("usage", message, "vllmops serve --help", exit_code=Exit.USAGE)
+
+
+def stay(
+    session: Session, record: Record, *, detach: bool, log: bool, quiet: bool = False
+) -> Record:
+    """Show how an instance comes up, and stay with it to its end, or, detached, until ready.
+
+    Args:
+        session: the instance's.
+        record: as it was before this start.
+        detach: whether to leave it once it is ready.
+        log: whether to follow its log.
+        quiet: whether to show nothing at all.
+
+    Raises:
+        VllmopsError: ``serve.failed``, or ``interrupted`` after Ctrl-C.
+    """
+    folder, before = session.folder, record.started_at
+    follower = LogFollower(folder) if log and not detach else None
+    terminal = sys.stderr.isatty()
+    with Signals(session) as signals, Progress(time.time(), quiet=quiet) as progress:
+        for seen in session.records():
+            record = seen
+            fresh = record.started_at != before
+            if follower and fresh and not terminal:  # a service's log is wanted whole
+                follower.start()
+            if record.state is State.READY and fresh and detach and not signals.count:
+                session.close()
+                return record
+            if record.state is State.READY and fresh and progress.text:
+                progress.stop()
+                if not quiet:
+                    show(*summary(record), stderr=True)
+                if follower:
+                    progress.plain = True
+                    follower.start()
+            elif record.state in {State.STARTING, State.STOPPING}:
+                stopping = record.state is State.STOPPING
+                progress.update(
+                    f"{record.name}: {record.note or (record.state if stopping else record.stage)}"
+                )
+    if follower:
+        follower.stop()
+    if record.state is State.FAILED:
+        raise failed(record, folder)
+    if signals.interrupted:
+        message = f"{record.name} has stopped" + (f" ({record.note})" if record.note else "")
+        raise VllmopsError("interrupted", message, exit_code=Exit.INTERRUPTED)
+    return record
+
+
+class Signals:
+    """Turns Ctrl-C and SIGTERM into a drained stop, and a second one into a stop at once.
+
+    A closed terminal (SIGHUP) is not caught: the supervisor sees that the holder has gone.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.count = 0
+        self.interrupted = False
+
+    def __enter__(self) -> Self:
+        self.before = {n: signal.signal(n, self.on) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def on(self, number: int, _: FrameType | None) -> None:
+        self.interrupted |= number == signal.SIGINT
+        self.session.send(Wish(stop=0.0 if self.count else STOP_TIMEOUT_S))
+        self.count += 1
+
+
+class LogFollower:
+    """Copies a server's log to stdout as it grows."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.tail = logs.Tail(folder.log)
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def start(self) -> None:
+        """Begin, once, with what comes from now on in a terminal, with all of it in a pipe."""
+        if self.thread.ident is None:
+            if sys.stdout.isatty():
+                self.tail.lines()
+            self.thread.start()
+
+    def stop(self) -> None:
+        self.ended.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def run(self) -> None:
+        last = False
+        while not last:
+            last = self.ended.wait(LOG_POLL_S)
+            try:
+                show(*map(Verbatim, self.tail.lines()))
+            except OSError:
+                return
+
+
+def instance(record: Record) -> dict[str, Any]:
+    """An instance for ``--json``."""
+    return {
+        "name": record.name,
+        "state": record.state,
+        "url": record.url,
+        "model": record.model,
+        "detached": record.detached,
+        "pid": record.session,
+        "log": str(Folder(record.name).log),
+        "command": record.command,
+        "environment": record.environment,
+        "directory": record.directory,
+        "failure": record.failure,
+        "note": record.note,
+    }
+
+
+def summary(record: Record) -> list[str]:
+    """What a person wants to know of a server that has just come up."""
+    took = span((record.ready_at or 0.0) - (record.started_at or 0.0))
+    return [
+        f"[bold]{record.name}[/bold] is ready at [bold]{record.url}[/bold] after {took}",
+        f"  log:         vllmops logs -f {record.name}",
+        f"  look inside: vllmops cache inspect -t {record.name}",
+        f"  stop:        vllmops stop {record.name}" + ("" if record.detached else ", or Ctrl-C"),
+    ]
+
+
+def failed(record: Record, folder: Folder) -> VllmopsError:
+    """Why it failed: the cause first, then where to read on."""
+    why = record.failure or Failure("unknown")
+    who = f"{why.process}, " if why.process else ""
+    return VllmopsError(
+        "serve.failed",
+        f"{why.cause}\n  ({record.name}: {who}at stage {record.stage!r})\n  log: {folder.log}",
+        why.mend or f"vllmops logs {record.name}",
+        data=instance(record),
+    )
+
+
+def shell_lines(record: Record) -> list[Verbatim]:
+    """The command as one would paste it into a shell."""
+    assignments = [f"{key}={shlex.quote(value)}" for key, value in record.environment.items()]
+    return [Verbatim(" \\\n  ".join(["env " + " ".join(assignments), shlex.join(record.command)]))]

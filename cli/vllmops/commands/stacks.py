@@ -1,0 +1,202 @@
+"""``vllmops stacks``: what every process of a server is executing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .. import output
+from ..client import pyspy
+from ..errors import Exit, VllmopsError
+from ..instances.processes import Role
+from ..instances.servers import resolve
+from ..output import Result, command
+from ..snapshots.stacks import Options, ProcessStacks, StacksSnapshot, Thread
+from .options import Target
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
+
+SLOW_S = 1.0
+
+ROLES: dict[str, str] = {
+    Role.LAUNCHER: "Launcher",
+    Role.API: "API server",
+    Role.ENGINE: "EngineCore",
+    Role.WORKER: "Worker",
+    Role.COORDINATOR: "DPCoordinator",
+    Role.OTHER: "Other process",
+}
+
+app = output.typer_app("Stacks of every process of a server.")
+
+
+@app.callback()
+def stacks() -> None:
+    """Stacks of every process of a server."""
+
+
+@app.command(epilog="Example: vllmops stacks dump -t demo --save stuck.json")
+@command
+def dump(
+    *,
+    target: Target = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for all processes together.")
+    ] = 20.0,
+    locals_: Annotated[
+        bool,
+        typer.Option(
+            "--locals", help="Show local variables: prompts, images and keys may be among them."
+        ),
+    ] = False,
+    native: Annotated[
+        bool,
+        typer.Option(
+            "--native", help="Show C, C++ and Cython frames too; the processes stand still longer."
+        ),
+    ] = False,
+    nonblocking: Annotated[
+        bool,
+        typer.Option(
+            "--nonblocking", help="Do not stop the processes; frames may not fit together."
+        ),
+    ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the snapshot to this file too, in place of what it holds.",
+            show_default=False,
+        ),
+    ] = None,
+    json_: output.Json = False,
+) -> Result:
+    """Show what every thread of every process of a server is executing.
+
+    They are stopped for some milliseconds, all side by side. One that can't be stopped is read
+    while it runs; for one that can't be read you are told why, and the way out, and the exit code
+    is 1.
+    """
+    if native and nonblocking:
+        raise VllmopsError(
+            "usage",
+            "--native needs the processes stopped, and --nonblocking forbids it",
+            "leave one of the two out",
+            exit_code=Exit.USAGE,
+        )
+    server = resolve(target)
+    if not server.processes:
+        raise VllmopsError(
+            "stacks.none",
+            f"{server.label} has no process yet",
+            f"vllmops wait {server.label} --for ready",
+            exit_code=Exit.NOT_FOUND,
+        )
+    slow = threading.Timer(
+        SLOW_S, output.say, [f"reading {len(server.processes)} processes, {timeout:g} s at most"]
+    )
+    slow.daemon = True
+    slow.start()
+    try:
+        snapshot = pyspy.capture(
+            server.processes,
+            Options(locals=locals_, native=native, nonblocking=nonblocking),
+            timeout_s=timeout,
+            server=server.name,
+        )
+    finally:
+        slow.cancel()
+    failed = any(each.error for each in snapshot.processes)
+    if save:
+        from ..snapshots import files  # noqa: PLC0415
+
+        try:
+            files.save(save, snapshot)
+        except VllmopsError as error:
+            # The moment that was caught won't come again: it is shown all the same.
+            error.data = snapshot
+            if not json_:
+                output.show(*text(snapshot))
+            raise
+        output.say(f"saved to {save}" + (", local variables included" if locals_ else ""))
+    return Result(snapshot, lambda: text(snapshot), Exit.FAILED if failed else Exit.OK)
+
+
+def text(snapshot: StacksSnapshot) -> Sequence[RenderableType]:
+    """A snapshot for a person."""
+    return [Folded(tuple(_lines(snapshot)))]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line, and how far it is indented."""
+
+    indent: int
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Lines that keep their indentation, and all their text, where the terminal is narrow."""
+
+    lines: tuple[Line, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        import textwrap  # noqa: PLC0415
+
+        from rich.text import Text  # noqa: PLC0415
+
+        for line in self.lines:
+            folded = textwrap.wrap(
+                line.text,
+                width=max(options.max_width, 24),
+                initial_indent=" " * line.indent,
+                subsequent_indent=" " * (line.indent + 4),
+                break_on_hyphens=False,
+            )
+            yield Text("\n".join(folded), style=line.style)
+
+
+def _lines(snapshot: StacksSnapshot) -> Iterator[Line]:
+    for index, process in enumerate(snapshot.processes):
+        if index:
+            yield Line(0, "")
+        yield Line(0, f"{_title(process)} pid {process.pid}", "bold")
+        if process.note:
+            yield Line(2, f"note: {process.note}", "yellow")
+        if process.error:
+            yield Line(2, f"error: {process.error.message}", "bold red")
+            if process.error.mend:
+                yield Line(2, f"mend: {process.error.mend}")
+        # Pools have many threads that wait at the same place: they are shown as one.
+        alike: dict[Thread, list[str]] = {}
+        for thread in process.threads:
+            key = Thread("", thread.state, thread.owns_gil, None, thread.frames)
+            alike.setdefault(key, []).append(thread.name)
+        for thread, names in alike.items():
+            yield from _thread(thread, names)
+
+
+def _title(process: ProcessStacks) -> str:
+    return process.title.removeprefix("VLLM::") or ROLES.get(process.role, process.role)
+
+
+def _thread(thread: Thread, names: Sequence[str]) -> Iterator[Line]:
+    state = f"{thread.state}, holds the GIL" if thread.owns_gil else thread.state
+    many = f", {len(names)} threads alike" if len(names) > 1 else ""
+    yield Line(2, f"{', '.join(names)}: {state}{many}", "green" if thread.state == "active" else "")
+    style = "" if thread.state == "active" else "dim"
+    for frame in thread.frames:
+        place = frame.short_file + (f":{frame.line}" if frame.line else "")
+        yield Line(4, f"{frame.function} ({place})", style)
+        for local in frame.locals or ():
+            yield Line(8, f"{local.name} = {'?' if local.value is None else local.value}", style)
+    if not thread.frames:
+        yield Line(4, "no Python frames", style)

@@ -1,0 +1,127 @@
+"""``vllmops status``: one screen on one server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from rich.console import RenderableType
+
+from ..client import agent
+from ..client import http as client_http
+from ..errors import VllmopsError
+from ..instances.processes import Role
+from ..instances.servers import Server, resolve
+from ..output import Json, Result, command, size, table, typer_app
+from ..snapshots.caches import LruCache, ShmCache
+from ..snapshots.engine import EngineState
+from .options import Target, TargetArgument
+from .ps import InstanceRow, listing, row
+
+app = typer_app()
+
+
+class CacheUse(msgspec.Struct, frozen=True):
+    """How full one multimodal cache is; bytes."""
+
+    side: str
+    kind: str
+    entries: int
+    bytes: float | None
+    capacity_bytes: float
+
+
+@app.command(epilog="Example: vllmops status demo")
+@command
+def status(name: TargetArgument = None, target: Target = None, json_: Json = False) -> Result:
+    """One screen on one server: processes, requests, cache use, patches."""
+    server = resolve(name or target)
+    seen = row(server)
+    engines = [
+        answer
+        for _, answer in agent.side_by_side(
+            server.of(Role.ENGINE), lambda process: agent.reach(process).engine()
+        )
+        if not isinstance(answer, VllmopsError)
+    ]
+    metrics = client_http.metrics(server.url) if server.url else None
+    caches = uses(server)
+    data: dict[str, Any] = {
+        "instance": seen,
+        "stage": server.record.stage if server.record else None,
+        "engines": engines,
+        "metrics": metrics,
+        "caches": caches,
+        "patches": [],
+    }
+    return Result(data, lambda: screen(server, seen, engines, metrics, caches))
+
+
+def uses(server: Server) -> list[CacheUse]:
+    """How full the multimodal caches are, as far as agents tell."""
+    found = []
+    asked = server.of(Role.API, Role.ENGINE)
+    for _, answer in agent.side_by_side(asked, lambda process: agent.reach(process).caches()):
+        if isinstance(answer, VllmopsError):
+            continue
+        for cache in answer.caches:
+            if isinstance(cache, LruCache):
+                used = (cache.entries, cache.bytes)
+            elif isinstance(cache, ShmCache) and cache.writer:
+                used = (len(cache.keys), cache.bytes or 0)
+            else:
+                continue
+            found.append(CacheUse(cache.side, cache.kind, *used, cache.capacity_bytes))
+    return found
+
+
+def screen(
+    server: Server,
+    seen: InstanceRow,
+    engines: list[EngineState],
+    metrics: client_http.Metrics | None,
+    caches: list[CacheUse],
+) -> list[RenderableType]:
+    facts = table("", "")
+    facts.show_header = False
+    facts.box = None
+    record = server.record
+    if record and record.state == "starting":
+        facts.add_row("stage", record.stage)
+    facts.add_row("requests", requests(engines, metrics))
+    facts.add_row("KV cache", kv_cache(engines, metrics))
+    if metrics and metrics.prefix_queries:
+        facts.add_row(
+            "prefix cache",
+            f"{(metrics.prefix_hits or 0) / metrics.prefix_queries:.0%} of tokens hit",
+        )
+    for cache in caches:
+        facts.add_row(
+            f"{cache.kind} {cache.side}",
+            f"{cache.entries} entries, {size(cache.bytes)} of {size(cache.capacity_bytes)}",
+        )
+    facts.add_row("patches", "none: this vllmops applies none")
+    if seen.supervised is False:
+        facts.add_row("supervision", "its supervisor had died; another has just taken over")
+    elif seen.supervised is None:
+        facts.add_row("supervision", "none: vllmops did not start it")
+    return [*listing([seen]), "", facts]
+
+
+def requests(engines: list[EngineState], metrics: client_http.Metrics | None) -> str:
+    """Running and waiting; the engine's own word where it gives it, since metrics lag a hang."""
+    told = [engine for engine in engines if engine.running is not None]
+    if told:
+        running = sum(engine.running or 0 for engine in told)
+        waiting = sum(engine.waiting or 0 for engine in told)
+        return f"{running} running, {waiting} waiting"
+    if metrics and metrics.running is not None:
+        return f"{metrics.running:.0f} running, {metrics.waiting or 0:.0f} waiting (metrics)"
+    return "unknown: neither an agent nor /metrics answers"
+
+
+def kv_cache(engines: list[EngineState], metrics: client_http.Metrics | None) -> str:
+    shares = [engine.kv_cache_usage for engine in engines if engine.kv_cache_usage is not None]
+    if not shares and metrics and metrics.kv_cache_usage is not None:
+        shares = [metrics.kv_cache_usage]
+    return ", ".join(f"{share:.1%} used" for share in shares) or "unknown"

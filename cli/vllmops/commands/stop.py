@@ -1,0 +1,133 @@
+"""``vllmops stop`` and ``vllmops restart``."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Annotated
+
+import typer
+
+from ..errors import VllmopsError
+from ..instances import launch
+from ..instances.control import NOTHING, STOP_TIMEOUT_S, Session, Wish, connect, start_supervisor
+from ..instances.processes import alive
+from ..instances.record import Folder, Record, State
+from ..instances.servers import Server, find, resolve
+from ..instances.takedown import drain, take_down
+from ..output import Json, Progress, Result, command, typer_app
+from .options import Target, TargetArgument
+from .serve import failed, instance, stay, summary
+
+stop_app = typer_app()
+restart_app = typer_app()
+
+Timeout = Annotated[
+    float,
+    typer.Option(min=0, help="Seconds that requests in flight get to finish."),
+]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requests in flight.")]
+
+
+@stop_app.command(epilog="Example: vllmops stop demo --timeout 120")
+@command
+def stop(
+    name: TargetArgument = None,
+    target: Target = None,
+    timeout: Timeout = STOP_TIMEOUT_S,
+    force: Force = False,
+    json_: Json = False,
+) -> Result:
+    """Drain a server, then stop it: every process, its port, its shared memory.
+
+    Requests in flight finish within --timeout seconds, new ones get 503; then the whole tree
+    goes. It works on a server that vllmops did not start, too.
+    """
+    server = resolve(name or target, strangers=False)
+    wait_s = 0.0 if force else timeout
+    with Progress(time.time(), quiet=json_) as progress:
+        if server.record is None:
+            note = stop_stranger(server, wait_s, progress)
+            data = {"name": None, "pid": server.pid, "state": "stopped", "note": note}
+            return Result(data, lambda: [told(server.label, note)])
+        session = Session(Folder(server.record.name), connect(Folder(server.record.name)))
+        session.send(Wish(stop=wait_s))
+        record = server.record
+        for record in session.records():
+            if record.state is State.STOPPING:
+                progress.update(f"{record.name}: {record.note}")
+    if record.state is State.FAILED:
+        raise failed(record, Folder(record.name))
+    return Result(instance(record), lambda: [told(record.name, record.note)])
+
+
+def stop_stranger(server: Server, wait_s: float, progress: Progress) -> str:
+    """Stop a server that has no supervisor; returns what became of its requests."""
+    progress.update(f"{server.label}: stopping")
+
+    def tell(text: str) -> None:
+        progress.update(f"{server.label}: {text}")
+
+    note = drain(server.processes, server.url, wait_s, tell) if wait_s else ""
+    remains = take_down(server.processes)
+    return ", ".join(filter(None, (note, str(remains))))
+
+
+def told(name: str, note: str) -> str:
+    return f"{name} has stopped" + (f" ({note})" if note else "")
+
+
+@restart_app.command(epilog="Example: vllmops restart demo")
+@command
+def restart(
+    name: TargetArgument = None,
+    target: Target = None,
+    timeout: Timeout = STOP_TIMEOUT_S,
+    force: Force = False,
+    json_: Json = False,
+) -> Result:
+    """Stop an instance as `stop` does, and start it again with the recorded command.
+
+    An instance that has stopped or failed is started again, too, detached.
+    """
+    record = recorded(name or target)
+    folder = Folder(record.name)
+    lock = folder.lock()
+    if lock is not None and (record.state.over or not any(map(alive, record.processes))):
+        launch.check_port(record.host, record.port)
+        fresh = launch.again(record)
+        try:
+            folder.write(fresh)
+        except OSError as error:
+            os.close(lock)
+            raise launch.full(error) from error
+        session = Session(folder, start_supervisor(folder, lock, NOTHING, launch=True))
+    else:
+        if lock is not None:
+            os.close(lock)
+        session = Session(folder, connect(folder))
+        session.send(Wish(restart=0.0 if force else timeout))
+    record = stay(session, record, detach=True, log=False, quiet=json_)
+    if record.state is State.STOPPED:
+        raise VllmopsError("restart.stopped", f"{record.name} was stopped in the meantime")
+    return Result(instance(record), lambda: summary(record))
+
+
+def recorded(target: str | None) -> Record:
+    """The record of an instance, one that is over included.
+
+    Raises:
+        VllmopsError: ``restart.stranger``, or what `resolve` raises.
+    """
+    target = target or os.environ.get("VLLMOPS_TARGET")
+    for server in find():
+        if server.record and server.name == target:
+            return server.record
+    server = resolve(target)
+    if server.record is None:
+        raise VllmopsError(
+            "restart.stranger",
+            f"vllmops did not start {server.label}, and has no command to start it with",
+            f"vllmops stop {server.label}, then vllmops serve {server.model or 'MODEL'}",
+        )
+    return server.record

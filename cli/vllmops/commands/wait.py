@@ -1,0 +1,90 @@
+"""``vllmops wait``: until a server is ready, or has stopped."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from ..client import http as client_http
+from ..errors import Exit, VllmopsError
+from ..instances.processes import alive
+from ..instances.record import Folder, State
+from ..instances.servers import Server, resolve
+from ..output import Json, Progress, Result, command, span, typer_app
+from .options import Target, TargetArgument
+from .serve import failed
+
+app = typer_app()
+
+POLL_S = 0.25
+
+
+class Goal(StrEnum):
+    READY = "ready"
+    STOPPED = "stopped"
+
+
+@app.command(epilog="Example: vllmops wait demo --for ready --timeout 300")
+@command
+def wait(
+    name: TargetArgument = None,
+    target: Target = None,
+    goal: Annotated[Goal, typer.Option("--for", help="What to wait for.")] = Goal.READY,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds to wait at most; for ever otherwise.")
+    ] = None,
+    json_: Json = False,
+) -> Result:
+    """Wait until a server is ready, or until nothing of it is left.
+
+    Exit code 3 when the time is up, 1 when it failed.
+    """
+    try:
+        server = resolve(name or target)
+    except VllmopsError as error:
+        if error.code != "target.over" or goal is not Goal.STOPPED:
+            raise
+        over = {"name": name or target, "pid": None, "state": goal}
+        return Result(over, lambda: [f"{name or target} is {goal}"])
+    began = time.monotonic()
+    with Progress(time.time(), quiet=json_) as progress:
+        while (state := look(server, goal)) != goal:
+            waited = time.monotonic() - began
+            if timeout is not None and waited >= timeout:
+                raise VllmopsError(
+                    "wait.timeout",
+                    f"{server.label} is not {goal} after {span(waited)}: it is {state}",
+                    f"vllmops status {server.label}",
+                    exit_code=Exit.TIMED_OUT,
+                )
+            progress.update(f"{server.label}: {state}")
+            time.sleep(POLL_S)
+    data: dict[str, Any] = {"name": server.name, "pid": server.pid, "state": goal}
+    return Result(data, lambda: [f"{server.label} is {goal}"])
+
+
+def look(server: Server, goal: Goal) -> str:
+    """The state to compare with the goal; a stage of starting is told as such.
+
+    Raises:
+        VllmopsError: ``serve.failed`` where it failed before it was ready.
+    """
+    if server.record is None:
+        if not any(map(alive, server.processes)):
+            return Goal.STOPPED
+        ready = server.url is not None and client_http.healthy(server.url)
+        return Goal.READY if ready else "starting"
+    folder = Folder(server.record.name)
+    record = folder.read() or server.record
+    if record.state is State.FAILED:
+        if goal is Goal.STOPPED:
+            return Goal.STOPPED
+        raise failed(record, folder)
+    if record.state is State.STOPPED and goal is Goal.READY:
+        raise VllmopsError(
+            "wait.stopped", f"{record.name} has stopped", f"vllmops restart {record.name}"
+        )
+    return record.stage if record.state is State.STARTING else record.state

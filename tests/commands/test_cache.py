@@ -1,0 +1,325 @@
+"""``vllmops cache inspect`` on real processes with vLLM's titles, and on saved snapshots."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.instances.processes import Role
+from vllmops.snapshots import files
+from vllmops.snapshots.caches import (
+    CacheSnapshot,
+    EncoderCache,
+    LruCache,
+    ProcessCaches,
+    Sample,
+    Setup,
+    Silent,
+    WorkerEncoderCache,
+)
+
+Spawn = Callable[..., Any]
+Run = subprocess.CompletedProcess[str]
+
+CACHES = """
+import cachetools
+from types import SimpleNamespace
+from vllmops.agent import found
+
+class Lru(cachetools.LRUCache): pass
+class LruKeyReplicatedReceiverCache: pass
+class EncoderCacheManager(SimpleNamespace): pass
+class Scheduler: pass
+
+cache = Lru(1000, lambda value: value)
+cache.pinned_items, cache._hits, cache._total = {"b"}, 1, 4
+cache["a"], cache["b"], cache["c"] = 100, 200, 300
+holder = LruKeyReplicatedReceiverCache()
+holder._cache = cache
+found.remember("mm-cache", holder)
+scheduler = Scheduler()
+scheduler.requests = {}
+scheduler.encoder_cache_manager = EncoderCacheManager(
+    cache_size=10, num_free_slots=6, num_freeable_slots=10, cached={"a": set()},
+    num_embeds_by_hash={"a": 4}, freeable={"a": 4}, request_cached_ids={},
+)
+found.remember("scheduler", scheduler)
+"""
+
+
+def inspect(*options: object, **env: str) -> Run:
+    return subprocess.run(
+        [sys.executable, "-m", "vllmops", "cache", "inspect", *map(str, options)],
+        env={**os.environ, "COLUMNS": "80", **env},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def data(done: Run) -> Any:
+    return json.loads(done.stdout)["data"]
+
+
+@pytest.fixture
+def engine(spawn: Spawn) -> Any:
+    child = spawn("VLLM::EngineCore", Role.ENGINE)
+    child.run(CACHES)
+    return child
+
+
+def test_figures_of_a_live_process(engine: Any) -> None:
+    done = inspect("-t", engine.process.pid, "--json", "--keys")
+    assert done.returncode == 0, done.stderr
+    lru, encoder = data(done)["caches"]
+    assert lru == {
+        "role": "engine",
+        "pid": engine.process.pid,
+        "kind": "mm-lru",
+        "side": "P1",
+        "entries": 3,
+        "bytes": 600,
+        "capacity_bytes": 1000,
+        "used": 0.6,
+        "hits": 1,
+        "queries": 4,
+        "hit_rate": 0.25,
+        "pinned": 1,
+        "oldest": "a",
+        "newest": "c",
+        "keys": ["a", "b", "c"],
+    }
+    assert encoder == {
+        "role": "engine",
+        "pid": engine.process.pid,
+        "kind": "encoder",
+        "side": "scheduler",
+        "entries": 1,
+        "slots": 10,
+        "free_slots": 6,
+        "freeable_slots": 10,
+        "used": 0.4,
+        "referenced": 0,
+        "oldest": "a",
+        "newest": "a",
+        "keys": ["a"],
+    }
+    assert data(done)["findings"] == []
+    assert engine.run("out = (cache._hits, cache._total, list(cache._LRUCache__order))") == str(
+        (1, 4, ["a", "b", "c"])
+    )
+
+
+def test_findings_evidence_exit_code_and_the_same_from_a_file(engine: Any, tmp_path: Path) -> None:
+    engine.run("cache._LRUCache__order['ghost'] = None; cache._hits = 9")
+    path = tmp_path / "snapshot.json"
+    live = inspect("-t", engine.process.pid, "--json", "--save", path)
+    assert live.returncode == 1
+    found = data(live)["findings"]
+    assert [each["code"] for each in found] == ["mm-cache.ghost-keys", "mm-cache.hit-count"]
+    assert found[0]["severity"] == "error"
+    assert found[0]["evidence"] == "1: ghost"
+    assert data(live)["samples"] == 3
+    saved = inspect(path, "--json")
+    assert saved.stdout == live.stdout
+    assert saved.returncode == 1
+    engine.run("del cache._LRUCache__order['ghost']")
+    assert inspect("-t", engine.process.pid).returncode == 0
+    assert inspect("-t", engine.process.pid, "--fail-on", "warning").returncode == 1
+    assert inspect(path, VLLMOPS_TARGET="none").returncode == 1
+
+
+def test_a_stopped_process_is_told_and_the_others_shown(engine: Any, spawn: Spawn) -> None:
+    worker = int(
+        engine.run(
+            "import subprocess, sys\n"
+            "out = subprocess.Popen(['VLLM::Worker', '-c', 'input()'],"
+            f" executable={sys.executable!r}, stdin=subprocess.PIPE).pid"
+        )
+    )
+    done = inspect("-t", engine.process.pid)
+    assert done.returncode == 0, done.stderr
+    told = " ".join(done.stdout.split())
+    assert f"worker {worker} did not tell: worker {worker} has no agent" in told
+    assert "No findings in what could be read." in told
+    assert "LruKeyReplicated" not in done.stdout
+
+
+def test_no_process_that_tells_is_exit_code_5(engine: Any) -> None:
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    done = inspect("-t", engine.process.pid, "--json")
+    assert done.returncode == 5
+    (error,) = json.loads(done.stdout)["errors"]
+    assert error["code"] == "cache.no-agent"
+    assert "last heartbeat is" in error["message"]
+    assert error["mend"] == f"vllmops stacks dump -t {engine.process.pid}"
+    assert data(done)["silent"][0]["code"] == "agent.timeout"
+
+
+def test_without_an_agent_is_exit_code_5(spawn: Spawn) -> None:
+    child = spawn("VLLM::EngineCore", VLLMOPS_DISABLE="1")
+    done = inspect("-t", child.process.pid)
+    assert done.returncode == 5
+    assert "has no agent" in done.stderr
+    assert "mend:" in done.stderr
+    assert done.stdout == ""
+
+
+def test_watching_ends_quietly(engine: Any) -> None:
+    words = ["cache", "inspect", "--watch", "--interval", "0.2", "-t", str(engine.process.pid)]
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "vllmops", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watch.stdout is not None
+    seen = 0
+    end = time.monotonic() + 20
+    while seen < 3:
+        assert time.monotonic() < end
+        seen += "No findings." in watch.stdout.readline()
+    watch.send_signal(signal.SIGINT)
+    _, err = watch.communicate(timeout=10)
+    assert (watch.returncode, err) == (130, "")
+
+
+# Saved snapshots.
+
+KEYS = [f"{number:064x}" for number in range(3)]
+
+
+def lru(side: str, keys: list[str] = KEYS) -> LruCache:
+    return LruCache(
+        kind="mm-lru",
+        side=side,
+        name="Cache",
+        order=keys,
+        sizes=[1024] * len(keys),
+        digest="".join(keys),
+        oldest=keys[0],
+        newest=keys[-1],
+        pinned=[],
+        pinned_only=[],
+        entries=len(keys),
+        bytes=1024 * len(keys),
+        sum_bytes=1024 * len(keys),
+        capacity_bytes=4 * 2**30,
+        hits=3,
+        queries=6,
+    )
+
+
+def snapshot(**changes: Any) -> CacheSnapshot:
+    setup = Setup(multimodal=True, cache_gb=4.0, cache_type="lru")
+    manager = EncoderCache(
+        name="EncoderCacheManager",
+        slots=2048,
+        free_slots=2036,
+        freeable_slots=2048,
+        cached={key: [] for key in KEYS},
+        slots_by_key=dict.fromkeys(KEYS, 4),
+        freeable=dict.fromkeys(KEYS, 4),
+        inputs={},
+    )
+    tensors = WorkerEncoderCache(name="Runner", rank=0, keys=KEYS, bytes=1536, device="cuda:0")
+    sample = {
+        "taken_at": 1.0,
+        "quiet": True,
+        "processes": [
+            ProcessCaches(pid=4194301, parent=1, role="api", caches=[lru("P0")]),
+            ProcessCaches(
+                pid=4194302, parent=4194301, role="engine", caches=[lru("P1"), manager], setup=setup
+            ),
+            ProcessCaches(pid=4194303, parent=4194302, role="worker", caches=[tensors]),
+        ],
+    }
+    return CacheSnapshot(server="demo", samples=[Sample(**{**sample, **changes})])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "snapshot.json"
+    files.save(path, snapshot())
+    return path
+
+
+def test_both_sides_beside_each_other(saved: Path) -> None:
+    out = inspect(saved).stdout
+    lines = [line.split() for line in out.splitlines()]
+    assert ["P0:", "api", "4194301", "P1:", "engine", "4194302"] in lines
+    assert ["scheduler:", "engine", "4194302", "worker", "4194303"] in lines
+    assert ["entries", "3", "3"] in lines
+    assert ["bytes", "3.0", "KiB", "3.0", "KiB"] in lines
+    assert ["device", "-", "cuda:0"] in lines
+    assert KEYS[0] not in out
+    assert KEYS[0] in inspect(saved, "--keys").stdout
+    assert out.rstrip().endswith("No findings.")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_fits_the_terminal(saved: Path, columns: int) -> None:
+    out = inspect(saved, COLUMNS=str(columns)).stdout
+    assert max(map(len, out.splitlines())) <= columns
+    assert "4194302" in out
+
+
+def test_drift_of_the_two_sides(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.json"
+    whole = snapshot()
+    processes = whole.samples[0].processes
+    ahead = ProcessCaches(pid=4194301, parent=1, role="api", caches=[lru("P0", [*KEYS, "new"])])
+    files.save(path, snapshot(processes=[ahead, *processes[1:]]))
+    done = inspect(path, "--fail-on", "warning", "--json")
+    assert done.returncode == 1
+    assert [each["code"] for each in data(done)["findings"]] == ["mm-cache.front-only"]
+    assert inspect(path).returncode == 0
+
+
+def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.json"
+    silent = Silent(role="engine", pid=7, code="agent.stale", why="nobody listens", mend="restart")
+    files.save(path, snapshot(silent=[silent], quiet=False))
+    done = inspect(path)
+    assert done.returncode == 0
+    assert "engine 7 did not tell: nobody listens" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "exit_code"),
+    [
+        (None, "file.missing", 5),
+        (b"", "file.not-a-snapshot", 1),
+        (b"{", "file.not-a-snapshot", 1),
+        (b'{"kind":"caches","schema":2}', "file.newer", 1),
+        (b'{"kind":"stacks","schema":1}', "file.other-kind", 2),
+        (b'{"kind":"caches","schema":1,"server":"s","samples":[]}', "file.not-a-snapshot", 1),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: bytes | None, code: str, exit_code: int) -> None:
+    path = tmp_path / "bad.json"
+    if content is not None:
+        path.write_bytes(content)
+    done = inspect(path, "--json")
+    assert done.returncode == exit_code
+    assert json.loads(done.stdout)["errors"][0]["code"] == code
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [["-t", "1"], ["--watch"], ["--save", "x"]], ids=lambda options: str(options[0])
+)
+def test_a_file_goes_with_no_server(saved: Path, options: list[str]) -> None:
+    assert inspect(saved, *options).returncode == 2
+
+
+def test_watching_is_for_a_person() -> None:
+    assert inspect("--watch", "--json").returncode == 2

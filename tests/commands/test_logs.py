@@ -1,0 +1,132 @@
+"""``vllmops logs``, with a stand-in for vLLM (see instances/standin.py)."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from vllmops.instances.logs import rotate
+from vllmops.instances.record import Folder
+
+
+def test_all_some_and_the_last(lab: Any) -> None:
+    lab.serve("a")
+    path = Folder("a").log
+    path.write_text("".join(f"(Worker pid=1) INFO 11-20 19:05:14 [a.py:1] {n}\n" for n in range(9)))
+    assert rotate(path, limit=1, keep=3)
+    with path.open("a") as file:
+        file.write("(EngineCore pid=2) INFO 11-20 19:05:14 [a.py:1] [red]x\n")
+        file.write("nobody's\n(APIServer pid=3) INFO 11-20 19:05:14 [a.py:1] " + "y" * 300 + "\n")
+        file.write("half a li")
+    everything = [
+        line for line in lab.vllmops("logs", "a").out.splitlines() if "GET /health" not in line
+    ]
+    assert len(everything) == 12
+    assert everything[0].endswith("] 0")
+    assert everything[-1].endswith("y" * 300)
+    assert "[red]x" in everything[9]
+    engine = lab.vllmops("logs", "a", "--process", "engine").out.splitlines()
+    assert engine == [everything[9]]
+    worker = lab.vllmops("logs", "a", "--process", "worker", "-n", "2").out.splitlines()
+    assert worker == everything[7:9]
+    assert lab.vllmops("logs", "a", "-n", "0").out == ""
+    data = lab.vllmops("logs", "--process", "worker", "--json").data
+    assert (data["name"], data["file"]) == ("a", str(path))
+    assert data["lines"] == everything[:9]
+
+
+def test_one_that_is_over(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.kill(record.session)
+    lab.until(lambda: lab.state("a") == "failed")
+    for words in ((), ("-f",)):
+        answer = lab.vllmops("logs", "a", *words)
+        assert answer.code == 0
+        assert "(EngineCore" in answer.out
+
+
+def test_following_over_a_rotation_to_the_end(lab: Any) -> None:
+    lab.serve("a")
+    path = Folder("a").log
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "vllmops", "logs", "a", "-f"], stdout=subprocess.PIPE, text=True
+    )
+    assert follower.stdout
+    said: list[str] = []
+    reader = threading.Thread(target=said.extend, args=(follower.stdout,))
+    reader.start()
+
+    def write(line: str) -> None:
+        with path.open("a") as file:
+            file.write(f"{line}\n")
+
+    write("before")
+    time.sleep(1)
+    for number in range(20):  # faster than it looks
+        write(f"line {number:02}")
+        if number % 5 == 4:
+            rotate(path, limit=1, keep=50)
+            time.sleep(0.5)
+    lab.vllmops("stop", "a", "--force")
+    assert follower.wait(20) == 0
+    reader.join(5)
+    assert "before\n" in said
+    assert [line for line in said if line.startswith("line")] == [
+        f"line {number:02}\n" for number in range(20)
+    ]
+    assert any("shutdown triggered" in line for line in said)  # its last words, too
+
+
+def test_following_is_ended_by_ctrl_c(lab: Any) -> None:
+    lab.serve("a")
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "vllmops", "logs", "a", "-f"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert follower.stdout
+    follower.stdout.readline()
+    follower.send_signal(signal.SIGINT)
+    _, err = follower.communicate(timeout=10)
+    assert follower.returncode == 130
+    assert "Traceback" not in err
+    assert lab.state("a") == "ready"
+
+
+def test_a_reader_that_goes_away(lab: Any) -> None:
+    lab.serve("a")
+    with Folder("a").log.open("a") as file:
+        file.write("x\n" * 200_000)
+    command = f"{sys.executable} -m vllmops logs a | head -n 1"
+    answer = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert answer.stderr == ""
+    assert answer.stdout.count("\n") == 1
+
+
+def test_what_has_no_log(lab: Any) -> None:
+    assert lab.vllmops("logs", "nobody", "--json").error["code"] == "target.unknown"
+    server = lab.stranger()
+    answer = lab.vllmops("logs", str(server.pid), "--json")
+    assert (answer.code, answer.error["code"]) == (1, "logs.none")
+    assert f"/proc/{server.pid}/fd/1" in answer.error["mend"]
+    answer = lab.vllmops("logs", "x", "-f", "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+    assert lab.vllmops("logs", "x", "--process", "nonsense").code == 2
+
+
+def test_the_log_is_rotated_while_it_serves(lab: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("VLLMOPS_LOG_MAX_BYTES", "2000")
+    lab.serve("a")
+    path = Folder("a").log
+    with path.open("a") as file:
+        for _ in range(3):
+            file.write("x" * 3000 + "\n")
+            file.flush()
+            lab.until(lambda: path.stat().st_size < 2000)
+    assert path.with_name("server.log.1").exists()
+    assert lab.vllmops("logs", "a").out.count("x" * 3000) == 3

@@ -1,0 +1,110 @@
+"""``vllmops ps``, with a stand-in for vLLM (see instances/standin.py)."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.instances.record import Folder
+
+KEYS = {"name", "state", "pid", "url", "model", "started_by_vllmops", "processes"}
+
+
+def test_nothing_runs(vllmops: Any) -> None:
+    answer = vllmops("ps", "--json")
+    assert answer.code == 0
+    assert answer.data == {"instances": [], "faults": []}
+    assert vllmops("ps").out == "no vLLM server runs here\n"
+
+
+def test_an_instance_and_a_stranger(lab: Any) -> None:
+    record = lab.serve("a")
+    server = lab.stranger()
+    answer = lab.vllmops("ps", "--json")
+    ours, stranger = answer.data["instances"]
+    assert set(ours) >= KEYS
+    assert (ours["name"], ours["state"], ours["pid"]) == ("a", "ready", record.session)
+    assert (ours["url"], ours["port"]) == (record.url, record.port)
+    assert (ours["started_by_vllmops"], ours["supervised"]) == (True, True)
+    assert (stranger["name"], stranger["state"], stranger["pid"]) == (None, "ready", server.pid)
+    assert (stranger["port"], stranger["started_by_vllmops"]) == (server.port, False)
+    assert (stranger["supervised"], stranger["model"]) == (None, str(lab.model))
+    for row in (ours, stranger):
+        assert [p["role"] for p in row["processes"]] == ["api", "engine", "worker"]
+        assert all(p["rss_bytes"] > 2**20 for p in row["processes"])
+        assert {p["agent"] for p in row["processes"]} == {"absent"}  # it has none to play
+        assert row["rss_bytes"] == sum(p["rss_bytes"] for p in row["processes"])
+        assert 0 <= row["uptime_s"] < 60
+
+    os.kill(server.pid, signal.SIGSTOP)  # it still listens, and does not answer
+    assert lab.vllmops("ps", "--json").data["instances"][1]["state"] == "not answering"
+    lab.kill(server.pid)
+    lab.until(lambda: server.poll() is not None)
+    orphans = lab.vllmops("ps", "--json").data["instances"][1]
+    assert (orphans["state"], orphans["url"]) == ("orphaned", None)
+    assert [p["role"] for p in orphans["processes"]] == ["engine", "worker"]
+
+
+@pytest.mark.parametrize("columns", [60, None])
+def test_nothing_is_cut(lab: Any, columns: int | None) -> None:
+    model = lab.model.rename(lab.model.with_name("x" * 80))
+    lab.model = model
+    record = lab.serve("a-name-that-is-rather-long-for-a-narrow-terminal")
+    answer = lab.vllmops("ps", columns=columns)
+    flat = "".join(answer.out.split())
+    for word in (record.name, record.url, str(model), *(str(p.pid) for p in record.processes)):
+        assert word in flat, answer.out
+    assert "…" not in answer.out
+    widest = max(map(len, answer.out.splitlines()))
+    assert widest <= 60 if columns else widest > 80
+
+
+def test_those_that_are_over(lab: Any) -> None:
+    lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    record = lab.serve("b")
+    lab.kill(record.session)
+    lab.until(lambda: lab.state("b") == "failed")
+    answer = lab.vllmops("ps", "--json")
+    assert answer.data["instances"] == []
+    assert "failed: b; vllmops ps --all" in answer.err
+    rows = lab.vllmops("ps", "--all", "--json").data["instances"]
+    assert [(row["name"], row["state"]) for row in rows] == [("a", "stopped"), ("b", "failed")]
+    assert "SIGKILL" in rows[1]["failure"]
+    assert "SIGKILL" in lab.vllmops("ps", "-a").out
+
+
+def test_one_that_starts(lab: Any) -> None:
+    lab.starting("a", ready_s=60)
+    (row,) = lab.vllmops("ps", "--json").data["instances"]
+    assert (row["name"], row["state"], row["supervised"]) == ("a", "starting", True)
+    assert lab.vllmops("stop", "a").code == 0
+
+
+def test_a_damaged_record_leaves_the_others(lab: Any) -> None:
+    lab.serve("a")
+    lab.serve("b")
+    Folder("a").record_file.write_text("{")
+    # Its supervisor would write it anew.
+    lab.kill(lab.supervisor("a"))
+    Folder("a").record_file.write_text("{")
+    answer = lab.vllmops("ps", "--json")
+    assert answer.code == 0
+    assert [row["name"] for row in answer.data["instances"]] == ["b", None]
+    (fault,) = answer.data["faults"]
+    assert fault["code"] == "registry.corrupt"
+    assert str(Folder("a").record_file) in fault["message"]
+    assert "warning: " in answer.err
+    stranger = answer.data["instances"][1]
+    assert lab.vllmops("status", "b", "--json").data["instance"]["name"] == "b"
+    assert lab.vllmops("stop", "b").code == 0
+    assert lab.vllmops("stop", str(stranger["pid"])).code == 0  # as the warning says
+    assert lab.vllmops("ps", "--json").data["instances"] == []
+
+
+def test_a_state_directory_that_cannot_be_read(vllmops: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    answer = vllmops("ps", "--json", env={"VLLMOPS_HOME": str(tmp_path / "file" / "x")})
+    assert (answer.code, answer.error["code"]) == (1, "home.unusable")

@@ -1,0 +1,370 @@
+"""``vllmops serve`` from end to end, with a stand-in for vLLM (see instances/standin.py).
+
+tests/live starts the real one; here are the faults and the corner cases.
+"""
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllmops.instances.processes import alive
+from vllmops.instances.record import Folder
+
+LOGS = Path(__file__).parents[1] / "instances" / "logs"
+NOBODY = 65534
+
+
+# -- what it is told ---------------------------------------------------------------------
+
+
+def test_detached(lab: Any) -> None:
+    answer = lab.vllmops(*lab.words("a", "--env", "A=b=c"), "--detach", "--json")
+    assert answer.code == 0, answer
+    assert answer.err == ""
+    data = answer.data
+    record = lab.record("a")
+    assert (data["name"], data["state"], data["detached"]) == ("a", "ready", True)
+    assert (data["url"], data["pid"]) == (record.url, record.session)
+    assert data["environment"]["A"] == "b=c"
+    assert "(APIServer" in Path(data["log"]).read_text()
+    environ = Path(f"/proc/{record.session}/environ").read_bytes().split(b"\0")
+    assert b"A=b=c" in environ
+    assert urllib.request.urlopen(f"{data['url']}/health").status == 200
+
+
+def test_what_a_person_sees(lab: Any) -> None:
+    answer = lab.vllmops(*lab.words("a"), "--detach")
+    assert answer.code == 0
+    url = lab.record("a").url
+    assert answer.out.startswith(f"a is ready at {url} after ")
+    assert "vllmops stop a" in answer.out
+    assert "a: launched" in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_a_dry_run_can_be_pasted_into_a_shell(lab: Any) -> None:
+    words = lab.words("a", "--env", "SPACED=it's a [b]", "--dry-run", "--", "--x", "a 'b' \"c\" $d")
+    answer = lab.vllmops(*words)
+    assert answer.code == 0
+    assert not (lab.home / "instances").exists()
+    planned = lab.vllmops(*words[:6], "--json", *words[6:]).data
+    assert planned["command"][-2:] == ["--x", "a 'b' \"c\" $d"]
+    assert planned["environment"]["SPACED"] == "it's a [b]"
+    server = subprocess.Popen(["sh", "-c", f"exec {answer.out}"], stdout=subprocess.DEVNULL)
+    try:
+        lab.until(lambda: healthy(planned["url"]))
+        said = Path(f"/proc/{server.pid}/cmdline").read_bytes().decode().split("\0")
+        assert said[1:-1] == planned["command"][1:]
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def healthy(url: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(f"{url}/health").status == 200)
+    except OSError:
+        return False
+
+
+def test_a_dry_run_needs_no_vllm(vllmops: Any, model: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert vllmops("serve", str(model), "--dry-run").code == 0
+
+
+def test_a_port_behind_the_dashes_is_the_port(lab: Any) -> None:
+    port = lab.free_port() + 7
+    words = lab.words("a", "--detach", "--json", "--", "--port", str(port))
+    answer = lab.vllmops(*words)
+    assert answer.data["url"] == f"http://127.0.0.1:{port}"
+    assert healthy(answer.data["url"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("M", "--demo", "text"),
+        ("M", "--env", "nonsense"),
+        ("M", "--env", "=x"),
+        ("M", "--port", "0"),
+        ("M", "--port", "65536"),
+        ("M", "--port", "x"),
+        ("M", "--demo", "video"),
+        ("M", "--nonsense"),
+        ("M", "N"),
+        ("M", "--port", "8001", "--", "--port", "8002"),
+        ("M", "--host", "::1", "--", "--host=::2"),
+        ("M", "--name", "../a"),
+    ],
+)
+def test_command_lines_that_are_wrong(vllmops: Any, home: Path, words: tuple[str, ...]) -> None:
+    answer = vllmops("serve", "--json", *words)
+    assert answer.code == 2
+    assert answer.error["code"] in {"usage", "name.invalid"}
+    assert answer.err == ""
+    plain = vllmops("serve", *words)
+    assert (plain.code, plain.out) == (2, "")
+    assert plain.err
+    assert not (home / "instances").exists() or not list((home / "instances").glob("*/"))
+
+
+# -- what it refuses ---------------------------------------------------------------------
+
+
+def refused(lab: Any, code: str, *words: str, **options: Any) -> Any:
+    """The error of a `serve` that started nothing."""
+    answer = lab.vllmops("serve", *words, "--detach", "--json", **options)
+    assert answer.error["code"] == code, answer
+    assert answer.code == 1
+    assert answer.err == ""
+    assert not list(lab.home.glob("instances/*/supervisor.log"))
+    return answer.error
+
+
+def test_vllm_not_installed(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # How Python itself marks a module that can't be imported; without vLLM's absence in an
+    # environment of its own, which takes a minute to make.
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    error = refused(lab, "vllm.missing", str(lab.model))
+    assert "pip install 'vllmops-cli[" in error["mend"]
+
+
+def test_models_that_cannot_be_served(lab: Any, tmp_path: Path) -> None:
+    assert "/no/such" in refused(lab, "model.missing", "/no/such")["message"]
+    assert "config.json" in refused(lab, "model.missing", str(tmp_path))["message"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_model_that_cannot_be_read(lab: Any) -> None:
+    lab.home.chmod(0o755)
+    lab.model.parent.chmod(0o755)
+    for path, mode in ((lab.model / "config.json", 0o600), (lab.model, 0o700)):
+        lab.model.chmod(0o755)
+        path.chmod(mode)
+        error = refused(lab, "model.unreadable", str(lab.model), uid=NOBODY)
+        assert str(lab.model) in error["message"]
+        assert f"chmod -R u+rX {lab.model}" in error["mend"]
+        path.chmod(0o755)
+
+
+def test_a_port_that_is_taken(lab: Any, listener: int) -> None:
+    error = refused(lab, "port.taken", str(lab.model), "--port", str(listener))
+    assert f":{listener}" in error["message"]
+    assert f"pid {os.getpid()}" in error["message"]
+    assert "--port " in error["mend"]
+    behind = ("--", "--port", str(listener))
+    answer = lab.vllmops("serve", str(lab.model), "--json", *behind)
+    assert answer.error["code"] == "port.taken"
+
+
+def test_a_name_that_is_taken(lab: Any) -> None:
+    lab.serve("a")
+    answer = lab.vllmops("serve", str(lab.model), "--name", "a", "--detach", "--json")
+    assert answer.error["code"] == "name.taken"
+    assert lab.state("a") == "ready"
+    lab.kill_supervisor("a")  # without one it still has its name
+    answer = lab.vllmops("serve", str(lab.model), "--name", "a", "--detach", "--json")
+    assert answer.error["code"] == "name.taken"
+
+
+def test_a_state_directory_that_cannot_be_written(lab: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    below = {"VLLMOPS_HOME": str(tmp_path / "file" / "home")}
+    error = refused(lab, "home.unusable", str(lab.model), env=below)
+    assert str(tmp_path / "file" / "home") in error["message"]
+    assert "VLLMOPS_HOME=" in error["mend"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_state_directory_of_somebody_else(lab: Any) -> None:
+    lab.home.chmod(0o755)
+    lab.model.parent.chmod(0o755)
+    refused(lab, "home.unusable", str(lab.model), uid=NOBODY)
+    (lab.home / "instances").mkdir(mode=0o755)
+    refused(lab, "home.unusable", str(lab.model), uid=NOBODY)
+
+
+def test_a_state_directory_too_long_for_a_socket(lab: Any, tmp_path: Path) -> None:
+    long = {"VLLMOPS_HOME": str(lab.home / ("x" * 90))}
+    error = refused(lab, "home.path-too-long", str(lab.model), env=long)
+    assert "Unix socket" in error["message"]
+
+
+def test_a_full_disk(full_disk: Callable[[], None], lab: Any) -> None:
+    full_disk()
+    error = refused(lab, "home.full", str(lab.model))
+    assert "No space left" in error["message"]
+    assert "free some space" in error["mend"]
+    (lab.home / "filler").unlink()
+    lab.serve("tiny")
+
+
+# -- two at once ---------------------------------------------------------------------------
+
+
+def test_several_at_once_get_different_names_and_ports(lab: Any) -> None:
+    words = [sys.executable, "-m", "vllmops", "serve", str(lab.model), "--detach", "--json"]
+    started = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    data = [json.loads(popen.communicate(timeout=60)[0])["data"] for popen in started]
+    assert {one["name"] for one in data} == {"tiny", "tiny-2", "tiny-3"}
+    assert len({one["url"] for one in data}) == 3
+    assert all(healthy(one["url"]) for one in data)
+
+
+# -- when it fails -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("unknown-argument", "unrecognized arguments: --frobnicate"),
+        ("worker-assertion", "AssertionError: num_heads (3) is not divisible by num_kv_heads (4)"),
+    ],
+)
+def test_the_true_cause_comes_first(lab: Any, log: str, cause: str) -> None:
+    # An exit status of 0 is a failure too.
+    words = lab.words("a", says=str(LOGS / f"{log}.log"), exits=0)
+    answer = lab.vllmops(*words, "--quiet")
+    assert answer.code == 1
+    lines = answer.err.splitlines()
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("error:")]
+    assert cause in lines[first]
+    assert f"log: {Folder('a').log}" in answer.err
+    assert "mend: " in lines[-1]
+    assert "Traceback" not in answer.err
+    answer = lab.vllmops(*words, "--detach", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "serve.failed")
+    assert cause in answer.error["message"]
+    assert answer.data["failure"]["cause"].endswith(cause)
+    assert answer.data["state"] == "failed"
+
+
+def test_an_exit_that_nothing_explains(lab: Any) -> None:
+    answer = lab.vllmops(*lab.words("a", exits=7), "--json")
+    assert answer.code == 1
+    assert "exited with status 7" in answer.error["message"]
+
+
+def test_a_command_that_cannot_be_started(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    folder = Folder("a")
+    lab.until(lambda: not folder.supervised())
+    folder.write(msgspec.structs.replace(record, state="stopped", directory=f"{lab.home}/missing"))
+    answer = lab.vllmops("restart", "a", "--json")
+    assert answer.code == 1
+    assert "missing: No such file" in answer.error["message"]
+
+
+# -- in the foreground -----------------------------------------------------------------------
+
+
+def test_ready_then_ended_from_outside(lab: Any) -> None:
+    serve = lab.hold("a")
+    record = lab.record("a")
+    lab.kill(record.session, signal.SIGTERM)  # vLLM itself exits 0 then
+    out, err = serve.communicate(timeout=30)
+    assert serve.returncode == 1
+    assert "told to stop by a signal" in err
+    assert "a is ready at" in err
+    assert "(APIServer" in out
+    lab.nothing_left(record)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, -1), (signal.SIGKILL, -9)],
+)
+def test_however_it_ends_nothing_is_left(lab: Any, number: signal.Signals, code: int) -> None:
+    serve = lab.hold("a")
+    record = lab.record("a")
+    assert not record.detached
+    serve.send_signal(number)
+    err = serve.communicate(timeout=30)[1]
+    assert serve.returncode == code, err
+    assert "Traceback" not in err
+    lab.until(lambda: lab.state("a") == "stopped")
+    lab.nothing_left(record)
+    lab.until(lambda: not Folder("a").supervised())
+
+
+def test_interrupted_while_it_starts(lab: Any) -> None:
+    port = str(lab.free_port())
+    command = [sys.executable, "-m", "vllmops", *lab.words("a", "--port", port, ready_s=60)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as serve:
+        lab.until(lambda: lab.state("a") and len(lab.record("a").processes) >= 3)
+        record = lab.record("a")
+        serve.send_signal(signal.SIGINT)
+        serve.communicate(timeout=30)
+    assert serve.returncode == 130
+    assert lab.state("a") == "stopped"
+    lab.nothing_left(record)
+
+
+def test_a_terminal_that_is_closed(lab: Any) -> None:
+    ours, theirs = pty.openpty()
+    port = str(lab.free_port())
+    serve = subprocess.Popen(
+        [sys.executable, "-m", "vllmops", *lab.words("a", "--port", port)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - its terminal
+    )
+    os.close(theirs)
+    lab.until(lambda: lab.state("a") == "ready")
+    record = lab.record("a")
+    os.close(ours)
+    lab.until(lambda: lab.state("a") == "stopped")
+    assert serve.wait(10) != 0
+    lab.nothing_left(record)
+
+
+def test_it_goes_on_when_its_supervisor_dies(lab: Any) -> None:
+    serve = lab.hold("a")
+    record = lab.record("a")
+    lab.kill(lab.supervisor("a"))
+    lab.until(lambda: Folder("a").supervised())
+    time.sleep(0.5)
+    assert serve.poll() is None
+    assert all(map(alive, record.processes))
+    assert lab.state("a") == "ready"
+    serve.send_signal(signal.SIGKILL)  # its successor holds on to it just as well
+    lab.until(lambda: lab.state("a") == "stopped")
+    lab.nothing_left(record)
+
+
+def test_both_die_at_once(lab: Any) -> None:
+    serve = lab.hold("a")
+    record = lab.record("a")
+    supervisor = lab.supervisor("a")
+    lab.kill(serve.pid)
+    lab.kill(supervisor)
+    lab.until(lambda: not Folder("a").supervised())
+    assert any(map(alive, record.processes))  # nobody is left to know; the next command is
+    lab.vllmops("ps")
+    lab.until(lambda: lab.state("a") in {"failed", "stopped"})
+    lab.nothing_left(record)
+
+
+def test_json_in_the_foreground_is_one_document_at_the_end(lab: Any) -> None:
+    serve = lab.hold("a", "--json")
+    serve.send_signal(signal.SIGTERM)
+    out, err = serve.communicate(timeout=30)
+    assert json.loads(out)["data"]["state"] == "stopped"
+    assert err == ""

@@ -1,0 +1,62 @@
+"""``vllmops status``, with a stand-in for vLLM (see instances/standin.py)."""
+
+import threading
+import urllib.request
+from typing import Any
+
+from vllmops.instances import takedown
+
+
+def test_one_screen(lab: Any) -> None:
+    record = lab.serve("a")
+    request = threading.Thread(target=urllib.request.urlopen, args=(f"{record.url}/slow/8",))
+    request.start()
+    lab.until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    data = lab.vllmops("status", "--json").data
+    assert data["instance"]["name"] == "a"
+    assert data["stage"] == "ready"
+    assert data["metrics"]["running"] == 1.0
+    answer = lab.vllmops("status", "a", columns=60)
+    request.join(5)
+    assert answer.code == 0
+    assert len(answer.out.splitlines()) < 24
+    assert max(map(len, answer.out.splitlines())) <= 60
+    assert "1 running, 0 waiting (metrics)" in answer.out
+    for word in (record.url, "ready", "engine", "patches", str(record.session)):
+        assert word in answer.out
+    assert "…" not in answer.out
+
+
+def test_one_without_a_supervisor(lab: Any) -> None:
+    lab.serve("a")
+    lab.kill_supervisor("a")
+    answer = lab.vllmops("status", "a")
+    assert answer.code == 0
+    assert "its supervisor had died; another has just taken over" in answer.out
+
+
+def test_one_that_vllmops_did_not_start(lab: Any) -> None:
+    server = lab.stranger()
+    answer = lab.vllmops("status", "--json")
+    assert (answer.code, answer.data["instance"]["pid"]) == (0, server.pid)
+    assert answer.data["stage"] is None
+    assert "vllmops did not start it" in lab.vllmops("status", str(server.pid)).out
+    lab.kill(server.pid)
+    engine = next(p["pid"] for p in answer.data["instance"]["processes"] if p["role"] == "engine")
+    lab.until(lambda: server.poll() is not None)
+    answer = lab.vllmops("status", str(engine))
+    assert answer.code == 0
+    assert "orphaned" in answer.out
+    assert "unknown: neither an agent nor /metrics answers" in answer.out
+
+
+def test_targets_that_are_none(lab: Any) -> None:
+    assert lab.vllmops("status", "--json").error["code"] == "target.none"
+    answer = lab.vllmops("status", "nobody", "--json")
+    assert (answer.code, answer.error["code"]) == (5, "target.unknown")
+    record = lab.serve("a")
+    lab.kill(record.session)
+    lab.until(lambda: lab.state("a") == "failed")
+    answer = lab.vllmops("status", "a", "--json")
+    assert (answer.code, answer.error["code"]) == (5, "target.over")
+    assert "SIGKILL" in answer.error["message"]

@@ -1,0 +1,203 @@
+"""``vllmops stop`` and ``restart``, with a stand-in for vLLM (see instances/standin.py)."""
+
+import signal
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllmops.instances import takedown
+from vllmops.instances.processes import alive
+from vllmops.instances.record import Folder
+
+
+def test_stop_an_instance(lab: Any) -> None:
+    record = lab.serve("a")
+    answer = lab.vllmops("stop", "--json")  # the only one need not be named
+    assert answer.code == 0
+    assert (answer.data["name"], answer.data["state"]) == ("a", "stopped")
+    lab.nothing_left(record)
+    answer = lab.vllmops("stop", "a", "--json")
+    assert (answer.code, answer.error["code"]) == (5, "target.over")
+    assert "it is stopped" in answer.error["message"]
+
+
+def test_what_a_person_sees(lab: Any) -> None:
+    lab.serve("a")
+    answer = lab.vllmops("stop", "a")
+    assert (answer.code, answer.out) == (0, "a has stopped (drained)\n")
+
+
+def test_requests_in_flight_finish(lab: Any) -> None:
+    record = lab.serve("a")
+    done: list[bytes] = []
+    url = f"{record.url}/slow/1"
+    request = threading.Thread(target=lambda: done.append(urllib.request.urlopen(url).read()))
+    request.start()
+    lab.until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    answer = lab.vllmops("stop", "a")
+    request.join(5)
+    assert done == [b"done"]
+    assert "requests in flight: 1" in answer.err
+    assert "drained" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("words", "note"), [(["--timeout", "0.3"], "requests cut off: 1"), (["--force"], "")]
+)
+def test_requests_are_cut_off(lab: Any, words: list[str], note: str) -> None:
+    record = lab.serve("a")
+    request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/60",))
+    request.start()
+    lab.until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    answer = lab.vllmops("stop", "a", *words, "--json")
+    assert (answer.code, answer.data["note"]) == (0, note)
+    request.join(5)
+    assert not request.is_alive()
+    lab.nothing_left(record)
+
+
+def test_a_second_stop_cuts_the_drain_short(lab: Any) -> None:
+    record = lab.serve("a")
+    request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/60",))
+    request.start()
+    lab.until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    patient = threading.Thread(target=lab.vllmops, args=("stop", "a"))
+    patient.start()
+    lab.until(lambda: lab.state("a") == "stopping")
+    assert lab.vllmops("stop", "a", "--force").code == 0
+    patient.join(10)
+    request.join(10)
+    lab.nothing_left(record)
+
+
+def test_one_of_two_must_be_named(lab: Any) -> None:
+    first, second = lab.serve("a"), lab.serve("b")
+    answer = lab.vllmops("stop", "--json")
+    assert (answer.code, answer.error["code"]) == (2, "target.ambiguous")
+    assert "a, b" in answer.error["message"]
+    by_pid = str(lab.process("b", "worker").pid)
+    assert lab.vllmops("stop", "--json", env={"VLLMOPS_TARGET": by_pid}).data["name"] == "b"
+    lab.nothing_left(second)
+    assert all(map(alive, first.processes))
+    assert lab.vllmops("stop", "-t", first.url.replace("127.0.0.1", "localhost")).code == 0
+    lab.nothing_left(first)
+
+
+def test_a_server_that_vllmops_did_not_start(lab: Any) -> None:
+    server = lab.stranger()
+    answer = lab.vllmops("stop", "--json")  # never one that was not named
+    assert (answer.code, answer.error["code"]) == (2, "target.ambiguous")
+    assert server.poll() is None
+    answer = lab.vllmops("stop", str(server.pid), "--json")
+    assert (answer.code, answer.data["state"], answer.data["name"]) == (0, "stopped", None)
+    server.wait(10)
+    assert not list(Path("/dev/shm").glob(f"*_{lab.home.name}_*"))
+    assert lab.bind_error(server.port) is None
+
+
+@pytest.mark.parametrize("target", ["nobody", "4194400", "http://localhost:9", "1"])
+def test_nothing_that_is_no_server_is_stopped(lab: Any, target: str) -> None:
+    answer = lab.vllmops("stop", target, "--json")
+    assert (answer.code, answer.error["code"]) == (5, "target.unknown")
+    assert target in answer.error["message"]
+
+
+def test_one_that_ignores_sigterm(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.3)
+    server = lab.stranger(stubborn=True)
+    assert lab.vllmops("stop", str(server.pid), "--force").code == 0
+    assert server.wait(5) == -signal.SIGKILL
+
+
+def test_a_foreground_server_can_be_stopped(lab: Any) -> None:
+    serve = lab.hold("a")
+    record = lab.record("a")
+    assert lab.vllmops("stop", "a").code == 0
+    serve.communicate(timeout=20)
+    assert serve.returncode == 0
+    lab.nothing_left(record)
+
+
+def test_a_name_is_free_as_soon_as_its_server_has_stopped(lab: Any) -> None:
+    for _ in range(3):
+        lab.serve("a")
+        assert lab.vllmops("stop", "a", "--force").code == 0
+
+
+# -- restart -----------------------------------------------------------------------------
+
+
+def test_restart(lab: Any) -> None:
+    before = lab.serve("a", "--env", "MARK=1", "--", "--x")
+    answer = lab.vllmops("restart", "a", "--json")
+    assert (answer.code, answer.data["state"]) == (0, "ready"), answer
+    after = lab.record("a")
+    assert not any(map(alive, before.processes))
+    assert after.session != before.session
+    assert (after.command, after.port) == (before.command, before.port)
+    assert after.environment == before.environment
+    assert b"MARK=1" in Path(f"/proc/{after.session}/environ").read_bytes()
+    assert urllib.request.urlopen(f"{after.url}/health").status == 200
+    assert Folder("a").log.with_name("server.log.previous").exists()
+
+
+def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
+    before = lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    assert lab.vllmops("restart", "a").code == 0
+    assert lab.record("a").port == before.port
+    lab.kill(lab.record("a").session)
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.until(lambda: not Folder("a").supervised())
+    assert lab.vllmops("restart", "a").code == 0
+    assert lab.record("a").failure is None
+    lab.kill_supervisor("a")
+    old = lab.record("a")
+    assert lab.vllmops("restart", "a").code == 0
+    assert lab.record("a").session != old.session
+    assert not any(map(alive, old.processes))
+
+
+def test_restart_in_the_foreground_keeps_its_holder(lab: Any) -> None:
+    serve = lab.hold("a")
+    before = lab.record("a")
+    assert lab.vllmops("restart", "a").code == 0
+    assert lab.record("a").session != before.session
+    assert serve.poll() is None
+    serve.kill()
+    lab.until(lambda: lab.state("a") == "stopped")
+    assert lab.bind_error(before.port) is None
+
+
+def test_restart_where_the_port_is_taken_by_now(lab: Any, listener: int) -> None:
+    record = lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    lab.until(lambda: not Folder("a").supervised())
+    Folder("a").write(msgspec.structs.replace(lab.record("a"), port=listener))
+    answer = lab.vllmops("restart", "a", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "port.taken")
+    assert lab.state("a") == "stopped"
+    assert record.port != listener
+
+
+def test_restart_what_vllmops_did_not_start(lab: Any) -> None:
+    server = lab.stranger()
+    answer = lab.vllmops("restart", str(server.pid), "--json")
+    assert (answer.code, answer.error["code"]) == (1, "restart.stranger")
+    assert "vllmops serve" in answer.error["mend"]
+    answer = lab.vllmops("restart", "nobody", "--json")
+    assert (answer.code, answer.error["code"]) == (5, "target.unknown")
+    assert server.poll() is None
+
+
+def test_restart_on_a_full_disk(full_disk: Any, lab: Any) -> None:
+    lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    lab.until(lambda: not Folder("a").supervised())
+    full_disk()
+    answer = lab.vllmops("restart", "a", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "home.full")

@@ -1,0 +1,77 @@
+"""``vllmops wait``, with a stand-in for vLLM (see instances/standin.py)."""
+
+import threading
+import time
+from typing import Any
+
+from vllmops.instances.record import Folder
+
+
+def test_until_ready(lab: Any) -> None:
+    lab.starting("a", ready_s=1.5)
+    answer = lab.vllmops("wait", "a", "--json")
+    assert (answer.code, answer.data["state"], answer.err) == (0, "ready", "")
+    assert lab.state("a") == "ready"
+    assert lab.vllmops("wait", "--for", "ready").out == "a is ready\n"
+
+
+def test_until_stopped(lab: Any) -> None:
+    lab.serve("a")
+    answers: list[Any] = []
+    waiter = threading.Thread(
+        target=lambda: answers.append(lab.vllmops("wait", "a", "--for", "stopped"))
+    )
+    waiter.start()
+    time.sleep(0.5)
+    assert waiter.is_alive()
+    lab.vllmops("stop", "a", "--force")
+    waiter.join(10)
+    assert (answers[0].code, answers[0].out) == (0, "a is stopped\n")
+
+
+def test_until_the_time_is_up(lab: Any) -> None:
+    lab.serve("a")
+    answer = lab.vllmops("wait", "a", "--for", "stopped", "--timeout", "0.3", "--json")
+    assert (answer.code, answer.error["code"]) == (3, "wait.timeout")
+    assert "it is ready" in answer.error["message"]
+    lab.starting("b", ready_s=60)
+    answer = lab.vllmops("wait", "b", "--timeout", "0")
+    assert answer.code == 3
+    assert "b is not ready" in answer.err
+
+
+def test_until_it_fails(lab: Any) -> None:
+    lab.starting("a", ready_s=1.5, exits=0)
+    answer = lab.vllmops("wait", "a", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "serve.failed")
+    answer = lab.vllmops("wait", "a", "--json")
+    assert (answer.code, answer.error["code"]) == (5, "target.over")
+    assert answer.error["message"]
+
+
+def test_one_that_has_stopped_already(lab: Any) -> None:
+    lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    lab.until(lambda: not Folder("a").supervised())
+    answer = lab.vllmops("wait", "a", "--for", "stopped", "--json")
+    assert (answer.code, answer.data["state"]) == (0, "stopped")
+    assert lab.vllmops("wait", "a", "--for", "ready").code == 5
+    assert lab.vllmops("wait", "nobody").code == 5
+    assert lab.vllmops("wait", "a", "--for", "nonsense").code == 2
+
+
+def test_one_that_vllmops_did_not_start(lab: Any) -> None:
+    server = lab.stranger()
+    target = str(server.pid)
+    assert lab.vllmops("wait", target).code == 0
+    answer = lab.vllmops("wait", target, "--for", "stopped", "--timeout", "0.3")
+    assert answer.code == 3
+    answers: list[Any] = []
+    waiter = threading.Thread(
+        target=lambda: answers.append(lab.vllmops("wait", target, "--for", "stopped", "--json"))
+    )
+    waiter.start()
+    time.sleep(0.5)
+    lab.vllmops("stop", target, "--force")
+    waiter.join(10)
+    assert answers[0].data["state"] == "stopped"
