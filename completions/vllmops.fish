@@ -1,0 +1,1 @@
+complete --command vllmops --no-files --arguments "(env _VLLMOPS_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) vllmops)" --condition "env _VLLMOPS_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) vllmops"
