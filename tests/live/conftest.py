@@ -1,0 +1,184 @@
+"""Servers that live tests share: each starts once per session, when the first test wants it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+START_TIMEOUT_S = 300
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A finished command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.out)["data"]
+
+
+@dataclass(frozen=True)
+class Cli:
+    """``vllmops`` with a state directory of its own."""
+
+    home: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "VLLMOPS_HOME": str(self.home), "NO_COLOR": "1"}
+
+    def __call__(self, *words: str, timeout_s: float = START_TIMEOUT_S) -> Ran:
+        ran = subprocess.run(
+            [sys.executable, "-m", "vllmops", *words],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+    def begin(self, *words: str, **options: Any) -> subprocess.Popen[bytes]:
+        """Start a command and do not wait for it."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "vllmops", *words], env=self.environment, **options
+        )
+
+    def serve(self, name: str, *words: str) -> Live:
+        """Start a detached server and wait until it is ready."""
+        ran = self("serve", "--detach", "--name", name, *words)
+        assert ran.code == 0, ran.err
+        return Live(self, name)
+
+
+@dataclass(frozen=True)
+class Live:
+    """A server that runs."""
+
+    cli: Cli
+    name: str
+
+    @property
+    def row(self) -> dict[str, Any]:
+        rows = self.cli("ps", "--all", "--json").data["instances"]
+        return next(row for row in rows if row["name"] == self.name)
+
+    @property
+    def url(self) -> str:
+        return str(self.row["url"])
+
+    @property
+    def home(self) -> Path:
+        return self.cli.home
+
+    def pids(self) -> dict[str, int]:
+        """The pid of each role that has one process."""
+        return {process["role"]: process["pid"] for process in self.row["processes"]}
+
+    def supervisor(self) -> int:
+        """The pid of the supervisor."""
+        command = f"vllmops.instances.supervisor {self.name} "
+        return next(
+            process.pid
+            for process in psutil.process_iter(["cmdline", "environ"])
+            if command in " ".join(process.info["cmdline"] or [])
+            and (process.info["environ"] or {}).get("VLLMOPS_HOME") == str(self.home)
+        )
+
+    def footprint(self) -> Footprint:
+        pids = [process["pid"] for process in self.row["processes"]]
+        segments = {
+            line.rsplit("/dev/shm/", 1)[1]
+            for pid in pids
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+            if "/dev/shm/" in line and not line.endswith("(deleted)")
+        }
+        return Footprint(pids, self.row["port"], segments)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        body = {"model": "demo-text", "prompt": "The quick brown", "max_tokens": 1, **fields}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a server takes of the machine."""
+
+    pids: list[int]
+    port: int
+    segments: set[str]
+
+    def left(self) -> list[str]:
+        """What is left of it."""
+        found = [f"pid {pid}" for pid in self.pids if alive(pid)]
+        found += [f"/dev/shm/{name}" for name in self.segments if (SHM / name).exists()]
+        with socket.socket() as trial:
+            if trial.connect_ex(("127.0.0.1", self.port)) == 0:
+                found.append(f"port {self.port}")
+        return found
+
+    def wait_gone(self, timeout_s: float = 30) -> None:
+        until(lambda: not self.left(), timeout_s, self.left)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(
+    done: Callable[[], Any], timeout_s: float = 60, tell: Callable[[], Any] = lambda: ""
+) -> Any:
+    """Wait for a condition; returns what it gave."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := done()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {tell()}"
+        time.sleep(0.1)
+    return result
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def cli() -> Iterator[Cli]:
+    # Not pytest's own directory: its path is too long for a Unix socket.
+    home = Path(tempfile.mkdtemp(prefix="vllmops-"))
+    made = Cli(home)
+    try:
+        yield made
+    finally:
+        for row in made("ps", "--json").data["instances"]:
+            if row["name"]:
+                made("stop", row["name"], "--force")
+        shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def vision_server(cli: Cli) -> Live:
+    """The demo vision model, default caches."""
+    return cli.serve("vision", "--demo", "vision")

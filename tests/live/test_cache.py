@@ -1,0 +1,439 @@
+"""``vllmops cache inspect`` on real servers, and the checks on vLLM's own classes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from vllmops.agent import caches as agent_caches
+from vllmops.client import agent
+from vllmops.demo.inputs import chat, wav
+from vllmops.diagnose.caches import alone
+from vllmops.instances.processes import Process, Role
+from vllmops.snapshots.caches import EncoderCache
+
+FEW_IMAGES_GB = "0.00008"  # of the demo model's, some five
+
+TOUCH = """
+from vllm.utils.cache import LRUCache
+
+def touch(self, key):  # as it was until vLLM 0.23
+    try:
+        self._LRUCache__order.move_to_end(key)
+    except KeyError:
+        self._LRUCache__order[key] = None
+
+def register():
+    LRUCache.touch = touch
+"""
+
+
+def ask(url: str, *seeds: int, text: str = "hi", timeout_s: float = 120) -> httpx.Response:
+    """One chat request with images."""
+    body = chat(list(seeds), text)
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=timeout_s)
+
+
+def look(server: Any, *options: str) -> Any:
+    ran = server.cli("cache", "inspect", "-t", server.name, "--json", "--keys", *options)
+    assert ran.code in {0, 1}, ran.err
+    return ran.data
+
+
+def side(data: Any, kind: str, name: str) -> Any:
+    (row,) = (row for row in data["caches"] if (row["kind"], row["side"]) == (kind, name))
+    return row
+
+
+def settled(server: Any) -> Any:
+    """A look with nothing in flight."""
+    for _ in range(50):
+        data = look(server)
+        if data["quiet"]:
+            return data
+        time.sleep(0.1)
+    raise AssertionError("never quiet")
+
+
+def test_distinct_images_are_entries_on_both_sides_and_a_repeat_is_a_hit(
+    vision_server: Any,
+) -> None:
+    before = settled(vision_server)
+    url = vision_server.url
+    for seed in range(100, 107):
+        assert ask(url, seed).status_code == 200
+    after = settled(vision_server)
+    for name in ("P0", "P1"):
+        grown = side(after, "mm-lru", name)["entries"] - side(before, "mm-lru", name)["entries"]
+        assert grown == 7
+    front, back = side(after, "mm-lru", "P0"), side(after, "mm-lru", "P1")
+    assert front["bytes"] == back["bytes"]
+    assert front["keys"] == back["keys"]
+    assert front["queries"] - side(before, "mm-lru", "P0")["queries"] == 7
+    assert front["hits"] == side(before, "mm-lru", "P0")["hits"]
+
+    assert ask(url, 100).status_code == 200
+    repeated = settled(vision_server)
+    again = side(repeated, "mm-lru", "P0")
+    assert (again["entries"], again["hits"] - front["hits"]) == (front["entries"], 1)
+    # The one that was asked for again is the newest now.
+    assert again["newest"] == front["keys"][-7]
+    assert again["keys"] == side(repeated, "mm-lru", "P1")["keys"]
+    assert repeated["findings"] == []
+
+
+def test_the_worker_holds_what_the_scheduler_says(vision_server: Any) -> None:
+    for seed in range(200, 205):
+        assert ask(vision_server.url, seed).status_code == 200
+    data = settled(vision_server)
+    scheduler, worker = side(data, "encoder", "scheduler"), side(data, "encoder", "worker")
+    assert scheduler["entries"] == worker["entries"] >= 5
+    assert set(scheduler["keys"]) == set(worker["keys"])
+    assert scheduler["referenced"] == 0
+    assert scheduler["freeable_slots"] == scheduler["slots"]
+    assert worker["bytes"] > 0
+    assert worker["device"] == "cpu"
+
+
+def test_looking_changes_nothing(vision_server: Any) -> None:
+    assert ask(vision_server.url, 300, 301).status_code == 200
+    first, second = settled(vision_server), settled(vision_server)
+    assert first["caches"] == second["caches"]
+
+
+def test_no_finding_under_load(vision_server: Any) -> None:
+    url = vision_server.url
+    over = threading.Event()
+    statuses = set()
+
+    def load(number: int) -> None:
+        choice = random.Random(number)
+        while not over.is_set():
+            statuses.add(
+                ask(url, choice.randrange(400, 500), choice.randrange(400, 500)).status_code
+            )
+
+    threads = [threading.Thread(target=load, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    busy = 0
+    try:
+        for _ in range(15):
+            data = look(vision_server)
+            busy += not data["quiet"]
+            assert data["findings"] == []
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert statuses == {200}
+    assert busy > 0
+    assert settled(vision_server)["findings"] == []
+
+
+def test_a_request_that_only_the_front_end_saw_is_told(vision_server: Any) -> None:
+    # Long enough for the limit that the engine's request has, and not for the front end's first.
+    for length in range(2020, 2040):
+        refused = ask(vision_server.url, 10_000 + length, text="z" * length)
+        found = settled(vision_server)["findings"]
+        if found:
+            break
+        assert refused.status_code in {200, 400}
+    assert {each["code"] for each in found} >= {"mm-cache.front-only"}
+    assert all(each["severity"] != "error" for each in found)
+    assert ask(vision_server.url, 10_000 + length).status_code == 500
+    assert ask(vision_server.url, 10_000 + length).status_code == 200
+
+
+def test_a_saved_snapshot_gives_the_same_answer(vision_server: Any, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.json"
+    options = ("--json", "--save", str(path))
+    live = vision_server.cli("cache", "inspect", "-t", vision_server.name, *options)
+    assert vision_server.cli("cache", "inspect", str(path), "--json").out == live.out
+
+
+def test_a_stopped_engine_is_told_and_the_others_shown(vision_server: Any) -> None:
+    engine = vision_server.pids()["engine"]
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        time.sleep(2)
+        ran = vision_server.cli("cache", "inspect", "-t", vision_server.name)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    told = " ".join(ran.out.split())
+    assert ran.code == 0
+    assert f"engine {engine} did not tell" in told
+    assert "its last heartbeat is" in told
+    assert "P0: api" in told
+    assert settled(vision_server)["silent"] == []
+
+
+def test_draining_refuses_new_requests(vision_server: Any) -> None:
+    rows = vision_server.row["processes"]
+    row = next(row for row in rows if row["role"] == "api")
+    created = psutil.Process(row["pid"]).create_time()
+    api = agent.reach(Process(Role.API, row["pid"], created))
+    url = vision_server.url
+    before = api.requests()
+    assert before.in_flight == 0
+    assert api.drain().draining
+    try:
+        refused = ask(url, 1)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert httpx.get(f"{url}/health").status_code == 503
+        assert httpx.get(f"{url}/metrics").status_code == 200
+    finally:
+        assert not api.drain(False).draining
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert ask(url, 1).status_code == 200
+    # Neither what was refused nor the probes.
+    assert api.requests().started == (before.started or 0) + 1
+
+
+def test_engine_state(vision_server: Any) -> None:
+    pid = vision_server.pids()["engine"]
+    engine = agent.reach(Process(Role.ENGINE, pid, psutil.Process(pid).create_time()))
+    before = engine.engine()
+    assert ask(vision_server.url, 2).status_code == 200
+    after = engine.engine()
+    assert (after.running, after.waiting, after.unfinished) == (0, 0, 0)
+    assert (after.current_step or 0) > (before.current_step or 0)
+    assert (after.pause_state, after.sleeping) == ("unpaused", False)
+    assert 0 <= (after.kv_cache_usage or 0.0) < 1
+    assert (after.kv_cache_blocks or 0) > 0
+    hello = engine.hello()
+    assert (hello.role, hello.problems) == ("engine", ())
+    time.sleep(1.2)
+    pulse = agent.beat(engine.process)
+    assert pulse is not None
+    assert pulse.beat.current_step == after.current_step
+    assert not pulse.late
+
+
+def test_a_small_cache_evicts_oldest_first(cli: Any) -> None:
+    options = ("--mm-processor-cache-gb", FEW_IMAGES_GB)
+    server = cli.serve("small", "--demo", "vision", "--", *options)
+    try:
+        keys = []
+        for seed in range(12):
+            assert ask(server.url, seed).status_code == 200
+            keys.append(side(settled(server), "mm-lru", "P0")["newest"])
+        data = settled(server)
+        for name in ("P0", "P1"):
+            row = side(data, "mm-lru", name)
+            assert row["keys"] == keys[-row["entries"] :]
+            assert row["entries"] < 12
+            assert 0.5 < row["used"] <= 1
+        assert data["findings"] == []
+    finally:
+        cli("stop", "small", "--force")
+
+
+def transcribe(url: str, seed: int) -> httpx.Response:
+    return httpx.post(
+        f"{url}/v1/audio/transcriptions",
+        data={"model": "demo-audio"},
+        files={"file": ("tone.wav", wav(seed))},
+        timeout=120,
+    )
+
+
+def hangs(url: str, seed: int) -> bool:
+    try:
+        ask(url, seed, timeout_s=5)
+    except httpx.TimeoutException:
+        return True
+    return False
+
+
+def test_the_hang_of_43595_is_told_while_it_hangs(cli: Any, tmp_path: Path) -> None:
+    # vLLM 0.24 and newer leave no ghost keys: a plug-in puts the old method back.
+    (tmp_path / "old_touch.py").write_text(TOUCH)
+    metadata = tmp_path / "old_touch-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: old-touch\nVersion: 1\n")
+    entry = "[vllm.general_plugins]\nold_touch = old_touch:register\n"
+    (metadata / "entry_points.txt").write_text(entry)
+    options = ("--env", f"PYTHONPATH={tmp_path}", "--", "--mm-processor-cache-gb", FEW_IMAGES_GB)
+    server = cli.serve("hang", "--demo", "vision", *options)
+    try:
+        url = server.url
+        # Fits before the image's placeholder is expanded, and not after: only the front end
+        # has cached it, and a reuse leaves a key without data in the engine.
+        for length in range(2015, 2045):
+            ask(url, 1000 + length, text="z" * length)
+            ask(url, 1000 + length)
+            data = settled(server)
+            if data["findings"]:
+                break
+        assert "mm-cache.ghost-keys" in {each["code"] for each in data["findings"]}
+        assert any(hangs(url, seed) for seed in range(20))
+        assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+        began = time.monotonic()
+        ran = cli("cache", "inspect", "-t", "hang", "--json")
+        assert time.monotonic() - began < 4
+        assert ran.code == 1
+        (found,) = (each for each in ran.data["findings"] if each["severity"] == "error")
+        assert found["code"] == "mm-cache.ghost-keys"
+        assert "of engine" in found["subject"]
+        assert ran.data["silent"] == []
+    finally:
+        cli("stop", "hang", "--force")
+
+
+@pytest.mark.parametrize(
+    ("words", "note", "kinds"),
+    [
+        (["text"], "text-model", {"encoder"}),
+        (["vision", "--", "--mm-processor-cache-gb", "0"], "cache-off", {"encoder"}),
+        (
+            ["vision", "--", "--mm-processor-cache-type", "shm"],
+            "shm",
+            {"mm-shm", "mm-processor-only", "encoder"},
+        ),
+        (
+            ["vision", "--", "--api-server-count", "2"],
+            "processor-only",
+            {"mm-processor-only", "encoder"},
+        ),
+        (["audio"], "encoder-decoder", {"encoder"}),
+    ],
+    ids=["text", "off", "shm", "several-api-servers", "encoder-decoder"],
+)
+def test_each_kind_of_server_is_told_as_what_it_is(
+    cli: Any, words: list[str], note: str, kinds: set[str]
+) -> None:
+    server = cli.serve("kind", "--demo", *words)
+    try:
+        if words[0] == "vision":
+            for seed in (1, 2, 1):
+                assert ask(server.url, seed).status_code == 200
+        for seed in range(3 if words[0] == "audio" else 0):
+            assert transcribe(server.url, seed).status_code == 200
+        data = settled(server)
+        assert [each["code"] for each in data["notes"]] == [note]
+        assert {row["kind"] for row in data["caches"]} == kinds
+        assert (data["problems"], data["silent"]) == ([], [])
+        assert all(each["severity"] == "info" for each in data["findings"])
+        if note == "shm":
+            row = side(data, "mm-shm", "P0")
+            assert (row["entries"], row["hits"], row["queries"]) == (2, 1, 3)
+        if note == "processor-only":
+            rows = [row for row in data["caches"] if row["role"] == "api"]
+            assert len({row["pid"] for row in rows}) == 2
+            assert sum(row["queries"] for row in rows) == 3
+    finally:
+        cli("stop", "kind", "--force")
+
+
+# vLLM's own classes, without a server.
+
+
+def test_vllms_lru_cache_in_use_gives_no_finding_and_is_not_changed() -> None:
+    from vllm.utils.cache import LRUCache
+
+    choice = random.Random(7)
+    cache = LRUCache(100, getsizeof=lambda value: value)
+    holder = type("LruKeyReplicatedSenderCache", (SimpleNamespace,), {})(_cache=cache)
+    for _ in range(20_000):
+        key = str(choice.randrange(40))
+        match choice.randrange(5):
+            case 0 | 1:
+                cache.put_if_fits(key, choice.randrange(110))
+            case 2:
+                cache.get(key)
+            case 3:
+                cache.touch(key)
+            case _:
+                cache.pop(key, None)
+        if choice.random() < 0.05:
+            before = (cache.stat(), list(cache.order), cache.currsize)
+            snapshot = agent_caches.lru(holder, keys=True)
+            assert alone(snapshot) == []
+            assert (cache.stat(), snapshot.order, snapshot.bytes) == before
+            assert snapshot.entries == len(cache)
+
+
+def test_vllms_encoder_cache_manager_in_use_gives_no_finding() -> None:
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    choice = random.Random(7)
+    manager = EncoderCacheManager(cache_size=60)
+    requests: dict[str, Any] = {}
+    scheduler = SimpleNamespace(encoder_cache_manager=manager, requests=requests)
+    looks = 0
+    for number in range(20_000):
+        if choice.random() < 0.4 or not requests:
+            inputs = [choice.randrange(20) for _ in range(choice.randrange(1, 4))]
+            name = f"r{number}"
+            requests[name] = SimpleNamespace(
+                request_id=name,
+                mm_features=[SimpleNamespace(identifier=f"image{each}") for each in inputs],
+                get_num_encoder_embeds=lambda i, inputs=inputs: 1 + inputs[i] % 7,
+                is_finished=lambda: False,
+            )
+        name = choice.choice(list(requests))
+        request = requests[name]
+        index = choice.randrange(len(request.mm_features))
+        match choice.randrange(4):
+            case 0 | 1:
+                if not manager.check_and_update_cache(request, index) and manager.can_allocate(
+                    request, index, 100, 0
+                ):
+                    manager.allocate(request, index)
+            case 2:
+                manager.free_encoder_input(request, index)
+            case _:
+                manager.free(request)
+                del requests[name]
+        if number % 20 == 0:
+            looks += 1
+            cache = agent_caches.encoder(scheduler)
+            assert isinstance(cache, EncoderCache)
+            assert alone(cache) == []
+            assert cache.slots_by_key == manager.num_embeds_by_hash
+    assert looks == 1000
+
+
+SPIN = """
+import sys, threading, time
+from types import SimpleNamespace
+from vllm.utils.cache import LRUCache
+from vllmops.agent import caches
+cache = LRUCache(3, getsizeof=lambda value: 1)
+for key in "abc":
+    cache[key] = key
+cache._LRUCache__order["ghost"] = None
+cache._LRUCache__order.move_to_end("ghost", last=False)
+thread = threading.Thread(target=cache.__setitem__, args=("new", 1), daemon=True)
+thread.start()
+time.sleep(0.2)
+began = time.monotonic()
+found = caches.lru(SimpleNamespace(_cache=cache))
+print(thread.is_alive(), found.order_only, found.entries, time.monotonic() - began < 1)
+"""
+
+
+def test_vllms_eviction_that_spins_is_read_in_time() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SPIN],
+        env={**os.environ, "VLLMOPS_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "True ['ghost'] 3 True"

@@ -1,0 +1,48 @@
+"""Starting a real vLLM: what it refuses, and what the environment decides."""
+
+from __future__ import annotations
+
+from .conftest import Cli, until
+
+
+def test_vllm_says_itself_what_is_wrong_with_its_arguments(cli: Cli) -> None:
+    ran = cli("serve", "--demo", "text", "--name", "wrong", "--", "--frobnicate")
+    assert ran.code == 1
+    last = ran.err[ran.err.index("error:") :]
+    assert last.startswith("error: unrecognized arguments: --frobnicate")
+    assert str(cli.home / "instances/wrong/server.log") in last
+    assert "Traceback" not in last
+
+
+def test_the_agent_joins_an_allow_list_and_a_restart_keeps_it(cli: Cli) -> None:
+    server = cli.serve("plugins", "--demo", "text", "--env", "VLLM_PLUGINS=somebody_elses")
+    try:
+        before = server.row
+        assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
+        ran = cli("restart", "plugins", "--json")
+        assert ran.code == 0, ran.err
+        assert ran.data["environment"]["VLLM_PLUGINS"] == "somebody_elses,vllmops"
+        after = server.row
+        assert after["port"] == before["port"]
+        assert after["pid"] != before["pid"]
+        assert server.complete().status_code == 200
+    finally:
+        cli("stop", "plugins", "--force")
+
+
+def test_without_the_agent_it_serves_and_is_told_as_such(cli: Cli) -> None:
+    server = cli.serve("bare", "--demo", "text", "--env", "VLLMOPS_DISABLE=1")
+    try:
+        row = server.row
+        assert row["state"] == "ready"
+        assert {p["agent"] for p in row["processes"] if p["role"] != "other"} == {"absent"}
+        assert server.complete().status_code == 200
+        inspected = cli("cache", "inspect", "-t", "bare")
+        assert inspected.code == 5
+        assert "has no agent" in inspected.err
+        assert "running" in cli("status", "bare").out
+        footprint = server.footprint()
+        assert cli("stop", "bare").code == 0
+        until(lambda: not footprint.left(), 10, footprint.left)
+    finally:
+        cli("stop", "bare", "--force")

@@ -1,0 +1,208 @@
+"""Nothing of a server survives its end, whatever ends it; and a server survives its supervisor."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+
+import httpx
+import pytest
+
+from .conftest import SHM, Cli, Live, alive, kill, until
+
+
+@pytest.fixture
+def server(cli: Cli, request: pytest.FixtureRequest) -> Iterator[Live]:
+    made = cli.serve(f"s{abs(hash(request.node.name)) % 10**6}", "--demo", "text")
+    try:
+        yield made
+    finally:
+        cli("stop", made.name, "--force")
+
+
+@pytest.mark.parametrize("role", ["api", "engine", "worker"])
+def test_nothing_survives_the_death_of_any_process(server: Live, role: str) -> None:
+    footprint = server.footprint()
+    assert {"api", "engine", "worker"} <= server.pids().keys()
+    assert footprint.segments
+    kill(server.pids()[role])
+    until(lambda: server.row["state"] == "failed")
+    assert footprint.left() == []
+    assert role in server.row["failure"].lower()
+    told = server.cli("status", server.name)
+    assert told.code == 5
+    assert "failed" in told.err
+
+
+def test_a_segment_that_somebody_maps_is_not_touched(server: Live) -> None:
+    footprint = server.footprint()
+    held = next(iter(footprint.segments))
+    shared = SharedMemory(held, create=False)  # mapped by us: a live process that is not theirs
+    # vLLM and Python's resource tracker unlink what they can: killed at once, they leave it all.
+    for pid in footprint.pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in footprint.pids:
+        kill(pid)
+    until(lambda: server.row["state"] == "failed")
+    assert footprint.left() == [f"/dev/shm/{held}"]
+    shared.unlink()
+    shared.close()
+
+
+class Foreground:
+    """A ``vllmops serve`` in a terminal of its own."""
+
+    def __init__(self, cli: Cli, name: str) -> None:
+        self.terminal, theirs = pty.openpty()
+        self.process = cli.begin(
+            *("serve", "--demo", "text", "--name", name),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: os.set_blocking(0, True),
+        )
+        os.close(theirs)
+        self.said = b""
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+        self.live = Live(cli, name)
+
+    def read(self) -> None:
+        try:
+            while chunk := os.read(self.terminal, 4096):
+                self.said += chunk
+        except OSError:
+            pass  # closed
+
+    def wait_ready(self) -> None:
+        until(lambda: b"is ready at" in self.said or self.process.poll() is not None, 300)
+        assert self.process.poll() is None, self.said.decode()
+
+
+@pytest.mark.parametrize("ending", ["ctrl-c", "sigterm", "closed terminal", "kill -9"])
+def test_nothing_survives_a_foreground_serve(cli: Cli, ending: str) -> None:
+    serve = Foreground(cli, f"fg-{ending.replace(' ', '')}")
+    serve.wait_ready()
+    footprint = serve.live.footprint()
+    assert footprint.segments
+    if ending == "ctrl-c":
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.process.wait(60) == 130
+    elif ending == "sigterm":
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.process.wait(60) == 0
+    elif ending == "closed terminal":
+        # What the kernel sends when the terminal closes; the reader above keeps ours open.
+        serve.process.send_signal(signal.SIGHUP)
+        serve.process.wait(60)
+    else:
+        serve.process.kill()
+        serve.process.wait(60)
+    footprint.wait_gone()
+    assert serve.live.row["state"] in {"stopped", "failed"}
+
+
+def test_a_foreground_serve_outlives_its_supervisor(cli: Cli) -> None:
+    serve = Foreground(cli, "fg-orphan")
+    serve.wait_ready()
+    footprint = serve.live.footprint()
+    first = serve.live.supervisor()
+    kill(first)
+    until(lambda: serve.live.row["supervised"] and serve.live.supervisor() != first)
+    assert serve.live.complete().status_code == 200
+    assert serve.process.poll() is None
+    serve.process.kill()
+    serve.process.wait(60)
+    footprint.wait_gone()
+
+
+def test_a_detached_server_outlives_its_supervisor_and_is_drained(server: Live) -> None:
+    footprint = server.footprint()
+    first = server.supervisor()
+    kill(first)
+    seen = server.row
+    assert seen["supervised"] is False
+    assert seen["state"] == "ready"
+    assert server.complete().status_code == 200
+    # The command above took it under supervision again.
+    assert server.row["supervised"] is True
+    assert server.supervisor() != first
+    assert sorted(footprint.pids) == sorted(p["pid"] for p in server.row["processes"])
+
+    worker = server.pids()["worker"]
+    kill(server.supervisor())
+    url, answers = server.url, list[httpx.Response]()
+    asked = {"model": "demo-text", "prompt": "The quick", "max_tokens": 50, "ignore_eos": True}
+    caller = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=asked, timeout=120))
+    )
+    # A stopped worker keeps the request in flight for as long as the steps below take.
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        caller.start()
+        until(lambda: "1 running" in server.cli("status", server.name).out)
+        stopping = server.cli.begin("stop", server.name, stderr=subprocess.PIPE)
+        refused = until(lambda: refusal(url))
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert refused == httpx.codes.SERVICE_UNAVAILABLE
+    caller.join(120)
+    assert answers[0].json()["usage"]["completion_tokens"] == asked["max_tokens"]
+    assert stopping.wait(60) == 0
+    footprint.wait_gone(0)
+    assert server.row["state"] == "stopped"
+    assert server.row["failure"] is None
+
+
+def refusal(url: str) -> int | None:
+    """The status of a new request, None while it is still taken."""
+    answer = httpx.get(f"{url}/v1/models", timeout=10)
+    return None if answer.status_code == 200 else answer.status_code
+
+
+def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
+    serving = cli.begin(
+        *("serve", "--demo", "text", "--name", "early", "--json"), stdout=subprocess.PIPE
+    )
+    live = Live(cli, "early")
+    worker = until(lambda: live.pids().get("worker"), 120)
+    footprint = live.footprint()
+    kill(worker)
+    out, _ = serving.communicate(timeout=60)
+    assert serving.returncode == 1
+    assert b"serve.failed" in out
+    footprint.wait_gone(0)
+
+
+def test_stop_ends_a_server_that_vllmops_did_not_start(cli: Cli, server: Live) -> None:
+    port = server.row["port"] + 50
+    model = server.row["model"]
+    plain = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", model, "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"),
+            *("--max-model-len", "1024"),
+        ],
+        env={**cli.environment, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert cli("wait", str(plain.pid), "--for", "ready", "--timeout", "200").code == 0
+    row = next(r for r in cli("ps", "--json").data["instances"] if r["pid"] == plain.pid)
+    assert row["started_by_vllmops"] is False
+    assert row["port"] == port
+    assert row["state"] == "ready"
+    assert {p["agent"] for p in row["processes"] if p["role"] != "other"} == {"answers"}
+    assert cli("cache", "inspect", "-t", f"http://127.0.0.1:{port}").code == 0
+    assert cli("stop", str(plain.pid)).code == 0
+    assert plain.wait(10) is not None
+    assert not any(alive(process["pid"]) for process in row["processes"])
+    assert server.complete().status_code == 200  # the other one was left alone
+    assert list(SHM.glob("psm_*"))
