@@ -1,0 +1,91 @@
+"""What the agent costs a server: memory, start time, requests."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import psutil
+
+from vllmops.demo import Kind
+from vllmops.instances.processes import Role
+
+from .figure import Figure, Limit, interleaved
+from .setting import Server, Setting
+
+PATH = "/v1/completions"
+BODY = {"model": "demo-text", "prompt": "The quick brown", "max_tokens": 1}
+CONNECTIONS = 8
+BURST = 48  # requests; short, so that the servers take turns many times
+WARM_UP = 5  # bursts: the first requests are slow
+IDLE_S = 3.0
+MB = 1e6
+AGENT, STOCK, AGAIN = "with the agent", "stock (VLLMOPS_DISABLE=1)", "stock again"
+
+Values = defaultdict[tuple[str, str], list[float]]
+
+
+def measure(setting: Setting) -> Iterator[Figure]:
+    values: Values = defaultdict(list)
+    names = [AGENT, STOCK] if setting.short else [STOCK, AGENT, AGAIN]
+    for number in range(1 if setting.short else len(names)):
+        # Each comes first once: what is started first finds the machine as nobody else does.
+        compare(setting, names[number:] + names[:number], values)
+    wide = setting.short
+    yield figure(values, "start", "start time", "s", Limit(2, 20) if wide else Limit(1, 1))
+    for role in (Role.API, Role.ENGINE, Role.WORKER):
+        limit = Limit(1, 100) if wide else Limit(1, 20)
+        yield figure(values, role, f"memory of its own (USS), {role}", "MB", limit)
+    limit = Limit(5) if wide else Limit(1.01)
+    yield figure(values, "request", "time per request, 1 token", "s", limit, times=BURST)
+
+
+def figure(
+    values: Values, what: str, name: str, unit: str, limit: Limit, *, times: int = 1
+) -> Figure:
+    of = {each: statistics.median(values[each, what]) for each, other in values if other == what}
+    return Figure(
+        f"{name}, with the agent",
+        unit,
+        of[AGENT],
+        STOCK,
+        of[STOCK],
+        limit,
+        times * len(values[STOCK, what]),
+        control=of.get(AGAIN),
+    )
+
+
+def compare(setting: Setting, names: Sequence[str], values: Values) -> None:
+    """Start a server for each name, and measure them all while they are up together."""
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for name in names:
+            servers[name] = stack.enter_context(setting.server(Kind.TEXT, agent=name == AGENT))
+            values[name, "start"].append(servers[name].start_s)
+        for name, taken in interleaved(10 if setting.short else 200, bursts(servers)).items():
+            values[name, "request"] += taken
+        time.sleep(IDLE_S)
+        for name, server in servers.items():
+            for process in server.processes():
+                used = psutil.Process(process.pid).memory_full_info().uss
+                values[name, process.role].append(used / MB)
+
+
+def bursts(servers: dict[str, Server]) -> dict[str, Callable[[], float]]:
+    """For each server, something that sends a few requests and returns the seconds for each."""
+    for server in servers.values():
+        for _ in range(WARM_UP):
+            burst(server)
+    return {name: partial(burst, server) for name, server in servers.items()}
+
+
+def burst(server: Server) -> float:
+    requests = [server.request(PATH, BODY)] * BURST
+    began = time.perf_counter()
+    server.load(requests, CONNECTIONS)
+    return (time.perf_counter() - began) / BURST

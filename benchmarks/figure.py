@@ -1,0 +1,87 @@
+"""What a measurement is: a value, its rival's in the same run, and how far it may go."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most a value may be: ``times`` its rival's, ``plus`` something in the figure's unit."""
+
+    times: float = 1.0
+    plus: float = 0.0
+
+    def of(self, rival: float) -> float:
+        return self.times * rival + self.plus
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One claim, measured.
+
+    Args:
+        name: what was measured.
+        unit: of all three values.
+        value: the median.
+        rival: what it is measured against.
+        rival_value: the rival's median, from the same run.
+        limit: holds the claim to its rival.
+        n: measurements behind each median.
+        control: the rival's median measured a second time, as if it were another: what differs
+            there is noise. None where noise does not matter, or there was no time.
+    """
+
+    name: str
+    unit: str
+    value: float
+    rival: str
+    rival_value: float
+    limit: Limit
+    n: int
+    control: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        return self.value / self.rival_value if self.rival_value else None
+
+    @property
+    def bound(self) -> float:
+        """The limit as a value."""
+        return self.limit.of(self.rival_value)
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.bound
+
+    def row(self) -> dict[str, Any]:
+        """For ``--json``."""
+        derived = {"ratio": self.ratio, "bound": self.bound, "holds": self.holds}
+        return {**vars(self), "limit": vars(self.limit), **derived}
+
+
+def interleaved(rounds: int, targets: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Measure every target once a round, by turns forwards and backwards: A B C C B A …
+
+    What changes slowly on the machine then falls on all of them alike.
+
+    Args:
+        rounds: how often; even, if drift is to cancel out.
+        targets: by name, what to measure.
+
+    Returns:
+        Each target's values, one for each round.
+    """
+    values: dict[str, list[float]] = {name: [] for name in targets}
+    for number in range(rounds):
+        order = list(targets) if number % 2 == 0 else list(targets)[::-1]
+        for name in order:
+            values[name].append(targets[name]())
+    return values
+
+
+def medians(values: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(each) for name, each in values.items()}
