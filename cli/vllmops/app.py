@@ -31,6 +31,7 @@ COMMANDS = {
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
     "restart": Entry("stop:restart_app", "Stop a server and start it again as it was."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
+    "patches": Entry("patches", "Defects of vLLM's, and what became of them.", several=True),
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
     "completions": Entry("completions", "Print a shell's completion script."),
 }

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's processes: finds their caches, answers on a socket, beats.
+"""Runs inside vLLM's processes: patches them, finds their caches, answers on a socket, beats.
 
 It must never make the server worse: nothing here raises into vLLM, takes one of its locks, or
 imports more than the standard library and what vLLM itself depends on.
@@ -23,9 +23,11 @@ def register() -> None:
     if os.environ.get("VLLMOPS_DISABLE") == "1" or short_lived():
         return
     try:
+        from ..patches import registry  # noqa: PLC0415
         from . import found, service  # noqa: PLC0415
 
         found.install()
+        registry.install()
         service.start()
     except Exception as error:
         log.warning("vllmops: the agent is off in pid %d: %r", os.getpid(), error)

@@ -21,6 +21,13 @@ def every_name(incomplete: str) -> list[str]:
     return [f.name for f in folders() if f.name.startswith(incomplete)]
 
 
+def patch_ids(incomplete: str) -> list[str]:
+    """Ids of the patches, for completion."""
+    from ..patches.registry import PATCHES  # noqa: PLC0415
+
+    return [name for name in PATCHES if name.startswith(incomplete)]
+
+
 HELP = "Instance name, pid or URL of a server; not needed where only one runs."
 
 Target = Annotated[

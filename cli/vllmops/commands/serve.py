@@ -21,6 +21,8 @@ from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
 from ..instances.record import Failure, Folder, Record, State
 from ..instances.servers import option
 from ..output import Json, Progress, Result, Verbatim, command, show, span, typer_app
+from ..patches.registry import OFF, known
+from .options import patch_ids
 
 BEHIND = "vllmops.behind"
 LOG_POLL_S = 0.2
@@ -69,6 +71,14 @@ def serve(
     env: Annotated[
         list[str] | None, typer.Option(metavar="K=V", help="Environment for vLLM; repeatable.")
     ] = None,
+    no_patch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID",
+            help="Leave a defect of vLLM's as it is, see `vllmops patches list`; repeatable.",
+            autocompletion=patch_ids,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the exact command and environment only.")
     ] = False,
@@ -83,7 +93,8 @@ def serve(
     With --detach the server goes on, and `vllmops stop` ends it. Everything behind -- goes to
     vLLM untouched.
     """
-    order = place(model, demo, name, host, port, detach, env or [], ctx.meta[BEHIND])
+    env = [*(env or []), *unpatched(no_patch or [])]
+    order = place(model, demo, name, host, port, detach, env, ctx.meta[BEHIND])
     if dry_run:
         planned = launch.preview(order)
         return Result(instance(planned), lambda: shell_lines(planned))
@@ -94,6 +105,17 @@ def serve(
     session = Session(reserved.folder, control, wish)
     record = stay(session, reserved.record, detach=detach, log=not (quiet or json_), quiet=json_)
     return Result(instance(record), lambda: summary(record) if detach else ())
+
+
+def unpatched(ids: Sequence[str]) -> list[str]:
+    """What ``--no-patch`` adds to the environment.
+
+    Raises:
+        VllmopsError: ``patch.unknown``.
+    """
+    for patch in ids:
+        known(patch)
+    return [f"{OFF}={','.join(ids)}"] if ids else []
 
 
 def place(

@@ -15,6 +15,7 @@ from ..instances.servers import Server, resolve
 from ..output import Json, Result, command, size, table, typer_app
 from ..snapshots.caches import LruCache, ShmCache
 from ..snapshots.engine import EngineState
+from ..snapshots.patches import State
 from .options import Target, TargetArgument
 from .ps import InstanceRow, listing, row
 
@@ -46,15 +47,28 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
     ]
     metrics = client_http.metrics(server.url) if server.url else None
     caches = uses(server)
+    patched = patch_states(server)
     data: dict[str, Any] = {
         "instance": seen,
         "stage": server.record.stage if server.record else None,
         "engines": engines,
         "metrics": metrics,
         "caches": caches,
-        "patches": [],
+        "patches": patched,
     }
-    return Result(data, lambda: screen(server, seen, engines, metrics, caches))
+    return Result(data, lambda: screen(server, seen, engines, metrics, caches, patched))
+
+
+def patch_states(server: Server) -> dict[str, list[str]]:
+    """The patches in each state, by id; one that differs between processes is in several."""
+    states: dict[str, list[str]] = {}
+    asked = server.of(Role.API, Role.ENGINE, Role.WORKER)
+    for _, answer in agent.side_by_side(asked, lambda process: agent.reach(process).patches()):
+        if not isinstance(answer, VllmopsError):
+            for verdict in answer.patches:
+                if verdict.id not in states.setdefault(verdict.state, []):
+                    states[verdict.state].append(verdict.id)
+    return states
 
 
 def uses(server: Server) -> list[CacheUse]:
@@ -81,6 +95,7 @@ def screen(
     engines: list[EngineState],
     metrics: client_http.Metrics | None,
     caches: list[CacheUse],
+    patched: dict[str, list[str]],
 ) -> list[RenderableType]:
     facts = table("", "")
     facts.show_header = False
@@ -100,7 +115,7 @@ def screen(
             f"{cache.kind} {cache.side}",
             f"{cache.entries} entries, {size(cache.bytes)} of {size(cache.capacity_bytes)}",
         )
-    facts.add_row("patches", "none: this vllmops applies none")
+    facts.add_row("patches", patches(patched))
     if seen.supervised is False:
         facts.add_row("supervision", "its supervisor had died; another has just taken over")
     elif seen.supervised is None:
@@ -125,3 +140,13 @@ def kv_cache(engines: list[EngineState], metrics: client_http.Metrics | None) ->
     if not shares and metrics and metrics.kv_cache_usage is not None:
         shares = [metrics.kv_cache_usage]
     return ", ".join(f"{share:.1%} used" for share in shares) or "unknown"
+
+
+def patches(states: dict[str, list[str]]) -> str:
+    """How many patches are in which state; what is not as it should be, by name."""
+    well = State.APPLIED, State.FIXED
+    told = [
+        f"{len(ids)} {state}" if state in well else f"{state}: {', '.join(ids)}"
+        for state, ids in states.items()
+    ]
+    return "; ".join(told) or "unknown: no agent answers"

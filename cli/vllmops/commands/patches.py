@@ -1,0 +1,238 @@
+"""``vllmops patches``: which of vLLM's defects are there, and which vllmops has taken away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from ..client import agent
+from ..errors import Exit, VllmopsError
+from ..instances.processes import Role
+from ..instances.servers import resolve
+from ..output import Json, Progress, Result, command, table, typer_app
+from ..patches.registry import PATCHES, known
+from ..snapshots.patches import ProcessPatches, State, Verdict
+from .options import Target, patch_ids
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+app = typer_app("Defects of vLLM's, and what became of them.")
+
+TIMEOUT_S = 120.0  # to import vLLM; 7 s as a rule
+PROBED: dict[bool | None, tuple[str, str]] = {
+    True: ("defect present", "bold red"),
+    False: ("defect absent", "green"),
+    None: ("not probed", "yellow"),
+}
+STYLES = {State.FAILED: "bold red", State.OFF: "yellow", State.APPLIED: "green"}
+
+
+@app.callback()
+def patches() -> None:
+    """Defects of vLLM's, and what became of them."""
+
+
+@app.command("list", epilog="Example: vllmops patches list -t demo")
+@command
+def list_(*, target: Target = None, json_: Json = False) -> Result:
+    """Show what became of each patch, process by process.
+
+    Of a running server with --target; of the vLLM in this environment
+    without, where no server is started. A patch is `fixed upstream`,
+    `applied`, `failed` (and why) or `off`; a process that has not loaded
+    the code it is about is left out.
+    """
+    processes, silent = asked(target, verify=False, quiet=json_)
+    return Result(report(processes, silent), lambda: listing(processes, silent))
+
+
+@app.command(epilog="Example: vllmops patches verify -t demo")
+@command
+def verify(*, target: Target = None, json_: Json = False) -> Result:
+    """Run each probe again; exit code 1 where a defect is present.
+
+    Probes work on objects of their own and are safe in production.
+    """
+    processes, silent = asked(target, verify=True, quiet=json_)
+    bad = any(verdict.present for process in processes for verdict in process.patches)
+    return Result(
+        report(processes, silent),
+        lambda: listing(processes, silent, verify=True),
+        Exit.FAILED if bad else Exit.OK,
+    )
+
+
+@app.command(epilog="Example: vllmops patches show mm-lru-stale-eviction")
+@command
+def show(
+    patch: Annotated[
+        str, typer.Argument(metavar="ID", help="The patch.", autocompletion=patch_ids)
+    ],
+    json_: Json = False,
+) -> Result:
+    """Show what a patch is about: the defect, who is hit, what changes."""
+    found = known(patch)
+    names = ("id", "title", "upstream", "hit", "changes", "modules", "live")
+    data = {name: getattr(found, name) for name in names}
+    return Result(data, lambda: facts(data))
+
+
+def asked(
+    target: str | None, *, verify: bool, quiet: bool
+) -> tuple[list[ProcessPatches], list[dict[str, object]]]:
+    """The patches of a server's processes, and who did not tell; or of this environment.
+
+    Raises:
+        VllmopsError: ``patches.no-agent`` where nobody told anything, ``vllm.missing``,
+            ``vllm.broken`` or ``vllm.slow``.
+    """
+    if target is None:
+        return [here(quiet=quiet)], []
+    server = resolve(target)
+    answers = agent.side_by_side(
+        server.of(Role.API, Role.ENGINE, Role.WORKER),
+        lambda process: agent.reach(process).patches(verify=verify),
+    )
+    told = [answer for _, answer in answers if isinstance(answer, ProcessPatches)]
+    silent: list[dict[str, object]] = [
+        {"role": process.role, "pid": process.pid, "code": answer.code, "why": answer.message}
+        for process, answer in answers
+        if isinstance(answer, VllmopsError)
+    ]
+    if not told:
+        whys = "; ".join(dict.fromkeys(str(each["why"]) for each in silent))
+        raise VllmopsError(
+            "patches.no-agent",
+            f"no process of {server.label} told its patches: {whys or 'it has none yet'}",
+            f"vllmops restart {server.label}",
+            exit_code=Exit.NOT_FOUND,
+        )
+    return told, silent
+
+
+def here(*, quiet: bool) -> ProcessPatches:
+    """The patches of the vLLM in this environment, tried in a process of their own."""
+    if find_spec("vllm") is None:
+        raise VllmopsError(
+            "vllm.missing",
+            f"vLLM is not installed in this environment ({sys.prefix})",
+            "vllmops patches list -t TARGET, or pip install 'vllmops-cli[gpu]'",
+        )
+    words = (sys.executable, "-P", "-m", "vllmops.patches")
+    # Nothing of it is a server: it must not bring up an agent.
+    environment = {**os.environ, "VLLMOPS_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    try:
+        with Progress(time.time(), quiet=quiet) as progress:
+            progress.update("importing vLLM, to try the patches on it")
+            done = subprocess.run(
+                words, env=environment, capture_output=True, check=False, timeout=TIMEOUT_S
+            )
+    except subprocess.TimeoutExpired as error:
+        raise VllmopsError(
+            "vllm.slow",
+            f"vLLM was not imported within {TIMEOUT_S:.0f} s",
+            f"{sys.executable} -c 'import vllm'",
+            exit_code=Exit.TIMED_OUT,
+        ) from error
+    try:
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=ProcessPatches)
+    except (IndexError, msgspec.MsgspecError) as error:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise VllmopsError(
+            "vllm.broken",
+            f"vLLM can't be imported here: {' '.join(last) or f'exit code {done.returncode}'}",
+            f"{sys.executable} -c 'import vllm'",
+        ) from error
+
+
+def report(
+    processes: Sequence[ProcessPatches], silent: Sequence[dict[str, object]]
+) -> dict[str, Any]:
+    """For ``--json``: by patch, then by process."""
+    rows = []
+    for name, patch in PATCHES.items():
+        each = [
+            {
+                "role": process.role,
+                "pid": process.pid,
+                "state": verdict.state,
+                "reason": verdict.reason,
+                "present": verdict.present,
+            }
+            for process in processes
+            for verdict in process.patches
+            if verdict.id == name
+        ]
+        rows.append(
+            {"id": name, "upstream": patch.upstream, "title": patch.title, "processes": each}
+        )
+    versions = sorted({process.vllm_version or "unknown" for process in processes})
+    seconds = {str(process.pid): process.seconds for process in processes}
+    return {"vllm_versions": versions, "patches": rows, "silent": silent, "seconds": seconds}
+
+
+def listing(
+    processes: Sequence[ProcessPatches],
+    silent: Sequence[dict[str, object]],
+    *,
+    verify: bool = False,
+) -> list[RenderableType]:
+    """A line for each patch and state, with the processes that are in it."""
+    from rich.text import Text  # noqa: PLC0415
+
+    versions = sorted({process.vllm_version or "unknown version" for process in processes})
+    shown = table("patch", "state", "processes")
+    notes = []
+    for name in PATCHES:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for process in processes:
+            for verdict in process.patches:
+                if verdict.id != name:
+                    continue
+                who = process.role if process.role == "here" else f"{process.role} {process.pid}"
+                groups.setdefault(state(verdict, verify), []).append(who)
+                if verdict.reason:
+                    notes.append(f"{name}, {who}: {verdict.reason}")
+        for (word, style), everybody in groups.items():
+            shown.add_row(name, Text(word, style=style), ", ".join(everybody))
+        if not groups:
+            shown.add_row(name, "no process has loaded it", "")
+    notes += [f"{each['role']} {each['pid']} did not tell: {each['why']}" for each in silent]
+    return [f"vLLM {', '.join(versions)}", "", shown, *(Text(note) for note in notes)]
+
+
+def state(verdict: Verdict, verify: bool) -> tuple[str, str]:
+    """A state for a person, and its style."""
+    if not verify:
+        return verdict.state, STYLES.get(verdict.state, "")
+    said, style = PROBED[verdict.present]
+    return f"{said} ({verdict.state})", style
+
+
+def facts(data: dict[str, Any]) -> list[RenderableType]:
+    """What a patch is, for a person."""
+    from rich.text import Text  # noqa: PLC0415
+
+    live = "can be applied" if data["live"] else "can't be applied"
+    shown = table("", "")
+    shown.show_header = False
+    for label, text in (
+        ("defect", data["title"]),
+        ("upstream", data["upstream"]),
+        ("who is hit", data["hit"]),
+        ("changes", data["changes"]),
+        ("in", ", ".join(data["modules"])),
+        ("live", f"{live} to a server that already runs without it"),
+        ("leave out", f"vllmops serve --no-patch {data['id']}"),
+    ):
+        shown.add_row(label, Text(text))
+    return [Text(data["id"], style="bold"), shown]

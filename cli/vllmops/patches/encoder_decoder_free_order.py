@@ -1,0 +1,44 @@
+"""Encoder-decoder cache entries are freed in the step that allocates them (vLLM #32789)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from .patch import Patch
+from .scratch import Request
+
+
+def present(module: ModuleType) -> bool:
+    manager = module.EncoderDecoderCacheManager(cache_size=100)
+    manager.allocate(Request(), 0)
+    return bool(manager.get_freed_mm_hashes())
+
+
+def apply(module: ModuleType) -> None:
+    module.EncoderDecoderCacheManager.get_freed_mm_hashes = get_freed_mm_hashes
+
+
+def get_freed_mm_hashes(self: Any) -> list[str]:
+    """What the worker may free: entries of the step before.
+
+    The worker frees before it runs the model, so an entry told in its own step is not there yet,
+    and stays for ever.
+    """
+    ready = vars(self).get("_vllmops_to_free", [])
+    self._vllmops_to_free, self.freed = self.freed, []
+    return list(ready)
+
+
+PATCH = Patch(
+    id="encoder-decoder-free-order",
+    upstream="https://github.com/vllm-project/vllm/pull/32789",
+    title="encoder outputs of Whisper-like models are never freed on the worker",
+    hit="Whoever serves Whisper or another encoder-decoder model: GPU memory grows with every "
+    "request until there is none. In vLLM up to 0.14.0.",
+    changes="EncoderDecoderCacheManager.get_freed_mm_hashes() tells an entry one step after it was "
+    "allocated, as in vLLM 0.14.1.",
+    modules=("vllm.v1.core.encoder_cache_manager",),
+    present=present,
+    apply=apply,
+)

@@ -1,0 +1,72 @@
+"""An encoder-decoder model's slots are freed at every step, and once more at the end."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from .patch import Patch
+from .scratch import Request
+
+MARK = "__vllmops__"
+
+
+def present(module: ModuleType) -> bool:
+    manager, request = module.EncoderDecoderCacheManager(cache_size=100), Request()
+    manager.allocate(request, 0)
+    # What the scheduler does: after each step that has computed something, and at the end.
+    manager.free_encoder_input(request, 0)
+    manager.free_encoder_input(request, 0)
+    manager.free(request)
+    return bool(manager.num_free_slots != manager.cache_size)
+
+
+def apply(module: ModuleType) -> None:
+    cls = module.EncoderDecoderCacheManager
+    if hasattr(cls.allocate, MARK):
+        return
+    take, give = cls.allocate, cls.free_encoder_input
+    clear = getattr(cls, "reset", None)  # since vLLM 0.16
+
+    def allocate(self: Any, request: Any, input_id: int) -> None:
+        # A preempted request allocates anew what it still holds.
+        free_encoder_input(self, request, input_id)
+        take(self, request, input_id)
+        held(self).add((request.request_id, input_id))
+
+    def free_encoder_input(self: Any, request: Any, input_id: int) -> None:
+        key = (request.request_id, input_id)
+        if key in held(self):
+            held(self).remove(key)
+            give(self, request, input_id)
+
+    setattr(allocate, MARK, True)
+    cls.allocate, cls.free_encoder_input = allocate, free_encoder_input
+    if clear is not None:
+
+        def reset(self: Any) -> None:
+            held(self).clear()
+            clear(self)
+
+        cls.reset = reset
+
+
+def held(manager: Any) -> set[tuple[str, int]]:
+    """The inputs that hold slots, by request and number."""
+    inputs: set[tuple[str, int]] = vars(manager).setdefault("_vllmops_held", set())
+    return inputs
+
+
+PATCH = Patch(
+    id="encoder-decoder-slots",
+    upstream="none: reported by vllmops",
+    title="encoder-decoder cache slots are freed more often than taken",
+    hit="Whoever serves Whisper or another encoder-decoder model: the count of free slots passes "
+    "the capacity, so the limit on encoder outputs limits nothing. In every vLLM up to 0.33.",
+    changes="EncoderDecoderCacheManager gives back the slots of an input once.",
+    modules=("vllm.v1.core.encoder_cache_manager",),
+    present=present,
+    apply=apply,
+    # What was allocated before is not known, and would never be given back.
+    live=False,
+)

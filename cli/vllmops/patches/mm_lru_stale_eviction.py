@@ -1,0 +1,69 @@
+"""``LRUCache.popitem()`` spins on a stale key, however it came there (reviewed in vLLM #43595)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from types import ModuleType
+from typing import Any, Final
+
+from .patch import Patch
+
+NOTHING: Final = object()
+
+
+def present(module: ModuleType) -> bool:
+    # The stale key first: behind a real one, nothing would meet it.
+    cache = module.LRUCache(2)
+    cache["real"] = 1
+    cache._LRUCache__order["ghost"] = None
+    cache._LRUCache__order.move_to_end("ghost", last=False)
+    return bool(cache.popitem() != ("real", 1))
+
+
+def apply(module: ModuleType) -> None:
+    module.LRUCache.popitem = popitem
+
+
+def popitem(self: Any, remove_pinned: bool = False) -> tuple[Hashable, Any]:
+    """Remove and return the pair that was used least recently; stale keys go on the way.
+
+    Raises:
+        RuntimeError: everything is pinned, or nothing is there.
+        StopIteration: nothing is there, and pinned ones may go too: vLLM's own answer.
+    """
+    order, data = self._LRUCache__order, self._Cache__data
+    while (key := first(order, self.pinned_items, remove_pinned)) not in data:
+        if key is NOTHING:
+            # A key that has lost its place in the order would stay for ever.
+            key = first(data, self.pinned_items, remove_pinned)
+            if key is NOTHING:
+                if remove_pinned:
+                    raise StopIteration
+                raise RuntimeError("All items are pinned, cannot remove oldest from the cache.")
+            order[key] = None
+            break
+        order.pop(key, None)
+    return key, self.pop(key)
+
+
+def first(keys: Iterable[Hashable], pinned: set[Hashable], remove_pinned: bool) -> Hashable:
+    """The first key that may go, `NOTHING` where none may."""
+    for key in keys:
+        if remove_pinned or key not in pinned:
+            return key
+    return NOTHING
+
+
+PATCH = Patch(
+    id="mm-lru-stale-eviction",
+    upstream="https://github.com/vllm-project/vllm/pull/43595",
+    title="LRUCache.popitem() spins on a key without data",
+    hit="Whoever has a stale key in an LRU order, however it came there: the eviction that meets "
+    "it never ends, and neither does a cache reset. In every vLLM up to 0.33: upstream stopped "
+    "making such keys, and left the eviction as it was.",
+    changes="LRUCache.popitem() drops stale keys and goes on to a real one, as the pull request's "
+    "first version did; a key that has lost its place in the order can be evicted again.",
+    modules=("vllm.utils.cache",),
+    present=present,
+    apply=apply,
+)

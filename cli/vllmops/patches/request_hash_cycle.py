@@ -1,0 +1,80 @@
+"""A ``Request`` and its block hasher hold each other (vLLM #34183)."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from .patch import Patch
+
+NAME = "get_hash_new_full_blocks"
+TRIES = 3
+
+
+def present(module: ModuleType) -> bool:
+    # A collection that happens to run in between would hide the cycle, hardly three times.
+    return any(outlives(module) for _ in range(TRIES))
+
+
+def outlives(module: ModuleType) -> bool:
+    """Whether a request is still there when nobody has it any more."""
+    return weakref.ref(scratch(module))() is not None
+
+
+def scratch(module: ModuleType) -> Any:
+    """A request with a block hasher."""
+    cls = module.Request
+    given: dict[str, Any] = {
+        "request_id": "vllmops-probe",
+        "prompt_token_ids": [0],
+        "sampling_params": module.SamplingParams(max_tokens=1),
+        "pooling_params": None,
+        "block_hasher": no_hashes,
+    }
+    if "eos_token_id" in inspect.signature(cls).parameters:
+        given["eos_token_id"] = None
+    return cls(**given)
+
+
+def no_hashes(request: Any) -> list[Any]:  # noqa: ARG001
+    """A block hasher."""
+    return []
+
+
+def apply(module: ModuleType) -> None:
+    bound = vars(scratch(module)).get(NAME)
+    if bound is not no_hashes and not isinstance(bound, partial):
+        raise TypeError("the cycle is not the one that is known")
+    setattr(module.Request, NAME, property(get, put))
+
+
+def get(self: Any) -> Callable[[], list[Any]] | None:
+    """The bound hasher, made when it is asked for: so the request need not hold it."""
+    bound = vars(self).get(NAME)
+    if isinstance(bound, partial):  # a request from before the patch
+        put(self, bound)
+        bound = vars(self).get(NAME)
+    return None if bound is None else partial(bound, self)
+
+
+def put(self: Any, bound: Callable[[], list[Any]] | None) -> None:
+    """Keep the hasher without the request that ``partial(block_hasher, self)`` binds."""
+    vars(self)[NAME] = bound.func if isinstance(bound, partial) else bound
+
+
+PATCH = Patch(
+    id="request-hash-cycle",
+    upstream="https://github.com/vllm-project/vllm/pull/34183",
+    title="a finished Request stays until a gen-2 garbage collection",
+    hit="Whoever serves images, audio or video with prefix caching: each finished request keeps "
+    "its inputs, megabytes each, and EngineCore grows by gigabytes. In vLLM up to 0.15.1.",
+    changes="Request.get_hash_new_full_blocks is bound when it is called, so that a request does "
+    "not hold itself; the hashes are the same.",
+    modules=("vllm.v1.request",),
+    present=present,
+    apply=apply,
+)

