@@ -214,8 +214,9 @@ def encoder(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
         return None
     own = vars(manager)
     if "cached" not in own:
-        # 0.14.0 and older have one list; its successors hold an entry back for one step.
-        lists = [own[name] for name in ("allocated", "to_free", "freed") if name in own]
+        # 0.14.0 and older have one list, or two with our patch; its successors have others.
+        names = ("allocated", "to_free", "freed", "_vllmops_to_free")
+        lists = [own[name] for name in names if name in own]
         own, *lists = at_once((dict, own), *((list, held) for held in lists))
         return EncoderDecoderCache(
             name=type(manager).__name__,

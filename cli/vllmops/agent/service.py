@@ -23,15 +23,18 @@ import msgspec
 
 from .. import __version__
 from ..home import home
-from ..snapshots.engine import Beat, Hello
-from . import caches, engine, found, log
+from ..patches import registry
+from ..snapshots.engine import Beat, Hello, Traffic
+from ..snapshots.repairs import Wish
+from . import caches, engine, found, log, repair
 from .gate import gate
 from .heartbeat import Heart
 from .identity import create_time, role
 
 DIRECTORY = "agents"
+BODY_BYTES = 4 << 20  # some 60,000 keys
 PATH_BYTES = 107  # sockaddr_un's, without the closing zero
-FEATURES = ("engine", "caches", "requests", "drain", "heartbeat")
+FEATURES = ("engine", "caches", "requests", "drain", "heartbeat", "patches", "repair")
 
 
 class OffError(Exception):
@@ -78,16 +81,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = int(self.headers.get("content-length") or 0)
-        if self.path != "/drain" or length > 1024:
+        route = POSTS.get(self.path)
+        if route is None or length > BODY_BYTES:
             self.answer(404, {"error": f"no such path: {self.path}"})
             return
+        decoder, act = route
         try:
-            wish = DRAIN.decode(self.rfile.read(length))
+            content = act(decoder.decode(self.rfile.read(length)))
         except msgspec.MsgspecError as error:
             self.answer(400, {"error": str(error)})
-            return
-        gate.draining = wish.on
-        self.answer(200, engine.traffic())
+        except Exception as error:
+            self.answer(500, {"error": f"{type(error).__name__}: {error}"})
+        else:
+            self.answer(200, content)
 
     def answer(self, status: int, content: Any) -> None:
         body = msgspec.json.encode(content)
@@ -105,10 +111,6 @@ class Drain(msgspec.Struct, frozen=True):
     """The body of ``POST /drain``."""
 
     on: bool
-
-
-# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
-DRAIN = msgspec.json.Decoder(Drain)
 
 
 class Running:
@@ -271,11 +273,24 @@ def hello() -> Hello:
     )
 
 
+def drain(wish: Drain) -> Traffic:
+    """``POST /drain``."""
+    gate.draining = wish.on
+    return engine.traffic()
+
+
+# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
+POSTS: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Any]]] = {
+    "/drain": (msgspec.json.Decoder(Drain), drain),
+    "/repair": (msgspec.json.Decoder(Wish), repair.repair),
+}
 GETS: dict[str, Callable[[], Any]] = {
     "/hello": hello,
     "/engine": engine.state,
     "/caches": caches.snapshot,
     "/caches?keys=1": partial(caches.snapshot, keys=True),
     "/requests": engine.traffic,
+    "/patches": registry.states,
+    "/patches?verify=1": partial(registry.states, verify=True),
     "/heartbeat": lambda: beat(-1, time.monotonic()),
 }

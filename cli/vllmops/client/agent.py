@@ -20,6 +20,8 @@ from ..home import home
 from ..instances.processes import CLOCK_SLACK_S, Process
 from ..snapshots.caches import ProcessCaches
 from ..snapshots.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
+from ..snapshots.patches import ProcessPatches
+from ..snapshots.repairs import ProcessRepair, Wish
 
 TIMEOUT_S = 2.0
 DIRECTORY = "agents"
@@ -31,7 +33,10 @@ PATH_BYTES = 107  # sockaddr_un's, without the closing zero
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
 DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
-    for kind in (Answer, Hello, EngineState, ProcessCaches, Traffic)
+    for kind in (
+        *(Answer, Hello, EngineState, ProcessCaches),
+        *(ProcessPatches, ProcessRepair, Traffic),
+    )
 }
 BEATS = msgspec.json.Decoder(Beat)
 
@@ -73,6 +78,15 @@ class Agent:
         answer = self.ask("GET", "/caches?keys=1" if keys else "/caches", ProcessCaches)
         return msgspec.structs.replace(answer, role=self.process.role.value)
 
+    def patches(self, *, verify: bool = False) -> ProcessPatches:
+        """Its patches, with the role that the process tree tells.
+
+        Args:
+            verify: whether to probe again.
+        """
+        answer = self.ask("GET", "/patches?verify=1" if verify else "/patches", ProcessPatches)
+        return msgspec.structs.replace(answer, role=self.process.role.value)
+
     def requests(self) -> Traffic:
         """Its HTTP requests."""
         return self.ask("GET", "/requests", Traffic)
@@ -80,6 +94,11 @@ class Agent:
     def drain(self, on: bool = True) -> Traffic:
         """Refuse new HTTP requests from now on, or take them again."""
         return self.ask("POST", "/drain", Traffic, msgspec.json.encode({"on": on}))
+
+    def repair(self, wish: Wish) -> ProcessRepair:
+        """Repair its caches, with the role that the process tree tells."""
+        answer = self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(wish))
+        return msgspec.structs.replace(answer, role=self.process.role.value)
 
     def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
         """Ask one question and decode the answer."""

@@ -15,6 +15,7 @@ from ..client import caches
 from ..diagnose import caches as judge
 from ..diagnose.findings import Finding, Severity, worst
 from ..errors import Exit, VllmopsError
+from ..instances.processes import alive
 from ..instances.servers import resolve
 from ..output import Result, command
 from ..snapshots import files
@@ -28,7 +29,9 @@ from ..snapshots.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
+from .findings import lines
 from .options import Target
+from .repair import repair
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,7 +47,6 @@ TITLES = {
     "mm-processor-only": "Multimodal cache of one process",
     "encoder": "Encoder cache",
 }
-STYLES = {Severity.INFO: "", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 
 
 @app.callback()
@@ -91,9 +93,11 @@ def inspect(
         return result(files.load(file, CacheSnapshot), fail_on, keys)
     # On a full machine the server's work goes first: looking every second must not slow it down.
     os.nice(NICENESS)
+    keys_too = keys or save is not None
+    server = resolve(target)
     try:
         while True:
-            snapshot = caches.take(resolve(target), keys=keys or save is not None)
+            snapshot = caches.take(server, keys=keys_too)
             if save is not None:
                 files.save(save, snapshot)
                 output.say(f"saved to {save}")
@@ -103,11 +107,17 @@ def inspect(
             output.console().clear()
             output.show(*found.text())
             time.sleep(interval)
+            # Finding it takes longer than looking into it, and it seldom changes.
+            if snapshot.samples[-1].silent or not all(map(alive, server.processes)):
+                server = resolve(target)
     except KeyboardInterrupt:
         if not watch:
             raise
         # The ordinary way to end it, so nothing is said.
         raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+app.command(epilog="Example: vllmops cache repair -t demo --dry-run")(repair)
 
 
 def usage(message: str) -> VllmopsError:
@@ -254,14 +264,7 @@ def text(data: dict[str, Any], found: Sequence[Finding]) -> Iterator[RenderableT
         yield Text(f"  mend: {silent.mend}")
     for each in data["problems"]:
         yield Text(f"{each['role']} {each['pid']}: {each['problem']}", "yellow")
-    for finding in found:
-        style = STYLES[finding.severity]
-        yield Text(f"{finding.severity}: {finding.title} [{finding.code}]", style)
-        yield Text(f"  where: {finding.subject}")
-        yield Text(f"  seen: {finding.evidence}")
-        yield Text(f"  advice: {finding.advice}")
-        if finding.reference:
-            yield Text(f"  see: {finding.reference}")
+    yield from lines(found)
     if not found:
         where = " in what could be read" if data["silent"] or data["problems"] else ""
         yield Text(f"No findings{where}.", "yellow" if where else "green")

@@ -28,32 +28,33 @@ from .findings import Finding, Rule, Severity
 
 INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
 RESTART = "restart the server: vllmops restart"
+REPAIR = "repair it while it runs: vllmops cache repair"
 SHOWN = 3
 
 GHOST_KEYS = Rule(
     "mm-cache.ghost-keys",
     ERROR,
     "keys in the LRU order that have no data",
-    "the next eviction that reaches one spins for ever and the server hangs; " + RESTART,
+    "the next eviction that reaches one spins for ever and the server hangs; " + REPAIR,
     "https://github.com/vllm-project/vllm/pull/43595",
 )
 STUCK_KEYS = Rule(
     "mm-cache.unevictable-keys",
     ERROR,
     "entries that are not in the LRU order",
-    "they can never be evicted, and eviction fails once they fill the cache; " + RESTART,
+    "they can never be evicted, and eviction fails once they fill the cache; " + REPAIR,
 )
 SIZE_KEYS = Rule(
     "mm-cache.size-keys",
     ERROR,
     "entries and sizes have different keys",
-    "the cache misjudges how full it is, and deleting such an entry fails; " + RESTART,
+    "the cache misjudges how full it is, and deleting such an entry fails; " + REPAIR,
 )
 SIZE_SUM = Rule(
     "mm-cache.size-sum",
     ERROR,
     "the cache's size is not the sum of its entries",
-    "it evicts too early, or grows beyond its capacity; " + RESTART,
+    "it evicts too early, or grows beyond its capacity; " + REPAIR,
 )
 CAPACITY = Rule(
     "mm-cache.over-capacity",
@@ -65,7 +66,7 @@ PINNED = Rule(
     "mm-cache.pinned-missing",
     ERROR,
     "pinned keys that have no entry",
-    "an entry that comes under such a key again is never evicted; " + RESTART,
+    "an entry that comes under such a key again is never evicted; " + REPAIR,
 )
 HITS = Rule(
     "mm-cache.hit-count",
@@ -79,7 +80,7 @@ FRONT_ONLY = Rule(
     WARNING,
     "entries that the front end believes the engine to have",
     "a request that reuses such an item is sent without its data and fails; newer vLLM then drops "
-    "the key, so that the next try works; resetting both caches clears it",
+    "the key, so that the next try works; " + REPAIR,
     "https://github.com/vllm-project/vllm/pull/43595",
 )
 ENGINE_ONLY = Rule(
@@ -181,7 +182,8 @@ OVER_FREED = Rule(
     "encoder-cache.over-freed",
     INFO,
     "more free slots than there are",
-    "harmless: vLLM frees an encoder-decoder model's slots twice",
+    "vLLM frees an encoder-decoder model's slots more than once, so their limit limits nothing; "
+    "the patch encoder-decoder-slots mends it: vllmops patches list",
 )
 CATALOGUE = {rule.code: rule for rule in list(vars().values()) if isinstance(rule, Rule)}
 
@@ -391,6 +393,24 @@ def mirrored(sample: Sample) -> Iterator[Finding]:
         yield ORDER.at(about, f"{len(shared)} entries in common")
     if unlike := [key for key in shared if sent[key] != held[key]]:
         yield SIZES.at(about, some(unlike))
+
+
+def ahead(snapshot: CacheSnapshot) -> tuple[int, list[str]] | None:
+    """The front end's pid and its entries that the engine does not have, in every sample.
+
+    Returns:
+        None where there are none, or where requests in flight explain them.
+    """
+    if FRONT_ONLY.code not in {finding.code for finding in diagnose(snapshot)}:
+        return None
+    process, found = 0, set[str]()
+    for number, sample in enumerate(snapshot.samples):
+        if (sides := pair(sample)) is None:
+            return None
+        (front, sent), (_, held) = sides
+        process, beyond = front.pid, set(sent.order or ()) - set(held.order or ())
+        found = found & beyond if number else beyond
+    return (process, sorted(found)) if found else None
 
 
 def encoders(sample: Sample) -> Iterator[Finding]:

@@ -1,0 +1,103 @@
+"""``vllmops cache repair``: mend LRU caches in the running processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from .. import output
+from ..client import repairs
+from ..client.repairs import Report
+from ..diagnose import caches as judge
+from ..diagnose.findings import Severity, worst
+from ..errors import Exit
+from ..instances.servers import resolve
+from ..output import Progress, Result, command
+from ..snapshots.repairs import Change, Fault
+from .findings import lines
+from .options import Target
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@command
+def repair(
+    *,
+    target: Target = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be repaired, and change nothing.")
+    ] = False,
+    json_: output.Json = False,
+) -> Result:
+    """Repair the multimodal caches of a server while it runs, or hangs.
+
+    It takes keys without data out of the LRU order, puts lost ones back,
+    drops sizes and pins without data, and recomputes the size; with no
+    request in flight it also drops what the front end believes the engine
+    to have. A thread that spins in an eviction goes on, and so do its
+    requests: nothing is restarted. Only what lasts is repaired; a healthy
+    cache is left as it is. Exit code 1 where an error is left, with
+    --dry-run where there is one.
+    """
+    server = resolve(target)
+    with Progress(time.time(), quiet=json_) as progress:
+        progress.update(f"{server.label}: looking for faults")
+        report = repairs.repair(server, dry_run=dry_run)
+    found = judge.diagnose(report.after)
+    failed = worst(found) is Severity.ERROR or any(
+        cache.left for process in report.repairs for cache in process.caches
+    )
+    data = {
+        "server": server.label,
+        "dry_run": dry_run,
+        "repairs": [
+            {"role": process.role, "pid": process.pid, **msgspec.to_builtins(cache)}
+            for process in report.repairs
+            for cache in process.caches
+        ],
+        "silent": [
+            {"role": process.role, "pid": process.pid, "code": error.code, "why": error.message}
+            for process, error in report.silent
+        ],
+        "seconds": sum(process.seconds for process in report.repairs),
+        "findings": found,
+    }
+    code = Exit.FAILED if failed else Exit.OK
+    return Result(data, lambda: list(text(report, data)), code)
+
+
+def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
+    """The same for a person."""
+    from rich.text import Text  # noqa: PLC0415
+
+    verb = "would repair" if data["dry_run"] else "repaired"
+    for process in report.repairs:
+        for cache in process.caches:
+            yield Text(f"{process.role} {process.pid}, {cache.side} ({cache.name})", "bold")
+            for change in cache.changes:
+                yield Text(f"  {'found' if cache.left else verb}: {words(change)}")
+            if cache.left:
+                yield Text(f"  left as it is: {cache.left}", "yellow")
+    if not data["repairs"]:
+        yield Text("Nothing to repair.", "green")
+    for silent in data["silent"]:
+        yield Text(f"{silent['role']} {silent['pid']} did not answer: {silent['why']}", "yellow")
+    if data["findings"]:
+        yield Text("Looked again:")
+        yield from lines(data["findings"])
+    else:
+        yield Text("Looked again: no findings.", "green")
+
+
+def words(change: Change) -> str:
+    """A change for a person."""
+    if change.fault is Fault.SIZE_SUM:
+        return f"{change.fault}: {change.count:+,.0f} bytes"
+    shown = ", ".join(map(judge.short, change.keys))
+    more = ", …" if change.count > len(change.keys) else ""
+    return f"{change.count:,.0f} {change.fault} ({shown}{more})"

@@ -1,0 +1,169 @@
+"""Repairs on vLLM's own LRUCache, of the installed version, in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.client.agent import reach
+from vllmops.snapshots.repairs import Fault, Wish
+
+Spawn = Callable[..., Any]
+
+# The class that vLLM has, without all that `import vllm` brings.
+SETUP = """
+import sys, threading
+from importlib import util
+from types import SimpleNamespace
+from vllmops.agent import found
+spec = util.spec_from_file_location("vllm.utils.cache", {path!r})
+module = sys.modules["vllm.utils.cache"] = util.module_from_spec(spec)
+spec.loader.exec_module(module)
+class LruKeyReplicatedReceiverCache(SimpleNamespace): pass
+class LruKeyReplicatedSenderCache(SimpleNamespace): pass
+cache = module.LRUCache({capacity}, getsizeof=lambda value: value)
+for number in range({entries}):
+    cache[f"k{{number}}"] = 10
+holder = {kind}(_cache=cache)
+found.remember("mm-cache", holder)
+order, data, sizes = cache._LRUCache__order, cache._Cache__data, cache._Cache__size
+def state():
+    return list(order), dict(data), dict(sizes), cache.currsize, cache._hits, cache._total
+"""
+GHOSTS = """
+for number in range({ghosts}):
+    order[f"ghost{{number}}"] = None
+    order.move_to_end(f"ghost{{number}}", last=False)
+"""
+WHOLE = "out = set(order) == set(data) == set(sizes) and cache.currsize == sum(sizes.values())"
+
+
+@pytest.fixture
+def child(spawn: Spawn) -> Callable[..., Any]:
+    def start(
+        entries: int = 20, capacity: float = 200, kind: str = "LruKeyReplicatedReceiverCache"
+    ) -> Any:
+        spec = find_spec("vllm")
+        assert spec is not None, "vLLM is not installed: pip install -e '.[cpu,dev]'"
+        path = str(Path(str(spec.origin)).parent / "utils/cache.py")
+        made = spawn()
+        made.run(SETUP.format(path=path, capacity=capacity, entries=entries, kind=kind))
+        return made
+
+    return start
+
+
+def repair(child: Any, **wish: Any) -> Any:
+    return reach(child.process, timeout_s=20).repair(Wish(**wish))
+
+
+def faults(answer: Any) -> dict[str, float]:
+    return {change.fault: change.count for each in answer.caches for change in each.changes}
+
+
+def test_a_healthy_cache_comes_out_untouched(child: Callable[..., Any]) -> None:
+    process = child()
+    before = process.run("out = state()")
+    assert repair(process).caches == []
+    assert process.run("out = state()") == before
+
+
+def test_each_fault_is_repaired_and_nothing_else(child: Callable[..., Any]) -> None:
+    process = child()
+    process.run(GHOSTS.format(ghosts=3))
+    process.run("del order['k5'], order['k6']")
+    process.run("sizes['nobody'] = 7; del sizes['k7']; cache.pinned_items.update(['k1', 'gone'])")
+    process.run("cache._Cache__currsize = 1000")
+    healthy = process.run("out = [key for key in order if key in data]")
+    wanted = {
+        Fault.GHOST_KEYS: 3,
+        Fault.LOST_KEYS: 2,
+        Fault.SIZED_ONLY: 1,
+        Fault.UNSIZED: 1,
+        Fault.DEAD_PINS: 1,
+        Fault.SIZE_SUM: 1000 - (19 * 10 + 7),
+    }
+    before = process.run("out = state()")
+    assert faults(repair(process, dry_run=True)) == wanted
+    assert process.run("out = state()") == before
+    assert faults(repair(process)) == wanted
+    assert process.run(WHOLE) == "True"
+    assert process.run("out = cache.currsize, sorted(cache.pinned_items)") == "(200, ['k1'])"
+    # Lost keys are evicted first; the others keep their order.
+    assert process.run("out = sorted(list(order)[:2])") == "['k5', 'k6']"
+    assert process.run("out = list(order)[2:]") == healthy
+    assert repair(process).caches == []
+
+
+def test_a_thread_that_spins_goes_on(child: Callable[..., Any]) -> None:
+    process = child()
+    process.run(GHOSTS.format(ghosts=2))
+    process.run(
+        "thread = threading.Thread(target=cache.__setitem__, args=('new', 10)); thread.start()"
+    )
+    assert process.run("import time; time.sleep(0.2); out = thread.is_alive()") == "True"
+    began = time.monotonic()
+    answer = repair(process)
+    assert answer.caches[0].left is None
+    assert time.monotonic() - began < 10
+    assert process.run("thread.join(5); out = thread.is_alive(), 'new' in cache") == "(False, True)"
+    assert process.run(WHOLE) == "True"
+
+
+def test_many_threads_at_work_meanwhile(child: Callable[..., Any]) -> None:
+    process = child(entries=200, capacity=2000)
+    process.run(
+        """
+errors, ended, lock = [], threading.Event(), threading.Lock()
+def use(seed):
+    number = 0
+    while not ended.is_set():
+        number += 1
+        try:
+            with lock:  # vLLM's threads take turns too
+                cache[f"{seed}-{number}"] = 10
+                cache.get(f"{seed}-{number - 3}")
+        except Exception as error:
+            errors.append(repr(error))
+threads = [threading.Thread(target=use, args=(seed,)) for seed in range(3)]
+for each in threads: each.start()
+"""
+    )
+    for number in range(10):
+        # Where the newest are, eviction does not meet it before the repair does.
+        process.run(f"order['ghost-{number}'] = None; cache.pinned_items.add('ghost-{number}')")
+        answer = repair(process)
+        assert [each.left for each in answer.caches] == [None]
+    process.run("ended.set(); [each.join() for each in threads]")
+    assert process.run("out = errors[:3]") == "[]"
+    assert process.run(WHOLE) == "True"
+
+
+def test_entries_of_the_front_end_alone_are_dropped(child: Callable[..., Any]) -> None:
+    process = child(kind="LruKeyReplicatedSenderCache")
+    answer = repair(process, front_only=["k3", "k4", "unknown"])
+    assert faults(answer) == {Fault.FRONT_ONLY: 2}
+    assert process.run("out = 'k3' in cache, 'k5' in cache, len(cache)") == "(False, True, 18)"
+    assert process.run(WHOLE) == "True"
+    engine = child()
+    assert repair(engine, front_only=["k3"]).caches == []
+
+
+def test_a_hundred_thousand_entries_in_time(child: Callable[..., Any]) -> None:
+    process = child(entries=100_000, capacity=1_000_000)
+    process.run(GHOSTS.format(ghosts=1000))
+    answer = repair(process)
+    assert faults(answer) == {Fault.GHOST_KEYS: 1000}
+    assert process.run(WHOLE) == "True"
+
+
+def test_a_cache_of_another_shape_is_told(child: Callable[..., Any]) -> None:
+    process = child()
+    process.run("holder._cache = SimpleNamespace()")
+    (each,) = repair(process).caches
+    assert "has a shape that is not known" in each.left
