@@ -26,19 +26,6 @@ from vllmops.snapshots.caches import EncoderCache
 
 FEW_IMAGES_GB = "0.00008"  # of the demo model's, some five
 
-TOUCH = """
-from vllm.utils.cache import LRUCache
-
-def touch(self, key):  # as it was until vLLM 0.23
-    try:
-        self._LRUCache__order.move_to_end(key)
-    except KeyError:
-        self._LRUCache__order[key] = None
-
-def register():
-    LRUCache.touch = touch
-"""
-
 
 def ask(url: str, *seeds: int, text: str = "hi", timeout_s: float = 120) -> httpx.Response:
     """One chat request with images."""
@@ -249,49 +236,6 @@ def transcribe(url: str, seed: int) -> httpx.Response:
         files={"file": ("tone.wav", wav(seed))},
         timeout=120,
     )
-
-
-def hangs(url: str, seed: int) -> bool:
-    try:
-        ask(url, seed, timeout_s=5)
-    except httpx.TimeoutException:
-        return True
-    return False
-
-
-def test_the_hang_of_43595_is_told_while_it_hangs(cli: Any, tmp_path: Path) -> None:
-    # vLLM 0.24 and newer leave no ghost keys: a plug-in puts the old method back.
-    (tmp_path / "old_touch.py").write_text(TOUCH)
-    metadata = tmp_path / "old_touch-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: old-touch\nVersion: 1\n")
-    entry = "[vllm.general_plugins]\nold_touch = old_touch:register\n"
-    (metadata / "entry_points.txt").write_text(entry)
-    options = ("--env", f"PYTHONPATH={tmp_path}", "--", "--mm-processor-cache-gb", FEW_IMAGES_GB)
-    server = cli.serve("hang", "--demo", "vision", *options)
-    try:
-        url = server.url
-        # Fits before the image's placeholder is expanded, and not after: only the front end
-        # has cached it, and a reuse leaves a key without data in the engine.
-        for length in range(2015, 2045):
-            ask(url, 1000 + length, text="z" * length)
-            ask(url, 1000 + length)
-            data = settled(server)
-            if data["findings"]:
-                break
-        assert "mm-cache.ghost-keys" in {each["code"] for each in data["findings"]}
-        assert any(hangs(url, seed) for seed in range(20))
-        assert httpx.get(f"{url}/health", timeout=5).status_code == 200
-        began = time.monotonic()
-        ran = cli("cache", "inspect", "-t", "hang", "--json")
-        assert time.monotonic() - began < 4
-        assert ran.code == 1
-        (found,) = (each for each in ran.data["findings"] if each["severity"] == "error")
-        assert found["code"] == "mm-cache.ghost-keys"
-        assert "of engine" in found["subject"]
-        assert ran.data["silent"] == []
-    finally:
-        cli("stop", "hang", "--force")
 
 
 @pytest.mark.parametrize(
