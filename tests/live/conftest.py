@@ -36,6 +36,10 @@ class Ran:
     def data(self) -> Any:
         return json.loads(self.out)["data"]
 
+    @property
+    def error(self) -> Any:
+        return json.loads(self.out)["errors"][0]
+
 
 @dataclass(frozen=True)
 class Cli:

@@ -24,6 +24,8 @@ from vllmops.diagnose.caches import alone
 from vllmops.instances.processes import Process, Role
 from vllmops.snapshots.caches import EncoderCache
 
+from .conftest import until
+
 FEW_IMAGES_GB = "0.00008"  # of the demo model's, some five
 
 
@@ -381,3 +383,42 @@ def test_vllms_eviction_that_spins_is_read_in_time() -> None:
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "True ['ghost'] 3 True"
+
+
+def test_a_reset_empties_both_sides(vision_server: Any) -> None:
+    for seed in (9001, 9002):
+        assert ask(vision_server.url, seed).status_code == 200
+    ran = vision_server.cli("cache", "reset", "-t", vision_server.name, "--json")
+    assert ran.code == 0, ran.out
+    data = settled(vision_server)
+    assert [side(data, "mm-lru", name)["entries"] for name in ("P0", "P1")] == [0, 0]
+    assert ask(vision_server.url, 9001).status_code == 200
+    assert settled(vision_server)["findings"] == []
+
+
+def test_a_reset_waits_for_what_is_in_flight(vision_server: Any) -> None:
+    url, statuses = vision_server.url, list[int]()
+    # A stopped worker keeps the request in flight for as long as the steps below take.
+    worker = vision_server.pids()["worker"]
+    caller = threading.Thread(target=lambda: statuses.append(ask(url, 9100).status_code))
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        caller.start()
+        until(lambda: "1 running" in vision_server.cli("status", vision_server.name).out)
+        words = ("cache", "reset", "-t", vision_server.name, "--timeout")
+        ran = vision_server.cli(*words, "1", "--json")
+        assert (ran.code, ran.error["code"]) == (3, "reset.busy")
+        assert "1 requests in flight" in ran.err
+        # It takes requests again.
+        assert httpx.get(f"{url}/v1/models", timeout=10).status_code == 200
+        resetting = vision_server.cli.begin(*words, "60")
+        until(lambda: httpx.get(f"{url}/v1/models", timeout=10).status_code == 503)
+        assert resetting.poll() is None
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    caller.join(60)
+    assert resetting.wait(60) == 0
+    assert statuses == [200]
+    data = settled(vision_server)
+    assert [side(data, "mm-lru", name)["entries"] for name in ("P0", "P1")] == [0, 0]
+    assert httpx.get(f"{url}/v1/models", timeout=10).status_code == 200

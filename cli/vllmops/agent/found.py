@@ -23,6 +23,7 @@ HOOKS = {
     "mm-cache": ("vllm.multimodal.cache.base", "vllm.multimodal.cache", "BaseMultiModalCache"),
     "scheduler": ("vllm.v1.core.sched.scheduler", "", "Scheduler"),
     "executor": ("vllm.v1.executor.abstract", "", "Executor"),
+    "engine-client": ("vllm.v1.engine.async_llm", "", "AsyncLLM"),
     "worker": ("vllm.v1.worker.worker_base", "", "WorkerBase"),
 }
 

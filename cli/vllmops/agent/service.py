@@ -26,7 +26,8 @@ from ..home import home
 from ..patches import registry
 from ..snapshots.engine import Beat, Hello, Traffic
 from ..snapshots.repairs import Wish
-from . import caches, engine, found, log, repair
+from ..snapshots.resets import ResetWish
+from . import caches, engine, found, log, repair, reset
 from .gate import gate
 from .heartbeat import Heart
 from .identity import create_time, role
@@ -34,7 +35,7 @@ from .identity import create_time, role
 DIRECTORY = "agents"
 BODY_BYTES = 4 << 20  # some 60,000 keys
 PATH_BYTES = 107  # sockaddr_un's, without the closing zero
-FEATURES = ("engine", "caches", "requests", "drain", "heartbeat", "patches", "repair")
+FEATURES = ("engine", "caches", "requests", "drain", "heartbeat", "patches", "repair", "reset")
 
 
 class OffError(Exception):
@@ -283,6 +284,7 @@ def drain(wish: Drain) -> Traffic:
 POSTS: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Any]]] = {
     "/drain": (msgspec.json.Decoder(Drain), drain),
     "/repair": (msgspec.json.Decoder(Wish), repair.repair),
+    "/reset": (msgspec.json.Decoder(ResetWish), reset.reset),
 }
 GETS: dict[str, Callable[[], Any]] = {
     "/hello": hello,

@@ -22,6 +22,7 @@ from ..snapshots.caches import ProcessCaches
 from ..snapshots.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
 from ..snapshots.patches import ProcessPatches
 from ..snapshots.repairs import ProcessRepair, Wish
+from ..snapshots.resets import ResetDone, ResetWish
 
 TIMEOUT_S = 2.0
 DIRECTORY = "agents"
@@ -35,7 +36,7 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
         *(Answer, Hello, EngineState, ProcessCaches),
-        *(ProcessPatches, ProcessRepair, Traffic),
+        *(ProcessPatches, ProcessRepair, ResetDone, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)
@@ -99,6 +100,10 @@ class Agent:
         """Repair its caches, with the role that the process tree tells."""
         answer = self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(wish))
         return msgspec.structs.replace(answer, role=self.process.role.value)
+
+    def reset(self, wish: ResetWish) -> ResetDone:
+        """Empty the multimodal caches of an API server and its engine."""
+        return self.ask("POST", "/reset", ResetDone, msgspec.json.encode(wish))
 
     def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
         """Ask one question and decode the answer."""

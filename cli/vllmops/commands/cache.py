@@ -32,6 +32,7 @@ from ..snapshots.caches import (
 from .findings import lines
 from .options import Target
 from .repair import repair
+from .reset import reset
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -118,6 +119,7 @@ def inspect(
 
 
 app.command(epilog="Example: vllmops cache repair -t demo --dry-run")(repair)
+app.command(epilog="Example: vllmops cache reset -t demo --timeout 30")(reset)
 
 
 def usage(message: str) -> VllmopsError:

@@ -1,0 +1,50 @@
+"""Empties the multimodal caches of an API server and its engine, with nothing in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ..snapshots.resets import ResetDone, ResetWish
+from . import found
+from .gate import gate
+
+POLL_S = 0.02
+RESET_S = 10.0  # for the reset itself; milliseconds unless the engine hangs
+
+
+def reset(wish: ResetWish) -> ResetDone:
+    """``POST /reset``: drain, reset, and take requests again, also where the caller is gone.
+
+    Raises:
+        RuntimeError: this process has no engine client.
+        TimeoutError: the engine did not do it in time.
+    """
+    client = found.latest("engine-client")
+    handler = getattr(client, "output_handler", None)
+    if client is None or handler is None:
+        raise RuntimeError("this process has no engine client")
+    began, before = time.monotonic(), gate.draining
+    try:
+        gate.draining = before or wish.drain_s > 0
+        while (left := in_flight(client)) and time.monotonic() - began < wish.drain_s:
+            time.sleep(POLL_S)
+        done = not left or not wish.drain_s
+        if done:
+            # Its own method, on its own loop: both sides, in the order that vLLM wants.
+            task = asyncio.run_coroutine_threadsafe(client.reset_mm_cache(), handler.get_loop())
+            try:
+                task.result(RESET_S)
+            except TimeoutError as error:
+                raise TimeoutError(f"the engine has not done it within {RESET_S:g} s") from error
+    finally:
+        gate.draining = before
+    refused_s = time.monotonic() - began if wish.drain_s else 0.0
+    return ResetDone(done=done, in_flight=left, refused_s=refused_s)
+
+
+def in_flight(client: Any) -> int:
+    """Requests of HTTP, and what the engine works on without one: a background response, say."""
+    unfinished: int = client.output_processor.get_num_unfinished_requests()
+    return max(gate.in_flight, unfinished)

@@ -1,0 +1,32 @@
+"""Emptying the multimodal caches."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .engine import Answer
+
+
+class ResetWish(msgspec.Struct, frozen=True, kw_only=True):
+    """What an API server's agent is asked for.
+
+    Args:
+        drain_s: refuse new requests and wait for those in flight for so many seconds at most;
+            0 resets at once.
+    """
+
+    drain_s: float
+
+
+class ResetDone(Answer, frozen=True, kw_only=True):
+    """What came of it.
+
+    Args:
+        done: whether the caches were reset; not where requests were still in flight.
+        in_flight: requests in flight when it was, or was not.
+        refused_s: seconds for which new requests were refused.
+    """
+
+    done: bool
+    in_flight: int
+    refused_s: float
