@@ -31,8 +31,9 @@ from vllmops.instances import launch, processes
 from vllmops.instances.processes import Process, Role, Seen, alive
 from vllmops.instances.record import Folder, Record
 
-# Started in the background of a script, we ignore SIGINT, and every child of ours would, too.
+# Started in the background of a script, or by nohup, we ignore them, and our children would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 CHILD = Path(__file__).with_name("agent") / "child.py"
 STANDIN = Path(__file__).with_name("instances") / "standin.py"
