@@ -47,6 +47,11 @@ def traffic() -> Traffic:
     return Traffic(in_flight=gate.in_flight, started=gate.started, draining=gate.draining)
 
 
+def busy() -> bool:
+    """Whether something is in flight, as far as this process knows."""
+    return bool(traffic().in_flight or state().unfinished)
+
+
 def counts(scheduler: Any) -> tuple[int | None, int | None]:
     """Requests running and waiting."""
     pair: tuple[int, int] | None = attempt(lambda: scheduler.get_request_counts())  # noqa: PLW0108

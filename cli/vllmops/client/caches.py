@@ -20,27 +20,26 @@ APART_S = 0.1
 ROLES = (Role.API, Role.ENGINE, Role.WORKER)
 
 
-def take(server: Server, *, keys: bool = False) -> CacheSnapshot:
+def take(agents: Agents, *, keys: bool = False) -> CacheSnapshot:
     """A snapshot of a server's caches.
 
     What is broken stays so, what is only half-way through does not: where there are findings, or
     the two sides of a cache differ, `SAMPLES` samples with all keys are taken.
 
     Args:
-        server: whose caches.
+        agents: of the server whose caches.
         keys: whether to list every key of LRU caches in any case.
 
     Raises:
         VllmopsError: ``cache.no-agent`` or ``cache.no-process`` where nobody told anything.
     """
-    agents = Agents(server)
     samples = [agents.sample(keys=keys)]
     if not keys and undecided(samples[0]):
         samples = [agents.sample(keys=True)]
     while len(samples) < SAMPLES and findings(samples[-1]):
         time.sleep(APART_S)
         samples.append(agents.sample(keys=True))
-    return CacheSnapshot(server=server.label, samples=samples)
+    return CacheSnapshot(server=agents.server.label, samples=samples)
 
 
 class Agents:

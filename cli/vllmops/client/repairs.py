@@ -63,13 +63,14 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
             silent[0][1].mend,
             exit_code=Exit.NOT_FOUND,
         )
-    after = caches.take(server)
+    agents = caches.Agents(server)
+    after = caches.take(agents)
     # Told only of a server with nothing in flight: nobody is about to bring them to the engine.
     if (beyond := ahead(after)) is not None:
         pid, keys = beyond
         front = next(process for process in server.processes if process.pid == pid)
         repairs.append(ask(front, Wish(dry_run=dry_run, front_only=keys)))
-        after = caches.take(server)
+        after = caches.take(agents)
     return Report([each for each in repairs if each.caches], silent, after)
 
 

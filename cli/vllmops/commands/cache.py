@@ -95,10 +95,10 @@ def inspect(
     # On a full machine the server's work goes first: looking every second must not slow it down.
     os.nice(NICENESS)
     keys_too = keys or save is not None
-    server = resolve(target)
+    agents = caches.Agents(resolve(target))
     try:
         while True:
-            snapshot = caches.take(server, keys=keys_too)
+            snapshot = caches.take(agents, keys=keys_too)
             if save is not None:
                 files.save(save, snapshot)
                 output.say(f"saved to {save}")
@@ -108,9 +108,9 @@ def inspect(
             output.console().clear()
             output.show(*found.text())
             time.sleep(interval)
-            # Finding it takes longer than looking into it, and it seldom changes.
-            if snapshot.samples[-1].silent or not all(map(alive, server.processes)):
-                server = resolve(target)
+            # Finding them takes longer than looking into them, and they seldom change.
+            if snapshot.samples[-1].silent or not all(map(alive, agents.processes)):
+                agents = caches.Agents(resolve(target))
     except KeyboardInterrupt:
         if not watch:
             raise

@@ -366,9 +366,8 @@ def undecided(sample: Sample) -> bool:
     if not sample.quiet or (sides := pair(sample)) is None:
         return False
     (_, front), (_, back) = sides
-    return (front.digest, front.bytes) != (back.digest, back.bytes) and (
-        front.order is None or back.order is None
-    )
+    told = front.digest and (front.digest, front.bytes) == (back.digest, back.bytes)
+    return not told and (front.order is None or back.order is None)
 
 
 def mirrored(sample: Sample) -> Iterator[Finding]:

@@ -25,7 +25,8 @@ class LruCache(msgspec.Struct, frozen=True, kw_only=True, tag="lru"):
         name: the class's name.
         order: keys by last use, oldest first; None unless asked for, they may be many.
         sizes: each key's bytes, aligned with `order`; None where the cache does not know.
-        digest: stands for `order`: two caches with the same keys in the same order have the same.
+        digest: stands for `order`: two caches with the same keys in the same order have the same;
+            empty where requests are in flight, and the two sides can't be compared.
         oldest: the first key of the order, None without any.
         newest: the last one.
         order_only: keys in the order without data: eviction spins on them.
