@@ -55,7 +55,7 @@ def stop(
         record = server.record
         for record in session.records():
             if record.state is State.STOPPING:
-                progress.update(f"{record.name}: {record.note}")
+                progress.update(f"{record.name}: {record.note or record.state}")
     if record.state is State.FAILED:
         raise failed(record, Folder(record.name))
     return Result(instance(record), lambda: [told(record.name, record.note)])
