@@ -21,7 +21,7 @@ TOKENS = 400
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    entries, rounds, requests = (2_000, 2, 20) if setting.short else (20_000, 6, 40)
+    entries, rounds, requests = (500, 2, 8) if setting.short else (20_000, 6, 40)
     server = setting.vision
     inspect = (VLLMOPS, "cache", "inspect", "-t", str(server.pid), "--json")
     server.load([server.request(PATH, chat([0]))], 1)
