@@ -140,7 +140,7 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
         }
     return LruCache(
         kind="mm-processor-only" if "ProcessorOnly" in name else "mm-lru",
-        side="P1" if "Receiver" in name else "P0" if role() == "api" else role(),
+        side=side(holder),
         name=name,
         order=order if keys else None,
         sizes=list(map(sizes.get, order)) if keys else None,
@@ -158,6 +158,13 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
         hits=own["_hits"],
         queries=own["_total"],
     )
+
+
+def side(holder: Any) -> str:
+    """Which side of a pair a cache over an LRUCache is: P0, P1, or its process's role."""
+    if "Receiver" in type(holder).__name__:
+        return "P1"
+    return "P0" if role() == "api" else role()
 
 
 def digest(order: list[str]) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
 
 from ..snapshots.repairs import CacheRepair, Change, Fault, ProcessRepair, Wish
 from . import found, log
-from .caches import at_once
+from .caches import lru, side
 from .identity import role
 
 LOOKS, APART_S = 3, 0.05
@@ -84,17 +84,17 @@ def repair(wish: Wish) -> ProcessRepair:
             continue
         try:
             if wish.front_only is None:
-                faults, mend = lasting(cache), mend_faults
+                faults = lasting(holder)
             else:
-                faults, mend = front_only(holder, cache, wish.front_only), drop
+                faults = front_only(holder, cache, wish.front_only)
             if not faults:
                 continue
-            left = None if wish.dry_run else apply(cache, faults, mend)
+            left = None if wish.dry_run else apply(cache, faults)
         except Exception as error:
             faults, left = Faults(), f"it has a shape that is not known: {error!r}"
-        name = type(holder).__name__
-        side = "P1" if "Receiver" in name else "P0" if role() == "api" else role()
-        each = CacheRepair(name=name, side=side, changes=faults.changes(), left=left)
+        each = CacheRepair(
+            name=type(holder).__name__, side=side(holder), changes=faults.changes(), left=left
+        )
         repaired.append(each)
         if not wish.dry_run:
             log.warning("vllmops: repaired %s", each)
@@ -107,39 +107,29 @@ def repair(wish: Wish) -> ProcessRepair:
     )
 
 
-def lasting(cache: Any) -> Faults:
+def lasting(holder: Any) -> Faults:
     """What is wrong in several looks alike: the rest is an operation half-way through."""
-    faults = look(cache)
+    faults = look(holder)
     for _ in range(LOOKS - 1):
         if not faults:
             break
         time.sleep(APART_S)
-        faults = faults.both(look(cache))
+        faults = faults.both(look(holder))
     return faults
 
 
-def look(cache: Any) -> Faults:
+def look(holder: Any) -> Faults:
     """What is wrong at this moment."""
-    sized = cache._Cache__size
-    own, order, data, sizes, pinned = at_once(
-        (dict, vars(cache)),
-        (list, cache._LRUCache__order),
-        (dict, cache._Cache__data),
-        (dict, {} if sized is None else sized),
-        (list, cache.pinned_items),
-    )
-    ordered = frozenset(order)
+    cache = lru(holder)
     keys = {
-        Fault.GHOST_KEYS: [key for key in order if key not in data],
-        Fault.LOST_KEYS: [key for key in data if key not in ordered],
-        Fault.UNSIZED: [] if sized is None else [key for key in data if key not in sizes],
-        Fault.SIZED_ONLY: [key for key in sizes if key not in data],
-        Fault.DEAD_PINS: [key for key in pinned if key not in data],
+        Fault.GHOST_KEYS: cache.order_only,
+        Fault.LOST_KEYS: cache.data_only,
+        Fault.UNSIZED: cache.unsized,
+        Fault.SIZED_ONLY: cache.sized_only,
+        Fault.DEAD_PINS: cache.pinned_only,
     }
-    total = len(data) if sized is None else sum(sizes.values())
-    return Faults(
-        {fault: each for fault, each in keys.items() if each}, own["_Cache__currsize"] - total
-    )
+    total = cache.entries if cache.sum_bytes is None else cache.sum_bytes
+    return Faults({fault: each for fault, each in keys.items() if each}, cache.bytes - total)
 
 
 def front_only(holder: Any, cache: Any, keys: Iterable[str]) -> Faults:
@@ -150,24 +140,18 @@ def front_only(holder: Any, cache: Any, keys: Iterable[str]) -> Faults:
     return Faults({Fault.FRONT_ONLY: held} if held else {})
 
 
-def apply(cache: Any, faults: Faults, mend: Callable[[Any, Faults], None]) -> str | None:
+def apply(cache: Any, faults: Faults) -> str | None:
     """Mend at a moment when nobody is in the middle of something; returns why not, if not."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "this Python runs without a GIL: no moment can be had when nobody else runs"
     # Outside of the stretch below: it may take long, and calls vLLM's code.
-    sizes = {
-        key: cache.getsizeof(cache._Cache__data[key]) for key in faults.keys.get(Fault.UNSIZED, ())
-    }
+    unsized = faults.keys.get(Fault.UNSIZED, ())
+    sizes = {key: cache.getsizeof(cache._Cache__data[key]) for key in unsized}
 
     def attempt() -> bool:
         if not resting():
             return False
-        mend(cache, faults)
-        for key, size in sizes.items():
-            if key in cache._Cache__data:
-                cache._Cache__size.setdefault(key, size)
-        if mend is mend_faults:
-            settle(cache)
+        mend(cache, faults, sizes)
         return True
 
     for _ in range(ATTEMPTS):
@@ -208,8 +192,14 @@ def resting() -> bool:
     return True
 
 
-def mend_faults(cache: Any, faults: Faults) -> None:
-    """Take away what is still wrong of what was found; called while no other thread runs."""
+def mend(cache: Any, faults: Faults, missing: Mapping[Any, float]) -> None:
+    """Take away what is still wrong of what was found; called while no other thread runs.
+
+    Args:
+        cache: vLLM's.
+        faults: what was found.
+        missing: the sizes of entries that had none.
+    """
     order, data, sizes = cache._LRUCache__order, cache._Cache__data, cache._Cache__size
     for key in faults.keys.get(Fault.GHOST_KEYS, ()):
         if key not in data:
@@ -225,17 +215,10 @@ def mend_faults(cache: Any, faults: Faults) -> None:
     for key in faults.keys.get(Fault.DEAD_PINS, ()):
         if key not in data:
             cache.pinned_items.discard(key)
-
-
-def settle(cache: Any) -> None:
-    """Make the cache's size the sum of its entries."""
-    sizes = cache._Cache__size
-    total = len(cache._Cache__data) if sizes is None else sum(sizes.values())
-    if cache._Cache__currsize != total:
-        cache._Cache__currsize = total
-
-
-def drop(cache: Any, faults: Faults) -> None:
-    """Remove entries as vLLM itself does when the engine misses one."""
-    for key in faults.keys[Fault.FRONT_ONLY]:
-        cache.pop(key, None)
+    for key, size in missing.items():
+        if key in data:
+            sizes.setdefault(key, size)
+    for key in faults.keys.get(Fault.FRONT_ONLY, ()):
+        cache.pop(key, None)  # as vLLM itself does when the engine misses one
+    if faults.excess or faults.keys.keys() & {Fault.SIZED_ONLY, Fault.UNSIZED}:
+        cache._Cache__currsize = len(data) if sizes is None else sum(sizes.values())

@@ -14,8 +14,8 @@ import msgspec
 import typer
 
 from ..client import agent
+from ..client.caches import ROLES
 from ..errors import Exit, VllmopsError
-from ..instances.processes import Role
 from ..instances.servers import resolve
 from ..output import Json, Progress, Result, command, table, typer_app
 from ..patches.registry import PATCHES, known
@@ -99,7 +99,7 @@ def asked(
         return [here(quiet=quiet)], []
     server = resolve(target)
     answers = agent.side_by_side(
-        server.of(Role.API, Role.ENGINE, Role.WORKER),
+        server.of(*ROLES),
         lambda process: agent.reach(process).patches(verify=verify),
     )
     told = [answer for _, answer in answers if isinstance(answer, ProcessPatches)]

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 
 from ..client import agent
 from ..client import http as client_http
+from ..client.caches import ROLES
 from ..errors import VllmopsError
 from ..instances.processes import Role
 from ..instances.servers import Server, resolve
@@ -62,8 +63,9 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
 def patch_states(server: Server) -> dict[str, list[str]]:
     """The patches in each state, by id; one that differs between processes is in several."""
     states: dict[str, list[str]] = {}
-    asked = server.of(Role.API, Role.ENGINE, Role.WORKER)
-    for _, answer in agent.side_by_side(asked, lambda process: agent.reach(process).patches()):
+    for _, answer in agent.side_by_side(
+        server.of(*ROLES), lambda process: agent.reach(process).patches()
+    ):
         if not isinstance(answer, VllmopsError):
             for verdict in answer.patches:
                 if verdict.id not in states.setdefault(verdict.state, []):
