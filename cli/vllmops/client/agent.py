@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,9 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..home import home
 from ..instances.processes import CLOCK_SLACK_S, Process
-from ..snapshots.caches import ProcessCaches
+from ..snapshots.caches import ProcessCaches, Silent
 from ..snapshots.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
+from ..snapshots.memory import AgentMemory
 from ..snapshots.patches import ProcessPatches
 from ..snapshots.repairs import ProcessRepair, Wish
 from ..snapshots.resets import ResetDone, ResetWish
@@ -35,7 +36,7 @@ PATH_BYTES = 107  # sockaddr_un's, without the closing zero
 DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
-        *(Answer, Hello, EngineState, ProcessCaches),
+        *(AgentMemory, Answer, Hello, EngineState, ProcessCaches),
         *(ProcessPatches, ProcessRepair, ResetDone, Traffic),
     )
 }
@@ -87,6 +88,10 @@ class Agent:
         """
         answer = self.ask("GET", "/patches?verify=1" if verify else "/patches", ProcessPatches)
         return msgspec.structs.replace(answer, role=self.process.role.value)
+
+    def memory(self) -> AgentMemory:
+        """What only it can tell of its process's memory."""
+        return self.ask("GET", "/memory", AgentMemory)
 
     def requests(self) -> Traffic:
         """Its HTTP requests."""
@@ -193,18 +198,60 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
 
 def side_by_side(
     processes: Iterable[Process], ask: Callable[[Process], P]
-) -> list[tuple[Process, P | VllmopsError]]:
-    """Ask about every process at the same time; an error becomes that process's answer."""
+) -> tuple[list[P], list[Silent]]:
+    """Ask about every process at the same time.
 
-    def one(process: Process) -> P | VllmopsError:
+    Returns:
+        What was told, and the processes for which `ask` raised VllmopsError; each in the order
+        of `processes`.
+    """
+
+    def one(process: Process) -> tuple[list[P], list[Silent]]:
         try:
-            return ask(process)
+            return [ask(process)], []
         except VllmopsError as error:
-            return error
+            return [], [untold(process, error)]
 
     processes = list(processes)
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
-        return list(zip(processes, pool.map(one, processes), strict=True))
+        answers = list(pool.map(one, processes))
+    return [each for told, _ in answers for each in told], [
+        each for _, silent in answers for each in silent
+    ]
+
+
+def untold(process: Process, error: VllmopsError) -> Silent:
+    """A process that did not tell, and how it is as far as its heartbeat shows."""
+    try:
+        pulse = beat(process)
+    except VllmopsError:
+        pulse = None
+    return Silent(
+        role=process.role.value,
+        pid=process.pid,
+        code=error.code,
+        why=error.message,
+        mend=error.mend,
+        exit_code=error.exit_code,
+        beat_age_s=pulse.age_s if pulse else None,
+    )
+
+
+def nobody(code: str, what: str, silent: Sequence[Silent]) -> VllmopsError:
+    """One error for all who did not tell, where nothing can be done without them.
+
+    Args:
+        code: as in `VllmopsError`.
+        what: what can't be done.
+        silent: who did not tell; at least one.
+    """
+    return VllmopsError(
+        code,
+        f"{what}: {'; '.join(dict.fromkeys(each.why for each in silent))}",
+        silent[0].mend,
+        exit_code=Exit(silent[0].exit_code),
+        data={"silent": msgspec.to_builtins(silent)},
+    )
 
 
 @dataclass(frozen=True)

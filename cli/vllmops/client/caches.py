@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import msgspec
-
 from ..diagnose.caches import findings, undecided
 from ..errors import Exit, VllmopsError
 from ..instances.processes import Process, Role
@@ -52,13 +50,7 @@ class Agents:
 
     def sample(self, *, keys: bool) -> Sample:
         """One sample of all processes."""
-        answers = agent.side_by_side(self.processes, partial(self.ask, keys=keys))
-        told = [answer for _, answer in answers if isinstance(answer, ProcessCaches)]
-        silent = [
-            self.silent(process, answer)
-            for process, answer in answers
-            if isinstance(answer, VllmopsError)
-        ]
+        told, silent = agent.side_by_side(self.processes, partial(self.ask, keys=keys))
         if not told:
             raise self.nobody(silent)
         return Sample(
@@ -70,9 +62,11 @@ class Agents:
 
     def ask(self, process: Process, *, keys: bool) -> ProcessCaches:
         """One process's caches."""
-        if process not in self.reached:
-            self.reached[process] = agent.reach(process)
-        return self.reached[process].caches(keys=keys)
+        # Kept only where it answers: one that does not is looked for anew.
+        reached = self.reached.pop(process, None) or agent.reach(process)
+        answer = reached.caches(keys=keys)
+        self.reached[process] = reached
+        return answer
 
     def quiet(self, told: list[ProcessCaches]) -> bool:
         """Whether nothing was in flight, and nothing has begun since."""
@@ -92,21 +86,6 @@ class Agents:
                 return False
         return True
 
-    def silent(self, process: Process, error: VllmopsError) -> Silent:
-        self.reached.pop(process, None)
-        try:
-            pulse = agent.beat(process)
-        except VllmopsError:
-            pulse = None
-        return Silent(
-            role=process.role.value,
-            pid=process.pid,
-            code=error.code,
-            why=error.message,
-            mend=error.mend,
-            beat_age_s=pulse.age_s if pulse else None,
-        )
-
     def nobody(self, silent: list[Silent]) -> VllmopsError:
         """No process told anything: one error, with what each one's trouble is."""
         if not silent:
@@ -116,11 +95,6 @@ class Agents:
                 f"vllmops wait {self.server.label} --for ready",
                 exit_code=Exit.NOT_FOUND,
             )
-        whys = "; ".join(dict.fromkeys(each.why for each in silent))
-        return VllmopsError(
-            "cache.no-agent",
-            f"no process of {self.server.label} told its caches: {whys}",
-            silent[0].mend,
-            exit_code=Exit.NOT_FOUND,
-            data={"silent": msgspec.to_builtins(silent)},
+        return agent.nobody(
+            "cache.no-agent", f"no process of {self.server.label} told its caches", silent
         )

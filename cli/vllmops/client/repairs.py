@@ -6,10 +6,9 @@ import time
 from dataclasses import dataclass
 
 from ..diagnose.caches import ahead
-from ..errors import Exit, VllmopsError
 from ..instances.processes import Process
 from ..instances.servers import Server
-from ..snapshots.caches import CacheSnapshot
+from ..snapshots.caches import CacheSnapshot, Silent
 from ..snapshots.repairs import ProcessRepair, Wish
 from . import agent, caches
 
@@ -29,7 +28,7 @@ class Report:
     """
 
     repairs: list[ProcessRepair]
-    silent: list[tuple[Process, VllmopsError]]
+    silent: list[Silent]
     after: CacheSnapshot
 
 
@@ -45,23 +44,19 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
     """
     repairs: list[ProcessRepair] = []
     for _ in range(1 if dry_run else ROUNDS):
-        answers = agent.side_by_side(
+        told, silent = agent.side_by_side(
             server.of(*caches.ROLES), lambda process: ask(process, Wish(dry_run=dry_run))
         )
-        told = [answer for _, answer in answers if isinstance(answer, ProcessRepair)]
-        silent = [(process, each) for process, each in answers if isinstance(each, VllmopsError)]
         repairs += told
         if not any(each.caches for each in told):
             break
         # A request that had stuck in the front end goes on, and can stick in the engine next.
         time.sleep(APART_S)
     if silent and not repairs:
-        raise VllmopsError(
+        raise agent.nobody(
             "repair.no-agent",
-            f"no process of {server.label} can be asked to repair its caches: "
-            + "; ".join(dict.fromkeys(error.message for _, error in silent)),
-            silent[0][1].mend,
-            exit_code=Exit.NOT_FOUND,
+            f"no process of {server.label} can be asked to repair its caches",
+            silent,
         )
     agents = caches.Agents(server)
     after = caches.take(agents)

@@ -19,6 +19,7 @@ from ..errors import Exit, VllmopsError
 from ..instances.servers import resolve
 from ..output import Json, Progress, Result, command, table, typer_app
 from ..patches.registry import PATCHES, known
+from ..snapshots.caches import Silent
 from ..snapshots.patches import ProcessPatches, State, Verdict
 from .options import Target, patch_ids
 
@@ -88,7 +89,7 @@ def show(
 
 def asked(
     target: str | None, *, verify: bool, quiet: bool
-) -> tuple[list[ProcessPatches], list[dict[str, object]]]:
+) -> tuple[list[ProcessPatches], list[Silent]]:
     """The patches of a server's processes, and who did not tell; or of this environment.
 
     Raises:
@@ -98,18 +99,12 @@ def asked(
     if target is None:
         return [here(quiet=quiet)], []
     server = resolve(target)
-    answers = agent.side_by_side(
+    told, silent = agent.side_by_side(
         server.of(*ROLES),
         lambda process: agent.reach(process).patches(verify=verify),
     )
-    told = [answer for _, answer in answers if isinstance(answer, ProcessPatches)]
-    silent: list[dict[str, object]] = [
-        {"role": process.role, "pid": process.pid, "code": answer.code, "why": answer.message}
-        for process, answer in answers
-        if isinstance(answer, VllmopsError)
-    ]
     if not told:
-        whys = "; ".join(dict.fromkeys(str(each["why"]) for each in silent))
+        whys = "; ".join(dict.fromkeys(each.why for each in silent))
         raise VllmopsError(
             "patches.no-agent",
             f"no process of {server.label} told its patches: {whys or 'it has none yet'}",
@@ -154,9 +149,7 @@ def here(*, quiet: bool) -> ProcessPatches:
         ) from error
 
 
-def report(
-    processes: Sequence[ProcessPatches], silent: Sequence[dict[str, object]]
-) -> dict[str, Any]:
+def report(processes: Sequence[ProcessPatches], silent: Sequence[Silent]) -> dict[str, Any]:
     """For ``--json``: by patch, then by process."""
     rows = []
     for name, patch in PATCHES.items():
@@ -182,7 +175,7 @@ def report(
 
 def listing(
     processes: Sequence[ProcessPatches],
-    silent: Sequence[dict[str, object]],
+    silent: Sequence[Silent],
     *,
     verify: bool = False,
 ) -> list[RenderableType]:
@@ -206,7 +199,7 @@ def listing(
             shown.add_row(name, Text(word, style=style), ", ".join(everybody))
         if not groups:
             shown.add_row(name, "no process has loaded it", "")
-    notes += [f"{each['role']} {each['pid']} did not tell: {each['why']}" for each in silent]
+    notes += [f"{each.role} {each.pid} did not tell: {each.why}" for each in silent]
     return [f"vLLM {', '.join(versions)}", "", shown, *(Text(note) for note in notes)]
 
 

@@ -97,12 +97,12 @@ def registry_faults() -> list[VllmopsError]:
 
 def row(server: Server) -> InstanceRow:
     """What there is to say of one server; asks its agents and, of a stranger, its health."""
-    answers = dict(
-        agent.side_by_side(
-            [p for p in server.processes if p.role in WITH_AGENT],
-            lambda process: agent.reach(process, timeout_s=AGENT_TIMEOUT_S),
-        )
+    told, silent = agent.side_by_side(
+        [p for p in server.processes if p.role in WITH_AGENT],
+        lambda process: agent.reach(process, timeout_s=AGENT_TIMEOUT_S),
     )
+    agents = {each.process.pid: "answers" for each in told}
+    agents |= {each.pid: each.code.removeprefix("agent.") for each in silent}
     record = server.record
     return InstanceRow(
         name=server.name,
@@ -117,16 +117,10 @@ def row(server: Server) -> InstanceRow:
         uptime_s=time.time() - server.processes[0].create_time if server.processes else None,
         rss_bytes=sum(process.rss_bytes or 0 for process in server.processes),
         processes=[
-            ProcessRow(p.role, p.pid, p.rss_bytes, told(answers.get(p))) for p in server.processes
+            ProcessRow(p.role, p.pid, p.rss_bytes, agents.get(p.pid)) for p in server.processes
         ],
         failure=record.failure.cause if record and record.failure else None,
     )
-
-
-def told(answer: agent.Agent | VllmopsError | None) -> str | None:
-    if answer is None:
-        return None
-    return answer.code.removeprefix("agent.") if isinstance(answer, VllmopsError) else "answers"
 
 
 def state(server: Server) -> str:

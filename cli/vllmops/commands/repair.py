@@ -60,10 +60,7 @@ def repair(
             for process in report.repairs
             for cache in process.caches
         ],
-        "silent": [
-            {"role": process.role, "pid": process.pid, "code": error.code, "why": error.message}
-            for process, error in report.silent
-        ],
+        "silent": report.silent,
         "seconds": sum(process.seconds for process in report.repairs),
         "findings": found,
     }
@@ -86,7 +83,7 @@ def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
     if not data["repairs"]:
         yield Text("Nothing to repair.", "green")
     for silent in data["silent"]:
-        yield Text(f"{silent['role']} {silent['pid']} did not answer: {silent['why']}", "yellow")
+        yield Text(f"{silent.role} {silent.pid} did not answer: {silent.why}", "yellow")
     if data["findings"]:
         yield Text("Looked again:")
         yield from lines(data["findings"])

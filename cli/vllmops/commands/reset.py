@@ -80,14 +80,14 @@ def ask(server: Server, wish: ResetWish) -> Sequence[ResetDone]:
     Raises:
         VllmopsError: of the first that could not.
     """
-    answers = agent.side_by_side(
+    done, silent = agent.side_by_side(
         server.of(Role.API),
         lambda process: agent.reach(process, timeout_s=wish.drain_s + SLACK_S).reset(wish),
     )
-    done = [answer for _, answer in answers if isinstance(answer, ResetDone)]
-    for _, answer in answers:
-        if isinstance(answer, VllmopsError):
-            raise answer
+    if silent:
+        raise agent.nobody(
+            silent[0].code, f"the multimodal caches of {server.label} were not reset", silent
+        )
     if not done:
         raise VllmopsError(
             "reset.no-agent",

@@ -10,7 +10,6 @@ from rich.console import RenderableType
 from ..client import agent
 from ..client import http as client_http
 from ..client.caches import ROLES
-from ..errors import VllmopsError
 from ..instances.processes import Role
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, command, size, table, typer_app
@@ -39,13 +38,9 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
     """One screen on one server: processes, requests, cache use, patches."""
     server = resolve(name or target)
     seen = row(server)
-    engines = [
-        answer
-        for _, answer in agent.side_by_side(
-            server.of(Role.ENGINE), lambda process: agent.reach(process).engine()
-        )
-        if not isinstance(answer, VllmopsError)
-    ]
+    engines, _ = agent.side_by_side(
+        server.of(Role.ENGINE), lambda process: agent.reach(process).engine()
+    )
     metrics = client_http.metrics(server.url) if server.url else None
     caches = uses(server)
     patched = patch_states(server)
@@ -63,13 +58,11 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
 def patch_states(server: Server) -> dict[str, list[str]]:
     """The patches in each state, by id; one that differs between processes is in several."""
     states: dict[str, list[str]] = {}
-    for _, answer in agent.side_by_side(
-        server.of(*ROLES), lambda process: agent.reach(process).patches()
-    ):
-        if not isinstance(answer, VllmopsError):
-            for verdict in answer.patches:
-                if verdict.id not in states.setdefault(verdict.state, []):
-                    states[verdict.state].append(verdict.id)
+    told, _ = agent.side_by_side(server.of(*ROLES), lambda process: agent.reach(process).patches())
+    for answer in told:
+        for verdict in answer.patches:
+            if verdict.id not in states.setdefault(verdict.state, []):
+                states[verdict.state].append(verdict.id)
     return states
 
 
@@ -77,9 +70,8 @@ def uses(server: Server) -> list[CacheUse]:
     """How full the multimodal caches are, as far as agents tell."""
     found = []
     asked = server.of(Role.API, Role.ENGINE)
-    for _, answer in agent.side_by_side(asked, lambda process: agent.reach(process).caches()):
-        if isinstance(answer, VllmopsError):
-            continue
+    told, _ = agent.side_by_side(asked, lambda process: agent.reach(process).caches())
+    for answer in told:
         for cache in answer.caches:
             if isinstance(cache, LruCache):
                 used = (cache.entries, cache.bytes)

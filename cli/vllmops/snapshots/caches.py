@@ -228,6 +228,7 @@ class Silent(msgspec.Struct, frozen=True, kw_only=True):
         code: a stable word, such as ``agent.stale``.
         why: in words.
         mend: what to do.
+        exit_code: what a command ends with that can't do without it.
         beat_age_s: seconds since its last heartbeat, None without one.
     """
 
@@ -236,6 +237,7 @@ class Silent(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     why: str
     mend: str
+    exit_code: int = 5
     beat_age_s: float | None = None
 
 
