@@ -1,0 +1,194 @@
+"""The memory of a server's processes over time; sizes in bytes, times in seconds.
+
+What only the process itself can tell comes from the agent, the rest from outside. Judged by
+`diagnose.memory`, kept in files by `snapshots.files`: a head, then a line for each sample.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .engine import SCHEMA, Answer
+
+
+class Requests(msgspec.Struct, frozen=True, kw_only=True):
+    """The ``Request`` objects of an engine.
+
+    Args:
+        alive: that exist.
+        finished_alive: those of them that are finished and that the scheduler no longer knows.
+        known: that the scheduler knows.
+        late_s: seconds from the process's start to the moment when counting began; what is older
+            and not in use any more is not counted.
+    """
+
+    alive: int
+    finished_alive: int
+    known: int
+    late_s: float
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cache holds.
+
+    Args:
+        kind: ``mm-lru``, ``mm-processor-only``, ``mm-shm``, ``encoder`` (a scheduler's, which
+            counts slots) or ``encoder-outputs`` (a worker's).
+        name: the class's name.
+        entries: items in it, None where this side does not know.
+        bytes: what it takes its contents for, None where it does not know.
+        here: whether those bytes are this process's own memory: not of a front end that keeps
+            count of what the engine has, nor of shared memory, nor of a GPU's.
+        slots: of an encoder cache, in use.
+    """
+
+    kind: str
+    name: str
+    entries: int | None
+    bytes: int | None = None
+    here: bool = False
+    slots: int | None = None
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation of Python's garbage collector.
+
+    Args:
+        count: as ``gc.get_count()`` says: how near its next collection is.
+        collections: so far.
+        collected: objects, so far.
+    """
+
+    count: int
+    collections: int
+    collected: int
+
+
+class Store(msgspec.Struct, frozen=True, kw_only=True):
+    """An API server's store of Responses, in entries: its bytes can't be told at any low price."""
+
+    responses: int
+    messages: int
+    events: int
+
+
+class AgentMemory(Answer, frozen=True, kw_only=True):
+    """What an agent says about its process's memory.
+
+    Args:
+        requests: None where the process has no scheduler.
+        caches: each cache that could be read.
+        gc: by generation, the youngest first.
+        store: None where there is none.
+        unfinished: requests that the scheduler knows, None without one.
+        in_flight: HTTP requests being answered, None where it can't count them.
+        problems: what can't be told, in words.
+    """
+
+    requests: Requests | None = None
+    caches: tuple[Held, ...] = ()
+    gc: tuple[Generation, ...] = ()
+    store: Store | None = None
+    unfinished: int | None = None
+    in_flight: int | None = None
+    problems: tuple[str, ...] = ()
+
+
+class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One process in one sample.
+
+    Args:
+        role: what it does.
+        pid: process id.
+        rss_bytes: resident, shared pages included; None where the process is gone.
+        pss_bytes: resident, shared pages by share; None where it was not measured.
+        uss_bytes: resident and its own; None where it was not measured.
+        gpu_bytes: on all GPUs; None without a GPU, or where the driver does not say.
+        agent: what its agent said; None where it has none or was silent.
+        silent: why there is no `agent`, in words.
+    """
+
+    role: str
+    pid: int
+    rss_bytes: int | None = None
+    pss_bytes: int | None = None
+    uss_bytes: int | None = None
+    gpu_bytes: int | None = None
+    agent: AgentMemory | None = None
+    silent: str = ""
+
+
+class MemorySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sample"):
+    """All processes at one moment.
+
+    Args:
+        taken_at: seconds since the epoch.
+        round: rounds of the load so far, 0 before the first; None in a recording by time.
+        processes: those of the recording's start, in the same order.
+        quiet: whether nothing was in flight, as far as the agents know; None where none told.
+        gpus_bytes: of each GPU, what everybody uses of it.
+    """
+
+    taken_at: float
+    round: int | None = None
+    processes: list[ProcessMemory]
+    quiet: bool | None = None
+    gpus_bytes: list[int] = []
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """How a recording ended.
+
+    Args:
+        at: seconds since the epoch.
+        why: what cut it short, in words; empty where it ran its course.
+    """
+
+    at: float
+    why: str = ""
+
+
+class RecordingHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a recording's file begins with.
+
+    Args:
+        kind: what the file holds.
+        schema: raised when an older reader would misread it.
+        server: how the server was named.
+        model: what it serves, None where unknown.
+        started_at: seconds since the epoch.
+        rounds: of the load; None in a recording by time.
+        interval_s: between samples; None in one by rounds.
+        duration_s: planned; None in one by rounds.
+        load: a built-in load's name or a command, empty without.
+        requests: of a built-in load in each round.
+        seed: that its inputs came from.
+        tolerance_bytes: growth that counts as none, for each round or hour; None means the default.
+    """
+
+    kind: str = "memory"
+    schema: int = SCHEMA
+    server: str
+    model: str | None = None
+    started_at: float
+    rounds: int | None = None
+    interval_s: float | None = None
+    duration_s: float | None = None
+    load: str = ""
+    requests: int | None = None
+    seed: int | None = None
+    tolerance_bytes: int | None = None
+
+
+class Recording(msgspec.Struct, kw_only=True):
+    """A recording so far.
+
+    Args:
+        head: what was asked for.
+        samples: in the order of time.
+        end: None while it goes on, or where it was cut off without a word.
+    """
+
+    head: RecordingHead
+    samples: list[MemorySample] = []
+    end: End | None = None
