@@ -123,3 +123,33 @@ def test_lifespan_passes(gate: Gate) -> None:
         assert gate.started == 0
 
     asyncio.run(go())
+
+
+def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
+    class Handing(App):
+        async def __call__(self, *_: Any) -> None:
+            # As AsyncLLM.add_request does, from wherever the request's context reaches.
+            await asyncio.create_task(hand_over())
+
+    async def hand_over() -> None:
+        gate.handed_over()
+
+    async def go() -> None:
+        waiting, handing = App(), App()
+        handing.inner = Handing()
+        tasks = [
+            asyncio.ensure_future(answer(app, {**scope(), "method": method}))
+            for app, method in ((waiting, "POST"), (waiting, "GET"), (handing, "POST"))
+        ]
+        await asyncio.sleep(0.01)
+        assert (gate.in_flight, len(gate.rendering)) == (3, 1)
+        # It may bring more at any time.
+        tasks.append(asyncio.ensure_future(answer(handing, scope(kind="websocket"))))
+        await asyncio.sleep(0.01)
+        assert (gate.in_flight, len(gate.rendering)) == (4, 2)
+        waiting.go.set()
+        handing.go.set()
+        await asyncio.gather(*tasks)
+        assert not gate.rendering
+
+    asyncio.run(go())

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from vllmops.diagnose.caches import alone
 from vllmops.instances.processes import Process, Role
 from vllmops.snapshots.caches import EncoderCache
 
-from .conftest import until
+from .conftest import Ran, until
 
 FEW_IMAGES_GB = "0.00008"  # of the demo model's, some five
 
@@ -54,6 +56,38 @@ def settled(server: Any) -> Any:
             return data
         time.sleep(0.1)
     raise AssertionError("never quiet")
+
+
+def compare(server: Any, *options: str) -> Ran:
+    ran: Ran = server.cli("cache", "compare", "-t", server.name, "--json", *options)
+    return ran
+
+
+def found(server: Any, *options: str) -> set[str]:
+    ran = compare(server, *options)
+    assert ran.code == 0, ran.out
+    return {each["code"] for each in ran.data["findings"]}
+
+
+@contextmanager
+def load(url: str, images: range, threads: int = 6) -> Iterator[set[int]]:
+    """Requests with two images each, until the end of the block; their statuses."""
+    over, statuses = threading.Event(), set[int]()
+
+    def go(number: int) -> None:
+        choice = random.Random(number)
+        while not over.is_set():
+            statuses.add(ask(url, choice.choice(images), choice.choice(images)).status_code)
+
+    callers = [threading.Thread(target=go, args=(number,)) for number in range(threads)]
+    for each in callers:
+        each.start()
+    try:
+        yield statuses
+    finally:
+        over.set()
+        for each in callers:
+            each.join()
 
 
 def test_distinct_images_are_entries_on_both_sides_and_a_repeat_is_a_hit(
@@ -103,30 +137,12 @@ def test_looking_changes_nothing(vision_server: Any) -> None:
 
 
 def test_no_finding_under_load(vision_server: Any) -> None:
-    url = vision_server.url
-    over = threading.Event()
-    statuses = set()
-
-    def load(number: int) -> None:
-        choice = random.Random(number)
-        while not over.is_set():
-            statuses.add(
-                ask(url, choice.randrange(400, 500), choice.randrange(400, 500)).status_code
-            )
-
-    threads = [threading.Thread(target=load, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
     busy = 0
-    try:
+    with load(vision_server.url, range(400, 500)) as statuses:
         for _ in range(15):
             data = look(vision_server)
             busy += not data["quiet"]
             assert data["findings"] == []
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
     assert statuses == {200}
     assert busy > 0
     assert settled(vision_server)["findings"] == []
@@ -227,6 +243,9 @@ def test_a_small_cache_evicts_oldest_first(cli: Any) -> None:
             assert row["entries"] < 12
             assert 0.5 < row["used"] <= 1
         assert data["findings"] == []
+        for images in (range(5), range(12)):  # they all fit; they do not
+            with load(server.url, images, threads=2):
+                assert found(server, "--apart", "0.1") == set()
     finally:
         cli("stop", "small", "--force")
 
@@ -274,6 +293,10 @@ def test_each_kind_of_server_is_told_as_what_it_is(
         assert {row["kind"] for row in data["caches"]} == kinds
         assert (data["problems"], data["silent"]) == ([], [])
         assert all(each["severity"] == "info" for each in data["findings"])
+        compared = cli("cache", "compare", "-t", server.name, "--json").data
+        assert [each["code"] for each in compared["notes"]] == [note]
+        assert [pair["kind"] for pair in compared["pairs"]] == ["encoder"]
+        assert (compared["findings"], compared["problems"]) == ([], [])
         if note == "shm":
             row = side(data, "mm-shm", "P0")
             assert (row["entries"], row["hits"], row["queries"]) == (2, 1, 3)

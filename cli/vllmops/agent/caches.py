@@ -36,28 +36,30 @@ PAUSE_S = 0.003
 T = TypeVar("T", bound=Cache)
 
 
-def snapshot(*, keys: bool = False) -> ProcessCaches:
+def snapshot(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
     """Every cache of this process; one that can't be read becomes a problem in words.
 
     Args:
         keys: whether to list every key of LRU caches too.
+        tries: how often to read one that contradicts itself.
     """
     caches: list[Cache] = []
     problems = list(found.problems)
     for take, holder in sources(keys):
         try:
-            if (cache := settled(take, holder)) is not None:
+            if (cache := settled(take, holder, tries)) is not None:
                 caches.append(cache)
         except Exception as error:
             problems.append(f"{type(holder).__name__} can't be read: {error!r}")
-    traffic = engine.traffic()
+    traffic, state = engine.traffic(), engine.state()
     return ProcessCaches(
         pid=os.getpid(),
         parent=os.getppid(),
         role=role(),
         caches=caches,
         setup=setup(),
-        unfinished=engine.state().unfinished,
+        unfinished=state.unfinished,
+        step=state.current_step,
         in_flight=traffic.in_flight,
         started=traffic.started,
         problems=problems,
@@ -74,12 +76,12 @@ def sources(keys: bool) -> list[tuple[Callable[[Any], Cache | None], Any]]:
     return held
 
 
-def settled(take: Callable[[Any], Cache | None], holder: Any) -> Cache | None:
+def settled(take: Callable[[Any], Cache | None], holder: Any, tries: int = TRIES) -> Cache | None:
     """Read until nothing in it contradicts itself, a few times at most.
 
     A container that changes size under a copy raises RuntimeError: read again too.
     """
-    for _ in range(TRIES - 1):
+    for _ in range(tries - 1):
         try:
             cache = take(holder)
         except RuntimeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -50,6 +51,19 @@ def traffic() -> Traffic:
 def busy() -> bool:
     """Whether something is in flight, as far as this process knows."""
     return bool(traffic().in_flight or state().unfinished)
+
+
+def front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
+    """The engine client of an API server, and the loop that it runs on.
+
+    Raises:
+        RuntimeError: this process has none.
+    """
+    client = found.latest("engine-client")
+    handler = getattr(client, "output_handler", None)
+    if client is None or handler is None:
+        raise RuntimeError("this process has no engine client")
+    return client, handler.get_loop()
 
 
 def counts(scheduler: Any) -> tuple[int | None, int | None]:

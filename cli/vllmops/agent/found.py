@@ -35,6 +35,9 @@ def install() -> None:
         if older:
             when_imported(older, functools.partial(hook, kind, name))
     when_imported("fastapi.applications", guarded(gate.install))
+    from . import compare  # noqa: PLC0415 - it needs this module
+
+    compare.install()
 
 
 def every(kind: str) -> list[Any]:

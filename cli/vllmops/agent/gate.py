@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -18,15 +19,30 @@ UNCOUNTED = frozenset({"/health", "/ping", "/metrics"})
 
 @dataclass
 class Gate:
-    """The counters; changed on the event loop's thread alone, so they need no lock."""
+    """The counters; changed on the event loop's thread alone, so they need no lock.
+
+    Args:
+        in_flight: HTTP requests being answered.
+        started: HTTP requests so far.
+        draining: whether new ones are refused.
+        installed: whether anything is counted.
+        rendering: those in flight that have not reached the engine, a token each; a WebSocket's
+            may bring more at any time and is always among them.
+    """
 
     in_flight: int = 0
     started: int = 0
     draining: bool = False
     installed: bool = False
+    rendering: set[object] = field(default_factory=set)
+
+    def handed_over(self) -> None:
+        """The HTTP request that this runs for has reached the engine."""
+        self.rendering.discard(_current.get())
 
 
 gate = Gate()
+_current: ContextVar[object] = ContextVar("vllmops.request", default=None)
 
 
 def install(module: ModuleType) -> None:
@@ -46,12 +62,17 @@ def install(module: ModuleType) -> None:
             return
         scope[MARK] = True
         counted = path not in UNCOUNTED
+        token = object()
+        if scope["type"] == "websocket" or scope.get("method") == "POST":
+            gate.rendering.add(token)
+        _current.set(token if scope["type"] == "http" else None)
         gate.started += counted
         gate.in_flight += counted
         try:
             await call(self, scope, receive, send)
         finally:
             gate.in_flight -= counted
+            gate.rendering.discard(token)
 
     module.FastAPI.__call__ = __call__
     gate.installed = True

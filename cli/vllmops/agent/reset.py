@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..snapshots.resets import ResetDone, ResetWish
-from . import found
+from . import engine
 from .gate import gate
 
 POLL_S = 0.02
@@ -21,10 +21,7 @@ def reset(wish: ResetWish) -> ResetDone:
         RuntimeError: this process has no engine client.
         TimeoutError: the engine did not do it in time.
     """
-    client = found.latest("engine-client")
-    handler = getattr(client, "output_handler", None)
-    if client is None or handler is None:
-        raise RuntimeError("this process has no engine client")
+    client, loop = engine.front_end()
     began, before = time.monotonic(), gate.draining
     try:
         gate.draining = before or wish.drain_s > 0
@@ -33,7 +30,7 @@ def reset(wish: ResetWish) -> ResetDone:
         done = not left or not wish.drain_s
         if done:
             # Its own method, on its own loop: both sides, in the order that vLLM wants.
-            task = asyncio.run_coroutine_threadsafe(client.reset_mm_cache(), handler.get_loop())
+            task = asyncio.run_coroutine_threadsafe(client.reset_mm_cache(), loop)
             try:
                 task.result(RESET_S)
             except TimeoutError as error:

@@ -24,10 +24,11 @@ import msgspec
 from .. import __version__
 from ..home import home
 from ..patches import registry
+from ..snapshots.compares import CompareWish
 from ..snapshots.engine import Beat, Hello, Traffic
 from ..snapshots.repairs import Wish
 from ..snapshots.resets import ResetWish
-from . import caches, engine, found, log, repair, reset
+from . import caches, compare, engine, found, log, repair, reset
 from .gate import gate
 from .heartbeat import Heart
 from .identity import create_time, role
@@ -35,7 +36,10 @@ from .identity import create_time, role
 DIRECTORY = "agents"
 BODY_BYTES = 4 << 20  # some 60,000 keys
 PATH_BYTES = 107  # sockaddr_un's, without the closing zero
-FEATURES = ("engine", "caches", "requests", "drain", "heartbeat", "patches", "repair", "reset")
+FEATURES = (
+    *("engine", "caches", "requests", "drain", "heartbeat"),
+    *("patches", "repair", "reset", "compare"),
+)
 
 
 class OffError(Exception):
@@ -282,6 +286,7 @@ def drain(wish: Drain) -> Traffic:
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
 POSTS: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Any]]] = {
+    "/compare": (msgspec.json.Decoder(CompareWish), compare.compare),
     "/drain": (msgspec.json.Decoder(Drain), drain),
     "/repair": (msgspec.json.Decoder(Wish), repair.repair),
     "/reset": (msgspec.json.Decoder(ResetWish), reset.reset),

@@ -19,6 +19,7 @@ from ..errors import Exit, VllmopsError
 from ..home import home
 from ..instances.processes import CLOCK_SLACK_S, Process
 from ..snapshots.caches import ProcessCaches, Silent
+from ..snapshots.compares import CompareWish, Comparison
 from ..snapshots.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
 from ..snapshots.memory import AgentMemory
 from ..snapshots.patches import ProcessPatches
@@ -37,7 +38,7 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
         *(AgentMemory, Answer, Hello, EngineState, ProcessCaches),
-        *(ProcessPatches, ProcessRepair, ResetDone, Traffic),
+        *(Comparison, ProcessPatches, ProcessRepair, ResetDone, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)
@@ -109,6 +110,10 @@ class Agent:
     def reset(self, wish: ResetWish) -> ResetDone:
         """Empty the multimodal caches of an API server and its engine."""
         return self.ask("POST", "/reset", ResetDone, msgspec.json.encode(wish))
+
+    def compare(self, wish: CompareWish) -> Comparison:
+        """Both sides of the caches of an API server and its engines, while they work."""
+        return self.ask("POST", "/compare", Comparison, msgspec.json.encode(wish))
 
     def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
         """Ask one question and decode the answer."""
@@ -323,7 +328,9 @@ def state_home(process: Process) -> Path:
     else:
         return home()
     if chosen := environment.get("VLLMOPS_HOME"):
-        return Path(os.readlink(f"/proc/{pid}/cwd")) / chosen
+        # What may be read of a process need not include where it is.
+        absolute = os.path.isabs(chosen)
+        return Path(chosen) if absolute else Path(os.readlink(f"/proc/{pid}/cwd")) / chosen
     state = environment.get("XDG_STATE_HOME")
     return Path(state or Path(environment.get("HOME") or home_of(uid)) / ".local/state") / "vllmops"
 
@@ -449,7 +456,7 @@ def unreachable(process: Process, path: Path, error: Exception) -> VllmopsError:
         return VllmopsError(
             "agent.stale",
             f"nobody listens on {path}: it was left behind, {name(process)} has no agent",
-            "restart the server",
+            f"vllmops attach -t {process.pid}",
             exit_code=Exit.NOT_FOUND,
         )
     return broken(process, f"{type(error).__name__}: {error}")
@@ -459,8 +466,8 @@ def absent(process: Process, path: Path) -> VllmopsError:
     return VllmopsError(
         "agent.absent",
         f"{name(process)} has no agent (there is no {path})",
-        "install vllmops-cli in vLLM's environment and restart the server; "
-        "VLLMOPS_DISABLE=1, or VLLM_PLUGINS without vllmops, turns the agent off",
+        f"vllmops attach -t {process.pid} loads it now; a server has it from its start where "
+        "vllmops-cli is installed beside vLLM, unless VLLMOPS_DISABLE or VLLM_PLUGINS turn it off",
         exit_code=Exit.NOT_FOUND,
     )
 

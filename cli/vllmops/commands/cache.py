@@ -29,6 +29,7 @@ from ..snapshots.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
+from .compare import compare
 from .findings import lines
 from .options import Target
 from .repair import repair
@@ -118,6 +119,7 @@ def inspect(
         raise typer.Exit(Exit.INTERRUPTED) from None
 
 
+app.command(epilog="Example: vllmops cache compare -t demo --fail-on warning")(compare)
 app.command(epilog="Example: vllmops cache repair -t demo --dry-run")(repair)
 app.command(epilog="Example: vllmops cache reset -t demo --timeout 30")(reset)
 

@@ -203,6 +203,7 @@ class ProcessCaches(Answer, frozen=True, kw_only=True):
         caches: what was found.
         setup: None where the process has no engine and no worker.
         unfinished: requests its scheduler has not finished, None without a scheduler.
+        step: calls of ``schedule()`` so far, None without a scheduler.
         in_flight: HTTP requests being answered, None where not counted.
         started: HTTP requests so far, None where not counted.
         problems: what could not be read, in words.
@@ -214,6 +215,7 @@ class ProcessCaches(Answer, frozen=True, kw_only=True):
     caches: list[Cache] = msgspec.field(default_factory=list)
     setup: Setup | None = None
     unfinished: int | None = None
+    step: int | None = None
     in_flight: int | None = None
     started: int | None = None
     problems: list[str] = msgspec.field(default_factory=list)

@@ -1,0 +1,171 @@
+"""The two looks, with stand-ins for vLLM's client and engine; tests/live has the real ones."""
+
+import asyncio
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllmops.agent import compare, engine
+from vllmops.agent.gate import Gate
+from vllmops.snapshots.caches import ProcessCaches, WorkerEncoderCache
+from vllmops.snapshots.compares import CompareWish
+
+
+class Core:
+    """An engine, as far as the utility needs one."""
+
+    def __init__(self) -> None:
+        self.model_executor: Any = SimpleNamespace(collective_rpc=lambda ask: [ask(worker())])
+
+
+def worker() -> Any:
+    tensor = SimpleNamespace(nbytes=8, device="cpu")
+    runner = SimpleNamespace(encoder_cache={"a": tensor})
+    return SimpleNamespace(worker=SimpleNamespace(model_runner=runner, rank=3))
+
+
+class Client:
+    """An engine client whose engine answers after some seconds."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self.calls = 0
+        self.core = Core()
+        self.engine_core = self
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 2)
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        self.calls += 1
+        await asyncio.sleep(self.delay_s)
+        return [getattr(self.core, method)(*args)]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    made = Gate()
+    monkeypatch.setattr(compare, "gate", made)
+    return made
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    loop, made = asyncio.new_event_loop(), Client()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    module = ModuleType("vllm.v1.engine.core")
+    module.EngineCore = Core  # type: ignore[attr-defined]
+    compare.hook_engine(module)
+    monkeypatch.setattr(engine, "front_end", lambda: (made, loop))
+    yield made
+    assert asyncio.run_coroutine_threadsafe(left(), loop).result(5) == 1
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def left() -> int:
+    return len(asyncio.all_tasks())
+
+
+def wish(timeout_s: float = 5) -> CompareWish:
+    return CompareWish(apart_s=0.05, timeout_s=timeout_s)
+
+
+def test_two_looks_at_both_sides(client: Client) -> None:
+    found = compare.compare(wish())
+    assert len(found.looks) == client.calls == 2
+    assert found.settled
+    assert 0.05 <= found.waited_s < 1
+    last = found.looks[-1]
+    assert (last.handed, last.rendering, last.problems) == (2, 0, [])
+    _, process = last.engines
+    (outputs,) = process.caches
+    assert isinstance(outputs, WorkerEncoderCache)
+    assert (outputs.keys, outputs.rank, outputs.bytes) == (["a"], 3, 8)
+
+
+def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
+    client: Client, gate: Gate
+) -> None:
+    early, later = object(), object()
+    gate.rendering.add(early)
+    threading.Timer(0.1, gate.rendering.add, (later,)).start()
+    threading.Timer(0.4, gate.rendering.discard, (early,)).start()
+    found = compare.compare(wish())
+    assert found.settled
+    assert 0.3 < found.waited_s < 2
+    assert [each.rendering for each in found.looks] == [1, 1]
+
+
+def test_one_that_does_not_come_is_not_waited_for_for_ever(client: Client, gate: Gate) -> None:
+    gate.rendering.add(object())
+    found = compare.compare(wish(1))
+    assert len(found.looks) == 2
+    assert not found.settled
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_an_engine_that_does_not_answer_leaves_nothing_behind(client: Client, looks: int) -> None:
+    threading.Timer(0.02 * looks, setattr, (client, "delay_s", 60.0)).start()
+    client.delay_s = 0.0 if looks else 60.0
+    began = time.monotonic()
+    found = compare.compare(wish(0.5))
+    assert time.monotonic() - began < 3
+    assert (len(found.looks), found.after) == (looks, None)
+
+
+def test_a_late_call_does_nothing() -> None:
+    assert compare.look(Core(), time.time() - 1) == []
+
+
+def test_a_worker_that_can_not_be_read_is_told() -> None:
+    core = Core()
+    core.model_executor.collective_rpc = lambda ask: [ask(worker()), ask(object())]
+    own, one, other = compare.look(core, time.time() + 5)
+    assert isinstance(own, bytes)
+    assert isinstance(one, bytes)
+    assert isinstance(other, str)
+    assert other.startswith("a worker can't be read: ")
+
+
+def test_an_executor_that_has_failed_is_told() -> None:
+    core = Core()
+    del core.model_executor.collective_rpc
+    (told,) = compare.look(core, time.time() + 5)
+    assert str(told).startswith("the engine can't be read: ")
+
+
+def test_a_worker_needs_no_agent() -> None:
+    """As cloudpickle sends it: by value, so that no lookup in the worker can fail."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    sent = cloudpickle.dumps(compare.asker(), protocol=pickle.HIGHEST_PROTOCOL)
+    answer = cloudpickle.loads(sent)(worker())
+    (cache,) = msgspec.msgpack.decode(answer, type=ProcessCaches).caches
+    assert isinstance(cache, WorkerEncoderCache)
+    assert b"vllmops.agent.compare" in sent  # imported by its name only once it runs, and caught
+
+
+def test_handing_over_is_told_and_failing_to(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[bool] = []
+
+    class AsyncLLM:
+        async def add_request(self, number: int) -> int:
+            if number < 0:
+                raise ValueError("too long")
+            return number
+
+    monkeypatch.setattr(gate, "handed_over", lambda: handed.append(True))
+    module = ModuleType("vllm.v1.engine.async_llm")
+    module.AsyncLLM = AsyncLLM  # type: ignore[attr-defined]
+    compare.hook_front(module)
+    compare.hook_front(module)
+    assert asyncio.run(AsyncLLM().add_request(7)) == 7
+    with pytest.raises(ValueError, match="too long"):
+        asyncio.run(AsyncLLM().add_request(-1))
+    assert handed == [True, True]

@@ -1,0 +1,109 @@
+"""``vllmops cache compare`` without a vLLM: what it refuses, and what it prints."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from vllmops.commands.compare import report, text
+from vllmops.instances.processes import Role
+from vllmops.snapshots.caches import (
+    EncoderCache,
+    LruCache,
+    ProcessCaches,
+    Silent,
+    WorkerEncoderCache,
+)
+from vllmops.snapshots.compares import Comparison, Look
+
+Spawn = Callable[..., Any]
+
+
+def compare(*options: object) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllmops", "cache", "compare", "--json", *map(str, options)],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout)["errors"][0]
+
+
+def test_a_server_without_an_engine_process(spawn: Spawn) -> None:
+    child = spawn("VLLM::APIServer_0", Role.API)
+    code, error = compare("-t", child.process.pid)
+    assert (code, error["code"]) == (5, "compare.no-engine")
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING=0" in error["message"]
+
+
+@pytest.mark.parametrize("option", ["--apart", "--timeout"])
+def test_no_time_at_all(option: str) -> None:
+    assert compare(option, 0)[1]["code"] == "usage"
+
+
+def lru(side: str, *order: str) -> LruCache:
+    return LruCache(
+        kind="mm-lru",
+        side=side,
+        name="cache",
+        order=list(order),
+        sizes=[1] * len(order),
+        digest="",
+        pinned=[],
+        pinned_only=[],
+        entries=len(order),
+        bytes=len(order),
+        sum_bytes=len(order),
+        capacity_bytes=100,
+        hits=0,
+        queries=0,
+    )
+
+
+def comparison() -> Comparison:
+    front = ProcessCaches(pid=10001, parent=1, role="api", caches=[lru("P0", "a", "b")])
+    manager = EncoderCache(
+        name="m", slots=1, free_slots=1, freeable_slots=1, cached={"a": []}, freeable={}
+    )
+    caches = [lru("P1", "a"), manager]
+    engine = ProcessCaches(
+        pid=10002, parent=10001, role="engine", caches=caches, unfinished=4, step=77
+    )
+    outputs = WorkerEncoderCache(name="r", rank=0, keys=["a"], bytes=1)
+    worker = ProcessCaches(pid=10003, parent=10002, role="worker", caches=[outputs])
+    look = Look(front=front, engines=[engine, worker], handed=4, rendering=1)
+    return Comparison(looks=[look, look], after=front, end=front, settled=True)
+
+
+def shown(data: dict[str, Any], width: int = 60) -> str:
+    console = Console(width=width, file=StringIO())
+    console.print(*text(data), sep="\n")
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_what_a_person_sees() -> None:
+    silent = Silent(role="api", pid=10004, code="agent.stale", why="nobody listens", mend="x")
+    data = report("demo", [comparison()], [silent])
+    told = shown(data)
+    assert "P0: api 10001   P1: engine 10002" in told
+    assert "scheduler: engine 10002   worker 10003" in told
+    assert "api 10004 did not tell: nobody listens" in told
+    assert "[mm-cache.front-only]" in told
+    assert "No drift" not in told
+    assert (data["step"], data["in_flight"]["engine"]) == (77, 4)
+    assert max(map(len, told.splitlines())) <= 60
+
+
+def test_what_several_api_servers_share_is_told_once() -> None:
+    one, two = report("demo", [comparison()], []), report("demo", [comparison()] * 2, [])
+    assert one["findings"] == two["findings"]
+    assert len(one["pairs"]) == len(two["pairs"]) == 2
+    assert one["in_flight"]["engine"] == two["in_flight"]["engine"] == 4

@@ -1,0 +1,133 @@
+"""``vllmops cache compare`` on a real server at work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import httpx
+
+from .conftest import until
+from .test_cache import ask, compare, found, load
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_quiet_server_has_no_drift(vision_server: Any) -> None:
+    for seed in range(20_000, 20_005):
+        assert ask(vision_server.url, seed).status_code == 200
+    data = compare(vision_server).data
+    assert (data["findings"], data["notes"], data["silent"], data["problems"]) == ([], [], [], [])
+    mirrored, encoder = data["pairs"]
+    assert (mirrored["sides"], encoder["sides"]) == (["P0", "P1"], ["scheduler", "worker"])
+    for pair in (mirrored, encoder):
+        entries = pair["entries"][0]
+        assert entries >= 5
+        assert pair["entries"] == [entries, entries]
+        assert (pair["common"], pair["judged"], pair["only"]) == (entries, entries, [0, 0])
+    assert mirrored["same_order"]
+    assert data["samples"] == 2
+    assert data["step"] > 0
+    assert set(data["in_flight"].values()) == {0}
+    told = vision_server.cli("cache", "compare", "-t", vision_server.name)
+    assert told.out.endswith("No drift.\n")
+
+
+def test_no_drift_while_images_flow(vision_server: Any) -> None:
+    with load(vision_server.url, range(20_100, 20_400), threads=4) as statuses:
+        looks = [compare(vision_server, "--apart", "0.2") for _ in range(4)]
+    assert statuses == {200}
+    assert [each.data["findings"] for each in looks] == [[]] * 4
+    assert sum(each.data["in_flight"]["http"] for each in looks) > 0
+    # The more there are, the more of them nobody has used meanwhile.
+    assert max(each.data["pairs"][0]["judged"] for each in looks) > 20
+    assert all(pair["judged"] for pair in looks[-1].data["pairs"])
+
+
+def test_drift_is_told_while_requests_are_in_flight(vision_server: Any) -> None:
+    """An image of a request that is refused as too long stays in the front end alone."""
+    url = vision_server.url
+    for length in range(2030, 2038):
+        assert ask(url, 21_000 + length, text="z" * length).status_code in {200, 400}
+    with load(url, range(20_100, 20_120), threads=2) as statuses:
+        assert found(vision_server) == {"mm-cache.front-only"}
+        ran = compare(vision_server, "--fail-on", "warning")
+    assert ran.code == 1
+    assert statuses == {200}
+    (drift,) = ran.data["findings"]
+    assert "P0 of api" in drift["subject"]
+    assert vision_server.cli("cache", "reset", "-t", vision_server.name).code == 0
+    assert found(vision_server) == set()
+
+
+def test_an_engine_or_a_worker_that_hangs(vision_server: Any) -> None:
+    log = vision_server.cli("logs", vision_server.name).out
+    for role in ("engine", "worker"):
+        with stopped(vision_server.pids()[role]):
+            began = time.monotonic()
+            ran = compare(vision_server, "--timeout", "1")
+            assert time.monotonic() - began < 8
+        assert (ran.code, ran.error["code"]) == (3, "compare.timeout")
+        assert "vllmops stacks dump" in ran.error["mend"]
+        assert ask(vision_server.url, 1).status_code == 200
+        assert found(vision_server) == set()
+    written = vision_server.cli("logs", vision_server.name).out.removeprefix(log)
+    assert "Traceback" not in written
+    assert "ERROR" not in written
+
+
+class Slow(BaseHTTPRequestHandler):
+    """Gives a picture only when it is told to."""
+
+    go = threading.Event()
+
+    def do_GET(self) -> None:
+        self.go.wait(30)
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """No line for each request."""
+
+
+def test_a_request_that_does_not_get_to_the_engine_leaves_it_open(vision_server: Any) -> None:
+    origin = HTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=origin.serve_forever, daemon=True).start()
+    image = {
+        "type": "image_url",
+        "image_url": {"url": f"http://127.0.0.1:{origin.server_port}/a.png"},
+    }
+    body = {"model": "demo-vision", "messages": [{"role": "user", "content": [image]}]}
+    statuses = list[int]()
+
+    def go() -> None:
+        answer = httpx.post(f"{vision_server.url}/v1/chat/completions", json=body, timeout=60)
+        statuses.append(answer.status_code)
+
+    caller = threading.Thread(target=go)
+    caller.start()
+    try:
+        until(lambda: compare(vision_server, "--timeout", "1").data["in_flight"]["rendering"])
+        data = compare(vision_server, "--timeout", "1").data
+        assert [note["code"] for note in data["notes"]] == ["unsettled"]
+        assert data["findings"] == []
+        # Scheduler and worker are judged in any case.
+        assert [bool(pair["judged"]) for pair in data["pairs"]] == [False, True]
+    finally:
+        Slow.go.set()
+        caller.join()
+        origin.shutdown()
+    assert statuses
+    assert statuses[0] >= 400
