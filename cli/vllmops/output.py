@@ -104,6 +104,24 @@ def say(message: str, style: str = "") -> None:
     console(stderr=True).print(message, style=style, markup=False)
 
 
+def confirm(question: str, mend: str) -> None:
+    """Ask a person whether to go on.
+
+    Args:
+        question: with a question mark.
+        mend: the command that does it without asking.
+
+    Raises:
+        VllmopsError: ``unconfirmed``, where the answer is no, or nobody is there to ask.
+    """
+    if not sys.stdin.isatty():
+        raise VllmopsError(
+            "unconfirmed", f"{question} Nobody is there to answer", mend, exit_code=Exit.USAGE
+        )
+    if not typer.confirm(question, err=True):
+        raise VllmopsError("unconfirmed", "nothing was done", mend)
+
+
 class Progress:
     """A live line on stderr with the elapsed time; in a pipe, a line for each new text.
 

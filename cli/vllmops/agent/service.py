@@ -184,6 +184,11 @@ def start() -> None:
         _starting.release()
 
 
+def running() -> bool:
+    """Whether the agent answers in this process."""
+    return _running is not None
+
+
 def forked() -> None:
     """In a forked child: no thread survived, so start anew once one of vLLM's objects is made."""
     global _running, _starting  # noqa: PLW0603

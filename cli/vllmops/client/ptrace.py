@@ -58,14 +58,20 @@ def rights(pid: int) -> Rights:
     )
 
 
-def refusal(pid: int, rights: Rights) -> VllmopsError:
+def refusal(pid: int, rights: Rights, command: str = "stacks dump") -> VllmopsError:
     """The error for a process that the kernel did not let us read.
+
+    Args:
+        pid: process id.
+        rights: ours over it.
+        command: what was wanted.
 
     Returns:
         One of ``stacks.ptrace-scope``, ``stacks.other-user``, ``stacks.no-capability``,
-        ``stacks.seccomp`` and ``stacks.refused``.
+        ``stacks.seccomp`` and ``stacks.refused``; the first word is the command's.
     """
-    again = f"vllmops stacks dump -t {pid}"
+    noun = command.partition(" ")[0]
+    again = f"vllmops {command} -t {pid}"
     as_root = f'sudo env "PATH=$PATH" {again}'
     reachable = bool(rights.bounding & CAP_SYS_PTRACE)
     grant = (
@@ -74,20 +80,20 @@ def refusal(pid: int, rights: Rights) -> VllmopsError:
     )
     if rights.ptrace_scope >= 3:
         return VllmopsError(
-            "stacks.ptrace-scope",
+            f"{noun}.ptrace-scope",
             f"no process may read pid {pid}: kernel.yama.ptrace_scope is 3, until a reboot",
             "set kernel.yama.ptrace_scope = 1 in /etc/sysctl.d and reboot",
         )
     if rights.effective & CAP_SYS_PTRACE:
         if rights.seccomp:
             return VllmopsError(
-                "stacks.seccomp",
+                f"{noun}.seccomp",
                 f"a seccomp filter, probably the container's, forbids reading pid {pid}",
                 "start the container with --security-opt seccomp=unconfined, or run it on the"
                 f" host: {as_root}",
             )
         return VllmopsError(
-            "stacks.refused",
+            f"{noun}.refused",
             f"the kernel refused to let us read pid {pid}, in spite of CAP_SYS_PTRACE: it is in"
             " another user namespace, or a security module (SELinux, AppArmor) forbids it",
             f"run it in the server's own container: docker exec CONTAINER {again}",
@@ -101,21 +107,21 @@ def refusal(pid: int, rights: Rights) -> VllmopsError:
         else:
             mend = f"docker exec -u {rights.target_uid} CONTAINER {again}, or {grant}"
         return VllmopsError(
-            "stacks.other-user",
+            f"{noun}.other-user",
             f"pid {pid} belongs to {owner} and we are {user(rights.uid)}, without CAP_SYS_PTRACE",
             mend,
         )
     if rights.ptrace_scope:
         only = "its ancestors" if rights.ptrace_scope == 1 else "root"
         return VllmopsError(
-            "stacks.ptrace-scope",
+            f"{noun}.ptrace-scope",
             f"only {only} may read pid {pid}: kernel.yama.ptrace_scope is {rights.ptrace_scope}",
             f"{as_root}, or for good: sudo sysctl kernel.yama.ptrace_scope=0"
             if reachable
             else f"sudo sysctl kernel.yama.ptrace_scope=0 on the host, or {grant}",
         )
     return VllmopsError(
-        "stacks.no-capability",
+        f"{noun}.no-capability",
         f"reading pid {pid}, which is more privileged than we are, takes CAP_SYS_PTRACE, and "
         + ("we don't have it" if reachable else "this container doesn't have it"),
         as_root if reachable else grant,

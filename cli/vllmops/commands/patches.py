@@ -184,7 +184,7 @@ def listing(
 
     versions = sorted({process.vllm_version or "unknown version" for process in processes})
     shown = table("patch", "state", "processes")
-    notes = []
+    reasons: dict[str, dict[str, None]] = {}  # each with the patches that have it
     for name in PATCHES:
         groups: dict[tuple[str, str], list[str]] = {}
         for process in processes:
@@ -194,11 +194,12 @@ def listing(
                 who = process.role if process.role == "here" else f"{process.role} {process.pid}"
                 groups.setdefault(state(verdict, verify), []).append(who)
                 if verdict.reason:
-                    notes.append(f"{name}, {who}: {verdict.reason}")
+                    reasons.setdefault(verdict.reason, {})[name] = None
         for (word, style), everybody in groups.items():
             shown.add_row(name, Text(word, style=style), ", ".join(everybody))
         if not groups:
             shown.add_row(name, "no process has loaded it", "")
+    notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     notes += [f"{each.role} {each.pid} did not tell: {each.why}" for each in silent]
     return [f"vLLM {', '.join(versions)}", "", shown, *(Text(note) for note in notes)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 
@@ -41,6 +42,7 @@ PATCHES: dict[str, Patch] = {
 ORDER = (State.FAILED, State.OFF, State.APPLIED, State.FIXED)
 
 _verdicts: dict[tuple[str, str], Verdict] = {}
+_withheld: dict[str, str] = {}
 _spent_s = 0.0
 
 
@@ -65,8 +67,13 @@ def off() -> set[str]:
     return set(os.environ.get(OFF, "").replace(",", " ").split())
 
 
-def install() -> None:
-    """Probe and patch each module of vLLM's as soon as it is imported; idempotent."""
+def install(withheld: Mapping[str, str] | None = None) -> None:
+    """Probe and patch each module of vLLM's as soon as it is imported; idempotent.
+
+    Args:
+        withheld: patches that are not applied though their defect is there, and why.
+    """
+    _withheld.update(withheld or {})
     for name in sorted(off() - PATCHES.keys()):
         report(f"{OFF} names a patch that there is not: {name}")
     for patch in PATCHES.values():
@@ -104,6 +111,8 @@ def judged(patch: Patch, module: ModuleType) -> Verdict | None:
         return None
     if not present:
         return verdict(state=State.FIXED)
+    if reason := _withheld.get(patch.id):
+        return verdict(state=State.OFF, reason=reason)
     patch.apply(module)
     if patch.present(module):
         return verdict(state=State.FAILED, reason="the defect is there after it, too")

@@ -1,0 +1,63 @@
+"""What ``vllmops attach`` runs inside a vLLM process, in a thread of its own.
+
+Run as a file, since nothing of this package need be on the process's path; ``wish`` is in its
+globals.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TypedDict
+
+
+class Wish(TypedDict):
+    """What is asked for.
+
+    Args:
+        package: the folder of this package.
+        home: the state directory.
+        patch: whether to apply patches too.
+        trouble: the file to write what went wrong to.
+    """
+
+    package: str
+    home: str
+    patch: bool
+    trouble: str
+
+
+def run(wish: Wish) -> None:
+    """Bring the agent up in this process; never raises."""
+    try:
+        load(Path(wish["package"]))
+        from vllmops.agent import late  # noqa: PLC0415
+
+        os.environ.setdefault("VLLMOPS_HOME", wish["home"])
+        late.come(patch=wish["patch"])
+    except Exception as error:
+        # Whole or not at all: somebody waits for this file to appear.
+        half = Path(f"{wish['trouble']}.half")
+        half.write_text(f"{type(error).__name__}: {error}")
+        half.rename(wish["trouble"])
+
+
+def load(package: Path) -> None:
+    """Import this package from its folder, unless the process has it already."""
+    if "vllmops" in sys.modules:
+        return
+    if sys.version_info < (3, 11):  # noqa: UP036 - the process brings its own Python
+        raise RuntimeError(f"Python {sys.version.split()[0]} is too old: vllmops needs 3.11")
+    spec = spec_from_file_location(
+        "vllmops", package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["vllmops"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+if __name__ == "vllmops attach":
+    run(globals()["wish"])
