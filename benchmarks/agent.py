@@ -1,8 +1,9 @@
-"""What the agent costs a server: memory, start time, requests."""
+"""What the agent costs a server: memory, start time, requests; and what attaching it takes."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import statistics
 import time
 from collections import defaultdict
@@ -15,7 +16,7 @@ from vllmops.demo import Kind
 from vllmops.instances.processes import Role
 
 from .figure import Figure, Limit, interleaved
-from .setting import Server, Setting
+from .setting import VLLMOPS, Server, Setting
 
 PATH = "/v1/completions"
 BODY = {"model": "demo-text", "prompt": "The quick brown", "max_tokens": 1}
@@ -43,6 +44,13 @@ def measure(setting: Setting) -> Iterator[Figure]:
         yield figure(values, role, f"memory of its own (USS), {role}", "MB", limit)
     limit = Limit(5) if wide else Limit(1.01)
     yield figure(values, "request", "time per request, 1 token", "s", limit, times=BURST)
+    for what, name, seconds in (
+        ("attach", "attach to a server of three processes", 15.0),
+        ("stopped", "attach: the longest that a thread was stopped", 3.0),
+    ):
+        taken, rival = values[STOCK, what], values[STOCK, "dump"]
+        of, other = statistics.median(taken), statistics.median(rival)
+        yield Figure(name, "s", of, "stacks dump", other, Limit(0, seconds), len(taken))
 
 
 def figure(
@@ -77,6 +85,18 @@ def compare(setting: Setting, names: Sequence[str], values: Values) -> None:
             for process in server.processes():
                 used = psutil.Process(process.pid).memory_full_info().uss
                 values[name, process.role].append(used / MB)
+        attach(setting, servers[STOCK], values)
+
+
+def attach(setting: Setting, server: Server, values: Values) -> None:
+    """Load the agent into a server that runs without it."""
+    target = ("-t", str(server.pid), "--json")
+    values[STOCK, "dump"].append(setting.seconds(VLLMOPS, "stacks", "dump", *target))
+    began = time.perf_counter()
+    done = setting.run(VLLMOPS, "attach", "--yes", *target)
+    values[STOCK, "attach"].append(time.perf_counter() - began)
+    rows = json.loads(done.stdout)["data"]["processes"]
+    values[STOCK, "stopped"].append(max(row["stopped_s"] for row in rows))
 
 
 def bursts(servers: dict[str, Server]) -> dict[str, Callable[[], float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .conftest import Cli, until
+from .conftest import Cli
 
 
 def test_vllm_says_itself_what_is_wrong_with_its_arguments(cli: Cli) -> None:
@@ -28,21 +28,3 @@ def test_the_agent_joins_an_allow_list_and_a_restart_keeps_it(cli: Cli) -> None:
         assert server.complete().status_code == 200
     finally:
         cli("stop", "plugins", "--force")
-
-
-def test_without_the_agent_it_serves_and_is_told_as_such(cli: Cli) -> None:
-    server = cli.serve("bare", "--demo", "text", "--env", "VLLMOPS_DISABLE=1")
-    try:
-        row = server.row
-        assert row["state"] == "ready"
-        assert {p["agent"] for p in row["processes"] if p["role"] != "other"} == {"absent"}
-        assert server.complete().status_code == 200
-        inspected = cli("cache", "inspect", "-t", "bare")
-        assert inspected.code == 5
-        assert "has no agent" in inspected.err
-        assert "running" in cli("status", "bare").out
-        footprint = server.footprint()
-        assert cli("stop", "bare").code == 0
-        until(lambda: not footprint.left(), 10, footprint.left)
-    finally:
-        cli("stop", "bare", "--force")

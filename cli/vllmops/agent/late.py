@@ -186,15 +186,20 @@ def tasks(roots: Iterable[Any]) -> list[asyncio.Task[Any]]:
 
 
 def count(requests: list[asyncio.Task[Any]]) -> None:
-    """Count the requests that began before the gate was there."""
+    """Count the requests that began before the gate was there.
 
-    def ended(_: asyncio.Task[Any]) -> None:
+    How far each has come is not known: until it ends it may not have reached the engine.
+    """
+
+    def ended(task: asyncio.Task[Any]) -> None:
         gate.in_flight -= 1
+        gate.rendering.discard(task)
 
     def begin() -> None:
         for task in requests:
             if not task.done():
                 gate.in_flight += 1
+                gate.rendering.add(task)
                 task.add_done_callback(ended)
 
     if requests:

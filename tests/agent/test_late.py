@@ -1,0 +1,169 @@
+"""Finding what was made before the agent came; tests/live does it in a real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import socket
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from vllmops.agent import late
+from vllmops.agent.gate import Gate
+
+
+class Thing:
+    """Something that passes for vLLM's own."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def method(self) -> None: ...
+
+
+Thing.__module__ = "vllm.v1.things"
+
+
+class Layer(Thing): ...
+
+
+Layer.__module__ = "vllm.model_executor.layers"
+
+
+class Foreign:
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda thing: thing,
+        lambda thing: Thing(inner={"a": [(thing,)]}),
+        lambda thing: thing.method,
+        lambda thing: partial(print, thing, end=""),
+        lambda thing: Thing(call=partial(Thing(deep=thing).method)),
+    ],
+)
+def test_what_is_held_is_found(wrap: Callable[[Thing], Any]) -> None:
+    thing = Thing()
+    assert thing in list(late.reachable([wrap(thing)]))
+
+
+def test_it_does_not_look_into_everything() -> None:
+    thing = Thing()
+    assert thing not in list(late.reachable([Foreign(inner=thing)]))
+    assert thing not in list(late.reachable([Layer(inner=thing)]))
+    assert thing not in list(late.reachable([[*list(range(late.LARGE)), thing]]))
+    ring = Thing()
+    vars(ring)["inner"] = ring
+    assert list(late.reachable([ring])) == [ring]
+
+
+@contextlib.contextmanager
+def waiting(run: Callable[[threading.Event], None]) -> Iterator[None]:
+    """A thread that is in the middle of something."""
+    over = threading.Event()
+    thread = threading.Thread(target=run, args=(over,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def test_variables_of_threads_and_of_suspended_coroutines() -> None:
+    in_thread, in_task, in_context = Thing(), Thing(), Thing()
+    ready = threading.Event()
+
+    def spin(over: threading.Event) -> None:
+        held = in_thread  # noqa: F841 - it is looked for
+        over.wait()
+
+    @contextlib.asynccontextmanager
+    async def context() -> AsyncIterator[None]:
+        yield
+
+    async def serve(held: Thing, over: threading.Event) -> None:
+        async with context():
+            ready.set()
+            await asyncio.to_thread(over.wait)
+
+    def loop(over: threading.Event) -> None:
+        async def main() -> None:
+            await asyncio.gather(serve(in_task, over), serve(in_context, over))
+
+        asyncio.run(main())
+
+    with waiting(spin), waiting(loop):
+        assert ready.wait(10)
+        held = list(late.values())
+    for thing in (in_thread, in_task, in_context):
+        assert thing in held
+
+
+def test_looking_keeps_nothing_alive() -> None:
+    steps, done = threading.Semaphore(0), threading.Semaphore(0)
+    gone: list[weakref.ref[Thing]] = []
+
+    def spin(over: threading.Event) -> None:
+        request: Thing | None = Thing()
+        gone.append(weakref.ref(request))
+        done.release()
+        steps.acquire()
+        request = None
+        done.release()
+        over.wait()
+
+    with waiting(spin):
+        done.acquire()
+        found = sum(isinstance(each, Thing) for each in late.values())
+        steps.release()
+        done.acquire()
+        gc.collect()
+        assert (found, gone[0]()) == (1, None)
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] == "lifespan":
+        return
+    await asyncio.sleep(1)
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body"})
+
+
+def test_requests_that_began_before_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    monkeypatch.setattr(late, "gate", gate)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="off"))
+        serving = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        serving.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        asking = threading.Thread(target=httpx.get, args=(url,))
+        asking.start()
+        until(lambda: late.tasks(late.values()))
+        late.count(late.tasks(late.values()))
+        until(lambda: (gate.in_flight, len(gate.rendering)) == (1, 1))
+        asking.join(10)
+        until(lambda: (gate.in_flight, len(gate.rendering)) == (0, 0))
+        server.should_exit = True
+        serving.join(10)
+
+
+def until(done: Callable[[], Any]) -> None:
+    for _ in range(500):
+        if done():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError
