@@ -14,6 +14,7 @@ from rich.console import Console
 from vllmops.commands.compare import report, text
 from vllmops.instances.processes import Role
 from vllmops.snapshots.caches import (
+    Cache,
     EncoderCache,
     LruCache,
     ProcessCaches,
@@ -73,7 +74,7 @@ def comparison() -> Comparison:
     manager = EncoderCache(
         name="m", slots=1, free_slots=1, freeable_slots=1, cached={"a": []}, freeable={}
     )
-    caches = [lru("P1", "a"), manager]
+    caches: list[Cache] = [lru("P1", "a"), manager]
     engine = ProcessCaches(
         pid=10002, parent=10001, role="engine", caches=caches, unfinished=4, step=77
     )
