@@ -78,7 +78,7 @@ def adopt(roots: Iterable[Any]) -> None:
 
 
 def reachable(roots: Iterable[Any]) -> Iterator[Any]:
-    """VLLM's own objects that can be reached, each once, the nearest first."""
+    """The objects of vLLM's that can be reached, each once, the nearest first."""
     queue, seen = deque(roots), dict[int, Any]()
     while queue and len(seen) < MOST:
         each = queue.popleft()

@@ -160,16 +160,14 @@ def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
                 by_python(process, code, Path(folder) / "boot.py")
         except PermissionError as error:
             raise refused(process) from error
+        except OSError as error:
+            raise failed(process, str(error)) from error
         while time.monotonic() < deadline:
             with suppress(VllmopsError):
                 agent.reach(process)
                 return Attached(process, stopped_s, time.monotonic() - began)
             if trouble.exists():
-                raise VllmopsError(
-                    "attach.failed",
-                    f"the agent can't run in {agent.name(process)}: {trouble.read_text()}",
-                    f"vllmops stacks dump -t {process.pid} needs no agent",
-                )
+                raise failed(process, trouble.read_text())
             time.sleep(PAUSE_S)
     raise VllmopsError(
         "attach.timeout",
@@ -236,6 +234,14 @@ def by_python(process: Process, code: str, script: Path) -> None:
             f"says: {last}",
             "start the server with vllmops serve, or with vllmops-cli installed beside vLLM",
         )
+
+
+def failed(process: Process, why: str) -> VllmopsError:
+    return VllmopsError(
+        "attach.failed",
+        f"the agent can't run in {agent.name(process)}: {why}",
+        f"vllmops stacks dump -t {process.pid} needs no agent",
+    )
 
 
 def refused(process: Process) -> VllmopsError:

@@ -71,8 +71,9 @@ SYMBOLS = ("PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release")
 # call *%r12; mov %eax,%ebp; mov %rbx,%rdi; call *%r13; mov %ebp,%edi; call *%r14;
 # mov $15 (rt_sigreturn),%eax; syscall
 STUB = bytes.fromhex("41ffd4 89c5 4889df 41ffd5 89ef 41ffd6 b80f000000 0f05")
-# How a program's entry begins: endbr64, or xor %ebp,%ebp; or, after an earlier attach, our stub.
-ENTRIES = (bytes.fromhex("f30f1efa"), bytes.fromhex("31ed"), STUB)
+# How a program's entry begins: endbr64, or xor %ebp,%ebp, or xor %rbp,%rbp; or, after an earlier
+# attach, our stub.
+ENTRIES = (bytes.fromhex("f30f1efa"), bytes.fromhex("31ed"), bytes.fromhex("4831ed"), STUB)
 
 
 class Registers(ctypes.Structure):
@@ -261,8 +262,9 @@ def inject(target: Target, tid: int, code: str) -> float:
             raise BusyError(f"thread {tid} has too small a stack")
         place, frame, argument = _frame(tid, registers, code.encode() + b"\0")
         with open(f"/proc/{target.pid}/task/{tid}/mem", "r+b", buffering=0) as memory:
-            os.pwrite(memory.fileno(), frame, place)
-            os.pwrite(memory.fileno(), STUB, entry)
+            for content, address in ((frame, place), (STUB, entry)):
+                if os.pwrite(memory.fileno(), content, address) != len(content):
+                    raise BusyError(f"thread {tid} has no room on its stack")
         stub = Registers.from_buffer_copy(registers)
         stub.rip, stub.rsp, stub.eflags = entry, place, INTERRUPTS
         stub.orig_rax = -1  # nothing is to be restarted
