@@ -182,6 +182,26 @@ def cli() -> Iterator[Cli]:
         shutil.rmtree(home, ignore_errors=True)
 
 
+PlugIn = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="session")
+def plug_in(tmp_path_factory: pytest.TempPathFactory) -> PlugIn:
+    """Makes a vLLM plug-in of a name and a module's text; its folder is for ``PYTHONPATH``."""
+
+    def make(name: str, module: str) -> Path:
+        folder = tmp_path_factory.mktemp("plug-in")
+        (folder / f"{name}.py").write_text(module)
+        metadata = folder / f"{name}-1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        entry = f"[vllm.general_plugins]\n{name} = {name}:register\n"
+        (metadata / "entry_points.txt").write_text(entry)
+        return folder
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def vision_server(cli: Cli) -> Live:
     """The demo vision model, default caches."""

@@ -26,7 +26,7 @@ from vllmops.diagnose.caches import alone
 from vllmops.instances.processes import Process, Role
 from vllmops.snapshots.caches import EncoderCache
 
-from .conftest import Ran, until
+from .conftest import PlugIn, Ran, until
 
 FEW_IMAGES_GB = "0.00008"  # of the demo model's, some five
 
@@ -259,10 +259,66 @@ def transcribe(url: str, seed: int) -> httpx.Response:
     )
 
 
+def told_as(server: Any, note: str, kinds: set[str]) -> Any:
+    """What is told of a healthy server of a kind."""
+    data = settled(server)
+    assert [each["code"] for each in data["notes"]] == [note]
+    assert {row["kind"] for row in data["caches"]} == kinds
+    assert (data["problems"], data["silent"]) == ([], [])
+    assert all(each["severity"] == "info" for each in data["findings"])
+    compared = compare(server).data
+    assert [each["code"] for each in compared["notes"]] == [note]
+    assert [pair["kind"] for pair in compared["pairs"]] == ["encoder"]
+    assert (compared["findings"], compared["problems"]) == ([], [])
+    return data
+
+
+# vLLM 0.14.1 and newer free an encoder-decoder model's entries in time: a plug-in puts the old code
+# back, before ours looks.
+OLD_ORDER = """
+from vllm.v1.core.encoder_cache_manager import EncoderDecoderCacheManager
+
+construct = EncoderDecoderCacheManager.__init__
+
+def init(self, cache_size):  # as they were until vLLM 0.14.0
+    construct(self, cache_size)
+    self.freed = []
+
+def allocate(self, request, input_id):
+    self.num_free_slots -= request.get_num_encoder_embeds(input_id)
+    self.freed.append(request.mm_features[input_id].identifier)
+
+def get_freed_mm_hashes(self):
+    freed, self.freed = self.freed, []
+    return freed
+
+def register():
+    for each in (allocate, get_freed_mm_hashes):
+        setattr(EncoderDecoderCacheManager, each.__name__, each)
+    EncoderDecoderCacheManager.__init__ = init
+"""
+
+
+def test_a_patched_whisper_ends_with_an_empty_worker_cache(cli: Any, plug_in: PlugIn) -> None:
+    place = f"PYTHONPATH={plug_in('old_order', OLD_ORDER)}"
+    server = cli.serve("whisper", "--demo", "audio", "--env", place)
+    try:
+        for seed in range(3):
+            assert transcribe(server.url, seed).status_code == 200
+        data = told_as(server, "encoder-decoder", {"encoder"})
+        assert side(data, "encoder", "worker")["entries"] == 0
+        listed = cli("patches", "list", "-t", server.name, "--json").data["patches"]
+        states = {
+            patch["id"]: {process["state"] for process in patch["processes"]} for patch in listed
+        }
+        assert states["encoder-decoder-free-order"] == {"applied"}
+    finally:
+        cli("stop", "whisper", "--force")
+
+
 @pytest.mark.parametrize(
     ("words", "note", "kinds"),
     [
-        (["text"], "text-model", {"encoder"}),
         (["vision", "--", "--mm-processor-cache-gb", "0"], "cache-off", {"encoder"}),
         (
             ["vision", "--", "--mm-processor-cache-type", "shm"],
@@ -274,29 +330,17 @@ def transcribe(url: str, seed: int) -> httpx.Response:
             "processor-only",
             {"mm-processor-only", "encoder"},
         ),
-        (["audio"], "encoder-decoder", {"encoder"}),
     ],
-    ids=["text", "off", "shm", "several-api-servers", "encoder-decoder"],
+    ids=["off", "shm", "several-api-servers"],
 )
 def test_each_kind_of_server_is_told_as_what_it_is(
     cli: Any, words: list[str], note: str, kinds: set[str]
 ) -> None:
     server = cli.serve("kind", "--demo", *words)
     try:
-        if words[0] == "vision":
-            for seed in (1, 2, 1):
-                assert ask(server.url, seed).status_code == 200
-        for seed in range(3 if words[0] == "audio" else 0):
-            assert transcribe(server.url, seed).status_code == 200
-        data = settled(server)
-        assert [each["code"] for each in data["notes"]] == [note]
-        assert {row["kind"] for row in data["caches"]} == kinds
-        assert (data["problems"], data["silent"]) == ([], [])
-        assert all(each["severity"] == "info" for each in data["findings"])
-        compared = cli("cache", "compare", "-t", server.name, "--json").data
-        assert [each["code"] for each in compared["notes"]] == [note]
-        assert [pair["kind"] for pair in compared["pairs"]] == ["encoder"]
-        assert (compared["findings"], compared["problems"]) == ([], [])
+        for seed in (1, 2, 1):
+            assert ask(server.url, seed).status_code == 200
+        data = told_as(server, note, kinds)
         if note == "shm":
             row = side(data, "mm-shm", "P0")
             assert (row["entries"], row["hits"], row["queries"]) == (2, 1, 3)

@@ -1,0 +1,153 @@
+"""``vllmops attach``: to a healthy server under load, and to a stock one that hangs both ways."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from .conftest import START_TIMEOUT_S, Cli, Live, Ran, until
+from .test_cache import FEW_IMAGES_GB, told_as
+from .test_hang import Requests, ghosts, leave_ghost, old_code, text
+
+__all__ = ["old_code"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def bare(cli: Cli) -> Iterator[Live]:
+    yield cli.serve("bare", "--demo", "text", "--env", "VLLMOPS_DISABLE=1")
+    cli("stop", "bare", "--force")
+
+
+def roles(ran: Ran) -> set[str]:
+    return {process["role"] for process in ran.data["processes"]}
+
+
+def test_without_the_agent_it_serves_and_is_told_as_such(bare: Live) -> None:
+    row = bare.row
+    assert row["state"] == "ready"
+    assert {p["agent"] for p in row["processes"] if p["role"] != "other"} == {"absent"}
+    assert bare.complete().status_code == 200
+    inspected = bare.cli("cache", "inspect", "-t", "bare")
+    assert inspected.code == 5
+    assert "vllmops attach" in inspected.err
+    assert "running" in bare.cli("status", "bare").out
+
+
+def test_a_healthy_server_under_load_loses_no_request(bare: Live) -> None:
+    cli = bare.cli
+    plan = cli("attach", "-t", "bare", "--dry-run", "--json")
+    assert (plan.code, roles(plan)) == (0, {"api", "engine", "worker"})
+    assert cli("attach", "-t", "bare").code == 2  # nobody is there to ask
+    assert {p["agent"] for p in bare.row["processes"] if p["role"] != "other"} == {"absent"}
+    answers: list[int] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            answers.append(bare.complete(max_tokens=20).status_code)
+
+    askers = [threading.Thread(target=ask) for _ in range(2)]
+    for each in askers:
+        each.start()
+    until(lambda: len(answers) > 5)
+    ran = cli("attach", "-t", "bare", "--patch", "--yes", "--json")
+    reached = len(answers)
+    until(lambda: len(answers) > reached + 5)
+    over.set()
+    for each in askers:
+        each.join()
+    assert (ran.code, ran.data["silent"], roles(ran)) == (0, [], {"api", "engine", "worker"})
+    for process in ran.data["processes"]:
+        assert process["stopped_s"] < 3
+        assert process["seconds"] < 15
+    assert set(answers) == {200}
+    assert {p["agent"] for p in bare.row["processes"] if p["role"] != "other"} == {"answers"}
+    # What began before is counted as well, so nothing is left over, nor below zero.
+    assert "0 running, 0 waiting" in cli("status", "bare").out
+    told_as(bare, "text-model", {"encoder"})
+    states = {
+        patch["id"]: {(process["state"], process["reason"]) for process in patch["processes"]}
+        for patch in cli("patches", "list", "-t", "bare", "--json").data["patches"]
+    }
+    assert states["mm-lru-stale-eviction"] == {("applied", None)}
+    assert states["encoder-decoder-slots"] == {("off", "it can't be applied to what is in use")}
+    again = cli("attach", "-t", "bare", "--yes", "--json")
+    assert (again.code, again.error["code"]) == (1, "attach.already")
+
+
+def test_an_attached_server_stops_as_any(bare: Live) -> None:
+    footprint = bare.footprint()
+    assert bare.cli("stop", "bare").code == 0
+    until(lambda: not footprint.left(), 10, footprint.left)
+
+
+class Stock(Live):
+    """A server that vllmops did not start, and whose processes know nothing of it."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        rows = self.cli("ps", "--json").data["instances"]
+        return next(row for row in rows if row["pid"] == int(self.name))
+
+
+@pytest.fixture(scope="module")
+def hung(cli: Cli, old_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
+    """EngineCore hangs, and so does the API server's renderer."""
+    limits = ("--mm-processor-cache-gb", FEW_IMAGES_GB, "--limit-mm-per-prompt", '{"image":8}')
+    plan = cli("serve", "--demo", "vision", "--dry-run", "--json", "--", *limits).data
+    words = plan["command"][plan["command"].index("serve") + 1 :]
+    plug_in = {"PYTHONPATH": os.fspath(old_code), "VLLM_PLUGINS": "old_code"}
+    log = tmp_path_factory.mktemp("stock") / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *words],
+            env={**cli.environment, **plan["environment"], **plug_in},
+            stdout=file,
+            stderr=file,
+        )
+
+    def up() -> bool:
+        assert process.poll() is None
+        try:
+            return httpx.get(f"{plan['url']}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        until(up, START_TIMEOUT_S, log.read_text)
+        yield Stock(cli, str(process.pid))
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def spins(pid: int) -> bool:
+    return psutil.Process(pid).cpu_percent(1) > 50
+
+
+def test_a_hung_stock_server_goes_on(hung: Stock) -> None:
+    url, cli = hung.url, hung.cli
+    assert leave_ghost(url)
+    pids = hung.pids()
+    engine = Requests(url, *[(seed,) for seed in range(10)])
+    until(lambda: spins(pids["engine"]))
+    front = Requests(url, tuple(range(200, 207)))
+    until(lambda: spins(pids["api"]))
+    assert len(engine.answers) < len(engine.sent)
+    ran = cli("attach", "-t", hung.name, "--yes", "--json")
+    assert (ran.code, ran.data["silent"], roles(ran)) == (0, [], {"api", "engine", "worker"})
+    assert ghosts(hung) == {"api", "engine"}
+    assert cli("cache", "repair", "-t", hung.name).code == 0
+    assert front.all_answered()
+    assert engine.all_answered()
+    assert text(url, 60) == 200
+    assert hung.pids() == pids
