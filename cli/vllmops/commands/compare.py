@@ -115,7 +115,9 @@ def text(data: dict[str, Any]) -> Iterator[RenderableType]:
         if not data["pairs"]:
             yield Text("Nothing to compare.", "yellow")
         else:
-            where = " in what could be judged" if data["silent"] or data["problems"] else ""
+            partly = any(note.code in judge.PARTLY for note in data["notes"])
+            partly = partly or data["silent"] or data["problems"]
+            where = " in what could be judged" if partly else ""
             yield Text(f"No drift{where}.", "yellow" if where else "green")
 
 

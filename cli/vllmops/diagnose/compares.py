@@ -33,6 +33,9 @@ from .caches import (
 )
 from .findings import Finding
 
+# Notes that say that not everything was judged.
+PARTLY = frozenset({"unsettled", "reset", "in-use"})
+
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """Two sides of a cache as the last look found them, requests in flight included.
