@@ -33,8 +33,8 @@ Values = defaultdict[tuple[str, str], list[float]]
 def measure(setting: Setting) -> Iterator[Figure]:
     values: Values = defaultdict(list)
     names = [AGENT, STOCK] if setting.short else [STOCK, AGENT, AGAIN]
-    for number in range(1 if setting.short else 2 * len(names)):
-        # Each comes first twice: what is started first finds the machine as nobody else does.
+    for number in range(1 if setting.short else len(names)):
+        # Each comes first once: what is started first finds the machine as nobody else does.
         first = number % len(names)
         compare(setting, names[first:] + names[:first], values)
     wide = setting.short
@@ -42,8 +42,18 @@ def measure(setting: Setting) -> Iterator[Figure]:
     for role in (Role.API, Role.ENGINE, Role.WORKER):
         limit = Limit(1, 100) if wide else Limit(1, 20)
         yield figure(values, role, f"memory of its own (USS), {role}", "MB", limit)
-    limit = Limit(5) if wide else Limit(1.01)
-    yield figure(values, "request", "time per request, 1 token", "s", limit, times=BURST)
+    before, changes = statistics.median(values[STOCK, "request"]), values[STOCK, "change"]
+    control = values.get((AGENT, "change"))
+    yield Figure(
+        "time per request, 1 token, once the agent is attached",
+        "s",
+        before * statistics.median(changes),
+        "before, same server",
+        before,
+        Limit(5) if wide else Limit(1.01),
+        BURST * len(values[STOCK, "request"]),
+        control=before * statistics.median(control) if control else None,
+    )
     for what, name, seconds in (
         ("attach", "attach to a server of three processes", 15.0),
         ("stopped", "attach: the longest that a thread was stopped", 3.0),
@@ -53,9 +63,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         yield Figure(name, "s", of, "stacks dump", other, Limit(0, seconds), len(taken))
 
 
-def figure(
-    values: Values, what: str, name: str, unit: str, limit: Limit, *, times: int = 1
-) -> Figure:
+def figure(values: Values, what: str, name: str, unit: str, limit: Limit) -> Figure:
     of = {each: statistics.median(values[each, what]) for each, other in values if other == what}
     # Two stock servers differ too: the rival is all of them, the control one half of them.
     stock = values[STOCK, what] + values.get((AGAIN, what), [])
@@ -66,26 +74,43 @@ def figure(
         STOCK,
         statistics.median(stock),
         limit,
-        times * len(values[AGENT, what]),
+        len(values[AGENT, what]),
         control=of.get(AGAIN),
     )
 
 
 def compare(setting: Setting, names: Sequence[str], values: Values) -> None:
-    """Start a server for each name, and measure them all while they are up together."""
+    """Start a server for each name, and measure them all while they are up together.
+
+    Two servers that are started alike differ by more than the agent costs. So what it costs is how
+    much slower the same server becomes once it is attached, where a bystander tells what the
+    machine did meanwhile.
+    """
+    rounds = 10 if setting.short else 100
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name in names:
             servers[name] = stack.enter_context(setting.server(Kind.TEXT, agent=name == AGENT))
             values[name, "start"].append(servers[name].start_s)
-        for name, taken in interleaved(10 if setting.short else 100, bursts(servers)).items():
-            values[name, "request"] += taken
+        before = interleaved(rounds, bursts(servers))
         time.sleep(IDLE_S)
         for name, server in servers.items():
             for process in server.processes():
                 used = psutil.Process(process.pid).memory_full_info().uss
                 values[name, process.role].append(used / MB)
         attach(setting, servers[STOCK], values)
+        after = interleaved(rounds, bursts(servers))
+    values[STOCK, "request"] += before[STOCK]
+    bystander = AGENT if setting.short else AGAIN
+    for name in {*names} - {bystander}:
+        values[name, "change"].append(
+            relative(after[name], after[bystander]) / relative(before[name], before[bystander])
+        )
+
+
+def relative(values: Sequence[float], others: Sequence[float]) -> float:
+    """How many times as large one is as the other, as a rule; measured by turns."""
+    return statistics.median(one / other for one, other in zip(values, others, strict=True))
 
 
 def attach(setting: Setting, server: Server, values: Values) -> None:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import signal
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from vllmops.demo.inputs import chat
 
-from .figure import Figure, Limit, interleaved, medians
+from .figure import Figure, Limit, interleaved
 from .setting import IMAGES, VLLMOPS, Server, Setting
 
 PATH = "/v1/chat/completions"
 CONNECTIONS = 2
 TOKENS = 400
+BLOCK = 8  # requests
+LOOKS_S = 3.0  # until the first look, some hundred milliseconds
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    entries, rounds, requests = (500, 2, 8) if setting.short else (20_000, 6, 40)
+    entries, rounds = (500, 2) if setting.short else (20_000, 30)
     server = setting.vision
     inspect = (VLLMOPS, "cache", "inspect", "-t", str(server.pid), "--json")
     server.load([server.request(PATH, chat([0]))], 1)
@@ -43,21 +48,24 @@ def measure(setting: Setting) -> Iterator[Figure]:
     # people ask for: a look each second falls into each of them.
     choice = random.Random(1)
     answer: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
-    images = [[choice.randrange(entries)] for _ in range(requests)]
+    images = [[choice.randrange(entries)] for _ in range(BLOCK)]
     bodies = [server.request(PATH, chat(each, **answer)) for each in images]
-
-    def p95() -> float:
-        return statistics.quantiles(server.load(bodies, CONNECTIONS), n=20)[-1]
-
-    def inspected() -> float:
-        with every_second(setting, server):
-            return p95()
-
-    p95()
-    targets: dict[str, Callable[[], float]] = {"without": p95, "with": inspected}
+    taken: dict[str, list[float]] = {"without": [], "with": []}
     if not setting.short:
-        targets["again"] = p95
-    of = medians(interleaved(rounds, targets))
+        taken["again"] = []
+    with every_second(setting, server) as watch:
+
+        def block(name: str) -> float:
+            """A few requests: short blocks by turns, so that a machine's moods fall on all."""
+            if name == "with":
+                watch.send_signal(signal.SIGCONT)
+            taken[name] += server.load(bodies, CONNECTIONS)
+            watch.send_signal(signal.SIGSTOP)
+            return 0.0
+
+        server.load(bodies, CONNECTIONS)
+        interleaved(rounds, {name: partial(block, name) for name in taken})
+    of = {name: statistics.quantiles(each, n=20)[-1] for name, each in taken.items()}
     yield Figure(
         "request p95, cache inspect --watch --interval 1",
         "s",
@@ -65,7 +73,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         "without",
         of["without"],
         Limit(5, 0.5) if setting.short else Limit(1.05),
-        rounds * requests,
+        len(taken["with"]),
         control=of.get("again"),
     )
 
@@ -86,8 +94,8 @@ def check(setting: Setting, inspect: tuple[str, ...], entries: int) -> None:
 
 
 @contextlib.contextmanager
-def every_second(setting: Setting, server: Server) -> Iterator[None]:
-    """Look into the caches every second meanwhile."""
+def every_second(setting: Setting, server: Server) -> Iterator[subprocess.Popen[bytes]]:
+    """What looks into the caches every second; stopped, until it is told to go on."""
     words = ("cache", "inspect", "-t", str(server.pid), "--watch", "--interval", "1")
     complaints = setting.home / "every-second"
     with complaints.open("wb") as file:
@@ -99,9 +107,11 @@ def every_second(setting: Setting, server: Server) -> Iterator[None]:
             stderr=file,
         )
         try:
-            yield
+            time.sleep(LOOKS_S)
+            watch.send_signal(signal.SIGSTOP)
+            yield watch
             if watch.poll() is not None:
                 raise RuntimeError(f"{' '.join(words)}: {complaints.read_text()}")
         finally:
-            watch.terminate()
+            watch.kill()
             watch.wait()
