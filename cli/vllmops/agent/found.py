@@ -6,6 +6,7 @@ Not by ``gc``: vLLM freezes its heap, and frozen objects are absent from ``gc.ge
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -17,6 +18,8 @@ from .imports import when_imported
 # kind -> {id: weak reference}; not a WeakSet, vLLM's caches are unhashable.
 _refs: dict[str, dict[int, weakref.ref[Any]]] = {}
 problems: list[str] = []
+# kind -> when its constructor was hooked, seconds since the epoch
+hooked: dict[str, float] = {}
 
 HOOKS = {
     # One constructor that every multimodal cache runs through, whatever its kind.
@@ -25,6 +28,12 @@ HOOKS = {
     "executor": ("vllm.v1.executor.abstract", "", "Executor"),
     "engine-client": ("vllm.v1.engine.async_llm", "", "AsyncLLM"),
     "worker": ("vllm.v1.worker.worker_base", "", "WorkerBase"),
+    "request": ("vllm.v1.request", "", "Request"),
+    "responses": (
+        "vllm.entrypoints.openai.responses.serving",
+        "vllm.entrypoints.openai.serving_responses",
+        "OpenAIServingResponses",
+    ),
 }
 
 
@@ -52,6 +61,11 @@ def latest(kind: str) -> Any | None:
     return next(reversed(every(kind)), None)
 
 
+def count(kind: str) -> int:
+    """How many objects of a kind are alive."""
+    return len(_refs.get(kind, ()))
+
+
 def forget() -> None:
     """In a forked child: its parent's objects are not its own."""
     _refs.clear()
@@ -77,6 +91,7 @@ def _hook(kind: str, name: str, module: ModuleType) -> None:
 
     init.__vllmops__ = True  # type: ignore[attr-defined]
     cls.__init__ = init
+    hooked[kind] = time.time()
 
 
 def remember(kind: str, instance: Any) -> None:
@@ -84,6 +99,8 @@ def remember(kind: str, instance: Any) -> None:
     try:
         refs, key = _refs.setdefault(kind, {}), id(instance)
         refs[key] = weakref.ref(instance, lambda _: refs.pop(key, None))
+        if kind == "request":
+            return  # they are many, and each would try again where the agent can't come up
         from . import service  # noqa: PLC0415
 
         service.start()

@@ -28,7 +28,7 @@ from ..snapshots.compares import CompareWish
 from ..snapshots.engine import Beat, Hello, Traffic
 from ..snapshots.repairs import Wish
 from ..snapshots.resets import ResetWish
-from . import caches, compare, engine, found, log, repair, reset
+from . import caches, compare, engine, found, log, memory, repair, reset
 from .gate import gate
 from .heartbeat import Heart
 from .identity import create_time, role
@@ -38,7 +38,7 @@ BODY_BYTES = 4 << 20  # some 60,000 keys
 PATH_BYTES = 107  # sockaddr_un's, without the closing zero
 FEATURES = (
     *("engine", "caches", "requests", "drain", "heartbeat"),
-    *("patches", "repair", "reset", "compare"),
+    *("patches", "repair", "reset", "memory", "compare"),
 )
 
 
@@ -301,6 +301,7 @@ GETS: dict[str, Callable[[], Any]] = {
     "/engine": engine.state,
     "/caches": caches.snapshot,
     "/caches?keys=1": partial(caches.snapshot, keys=True),
+    "/memory": memory.snapshot,
     "/requests": engine.traffic,
     "/patches": registry.states,
     "/patches?verify=1": partial(registry.states, verify=True),

@@ -1,0 +1,152 @@
+"""Tells of its process's memory what only the process knows, at a cost that does not grow with it.
+
+Lengths and counters: no pass over vLLM's containers, none over Python's heap.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..snapshots.memory import AgentMemory, Generation, Held, Requests, Store
+from . import caches, engine, found
+from .identity import create_time
+
+# Asking each Request takes a quarter of a microsecond or so. Beyond these, a count by subtraction
+# is near enough: it takes those for finished that have come in and not yet reached the scheduler.
+ASKED = 2000
+
+
+def snapshot() -> AgentMemory:
+    """What ``GET /memory`` answers; what can't be read becomes a problem in words."""
+    problems = list(found.problems)
+
+    def attempt(what: str, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except Exception as error:
+            problems.append(f"{what} can't be told: {error!r}")
+            return None
+
+    held: list[Held] = []
+    for holder, read in sources():
+        one = attempt(f"{type(holder).__name__}'s size", lambda: read(holder))  # noqa: B023
+        held += [one] if one else []
+    return AgentMemory(
+        requests=attempt("the number of live requests", requests),
+        caches=tuple(held),
+        gc=generations(),
+        store=attempt("the size of the Responses store", store),
+        unfinished=engine.state().unfinished,
+        in_flight=engine.traffic().in_flight,
+        problems=tuple(problems),
+    )
+
+
+def requests() -> Requests | None:
+    """The live ``Request`` objects; None without a scheduler, or where they are not counted."""
+    scheduler, since = found.latest("scheduler"), found.hooked.get("request")
+    if scheduler is None or since is None:
+        return None
+    alive = found.count("request")
+    known = scheduler.requests
+    if alive > ASKED:
+        finished = max(alive - len(known), 0)
+    else:
+        finished = sum(over(request, known) for request in found.every("request"))
+    late_s = round(since - create_time(), 1)
+    return Requests(alive=alive, finished_alive=finished, known=len(known), late_s=late_s)
+
+
+def over(request: Any, known: dict[str, Any]) -> bool:
+    """Whether a request is finished and the scheduler has let go of it."""
+    own = vars(request)  # without a status while it is being built
+    return "status" in own and request.is_finished() and known.get(own["request_id"]) is not request
+
+
+def sources() -> Iterator[tuple[Any, Callable[[Any], Held | None]]]:
+    """What to read with what."""
+    for cache in found.every("mm-cache"):
+        yield cache, multimodal
+    for scheduler in found.every("scheduler"):
+        yield scheduler, encoder
+    for worker in found.every("worker"):
+        yield worker, encoder_outputs
+
+
+def multimodal(holder: Any) -> Held | None:
+    """A multimodal cache of whatever kind; None while it is being built."""
+    name = type(holder).__name__
+    own = vars(holder)
+    if "_cache" in own:
+        cache, mirrored = own["_cache"], "ProcessorOnly" not in name
+        return Held(
+            kind="mm-lru" if mirrored else "mm-processor-only",
+            name=name,
+            entries=len(cache._Cache__data),
+            bytes=int(cache._Cache__currsize),
+            # The front end's mirror has the sizes alone.
+            here=not mirrored or caches.side(holder) == "P1",
+        )
+    if "_shm_cache" in own:
+        storage = holder._shm_cache
+        ring = storage.ring_buffer
+        return Held(
+            kind="mm-shm",
+            name=name,
+            entries=len(storage.key_index) if storage.is_writer else None,
+            bytes=ring.data_buffer_end - ring.data_buffer_start if storage.is_writer else None,
+        )
+    return None
+
+
+def encoder(scheduler: Any) -> Held | None:
+    """A scheduler's encoder cache; None while it is being built."""
+    manager = getattr(scheduler, "encoder_cache_manager", None)
+    if manager is None:
+        return None
+    own = vars(manager)
+    return Held(
+        kind="encoder",
+        name=type(manager).__name__,
+        entries=len(own["cached"]) if "cached" in own else None,
+        slots=own["cache_size"] - own["num_free_slots"],
+    )
+
+
+def encoder_outputs(worker: Any) -> Held | None:
+    """A worker's encoder outputs; their number is bounded by the scheduler's slots."""
+    cache = caches.worker_encoder(worker)
+    if cache is None:
+        return None
+    return Held(
+        kind="encoder-outputs",
+        name=cache.name,
+        entries=len(cache.keys),
+        bytes=cache.bytes,
+        here=cache.device == "cpu",
+    )
+
+
+def generations() -> tuple[Generation, ...]:
+    """What the garbage collector says of itself."""
+    return tuple(
+        Generation(count=count, collections=one["collections"], collected=one["collected"])
+        for count, one in zip(gc.get_count(), gc.get_stats(), strict=True)
+    )
+
+
+def store() -> Store | None:
+    """The entries of the Responses store; None where there is none."""
+    serving = found.latest("responses")
+    if serving is None:
+        return None
+    own = vars(serving)
+    if "event_store" not in own:
+        return None  # being built
+    return Store(
+        responses=len(own["response_store"]),
+        messages=len(own["msg_store"]),
+        events=len(own["event_store"]),
+    )

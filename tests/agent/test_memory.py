@@ -1,0 +1,170 @@
+"""What an agent tells of memory, in a real process with vLLM's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllmops.client.agent import reach
+from vllmops.instances.processes import Role
+from vllmops.snapshots.memory import AgentMemory, Held, Store
+
+Spawn = Callable[..., Any]
+
+# A module that stands for vLLM's: importing the real one takes seconds and torch.
+REQUEST = """
+import gc, sys, types
+from types import SimpleNamespace
+from vllmops.agent import found
+
+gc.disable()
+class Request:
+    def __init__(self, request_id, keep=None):
+        self.request_id = request_id
+        self.done = False
+        self.keep = self if keep else None
+        self.status = 1
+    def is_finished(self):
+        return self.done
+module = types.ModuleType("vllm.v1.request")
+module.Request = Request
+found.hook("request", "Request", module)
+class Scheduler: pass
+scheduler = Scheduler()
+scheduler.requests = {}
+found.remember("scheduler", scheduler)
+def add(name, keep=None):
+    scheduler.requests[name] = Request(name, keep)
+def finish(name):
+    scheduler.requests[name].done = True
+    del scheduler.requests[name]
+"""
+
+
+def told(child: Any) -> AgentMemory:
+    answer: AgentMemory = reach(child.process).memory()
+    return answer
+
+
+def counts(child: Any) -> tuple[int, int, int]:
+    found = told(child).requests
+    assert found is not None
+    return found.alive, found.finished_alive, found.known
+
+
+def test_live_and_finished_requests(spawn: Spawn) -> None:
+    child = spawn("VLLM::EngineCore", Role.ENGINE)
+    assert told(child).requests is None
+    child.run(REQUEST)
+    assert counts(child) == (0, 0, 0)
+    child.run("add('a'); add('b'); add('c', keep=True)")
+    assert counts(child) == (3, 0, 3)
+    child.run("finish('a'); finish('c')")
+    assert counts(child) == (2, 1, 1)
+    child.run("coming = Request('d')")  # not yet with the scheduler
+    assert counts(child) == (3, 1, 1)
+    child.run("finish('b'); del coming; gc.collect()")
+    assert counts(child) == (0, 0, 0)
+    found = told(child).requests
+    assert found is not None
+    assert 0 <= found.late_s < 60
+
+
+def test_one_that_is_being_built_is_alive(spawn: Spawn) -> None:
+    child = spawn("VLLM::EngineCore", Role.ENGINE)
+    child.run(REQUEST + "half = Request.__new__(Request); found.remember('request', half)")
+    assert counts(child) == (1, 0, 0)
+
+
+def test_very_many_are_counted_by_subtraction(spawn: Spawn) -> None:
+    child = spawn("VLLM::EngineCore", Role.ENGINE)
+    child.run(REQUEST + "left = [Request(str(each)) for each in range(3000)]; add('a')")
+    assert counts(child) == (3001, 3000, 1)
+
+
+def test_requests_do_not_try_to_bring_the_agent_up(spawn: Spawn) -> None:
+    child = spawn("VLLM::EngineCore", Role.ENGINE)
+    child.run(REQUEST + "from vllmops.agent import service\ntried = []\n")
+    child.run("started, service.start = service.start, lambda: tried.append(1)\nadd('a')")
+    assert child.run("out = tried") == "[]"
+    assert child.run("found.remember('scheduler', scheduler); out = tried") == "[1]"
+
+
+def test_a_request_costs_a_microsecond_or_two_more(spawn: Spawn) -> None:
+    child = spawn("VLLM::EngineCore", Role.ENGINE)
+    child.run("class Bare:\n    def __init__(self, x, keep=None): pass\n")
+    child.run(REQUEST)
+    # The best of several: the machine has other work too.
+    code = (
+        "import timeit; out = min(timeit.repeat(lambda: Request(''), number=2000, repeat=9)) / 2000"
+    )
+    assert float(child.run(code)) < 10e-6
+
+
+CACHES = """
+import cachetools
+from types import SimpleNamespace
+from vllmops.agent import found
+
+class LruKeyReplicatedSenderCache: pass
+class LruKeyReplicatedReceiverCache: pass
+class MultiModalProcessorOnlyCache: pass
+class Shm(SimpleNamespace): pass
+class Worker(SimpleNamespace): pass
+class Serving: pass
+class Scheduler(SimpleNamespace): pass
+holders = []
+for kind in (
+    LruKeyReplicatedSenderCache, LruKeyReplicatedReceiverCache, MultiModalProcessorOnlyCache
+):
+    holder = kind()
+    holder._cache = cachetools.LRUCache(1000, lambda value: value)
+    holders.append(holder)
+holders[1]._cache["a"] = 300
+ring = SimpleNamespace(data_buffer_start=100, data_buffer_end=350)
+storage = SimpleNamespace(is_writer=True, key_index={"a": 1}, ring_buffer=ring)
+holders += [Shm(_shm_cache=storage), Shm()]
+for holder in holders:
+    found.remember("mm-cache", holder)
+scheduler = Scheduler(
+    requests={},
+    encoder_cache_manager=SimpleNamespace(cache_size=10, num_free_slots=6, cached={"a": set()}),
+)
+found.remember("scheduler", scheduler)
+tensor = SimpleNamespace(nbytes=64, device="cpu")
+worker = Worker(model_runner=SimpleNamespace(encoder_cache={"a": tensor}), rank=0)
+found.remember("worker", worker)
+serving = Serving()
+serving.response_store, serving.msg_store, serving.event_store = {"a": 1, "b": 2}, {"a": 1}, {}
+found.remember("responses", serving)
+"""
+
+
+def test_caches_and_the_store(spawn: Spawn) -> None:
+    child = spawn()
+    child.run(CACHES)
+    found = told(child)
+    assert found.problems == ()
+    assert [(each.kind, each.entries, each.bytes, each.here) for each in found.caches] == [
+        ("mm-lru", 0, 0, False),
+        ("mm-lru", 1, 300, True),
+        ("mm-processor-only", 0, 0, True),
+        ("mm-shm", 1, 250, False),
+        ("encoder", 1, None, False),
+        ("encoder-outputs", 1, 64, True),
+    ]
+    assert found.caches[4] == Held(kind="encoder", name="SimpleNamespace", entries=1, slots=4)
+    assert found.store == Store(responses=2, messages=1, events=0)
+    assert len(found.gc) == 3
+
+
+def test_what_has_another_shape_is_a_problem_in_words(spawn: Spawn) -> None:
+    child = spawn()
+    child.run(CACHES + "del serving.msg_store, holders[0]._cache._Cache__data")
+    found = told(child)
+    assert found.store is None
+    assert len(found.caches) == 5
+    assert [each.split(":")[0] for each in found.problems] == [
+        "LruKeyReplicatedSenderCache's size can't be told",
+        "the size of the Responses store can't be told",
+    ]
