@@ -33,6 +33,7 @@ COMMANDS = {
     "attach": Entry("attach", "Load the agent into a server that runs without it."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
     "patches": Entry("patches", "Defects of vLLM's, and what became of them.", several=True),
+    "memory": Entry("memory", "Memory of a server's processes over time.", several=True),
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
     "completions": Entry("completions", "Print a shell's completion script."),
 }

@@ -1,0 +1,254 @@
+"""``vllmops memory``: whether a server's memory grows, and what in it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from .. import output, plot
+from ..client.memory import Recorder, Watch
+from ..diagnose import memory as judge
+from ..diagnose.findings import Severity, worst
+from ..errors import Exit, VllmopsError
+from ..instances.servers import resolve
+from ..output import Json, Progress, Result, command, size
+from ..snapshots import files
+from ..snapshots.memory import End, MemorySample, Recording, RecordingHead
+from .options import Target
+from .recording import notes, shown
+
+app = output.typer_app("Memory of a server's processes over time.")
+
+NICENESS = 10
+ROUNDS = 5
+INTERVAL_S, DURATION_S = 10.0, 300.0
+LEAST_SAMPLES = 20  # by default
+REQUESTS, INPUTS = 40, 4
+LINES = msgspec.json.Decoder(MemorySample | End)
+
+FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", help="Draw it: a .png or an .svg.", show_default=False),
+]
+Tolerance = Annotated[
+    str | None,
+    typer.Option(
+        help="Growth that counts as none, for each round or hour: 500K, 2M, 1G. "
+        "0.1 % of a process's RSS for each round, 1 % for each hour.",
+        show_default=False,
+    ),
+]
+
+
+@app.callback()
+def memory() -> None:
+    """Memory of a server's processes over time."""
+
+
+@app.command(epilog="Example: vllmops memory record -t demo --rounds 5 --load images")
+@command
+def record(
+    *,
+    target: Target = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of the load.", show_default=str(ROUNDS))
+    ] = None,
+    interval: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds between samples.", show_default=f"{INTERVAL_S:g}"),
+    ] = None,
+    duration: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds in all.", show_default=f"{DURATION_S:g}"),
+    ] = None,
+    load: Annotated[
+        str | None,
+        typer.Option(
+            help="images, audio, text, responses, or a command; it gets VLLMOPS_URL, "
+            "VLLMOPS_MODEL and VLLMOPS_ROUND.",
+            show_default=False,
+        ),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Of a built-in load, each round.")
+    ] = REQUESTS,
+    inputs: Annotated[int, typer.Option(min=1, help="Images in each request.")] = INPUTS,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of a built-in load's inputs; else new.", show_default=False),
+    ] = None,
+    tolerance: Tolerance = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write each sample to this file at once.", show_default=False),
+    ] = None,
+    plot_: Plot = None,
+    fail_on: FailOn = Severity.ERROR,
+    json_: Json = False,
+) -> Result:
+    """Record the memory of every process, and judge whether it grows.
+
+    By rounds of a load: a sample while idle, then one after each round.
+    The first round warms up, the others should add nothing. Or by time:
+    a sample every --interval seconds, with the load, if any, running
+    over and over. Without options five rounds with a load, five minutes
+    without.
+
+    A server's API key is taken from VLLM_API_KEY.
+    """
+    rounds, interval, duration = plan(rounds, interval, duration, load)
+    tolerance_bytes = parsed(tolerance)
+    if plot_:
+        plot.check(plot_)
+    server = resolve(target)
+    # Its inputs are new ones unless a seed says otherwise.
+    seed = time.time_ns() // 1000 if seed is None else seed
+    ready, built_in = None, False
+    if load is not None:
+        from ..client import loads  # noqa: PLC0415 - brings httpx, which not every recording needs
+
+        built_in = load in loads.KINDS
+        ready = loads.prepare(load, server, requests=requests, inputs=inputs, seed=seed)
+    else:
+        # On a full machine the server's work goes first.
+        os.nice(NICENESS)
+    head = RecordingHead(
+        server=server.label,
+        model=server.model,
+        started_at=time.time(),
+        rounds=rounds,
+        interval_s=interval,
+        duration_s=duration,
+        load=load or "",
+        requests=requests if built_in else None,
+        seed=seed if built_in else None,
+        tolerance_bytes=tolerance_bytes,
+    )
+    watch = Watch(server)
+    journal = files.Journal(save, head) if save else None
+    with Progress(head.started_at, quiet=json_) as progress:
+        # A live line takes more of the machine than recording does.
+        progress.plain = progress.plain or rounds is None
+
+        def tell(what: str, sample: MemorySample) -> None:
+            used = size(sum(each.rss_bytes or 0 for each in sample.processes))
+            progress.update(f"{what}, RSS {used}")
+
+        recorder = Recorder(watch, head, ready, journal, tell)
+        trouble = recorder.run()
+    if not recorder.recording.samples:
+        raise trouble or KeyboardInterrupt
+    found = result(recorder.recording, tolerance_bytes, fail_on, plot_)
+    if plot_:
+        try:
+            plot.draw(recorder.recording, plot_)
+        except VllmopsError as error:
+            trouble = trouble or error
+    if trouble is None:
+        return found
+    trouble.data = found.data
+    if not json_:
+        output.show(*found.text())
+    raise trouble
+
+
+@app.command(epilog="Example: vllmops memory report memory.json --plot memory.svg")
+@command
+def report(
+    file: Annotated[Path, typer.Argument(help="What `memory record --save` wrote.")],
+    *,
+    tolerance: Tolerance = None,
+    plot_: Plot = None,
+    fail_on: FailOn = Severity.ERROR,
+    json_: Json = False,
+) -> Result:
+    """Judge a recording again; it says what `memory record` said."""
+    if plot_:
+        plot.check(plot_)
+    head, entries = files.load_lines(file, RecordingHead, LINES)
+    samples = [each for each in entries if isinstance(each, MemorySample)]
+    if not samples:
+        raise VllmopsError(
+            "memory.empty", f"{file} was begun and has no sample", "vllmops memory record --save …"
+        )
+    end = next((each for each in entries if isinstance(each, End)), None)
+    recording = Recording(head=head, samples=samples, end=end)
+    if plot_:
+        plot.draw(recording, plot_)
+    return result(recording, parsed(tolerance), fail_on, plot_)
+
+
+def plan(
+    rounds: int | None, interval: float | None, duration: float | None, load: str | None
+) -> tuple[int | None, float | None, float | None]:
+    """The rounds, or the interval and the duration in seconds, by what was typed.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    if rounds is not None and load is None:
+        raise usage("--rounds needs a --load", "--load images, audio, text, responses or a command")
+    if rounds is not None and (interval or duration):
+        raise usage("--rounds goes with neither --interval nor --duration", "leave one of them out")
+    if load is not None and not (interval or duration):
+        return rounds or ROUNDS, None, None
+    duration = duration or DURATION_S
+    interval = interval or min(INTERVAL_S, duration / LEAST_SAMPLES)
+    if duration < interval:
+        raise usage(
+            f"--duration {duration:g} is shorter than --interval {interval:g}",
+            f"--interval {duration / LEAST_SAMPLES:g}",
+        )
+    return None, interval, duration
+
+
+def usage(message: str, mend: str) -> VllmopsError:
+    return VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
+
+
+def parsed(amount: str | None) -> int | None:
+    """Bytes that a person wrote: ``500K``, ``2M``, ``1G``, or plain."""
+    if amount is None:
+        return None
+    number, unit = (amount[:-1], amount[-1]) if amount[-1:].upper() in UNITS else (amount, "")
+    try:
+        found = int(float(number) * UNITS.get(unit.upper(), 1))
+    except (ValueError, OverflowError):
+        found = -1
+    if found < 0:
+        raise usage(f"--tolerance {amount!r} is no number of bytes", "--tolerance 2M, say")
+    return found
+
+
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def result(
+    recording: Recording, tolerance_bytes: int | None, fail_on: Severity, plotted: Path | None
+) -> Result:
+    """What both commands show, from a recording that is over."""
+    trends = judge.trends(recording, tolerance_bytes)
+    found = judge.diagnose(recording, trends)
+    highest = worst(found)
+    failed = highest is not None and highest.rank >= fail_on.rank
+    data = {
+        **msgspec.to_builtins(recording.head),
+        "ended_at": recording.end.at if recording.end else None,
+        "cut_short": recording.end.why if recording.end else "it was killed",
+        "samples": recording.samples,
+        "trends": trends,
+        "findings": found,
+        "notes": notes(recording),
+        "plot": str(plotted) if plotted else None,
+    }
+    return Result(
+        data,
+        lambda: list(shown(recording, trends, found)),
+        Exit.FAILED if failed else Exit.OK,
+    )

@@ -1,0 +1,277 @@
+"""``vllmops memory`` on real processes with vLLM's titles, and on saved recordings."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vllmops import plot
+from vllmops.instances.processes import Role
+
+Spawn = Callable[..., Any]
+QUICK = ("--interval", "0.1", "--duration", "1")
+
+
+def begin(*words: object, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "vllmops", "memory", *map(str, words)],
+        env={**os.environ, "COLUMNS": "60", "NO_COLOR": "1", **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
+    popen = begin(*words, **env)
+    out, err = popen.communicate(timeout=60)
+    return subprocess.CompletedProcess(popen.args, popen.returncode, out, err)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def data(done: subprocess.CompletedProcess[str]) -> Any:
+    return json.loads(done.stdout)["data"]
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture
+def engine(spawn: Spawn) -> Any:
+    return spawn("VLLM::EngineCore", Role.ENGINE)
+
+
+def test_by_time_and_the_same_from_the_file(engine: Any, tmp_path: Path) -> None:
+    path, drawn = tmp_path / "memory.json", tmp_path / "memory.svg"
+    pid = engine.process.pid
+    live = run("record", "-t", pid, *QUICK, "--save", path, "--plot", drawn, "--json")
+    assert (live.returncode, live.stderr) == (0, "")
+    found = data(live)
+    assert len(found["samples"]) == 10
+    (first,), *_, (last,) = (sample["processes"] for sample in found["samples"])
+    own = psutil.Process(pid).memory_full_info()
+    assert first["rss_bytes"] == pytest.approx(own.rss, rel=0.1)
+    assert last["uss_bytes"] == pytest.approx(own.uss, rel=0.1)
+    # They cost more than RSS, so not each time.
+    for figure in ("pss_bytes", "uss_bytes", "agent"):
+        measured = [figure in sample["processes"][0] for sample in found["samples"]]
+        assert (measured[0], measured[1], measured[-1]) == (True, False, True)
+    assert last["agent"]["gc"][0]["collections"] >= first["agent"]["gc"][0]["collections"]
+    assert {each["verdict"] for each in found["trends"]} == {"can't say yet"}
+    assert found["findings"] == []
+    assert drawn.read_text().startswith("<?xml")
+    again = run("report", path, "--json")
+    assert {**data(again), "plot": str(drawn)} == found
+    shown = run("report", path)
+    assert max(map(len, shown.stdout.splitlines())) <= 60
+    assert "can't say yet" in shown.stdout
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_rounds_of_a_command_that_makes_it_grow(engine: Any, tmp_path: Path) -> None:
+    # The load asks the process, by a file, to take 3 MB more; it takes 40 MB in the first round.
+    wish = tmp_path / "wish"
+    engine.run("held = []")
+    engine.send(
+        "import os, time\n"
+        f"while not os.path.exists({str(tmp_path / 'end')!r}):\n"
+        f"    if os.path.exists({str(wish)!r}):\n"
+        "        held.append(b'x' * (40 if not held else 3) * 1_000_000)\n"
+        f"        os.unlink({str(wish)!r})\n"
+        "    time.sleep(0.01)"
+    )
+    code = (
+        "import os, sys, time; path = sys.argv[1]; open(path, 'w').close()\n"
+        "while os.path.exists(path): time.sleep(0.01)"
+    )
+    load = shlex.join([sys.executable, "-c", code, str(wish)])
+    path = tmp_path / "memory.json"
+    words = ("-t", engine.process.pid, "--load", load, "--save", path)
+    done = run("record", *words)
+    (tmp_path / "end").touch()
+    assert done.returncode == 1, done.stderr
+    found = data(run("report", path, "--json"))
+    trend = found["trends"][1]
+    assert (trend["verdict"], trend["steps"]) == ("growing", 4)
+    assert trend["mean"] == pytest.approx(3_000_000, rel=0.05)
+    assert [each["code"] for each in found["findings"]] == ["memory.rss-growing"]
+    for word in ("idle", "after R1 (warm-up)", "growth R2-R5", "mean per round", "growing"):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 60
+    assert run("report", path, "--tolerance", "10M").returncode == 0
+    assert run("report", path, "--fail-on", "error").returncode == 1
+
+
+def test_what_a_command_recorded_before_it_failed_is_shown(engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    code = "import os, sys; sys.exit('enough') if os.environ['VLLMOPS_ROUND'] == '3' else 0"
+    load = shlex.join([sys.executable, "-c", code])
+    done = run("record", "-t", engine.process.pid, "--load", load, "--save", path)
+    assert done.returncode == 1
+    assert "after R2" in done.stdout
+    assert "enough" in done.stderr
+    assert [sample["round"] for sample in data(run("report", path, "--json"))["samples"]] == [
+        0,
+        1,
+        2,
+    ]
+    envelope = json.loads(run("record", "-t", engine.process.pid, "--load", load, "--json").stdout)
+    assert envelope["errors"][0]["code"] == "load.failed"
+    assert len(envelope["data"]["samples"]) == 3
+
+
+def test_interrupted_it_shows_what_there_is(engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    recording = begin("record", "-t", engine.process.pid, "--interval", "0.1", "--save", path)
+    until(lambda: lines(path) > 4)
+    recording.send_signal(signal.SIGINT)
+    out, err = recording.communicate(timeout=20)
+    assert recording.returncode == 130
+    assert "mean per hour" in out
+    assert err.endswith("error: interrupted\n")
+    report = run("report", path)
+    assert report.returncode == 0
+    assert "cut short: interrupted" in report.stdout
+
+
+def test_killed_it_has_kept_what_it_had(engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    recording = begin("record", "-t", engine.process.pid, "--interval", "0.1", "--save", path)
+    until(lambda: lines(path) > 4)
+    recording.kill()
+    recording.communicate()
+    with path.open("ab") as file:
+        file.write(b'{"type":"sample","taken')
+    report = run("report", path, "--json")
+    assert report.returncode == 0
+    assert len(data(report)["samples"]) >= 4
+    assert "killed" in data(report)["cut_short"]
+
+
+def test_a_process_that_ends_ends_the_recording(engine: Any, tmp_path: Path) -> None:
+    path = tmp_path / "memory.json"
+    recording = begin("record", "-t", engine.process.pid, "--interval", "0.1", "--save", path)
+    until(lambda: lines(path) > 4)
+    engine.popen.kill()
+    out, err = recording.communicate(timeout=20)
+    assert recording.returncode == 1
+    assert f"engine {engine.process.pid} ended" in " ".join(err.split())
+    assert "mean per hour" in out
+    assert run("report", path).returncode == 0
+
+
+def test_a_stopped_process_is_still_measured(engine: Any) -> None:
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    done = run("record", "-t", engine.process.pid, "--interval", "0.2", "--duration", "3")
+    os.kill(engine.process.pid, signal.SIGCONT)
+    assert done.returncode == 0
+    assert "did not answer" in " ".join(done.stdout.split())
+    assert "MiB" in done.stdout
+
+
+def test_two_at_once(engine: Any) -> None:
+    both = [begin("record", "-t", engine.process.pid, *QUICK, "--json") for _ in range(2)]
+    for each in both:
+        out, err = each.communicate(timeout=60)
+        assert (each.returncode, err) == (0, "")
+        assert len(json.loads(out)["data"]["samples"]) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--rounds", "3"), "usage"),
+        (("--rounds", "3", "--interval", "1", "--load", "text"), "usage"),
+        (("--interval", "2", "--duration", "1"), "usage"),
+        (("--tolerance", "much"), "usage"),
+        (("--tolerance", "-1"), "usage"),
+        (("--plot", "x.pdf"), "plot.format"),
+    ],
+)
+def test_usage(vllmops: Any, words: tuple[str, ...], code: str) -> None:
+    answer = vllmops("memory", "record", *words, "--json")
+    assert (answer.code, answer.error["code"]) == (2, code)
+    assert answer.error["mend"]
+
+
+def test_where_nothing_can_be_written(engine: Any, vllmops: Any, tmp_path: Path) -> None:
+    target = ("-t", str(engine.process.pid))
+    began = time.monotonic()
+    answer = run("record", *target, "--save", tmp_path / "no" / "file")
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert "can't be written" in " ".join(answer.stderr.split())
+    for name in (tmp_path / "no" / "x.png", tmp_path):
+        path = name if name.suffix else tmp_path / "dir.png"
+        if not name.suffix:
+            path.mkdir()
+        answer = run("record", *target, "--plot", path)
+        assert (answer.returncode, answer.stdout) == (1, "")
+        assert "--plot" in answer.stderr
+    assert time.monotonic() - began < 20
+
+
+def test_without_matplotlib(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is installed here, so it is made not to be found.
+    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    answer = vllmops("memory", "record", "--plot", "x.png", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "plot.no-matplotlib")
+    assert answer.error["mend"] == "pip install 'vllmops-cli[plot]'"
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "file.not-a-snapshot"),
+        (b"nonsense\n", "file.not-a-snapshot"),
+        (b'{"kind":"caches","schema":1,"server":"s","samples":[]}', "file.other-kind"),
+        (b'{"kind":"memory","schema":99}\n', "file.newer"),
+        (b'{"kind":"memory","schema":1,"server":"s","started_at":1}\n', "memory.empty"),
+        (
+            b'{"kind":"memory","schema":1,"server":"s","started_at":1}\nx\n{}\n',
+            "file.not-a-snapshot",
+        ),
+    ],
+)
+def test_files_that_are_no_recording(
+    vllmops: Any, tmp_path: Path, content: bytes, code: str
+) -> None:
+    path = tmp_path / "memory.json"
+    path.write_bytes(content)
+    answer = vllmops("memory", "report", str(path), "--json")
+    assert answer.error["code"] == code
+    assert vllmops("memory", "report", str(tmp_path / "none"), "--json").code == 5
+
+
+def test_a_full_disk_is_told_and_the_recording_goes_on(
+    engine: Any, home: Path, full_disk: Callable[[], None], tmp_path: Path
+) -> None:
+    path = home / "memory.json"
+    words = ("-t", engine.process.pid, "--interval", "0.1", "--duration", "2", "--save", path)
+    recording = begin("record", *words, VLLMOPS_HOME=str(engine.home))
+    until(lambda: lines(path) > 4)
+    full_disk()
+    out, err = recording.communicate(timeout=20)
+    assert recording.returncode == 1
+    assert "No space left" in " ".join(err.split())
+    assert "mean per hour" in out
+    kept = data(run("report", path, "--json"))["samples"]
+    assert 4 <= len(kept) < 20
