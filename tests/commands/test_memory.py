@@ -20,7 +20,9 @@ from vllmops import plot
 from vllmops.instances.processes import Role
 
 Spawn = Callable[..., Any]
-QUICK = ("--interval", "0.1", "--duration", "1")
+QUICK = ("--interval", "0.1", "--duration", "2")
+# What a busy machine is too late for is left out.
+FEW, MANY = 4, 20
 
 
 def begin(*words: object, **env: str) -> subprocess.Popen[str]:
@@ -66,7 +68,7 @@ def test_by_time_and_the_same_from_the_file(engine: Any, tmp_path: Path) -> None
     live = run("record", "-t", pid, *QUICK, "--save", path, "--plot", drawn, "--json")
     assert (live.returncode, live.stderr) == (0, "")
     found = data(live)
-    assert len(found["samples"]) == 10
+    assert FEW <= len(found["samples"]) <= MANY
     (first,), *_, (last,) = (sample["processes"] for sample in found["samples"])
     own = psutil.Process(pid).memory_full_info()
     assert first["rss_bytes"] == pytest.approx(own.rss, rel=0.1)
@@ -74,7 +76,7 @@ def test_by_time_and_the_same_from_the_file(engine: Any, tmp_path: Path) -> None
     # They cost more than RSS, so not each time.
     for figure in ("pss_bytes", "uss_bytes", "agent"):
         measured = [figure in sample["processes"][0] for sample in found["samples"]]
-        assert (measured[0], measured[1], measured[-1]) == (True, False, True)
+        assert (measured[0], all(measured), measured[-1]) == (True, False, True)
     assert last["agent"]["gc"][0]["collections"] >= first["agent"]["gc"][0]["collections"]
     assert {each["verdict"] for each in found["trends"]} == {"can't say yet"}
     assert found["findings"] == []
@@ -193,7 +195,7 @@ def test_two_at_once(engine: Any) -> None:
     for each in both:
         out, err = each.communicate(timeout=60)
         assert (each.returncode, err) == (0, "")
-        assert len(json.loads(out)["data"]["samples"]) == 10
+        assert FEW <= len(json.loads(out)["data"]["samples"]) <= MANY
 
 
 @pytest.mark.parametrize(
