@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -16,6 +15,7 @@ import typer
 from ..client import agent
 from ..client.caches import ROLES
 from ..errors import Exit, VllmopsError
+from ..instances.launch import check_installed
 from ..instances.servers import resolve
 from ..output import Json, Progress, Result, command, table, typer_app
 from ..patches.registry import PATCHES, known
@@ -116,12 +116,7 @@ def asked(
 
 def here(*, quiet: bool) -> ProcessPatches:
     """The patches of the vLLM in this environment, tried in a process of their own."""
-    if find_spec("vllm") is None:
-        raise VllmopsError(
-            "vllm.missing",
-            f"vLLM is not installed in this environment ({sys.prefix})",
-            "vllmops patches list -t TARGET, or pip install 'vllmops-cli[gpu]'",
-        )
+    check_installed()
     words = (sys.executable, "-P", "-m", "vllmops.patches")
     # Nothing of it is a server: it must not bring up an agent.
     environment = {**os.environ, "VLLMOPS_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -68,15 +68,20 @@ def check(order: Order) -> None:
         VllmopsError: ``vllm.missing``, ``model.missing``, ``model.unreadable``, ``host.unknown``
             or ``port.taken``.
     """
+    check_installed()
+    check_model(order.model)
+    if order.port is not None:
+        check_port(order.host, order.port)
+
+
+def check_installed() -> None:
+    """There must be a vLLM in this environment."""
     if find_spec("vllm") is None:
         raise VllmopsError(
             "vllm.missing",
             f"vLLM is not installed in this environment ({sys.prefix})",
             "pip install 'vllmops-cli[gpu]', or without a GPU 'vllmops-cli[cpu]'",
         )
-    check_model(order.model)
-    if order.port is not None:
-        check_port(order.host, order.port)
 
 
 def check_model(model: str) -> None:
