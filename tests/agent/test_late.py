@@ -116,11 +116,11 @@ def test_looking_keeps_nothing_alive() -> None:
     gone: list[weakref.ref[Thing]] = []
 
     def spin(over: threading.Event) -> None:
-        request: Thing | None = Thing()
+        request = Thing()
         gone.append(weakref.ref(request))
         done.release()
         steps.acquire()
-        request = None
+        del request
         done.release()
         over.wait()
 

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import httpx
 import psutil
@@ -182,6 +183,42 @@ def cli() -> Iterator[Cli]:
         shutil.rmtree(home, ignore_errors=True)
 
 
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """Starts two at a time of what tests of a module use up: a start keeps one CPU busy at most.
+
+    Args:
+        fixture: the fixture by which tests ask for one.
+        start: starts what a test wants.
+    """
+
+    def __init__(self, fixture: str, start: Callable[[pytest.Item], T]) -> None:
+        self.fixture = fixture
+        self.start = start
+        self.ready: dict[pytest.Item, T] = {}
+
+    def take(self, request: pytest.FixtureRequest) -> T:
+        """What a test asked for; what the next one will ask for is started with it."""
+        item, items = request.node, request.session.items
+        if item not in self.ready:
+            wanting = [
+                each
+                for each in items[items.index(item) :]
+                if each.path == item.path and self.fixture in getattr(each, "fixturenames", ())
+            ]
+            self.ready |= zip(wanting[:2], side_by_side(self.start, wanting[:2]), strict=True)
+        return self.ready.pop(item)
+
+
+def side_by_side(start: Callable[[S], T], each: Sequence[S]) -> list[T]:
+    """Start several things at once."""
+    with ThreadPoolExecutor(len(each)) as pool:
+        return list(pool.map(start, each))
+
+
 PlugIn = Callable[[str, str], Path]
 
 
@@ -200,6 +237,28 @@ def plug_in(tmp_path_factory: pytest.TempPathFactory) -> PlugIn:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def servers(cli: Cli, plug_in: PlugIn) -> Ahead[Live]:
+    def start(item: pytest.Item) -> Live:
+        marker = item.get_closest_marker("serve")
+        words = marker.args if marker else ("text",)
+        name, module = marker.kwargs.get("plug_in", ("", "")) if marker else ("", "")
+        place = ("--env", f"PYTHONPATH={plug_in(name, module)}") if name else ()
+        return cli.serve(f"own-{abs(hash(item.nodeid)) % 10**6}", *place, "--demo", *words)
+
+    return Ahead("server", start)
+
+
+@pytest.fixture
+def server(servers: Ahead[Live], request: pytest.FixtureRequest) -> Iterator[Live]:
+    """A test's own server, of the text model unless the marker ``serve`` says otherwise."""
+    made = servers.take(request)
+    try:
+        yield made
+    finally:
+        made.cli("stop", made.name, "--force")
 
 
 @pytest.fixture(scope="session")

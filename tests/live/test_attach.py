@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,44 @@ from .test_hang import Requests, ghosts, leave_ghost, old_code, text
 __all__ = ["old_code"]  # a fixture
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A process of ours that is to become a server."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+
 @pytest.fixture(scope="module")
-def bare(cli: Cli) -> Iterator[Live]:
+def stock(cli: Cli, old_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """What anybody starts who knows nothing of vllmops, with code that can hang."""
+    limits = ("--mm-processor-cache-gb", FEW_IMAGES_GB, "--limit-mm-per-prompt", '{"image":8}')
+    with socket.socket() as trial:  # not one that `serve` would take meanwhile
+        trial.bind(("127.0.0.1", 0))
+        port = str(trial.getsockname()[1])
+    words = ("--demo", "vision", "--port", port, "--dry-run", "--json", "--", *limits)
+    plan = cli("serve", *words).data
+    command = plan["command"][plan["command"].index("serve") + 1 :]
+    plug_in = {"PYTHONPATH": os.fspath(old_code), "VLLM_PLUGINS": "old_code"}
+    log = tmp_path_factory.mktemp("stock") / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *command],
+            env={**cli.environment, **plan["environment"], **plug_in},
+            stdout=file,
+            stderr=file,
+        )
+    try:
+        yield Launched(process, plan["url"], log)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def bare(cli: Cli, stock: Launched) -> Iterator[Live]:
+    """Without the agent; it starts while the other one does."""
     yield cli.serve("bare", "--demo", "text", "--env", "VLLMOPS_DISABLE=1")
     cli("stop", "bare", "--force")
 
@@ -100,34 +138,18 @@ class Stock(Live):
 
 
 @pytest.fixture(scope="module")
-def hung(cli: Cli, old_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
-    """EngineCore hangs, and so does the API server's renderer."""
-    limits = ("--mm-processor-cache-gb", FEW_IMAGES_GB, "--limit-mm-per-prompt", '{"image":8}')
-    plan = cli("serve", "--demo", "vision", "--dry-run", "--json", "--", *limits).data
-    words = plan["command"][plan["command"].index("serve") + 1 :]
-    plug_in = {"PYTHONPATH": os.fspath(old_code), "VLLM_PLUGINS": "old_code"}
-    log = tmp_path_factory.mktemp("stock") / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *words],
-            env={**cli.environment, **plan["environment"], **plug_in},
-            stdout=file,
-            stderr=file,
-        )
+def hung(cli: Cli, stock: Launched) -> Stock:
+    """EngineCore will hang, and so will the API server's renderer."""
 
     def up() -> bool:
-        assert process.poll() is None
+        assert stock.process.poll() is None
         try:
-            return httpx.get(f"{plan['url']}/health", timeout=5).status_code == 200
+            return httpx.get(f"{stock.url}/health", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 
-    try:
-        until(up, START_TIMEOUT_S, log.read_text)
-        yield Stock(cli, str(process.pid))
-    finally:
-        process.terminate()
-        process.wait(60)
+    until(up, START_TIMEOUT_S, stock.log.read_text)
+    return Stock(cli, str(stock.process.pid))
 
 
 def spins(pid: int) -> bool:

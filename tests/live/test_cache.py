@@ -26,7 +26,7 @@ from vllmops.diagnose.caches import alone
 from vllmops.instances.processes import Process, Role
 from vllmops.snapshots.caches import EncoderCache
 
-from .conftest import PlugIn, Ran, until
+from .conftest import Live, Ran, until
 
 FEW_IMAGES_GB = "0.00008"  # of the demo model's, some five
 
@@ -228,26 +228,22 @@ def test_engine_state(vision_server: Any) -> None:
     assert not pulse.late
 
 
-def test_a_small_cache_evicts_oldest_first(cli: Any) -> None:
-    options = ("--mm-processor-cache-gb", FEW_IMAGES_GB)
-    server = cli.serve("small", "--demo", "vision", "--", *options)
-    try:
-        keys = []
-        for seed in range(12):
-            assert ask(server.url, seed).status_code == 200
-            keys.append(side(settled(server), "mm-lru", "P0")["newest"])
-        data = settled(server)
-        for name in ("P0", "P1"):
-            row = side(data, "mm-lru", name)
-            assert row["keys"] == keys[-row["entries"] :]
-            assert row["entries"] < 12
-            assert 0.5 < row["used"] <= 1
-        assert data["findings"] == []
-        for images in (range(5), range(12)):  # they all fit; they do not
-            with load(server.url, images, threads=2):
-                assert found(server, "--apart", "0.1") == set()
-    finally:
-        cli("stop", "small", "--force")
+@pytest.mark.serve("vision", "--", "--mm-processor-cache-gb", FEW_IMAGES_GB)
+def test_a_small_cache_evicts_oldest_first(server: Live) -> None:
+    keys = []
+    for seed in range(12):
+        assert ask(server.url, seed).status_code == 200
+        keys.append(side(settled(server), "mm-lru", "P0")["newest"])
+    data = settled(server)
+    for name in ("P0", "P1"):
+        row = side(data, "mm-lru", name)
+        assert row["keys"] == keys[-row["entries"] :]
+        assert row["entries"] < 12
+        assert 0.5 < row["used"] <= 1
+    assert data["findings"] == []
+    for images in (range(5), range(12)):  # they all fit; they do not
+        with load(server.url, images, threads=2):
+            assert found(server, "--apart", "0.1") == set()
 
 
 def transcribe(url: str, seed: int) -> httpx.Response:
@@ -299,57 +295,37 @@ def register():
 """
 
 
-def test_a_patched_whisper_ends_with_an_empty_worker_cache(cli: Any, plug_in: PlugIn) -> None:
-    place = f"PYTHONPATH={plug_in('old_order', OLD_ORDER)}"
-    server = cli.serve("whisper", "--demo", "audio", "--env", place)
-    try:
-        for seed in range(3):
-            assert transcribe(server.url, seed).status_code == 200
-        data = told_as(server, "encoder-decoder", {"encoder"})
-        assert side(data, "encoder", "worker")["entries"] == 0
-        listed = cli("patches", "list", "-t", server.name, "--json").data["patches"]
-        states = {
-            patch["id"]: {process["state"] for process in patch["processes"]} for patch in listed
-        }
-        assert states["encoder-decoder-free-order"] == {"applied"}
-    finally:
-        cli("stop", "whisper", "--force")
+@pytest.mark.serve("audio", plug_in=("old_order", OLD_ORDER))
+def test_a_patched_whisper_ends_with_an_empty_worker_cache(server: Live) -> None:
+    for seed in range(3):
+        assert transcribe(server.url, seed).status_code == 200
+    data = told_as(server, "encoder-decoder", {"encoder"})
+    assert side(data, "encoder", "worker")["entries"] == 0
+    listed = server.cli("patches", "list", "-t", server.name, "--json").data["patches"]
+    states = {patch["id"]: {each["state"] for each in patch["processes"]} for patch in listed}
+    assert states["encoder-decoder-free-order"] == {"applied"}
 
 
-@pytest.mark.parametrize(
-    ("words", "note", "kinds"),
-    [
-        (["vision", "--", "--mm-processor-cache-gb", "0"], "cache-off", {"encoder"}),
-        (
-            ["vision", "--", "--mm-processor-cache-type", "shm"],
-            "shm",
-            {"mm-shm", "mm-processor-only", "encoder"},
-        ),
-        (
-            ["vision", "--", "--api-server-count", "2"],
-            "processor-only",
-            {"mm-processor-only", "encoder"},
-        ),
-    ],
-    ids=["off", "shm", "several-api-servers"],
-)
-def test_each_kind_of_server_is_told_as_what_it_is(
-    cli: Any, words: list[str], note: str, kinds: set[str]
-) -> None:
-    server = cli.serve("kind", "--demo", *words)
-    try:
-        for seed in (1, 2, 1):
-            assert ask(server.url, seed).status_code == 200
-        data = told_as(server, note, kinds)
-        if note == "shm":
-            row = side(data, "mm-shm", "P0")
-            assert (row["entries"], row["hits"], row["queries"]) == (2, 1, 3)
-        if note == "processor-only":
-            rows = [row for row in data["caches"] if row["role"] == "api"]
-            assert len({row["pid"] for row in rows}) == 2
-            assert sum(row["queries"] for row in rows) == 3
-    finally:
-        cli("stop", "kind", "--force")
+def show_three(server: Live) -> None:
+    for seed in (1, 2, 1):
+        assert ask(server.url, seed).status_code == 200
+
+
+@pytest.mark.serve("vision", "--", "--mm-processor-cache-type", "shm")
+def test_a_server_whose_cache_is_in_shared_memory(server: Live) -> None:
+    show_three(server)
+    data = told_as(server, "shm", {"mm-shm", "mm-processor-only", "encoder"})
+    row = side(data, "mm-shm", "P0")
+    assert (row["entries"], row["hits"], row["queries"]) == (2, 1, 3)
+
+
+@pytest.mark.serve("vision", "--", "--api-server-count", "2")
+def test_a_server_with_two_front_ends(server: Live) -> None:
+    show_three(server)
+    data = told_as(server, "processor-only", {"mm-processor-only", "encoder"})
+    rows = [row for row in data["caches"] if row["role"] == "api"]
+    assert len({row["pid"] for row in rows}) == 2
+    assert sum(row["queries"] for row in rows) == 3
 
 
 # vLLM's own classes, without a server.

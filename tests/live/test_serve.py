@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .conftest import Cli
+from .test_cache import show_three, told_as
 
 
 def test_vllm_says_itself_what_is_wrong_with_its_arguments(cli: Cli) -> None:
@@ -15,7 +16,9 @@ def test_vllm_says_itself_what_is_wrong_with_its_arguments(cli: Cli) -> None:
 
 
 def test_the_agent_joins_an_allow_list_and_a_restart_keeps_it(cli: Cli) -> None:
-    server = cli.serve("plugins", "--demo", "text", "--env", "VLLM_PLUGINS=somebody_elses")
+    plug_in = ("--env", "VLLM_PLUGINS=somebody_elses")
+    words = ("--demo", "vision", *plug_in, "--", "--mm-processor-cache-gb", "0")
+    server = cli.serve("plugins", *words)
     try:
         before = server.row
         assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
@@ -25,6 +28,7 @@ def test_the_agent_joins_an_allow_list_and_a_restart_keeps_it(cli: Cli) -> None:
         after = server.row
         assert after["port"] == before["port"]
         assert after["pid"] != before["pid"]
-        assert server.complete().status_code == 200
+        show_three(server)
+        told_as(server, "cache-off", {"encoder"})
     finally:
         cli("stop", "plugins", "--force")

@@ -8,22 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 
 import httpx
 import pytest
 
-from .conftest import SHM, Cli, Live, alive, kill, until
-
-
-@pytest.fixture
-def server(cli: Cli, request: pytest.FixtureRequest) -> Iterator[Live]:
-    made = cli.serve(f"s{abs(hash(request.node.name)) % 10**6}", "--demo", "text")
-    try:
-        yield made
-    finally:
-        cli("stop", made.name, "--force")
+from .conftest import SHM, Ahead, Cli, Live, alive, kill, until
 
 
 @pytest.mark.parametrize("role", ["api", "engine", "worker"])
@@ -86,18 +76,28 @@ class Foreground:
         assert self.process.poll() is None, self.said.decode()
 
 
-@pytest.mark.parametrize("ending", ["ctrl-c", "sigterm", "closed terminal", "kill -9"])
-def test_nothing_survives_a_foreground_serve(cli: Cli, ending: str) -> None:
-    serve = Foreground(cli, f"fg-{ending.replace(' ', '')}")
-    serve.wait_ready()
+@pytest.fixture(scope="module")
+def foregrounds(cli: Cli) -> Ahead[Foreground]:
+    def start(item: pytest.Item) -> Foreground:
+        serve = Foreground(cli, f"fg-{abs(hash(item.nodeid)) % 10**6}")
+        serve.wait_ready()
+        return serve
+
+    return Ahead("serve", start)
+
+
+@pytest.fixture
+def serve(foregrounds: Ahead[Foreground], request: pytest.FixtureRequest) -> Foreground:
+    return foregrounds.take(request)
+
+
+@pytest.mark.parametrize("ending", ["ctrl-c", "closed terminal", "kill -9"])
+def test_nothing_survives_a_foreground_serve(serve: Foreground, ending: str) -> None:
     footprint = serve.live.footprint()
     assert footprint.segments
     if ending == "ctrl-c":
         serve.process.send_signal(signal.SIGINT)
         assert serve.process.wait(60) == 130
-    elif ending == "sigterm":
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.process.wait(60) == 0
     elif ending == "closed terminal":
         # What the kernel sends when the terminal closes; the reader above keeps ours open.
         serve.process.send_signal(signal.SIGHUP)
@@ -109,17 +109,15 @@ def test_nothing_survives_a_foreground_serve(cli: Cli, ending: str) -> None:
     assert serve.live.row["state"] in {"stopped", "failed"}
 
 
-def test_a_foreground_serve_outlives_its_supervisor(cli: Cli) -> None:
-    serve = Foreground(cli, "fg-orphan")
-    serve.wait_ready()
+def test_a_foreground_serve_outlives_its_supervisor_and_ends_by_sigterm(serve: Foreground) -> None:
     footprint = serve.live.footprint()
     first = serve.live.supervisor()
     kill(first)
     until(lambda: serve.live.row["supervised"] and serve.live.supervisor() != first)
     assert serve.live.complete().status_code == 200
     assert serve.process.poll() is None
-    serve.process.kill()
-    serve.process.wait(60)
+    serve.process.send_signal(signal.SIGTERM)
+    assert serve.process.wait(60) == 0
     footprint.wait_gone()
 
 
@@ -181,9 +179,9 @@ def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
     footprint.wait_gone(0)
 
 
-def test_stop_ends_a_server_that_vllmops_did_not_start(cli: Cli, server: Live) -> None:
-    port = server.row["port"] + 50
-    model = server.row["model"]
+def test_stop_ends_a_server_that_vllmops_did_not_start(cli: Cli, vision_server: Live) -> None:
+    port = vision_server.row["port"] + 50
+    model = vision_server.row["model"]
     plain = subprocess.Popen(
         [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -204,5 +202,5 @@ def test_stop_ends_a_server_that_vllmops_did_not_start(cli: Cli, server: Live) -
     assert cli("stop", str(plain.pid)).code == 0
     assert plain.wait(10) is not None
     assert not any(alive(process["pid"]) for process in row["processes"])
-    assert server.complete().status_code == 200  # the other one was left alone
+    assert vision_server.row["state"] == "ready"  # the other one was left alone
     assert list(SHM.glob("psm_*"))
