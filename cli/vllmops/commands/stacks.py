@@ -17,6 +17,7 @@ from ..instances.processes import Role
 from ..instances.servers import resolve
 from ..output import Result, command
 from ..snapshots.stacks import Options, ProcessStacks, StacksSnapshot, Thread
+from .explain import explain
 from .options import Target
 
 if TYPE_CHECKING:
@@ -126,6 +127,9 @@ def dump(
             raise
         output.say(f"saved to {save}" + (", local variables included" if locals_ else ""))
     return Result(snapshot, lambda: text(snapshot), Exit.FAILED if failed else Exit.OK)
+
+
+app.command(epilog="Example: vllmops stacks explain stuck.json")(explain)
 
 
 def text(snapshot: StacksSnapshot) -> Sequence[RenderableType]:

@@ -1,0 +1,212 @@
+"""``vllmops stacks explain``: what is stuck, from stacks that somebody pasted or saved."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .. import output
+from ..client import paste
+from ..diagnose import stacks as judge
+from ..diagnose.findings import Severity, worst
+from ..errors import Exit, VllmopsError
+from ..output import Result
+from ..snapshots import files
+from ..snapshots.pasted import Pasted
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from .stacks import Line
+
+STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
+MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
+CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
+BINARY_SHARE = 0.02
+
+
+@output.command
+def explain(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE | -]", help="Stacks in any form, - for standard input.", allow_dash=True
+        ),
+    ] = None,
+    *,
+    fact: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What else is known: running=0, waiting=3, deferred=0, kv_usage=0 (percent), "
+            "progress=frozen or moving.",
+            metavar="NAME=VALUE",
+            show_default=False,
+        ),
+    ] = None,
+    fail_on: Annotated[
+        Severity, typer.Option(help="Exit code 1 from findings of this severity up.")
+    ] = Severity.ERROR,
+    json_: output.Json = False,
+) -> Result:
+    """Say what is stuck, why, and the way out, from stacks.
+
+    It reads what py-spy, faulthandler, gdb and `stacks dump` print or save, of one or more
+    processes, once or several times, as it comes out of logs, terminals and mail. Three dumps some
+    seconds apart in one file tell more than one. What it does not know it says.
+    """
+    known = facts(fact or ())
+    pasted = load(file)
+    found = judge.explain(pasted, known)
+    highest = worst(found.findings)
+    failed = highest is not None and highest.rank >= fail_on.rank
+    return Result(found, lambda: text(found), Exit.FAILED if failed else Exit.OK)
+
+
+def facts(told: Sequence[str]) -> dict[str, str]:
+    """What ``--fact`` says.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    found = {}
+    for each in told:
+        name, sign, value = each.partition("=")
+        known = name in judge.FACTS and sign
+        right = value in {"frozen", "moving"} if name == "progress" else is_number(value)
+        if not known or not right:
+            raise VllmopsError(
+                "usage",
+                f"{each!r} is no fact",
+                f"--fact NAME=VALUE, of {', '.join(judge.FACTS)}",
+                exit_code=Exit.USAGE,
+            )
+        found[name] = value
+    return found
+
+
+def is_number(value: str) -> bool:
+    return value.replace(".", "", 1).isdigit()
+
+
+def load(file: Path | None) -> Pasted:
+    """The stacks in a file, or in standard input.
+
+    Raises:
+        VllmopsError: as `files.read` does; ``usage`` where nothing is piped in; ``stacks.empty``,
+            ``stacks.binary``, or ``stacks.not-found`` where it holds no stacks.
+    """
+    if file is None and sys.stdin.isatty():
+        raise VllmopsError(
+            "usage",
+            "give a FILE, or pipe stacks in",
+            "vllmops stacks explain FILE",
+            exit_code=Exit.USAGE,
+        )
+    if file is None or str(file) == "-":
+        where, content = "standard input", sys.stdin.buffer.read()
+    else:
+        where, content = str(file), files.read(file)
+    if not content.strip():
+        raise VllmopsError("stacks.empty", f"{where} is empty", MEND)
+    text = decoded(content)
+    if text is None:
+        raise VllmopsError("stacks.binary", f"{where} is binary, not text", MEND)
+    pasted = paste.read(text, file.name if file else "")
+    if not pasted.samples and not pasted.crashes:
+        raise VllmopsError("stacks.not-found", f"there are no stacks in {where}", MEND)
+    return pasted
+
+
+def decoded(content: bytes) -> str | None:
+    """The text, None where it is none; what Windows writes is two bytes a character."""
+    if content[:2] in {b"\xff\xfe", b"\xfe\xff"}:
+        return content.decode("utf-16", errors="replace")
+    # Terminals leave some control characters in what they record; a binary file has many.
+    if len(content) - len(content.translate(None, CONTROL)) > BINARY_SHARE * len(content):
+        return None
+    return content.decode(errors="replace")
+
+
+def text(found: judge.Explanation) -> Sequence[RenderableType]:
+    """The same for a person."""
+    from .stacks import Folded  # noqa: PLC0415 - which imports this module
+
+    return [Folded(tuple(lines(found)))]
+
+
+def lines(found: judge.Explanation) -> Iterator[Line]:
+    """The verdict, each finding, and what was seen where nothing fits."""
+    from .stacks import Line  # noqa: PLC0415 - which imports this module
+
+    yield Line(0, headline(found), STYLES.get(found.verdict, "yellow"))
+    for finding in found.findings:
+        yield Line(0, "")
+        yield from paragraph(finding)
+    if found.verdict in {"unknown", "maybe"}:
+        yield Line(0, "")
+        yield Line(0, "What its processes do:", "bold")
+        for process in found.seen:
+            name = process.title.removeprefix("VLLM::") or process.role
+            where = f"{name} {process.pid}" if process.pid else name
+            yield Line(2, f"{where}: {process.threads} threads")
+            for doing in process.doing or ("all of them wait for something to do",):
+                yield from steps(doing, 4)
+    if found.notes:
+        yield Line(0, "")
+    for note in found.notes:
+        yield Line(0, f"note: {note}")
+
+
+def headline(found: judge.Explanation) -> str:
+    match found.verdict:
+        case "hang":
+            return "It hangs, and this is known."
+        case "crash":
+            return "It crashed; it does not hang."
+        case "working":
+            return "It works: by its log tokens are produced."
+        case "idle":
+            return "It is idle. Nothing is stuck."
+        case "maybe":
+            return "It may hang, or work: these stacks fit both."
+    return "Not one I know: no signature of the catalogue fits."
+
+
+def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
+    """One finding: what, where, why, the evidence line by line, and the way out."""
+    from .findings import STYLES as SEVERITIES  # noqa: PLC0415
+    from .stacks import Line  # noqa: PLC0415 - which imports this module
+
+    title = f"{finding.severity}: {finding.title} [{finding.code}]"
+    yield Line(0, title, SEVERITIES[finding.severity])
+    yield Line(2, f"where: {finding.subject}")
+    yield Line(2, f"confidence: {finding.confidence}")
+    if finding.cause:
+        yield Line(2, f"cause: {finding.cause}")
+    yield Line(2, "seen:")
+    for each in finding.lines:
+        yield from steps(each, 4)
+    if finding.sure:
+        yield Line(2, f"to be sure: {finding.sure}")
+    yield Line(2, f"way out: {finding.advice}", "bold")
+    if finding.fixed_in:
+        yield Line(2, f"fixed in: vLLM {finding.fixed_in}")
+    for reference in finding.references:
+        yield Line(2, f"see: {reference}")
+
+
+def steps(told: str, indent: int) -> Iterator[Line]:
+    """A line of evidence; a stack's frames below each other."""
+    from .stacks import Line  # noqa: PLC0415 - which imports this module
+
+    head, sign, rest = told.partition("): ")
+    if not sign or judge.ARROW not in rest:
+        yield Line(indent, told)
+        return
+    yield Line(indent, f"{head}):")
+    for step in rest.split(judge.ARROW):
+        yield Line(indent + 2, step, "dim")

@@ -1,0 +1,39 @@
+"""What was read from stacks that somebody pasted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .stacks import Frame, StacksSnapshot
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A traceback: where an exception came from, or a fatal error of the interpreter.
+
+    Args:
+        process: as the log prefix names it, such as ``EngineCore pid 7``; empty where unknown.
+        error: the last line, such as ``ValueError: no``; empty where it is missing.
+        frames: innermost first, as in stacks.
+    """
+
+    process: str
+    error: str
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Pasted:
+    """Stacks, crashes, and the text around them.
+
+    Args:
+        samples: in the order of time; a process that comes twice is in two of them.
+        crashes: tracebacks, in the order of the text.
+        text: without prefixes and escape codes, for what the log says.
+        complete: whether all processes of the server are known to be there.
+    """
+
+    samples: tuple[StacksSnapshot, ...]
+    crashes: tuple[Crash, ...] = ()
+    text: str = ""
+    complete: bool = False

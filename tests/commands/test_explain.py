@@ -1,0 +1,163 @@
+"""``vllmops stacks explain`` as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.client.paste import read
+from vllmops.snapshots import files
+
+STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"
+SPIN = STACKS / "mm-cache-eviction-spin.txt"
+BUSY = STACKS / "healthy-busy.one-dump.txt"
+
+
+def piped(content: bytes, *options: str) -> subprocess.CompletedProcess[str]:
+    run = subprocess.run(
+        [sys.executable, "-m", "vllmops", "stacks", "explain", *options],
+        input=content,
+        capture_output=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    return subprocess.CompletedProcess(
+        run.args, run.returncode, run.stdout.decode(), run.stderr.decode()
+    )
+
+
+def test_what_is_stuck_why_and_the_way_out(vllmops: Any) -> None:
+    answer = vllmops("stacks", "explain", str(SPIN))
+    assert (answer.code, answer.err) == (1, "")
+    assert answer.out.startswith("It hangs, and this is known.\n")
+    assert "where: EngineCore 4120\n" in answer.out
+    assert "      LRUCache.popitem (cache.py:190)\n" in answer.out
+    assert "way out: vllmops cache repair" in answer.out
+    assert "see: https://github.com/vllm-project/vllm/pull/43595\n" in answer.out
+
+
+def test_json(vllmops: Any) -> None:
+    answer = vllmops("stacks", "explain", str(SPIN), "--json")
+    assert answer.code == 1
+    data = json.loads(answer.out)["data"]
+    assert (data["verdict"], data["samples"]) == ("hang", 1)
+    (finding,) = data["findings"]
+    assert finding["code"] == "stack.mm-cache-eviction-spin"
+    assert (finding["severity"], finding["confidence"]) == ("error", "likely")
+    assert finding["lines"]
+    assert finding["sure"]
+
+
+@pytest.mark.parametrize("columns", [80, 60, 40])
+def test_a_narrow_terminal_tells_the_same(vllmops: Any, columns: int) -> None:
+    wide, narrow = (vllmops("stacks", "explain", str(SPIN), columns=c) for c in (200, columns))
+    urls = [line for line in narrow.out.splitlines() if "https:" in line]
+    assert max(len(x) for x in narrow.out.splitlines() if x not in urls) <= columns
+    assert "".join(narrow.out.split()) == "".join(wide.out.split())
+
+
+def test_fail_on(vllmops: Any) -> None:
+    compiling = str(STACKS / "jit-or-lock.txt")
+    assert vllmops("stacks", "explain", compiling).code == 0
+    assert vllmops("stacks", "explain", compiling, "--fail-on", "warning").code == 1
+    assert vllmops("stacks", "explain", str(BUSY)).code == 0
+    assert vllmops("stacks", "explain", str(BUSY), "--fail-on", "info").code == 1
+
+
+def test_one_dump_of_work_says_what_it_cannot_tell(vllmops: Any) -> None:
+    answer = vllmops("stacks", "explain", str(BUSY))
+    assert answer.out.startswith("It may hang, or work: these stacks fit both.")
+    told = " ".join(answer.out.split())
+    assert "to be sure: one dump can't tell this from work: take 3 some seconds apart" in told
+
+
+def test_what_is_not_known_is_shown(vllmops: Any) -> None:
+    answer = vllmops("stacks", "explain", str(STACKS / "healthy-loading.txt"))
+    assert answer.code == 0
+    assert answer.out.startswith("Not one I know")
+    assert "Worker_TP0 4200: 2 threads\n" in answer.out
+    assert "load_weights (default_loader.py:290)" in answer.out
+
+
+def test_standard_input() -> None:
+    for options in ((), ("-",)):
+        told = piped(SPIN.read_bytes(), *options)
+        assert told.returncode == 1
+        assert "[stack.mm-cache-eviction-spin]" in told.stdout
+
+
+def test_a_saved_snapshot(vllmops: Any, tmp_path: Path) -> None:
+    saved = tmp_path / "stuck.json"
+    files.save(saved, read(SPIN.read_text()).samples[0])
+    answer = vllmops("stacks", "explain", str(saved), "--json")
+    assert json.loads(answer.out)["data"]["findings"][0]["code"] == "stack.mm-cache-eviction-spin"
+
+
+def test_a_watchdog_file_tells_its_process_by_its_name(vllmops: Any, tmp_path: Path) -> None:
+    dump = tmp_path / "VLLM_STACK_DUMP_for_Worker_TP3_77.log"
+    dump.write_text(
+        "\nCall stack dump #1 at Fri Nov 20 03:12:44 2026 due to feed timeout\n\n"
+        'Current thread 0x00007f83311c46c0 (most recent call first):\n  File "x.py", line 1 in f\n'
+    )
+    data = json.loads(vllmops("stacks", "explain", str(dump), "--json").out)["data"]
+    assert [(each["role"], each["pid"]) for each in data["seen"]] == [("worker", 77)]
+
+
+def test_what_windows_writes(vllmops: Any, tmp_path: Path) -> None:
+    dump = tmp_path / "dump.txt"
+    dump.write_bytes(SPIN.read_text().replace("\n", "\r\n").encode("utf-16"))
+    assert "[stack.mm-cache-eviction-spin]" in vllmops("stacks", "explain", str(dump)).out
+
+
+def test_facts(vllmops: Any) -> None:
+    def told(*facts: str) -> Any:
+        words = [word for fact in facts for word in ("--fact", fact)]
+        dump = str(STACKS / "schedule-livelock.txt")
+        return json.loads(vllmops("stacks", "explain", dump, *words, "--json").out)["data"]
+
+    codes = [each["code"] for each in told("running=0", "waiting=2")["findings"]]
+    assert codes == ["stack.admission-deadlock"]
+    assert told("progress=moving")["verdict"] == "working"
+
+
+@pytest.mark.parametrize("fact", ["waiting", "speed=3", "waiting=many", "progress=3"])
+def test_no_fact(vllmops: Any, fact: str) -> None:
+    answer = vllmops("stacks", "explain", str(SPIN), "--fact", fact, "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "stacks.empty"),
+        (b" \n\n", "stacks.empty"),
+        (b"\x7fELF\x02\x01\x01" + bytes(range(256)) * 8, "stacks.binary"),
+        (b"dear all,\nit hangs again (see above).\n", "stacks.not-found"),
+        (b"{}", "stacks.not-found"),
+        (b"[]", "stacks.not-found"),
+        (b'{"kind": "caches", "schema": 1}', "stacks.not-found"),
+    ],
+)
+def test_no_stacks(vllmops: Any, tmp_path: Path, content: bytes, code: str) -> None:
+    dump = tmp_path / "dump"
+    dump.write_bytes(content)
+    answer = vllmops("stacks", "explain", str(dump), "--json")
+    assert (answer.code, answer.error["code"]) == (1, code)
+    assert answer.error["mend"]
+    told = piped(content)
+    assert told.returncode == 1
+    assert told.stderr.startswith("error: ")
+    assert "Traceback" not in told.stderr
+
+
+def test_no_file(vllmops: Any, tmp_path: Path) -> None:
+    answer = vllmops("stacks", "explain", str(tmp_path / "absent"), "--json")
+    assert (answer.code, answer.error["code"]) == (5, "file.missing")
+    answer = vllmops("stacks", "explain", str(tmp_path), "--json")
+    assert (answer.code, answer.error["code"]) == (1, "file.unreadable")
