@@ -7,6 +7,7 @@ is no stack gives no samples.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -84,10 +85,10 @@ NATIVE = re.compile(
     r"|^\[\w+\]$|(?:^|/)python[\d.]*$|^ld-linux"
 )
 QUOTED = re.compile(
-    r"File \"(?P<file>[^\"]*)\", line (?P<line>\d+|\?+)(?P<comma>,?) in (?P<function>\S+)"
+    r"File \"(?P<file>[^\"]*)\", line (?P<line>\d+|\?+)(?P<comma>,?) ?in (?P<function>\S+)"
 )
 GDB_PYTHON = re.compile(
-    r"#\d+ .*?Frame 0x[0-9a-f]+, for file (?P<file>.+?), line (?P<line>\d+), in (?P<function>\S+)"
+    r"#\d+ .*?Frame 0x[0-9a-f]+, for file (?P<file>.+?), line (?P<line>\d+), ?in (?P<function>\S+)"
 )
 GDB_FRAME = re.compile(
     r"#\d+\s+(?:0x[0-9a-f]+ in )?(?P<function>\S.*?) ?\(.*?\)?"
@@ -109,10 +110,16 @@ ENDS = re.compile(
     r"|, holds the GIL|\bpid \d+(?= \S+: (?:idle|active)))\s*(?![\w\"]*\"|[:,])"
 )
 RUN_TOGETHER = 160
+CACHED = 1 << 14  # lines: dumps repeat themselves
 # A C++ name may take as many lines of a narrow terminal.
 JOINED = 14
 BEGUN = re.compile(
-    r"\S.* ?\([^()]*$|File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call "
+    r"File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call |(?P<call>\S.* ?\([^()]*$)"
+)
+# What may be the first part of something that a terminal cut: most of a log may not.
+PLAUSIBLE = re.compile(
+    r"Thread |Current |Process |File |Traceback |Fatal |Call |#\d"
+    r"|[\w.<>-]+(?:, [\w.<>-]+)*,?(?: ?\([^()]*\)?:?)?(?: \w*)?$|[^:]*::|[A-Za-z]\w* pid"
 )
 
 WAITS = {
@@ -313,10 +320,12 @@ def _join(raw: str, rest: list[str], *, full: bool) -> tuple[int, str]:
     """How many of the next lines belong to a line, 0 where it is whole, and what they make."""
     line = raw.strip()
     complete = _complete(line)
-    if not full and not BEGUN.match(line):
+    begun = BEGUN.match(line)
+    if not begun and not (full and PLAUSIBLE.match(line)):
         return 0, line
     if LOCAL.match(line) and not PROCESS.match(line):
         return 0, line
+    call = begun is not None and begun["call"] is not None
     glued, spaced = raw, raw
     for count, more in enumerate(rest, 1):
         bare = more.strip()
@@ -325,8 +334,10 @@ def _join(raw: str, rest: list[str], *, full: bool) -> tuple[int, str]:
             break
         if any(head.match(bare) for head in HEADS):
             break
-        glued += more if more[:1] != " " else bare
+        glued += more if more[:2] != "  " else bare
         spaced += " " + bare
+        if call and bare[-1] != ")":
+            continue
         for made in (glued.strip(), spaced.strip()):
             if _complete(made) and not (complete and made == spaced.strip()):
                 return count, made
@@ -335,6 +346,7 @@ def _join(raw: str, rest: list[str], *, full: bool) -> tuple[int, str]:
     return 0, line
 
 
+@functools.lru_cache(CACHED)
 def _complete(line: str) -> bool:
     if line.endswith(")"):
         if line[0] == "#":
@@ -345,14 +357,17 @@ def _complete(line: str) -> bool:
     return any(unit.match(line) for unit in UNITS)
 
 
+@functools.lru_cache(CACHED)
 def _frame(line: str) -> Frame | None:
     """The frame in a line of py-spy's, or of `stacks dump`."""
     found = FRAME.match(line)
-    if not found or line.startswith("Python v"):
+    if not found or line.startswith(("Python v", "Process ")):
         return None
     function, file, number = found["function"], found["file"], found["line"]
     python = file.endswith(".py") or file.startswith("<")
-    if not (python or number or NATIVE.search(file)) or " at 0x" in file:
+    # A script has no ending; an address has no letters.
+    script = number and " " not in function and not file.replace(".", "").isdigit()
+    if not (python or script or NATIVE.search(file)) or " at 0x" in file:
         return None
     if python:
         if " " in function and not function.startswith(("Arguments:", "Locals:")):
@@ -418,7 +433,13 @@ class _Reader:
         self.processes[-1].threads[-1].frames.append(frame)
 
     def line(self, line: str) -> None:
-        if not line or self._header(line):
+        if not line:
+            return
+        if line[-1] == ")" and line[0] != "#" and (frame := _frame(line)):
+            self.crash = None
+            self.frame(frame)
+            return
+        if self._header(line):
             return
         if line[0] == "#" and (found := GDB_PYTHON.match(line)):
             self.crash = None
@@ -435,9 +456,6 @@ class _Reader:
             self._python(found)
             if self.crash and (error := ERROR.search(line[found.end() :])):
                 self.crash.error = error[0]
-        elif line[-1] == ")" and (frame := _frame(line)) and not LOCAL.match(line):
-            self.crash = None
-            self.frame(frame)
         elif self.crash and self.crash.frames and ERROR.match(line):
             self.crash.error = line
             self.crash = None
@@ -529,10 +547,21 @@ def _samples(processes: list[_Process]) -> tuple[StacksSnapshot, ...]:
                 threads=threads,
             )
         )
+    _drop_cut(samples)
     return tuple(
         StacksSnapshot(captured_at=0.0, seconds=0.0, options=Options(), processes=tuple(sample))
         for sample in samples
     )
+
+
+def _drop_cut(samples: list[list[ProcessStacks]]) -> None:
+    """Leave out the last sample where its stacks break off: it tells less than the others."""
+    if len(samples) < 2:
+        return
+    last = samples[-1][-1]
+    before = next((p for p in samples[-2] if (p.pid, p.title) == (last.pid, last.title)), None)
+    if before and len(last.threads) < len(before.threads):
+        samples.pop()
 
 
 def _finished(thread: _Thread) -> Thread:

@@ -12,6 +12,8 @@ import msgspec
 from ..snapshots.stacks import Frame
 from .findings import Severity
 
+CACHED = 1 << 14  # frames and patterns: dumps repeat themselves
+
 Confidence = Literal["possible", "likely", "sure"]
 
 
@@ -125,18 +127,23 @@ def alternatives(pattern: str) -> tuple[tuple[str, str, str], ...]:
 
 def is_called(frame: Frame, pattern: str) -> bool:
     """Whether a frame is one that a pattern names, in any version's spelling."""
-    owner, _, function = bare(frame.function).rpartition(".")
+    return _is_called(frame.function, frame.short_file, pattern)
+
+
+@functools.lru_cache(CACHED)
+def _is_called(name: str, path: str, pattern: str) -> bool:
+    owner, _, function = bare(name).rpartition(".")
     for wanted_owner, wanted, file in alternatives(pattern):
         if function != wanted:
             continue
         if wanted_owner and owner and wanted_owner != owner.rpartition(".")[2]:
             continue
-        if not file or _ends(frame.short_file, file):
+        if not file or _ends(path, file):
             return True
     return False
 
 
-@functools.cache
+@functools.lru_cache(CACHED)
 def bare(function: str) -> str:
     """A function without a C++ signature: ``void ns::f<a, b>(int)`` is ``f``."""
     if "(" not in function and "::" not in function and " " not in function:
