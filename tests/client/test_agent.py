@@ -41,6 +41,22 @@ def test_every_question(spawn: Spawn) -> None:
     assert found.caches().caches == []
 
 
+def test_questions_share_a_connection_and_outlive_it(spawn: Spawn) -> None:
+    child = spawn()
+    child.run("from vllmops.agent.service import Handler; Handler.timeout = 0.3")
+    count = (
+        "import threading; out = sum('process_request' in t.name for t in threading.enumerate())"
+    )
+    found = reach(child.process)
+    for _ in range(3):
+        assert found.engine().running is None
+    assert child.run(count) == "1"
+    # The agent closes what has been silent; it is asked anew.
+    time.sleep(0.8)
+    assert child.run(count) == "0"
+    assert found.engine().running is None
+
+
 def test_role_is_the_process_tables(spawn: Spawn) -> None:
     child = spawn(role=Role.WORKER)
     found = reach(child.process)

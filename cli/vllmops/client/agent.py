@@ -63,6 +63,7 @@ class Agent:
         self.process = process
         self.path = path
         self.timeout_s = timeout_s
+        self.kept: Connection | None = None
 
     def hello(self) -> Hello:
         """Who it is."""
@@ -118,20 +119,24 @@ class Agent:
     def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
         """Ask one question and decode the answer."""
         connection = Connection(self.path, self.timeout_s)
+        if method == "GET":
+            # A connection costs the process a thread, so questions share one; what changes
+            # something has its own, as it must not be sent twice.
+            self.kept, connection = None, self.kept or connection
         try:
-            connection.request(method, path, body)
-            response = connection.getresponse()
-            content = response.read()
+            status, content = connection.exchange(method, path, body)
         except (TimeoutError, BlockingIOError) as error:
+            connection.close()
             raise silent(self.process, self.timeout_s) from error
         except (http.client.HTTPException, OSError) as error:
-            raise unreachable(self.process, self.path, error) from error
-        finally:
             connection.close()
-        if response.status != http.client.OK:
-            raise broken(
-                self.process, f"it answered {response.status} to {path}: {content[:200]!r}"
-            )
+            raise unreachable(self.process, self.path, error) from error
+        if method == "GET":
+            self.kept = connection
+        else:
+            connection.close()
+        if status != http.client.OK:
+            raise broken(self.process, f"it answered {status} to {path}: {content[:200]!r}")
         return decode(self.process, content, kind)
 
 
@@ -141,6 +146,21 @@ class Connection(http.client.HTTPConnection):
     def __init__(self, path: Path, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self.path = path
+
+    def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """Send a request and read the answer: its status, its content."""
+        used = self.sock is not None
+        try:
+            self.request(method, path, body)
+            response = self.getresponse()
+        except (ConnectionError, http.client.HTTPException):
+            if not used:
+                raise
+            # The agent closes a connection that has been silent for a while.
+            self.close()
+            self.request(method, path, body)
+            response = self.getresponse()
+        return response.status, response.read()
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
