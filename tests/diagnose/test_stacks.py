@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from vllmops.client.paste import read
 from vllmops.diagnose.findings import Severity
 from vllmops.diagnose.signatures import catalogue
 from vllmops.diagnose.stacks import Explanation, explain
+from vllmops.snapshots.pasted import Pasted
+from vllmops.snapshots.stacks import Problem
 
 from .forms import FORMS, WITHOUT_LOG, WITHOUT_NATIVE, parts
 
@@ -67,6 +70,52 @@ def test_what_a_sample_is(path: Path) -> None:
     assert finding.confidence in {"likely", "sure"}
     assert finding.lines
     assert (finding.sure == "") == (finding.confidence == "sure")
+
+
+def test_an_engine_that_died_while_it_was_looked_at() -> None:
+    (first,) = read(sample("idle-spin-normal")).samples
+    gone = Problem("stacks.gone", "pid 4120 is gone")
+    processes = tuple(
+        msgspec.structs.replace(each, threads=(), error=gone) if each.role == "engine" else each
+        for each in first.processes
+    )
+    second = msgspec.structs.replace(first, processes=processes)
+    found = explain(Pasted((first, second), complete=True))
+    assert told(found) == [("stack.engine-core-missing", "likely")]
+    assert "EngineCore 4120: pid 4120 is gone" in found.findings[0].lines
+
+
+def test_a_part_of_a_server_is_no_proof_that_the_engine_is_gone() -> None:
+    text = sample("idle-spin-normal").partition("Process 4120")[0]
+    assert told(explain(read(text))) == [("stack.engine-core-missing", "possible")]
+    whole = Pasted(read(text).samples, complete=True)
+    assert told(explain(whole)) == [("stack.engine-core-missing", "likely")]
+
+
+def test_what_contradicts_is_never_called_a_hang() -> None:
+    moving = {"progress": "moving", "running": "3", "waiting": "0"}
+    for signature in ("gpu-kernel-stuck", "lost-broadcast", "worker-stuck-broadcast"):
+        assert explain(read(sample(signature)), moving).verdict == "working"
+
+
+def test_one_line_of_figures_proves_nothing() -> None:
+    """A request may have come just before it."""
+    first, second, stacks = sample("admission-deadlock").split("\n", 2)
+    assert first == second
+    assert answer(f"{first}\n{stacks}").verdict == "maybe"
+    other = second.replace("Engine 000", "Engine 001")
+    assert answer(f"{other}\n{second}\n{stacks}").verdict == "maybe"
+    assert answer(f"{first}\n{other}\n{second}\n{stacks}").verdict == "hang"
+
+
+@pytest.mark.parametrize("name", ["schedule-livelock", "lost-broadcast", "startup-capture"])
+def test_one_dump_cannot_tell_a_livelock_from_work(name: str) -> None:
+    pasted = read(sample(name))
+    found = explain(Pasted(pasted.samples[:1]))
+    assert found.verdict == "maybe"
+    (finding,) = found.findings
+    assert (finding.confidence, finding.severity) == ("possible", Severity.INFO)
+    assert "one dump can't tell" in finding.sure
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -85,10 +85,10 @@ NATIVE = re.compile(
     r"|^\[\w+\]$|(?:^|/)python[\d.]*$|^ld-linux"
 )
 QUOTED = re.compile(
-    r"File \"(?P<file>[^\"]*)\", line (?P<line>\d+|\?+)(?P<comma>,?) ?in (?P<function>\S+)"
+    r"File \"(?P<file>[^\"]*)\", line (?P<line>\d+|\?+)(?P<comma>,?) ?in ?(?P<function>\S+)"
 )
 GDB_PYTHON = re.compile(
-    r"#\d+ .*?Frame 0x[0-9a-f]+, for file (?P<file>.+?), line (?P<line>\d+), ?in (?P<function>\S+)"
+    r"#\d+ .*?Frame 0x[0-9a-f]+, for file (?P<file>.+?), line (?P<line>\d+), ?in ?(?P<function>\S+)"
 )
 GDB_FRAME = re.compile(
     r"#\d+\s+(?:0x[0-9a-f]+ in )?(?P<function>\S.*?) ?\(.*?\)?"
@@ -96,7 +96,20 @@ GDB_FRAME = re.compile(
 )
 LOCAL = re.compile(r"\w+: |(?:Arguments|Locals):$")
 HEADS = (THREAD, FAULT, GDB_THREAD, PROCESS)
-UNITS = (THREAD, FAULT, GDB_THREAD, LAST, FIRST, AGAIN, FATAL, PROCESS, OUR_PROCESS, OURS, QUOTED)
+UNITS = (
+    THREAD,
+    FAULT,
+    GDB_THREAD,
+    LAST,
+    FIRST,
+    AGAIN,
+    FATAL,
+    PROCESS,
+    OUR_PROCESS,
+    OURS,
+    QUOTED,
+    FILE,
+)
 
 # Where lines were run together, each of these began one.
 BEGINS = re.compile(
@@ -114,8 +127,10 @@ CACHED = 1 << 14  # lines: dumps repeat themselves
 # A C++ name may take as many lines of a narrow terminal.
 JOINED = 14
 BEGUN = re.compile(
-    r"File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call |(?P<call>\S.* ?\([^()]*$)"
+    r"==> |File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call "
+    r"|(?P<call>\S.* ?\([^()]*$)"
 )
+STARTS = re.compile(r"File \"|#\d+ |Traceback ")
 # What may be the first part of something that a terminal cut: most of a log may not.
 PLAUSIBLE = re.compile(
     r"Thread |Current |Process |File |Traceback |Fatal |Call |#\d"
@@ -220,16 +235,11 @@ def read(text: str, name: str = "") -> Pasted:
 def _json(text: str) -> Pasted | None:
     """Our own snapshot, or py-spy's JSON: one or more documents, one after the other."""
     processes: list[_Process] = []
+    snapshots: list[StacksSnapshot] = []
     start = text.lstrip("\ufeff \r\n\t`")
     if start[:1] not in {"[", "{"}:
         return None
     content = start.rstrip("` \r\n\t")
-    try:
-        snapshot = msgspec.json.decode(content, type=StacksSnapshot)
-    except (msgspec.MsgspecError, UnicodeEncodeError):
-        pass
-    else:
-        return Pasted((snapshot,), complete=True)
     try:
         documents = list(_documents(content))
     except ValueError:
@@ -239,10 +249,9 @@ def _json(text: str) -> Pasted | None:
             document = document["data"]  # noqa: PLW2901 - the envelope of `stacks dump --json`
         if isinstance(document, dict) and "processes" in document:
             try:
-                found = msgspec.convert({"kind": "stacks", **document}, StacksSnapshot)
+                snapshots.append(msgspec.convert({"kind": "stacks", **document}, StacksSnapshot))
             except msgspec.ValidationError:
                 return None
-            return Pasted((found,), complete=True)
         by_pid: dict[int, list[Any]] = {}
         for thread in document if isinstance(document, list) else ():
             if isinstance(thread, dict):
@@ -255,6 +264,8 @@ def _json(text: str) -> Pasted | None:
             info = next((t["process_info"] for t in threads if t.get("process_info")), None)
             title = str(info.get("command_line", "")) if isinstance(info, dict) else ""
             processes.append(_Process(pid, title, parsed=parsed))
+    if snapshots:
+        return Pasted(tuple(snapshots), complete=True)
     return Pasted(_samples(processes)) if processes else None
 
 
@@ -305,7 +316,7 @@ def _joined(lines: list[str]) -> Iterator[str]:
         line = raw.strip()
         at += 1
         if line and (len(raw) == width or not _complete(line)) and at < len(whole):
-            taken, joined = _join(raw, whole[at : at + JOINED], full=len(raw) >= width - 1)
+            taken, joined = _join(raw, whole[at : at + JOINED], width)
             if taken:
                 yield joined
                 at += taken
@@ -313,12 +324,14 @@ def _joined(lines: list[str]) -> Iterator[str]:
         yield line
 
 
+REST = re.compile(r"\w+>?")
 FRAME_END = re.compile(r":\d+\)|\.so[\d.]*\)|, line \d+")
 
 
-def _join(raw: str, rest: list[str], *, full: bool) -> tuple[int, str]:
+def _join(raw: str, rest: list[str], width: int) -> tuple[int, str]:
     """How many of the next lines belong to a line, 0 where it is whole, and what they make."""
     line = raw.strip()
+    full = len(raw) >= width - 1
     complete = _complete(line)
     begun = BEGUN.match(line)
     if not begun and not (full and PLAUSIBLE.match(line)):
@@ -332,7 +345,7 @@ def _join(raw: str, rest: list[str], *, full: bool) -> tuple[int, str]:
         # What follows a cut name looks whole, too: the end of a frame's name is a name.
         if not bare or (_complete(bare) and (complete or not full or more[:2] == "  ")):
             break
-        if any(head.match(bare) for head in HEADS):
+        if STARTS.match(bare) or any(head.match(bare) for head in HEADS):
             break
         glued += more if more[:2] != "  " else bare
         spaced += " " + bare
@@ -340,6 +353,9 @@ def _join(raw: str, rest: list[str], *, full: bool) -> tuple[int, str]:
             continue
         for made in (glued.strip(), spaced.strip()):
             if _complete(made) and not (complete and made == spaced.strip()):
+                # A name is whole wherever it is cut: its rest is a word at a line's begin.
+                if len(more) == width and REST.fullmatch("".join(rest[count : count + 1])):
+                    return count + 1, made + rest[count]
                 return count, made
         if complete:
             break

@@ -51,7 +51,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             same.
         lacks: roles that no process may have.
         complete: whether all processes of the server must be known to be there.
-        facts: figures that must not contradict, such as ``waiting = ">0"``; one that agrees
+        facts: figures that must not contradict, such as ``waiting = ">0"``; a frozen progress
             corroborates.
         needs: facts without which nothing is said.
         corroborate: whether stacks alone are never enough, a fact or a log line must agree.

@@ -17,6 +17,7 @@ RANKS: tuple[Confidence, ...] = ("possible", "likely", "sure")
 SHOWN_FRAMES = 6
 ARROW = " < "  # from a frame to its caller
 LOG_SHOWN = 200
+GONE = {"stacks.gone", "stacks.zombie"}
 FACTS = ("running", "waiting", "deferred", "kv_usage", "progress")
 # Frames that say what a thread does, where no signature fits.
 TELLING = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
@@ -35,7 +36,7 @@ WAITING = (
 
 # In a text without blanks: the lines of a log may have been wrapped anywhere.
 STATS = re.compile(
-    r"Avgpromptthroughput:(?P<prompt>[\d.]+)tokens/s,"
+    r"(?:Engine(?P<id>\d+):)?Avgpromptthroughput:(?P<prompt>[\d.]+)tokens/s,"
     r"Avggenerationthroughput:(?P<generation>[\d.]+)tokens/s,"
     r"Running:(?P<running>\d+)reqs,Waiting:(?P<waiting>\d+)reqs"
     r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?GPUKVcacheusage:(?P<kv>[\d.]+)%"
@@ -151,17 +152,29 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
 
 
 def logged(log: str) -> dict[str, str]:
-    """Facts from the last line of figures in vLLM's log, which is given without blanks."""
-    *_, last = None, *STATS.finditer(log)
-    if last is None:
+    """Facts from the last figures in vLLM's log, which is given without blanks."""
+    lines = list(STATS.finditer(log))
+    if not lines:
         return {}
-    pending = int(last["running"]) + int(last["waiting"]) + int(last["deferred"] or 0)
-    still = float(last["prompt"]) == 0 and float(last["generation"]) == 0
+    last = lines[-1]
     facts = {"running": last["running"], "waiting": last["waiting"], "kv_usage": last["kv"]}
     facts["deferred"] = last["deferred"] or "0"
-    if pending:
-        facts["progress"] = "frozen" if still else "moving"
+    if not _is_still(last):
+        facts["progress"] = "moving"
+    else:
+        # A request may have come just before one line; by the next it has got somewhere.
+        latest = [line for line in lines if line["id"] == last["id"]][-2:]
+        if len(latest) == 2 and all(_is_still(line) and _pending(line) for line in latest):
+            facts["progress"] = "frozen"
     return facts
+
+
+def _is_still(line: re.Match[str]) -> bool:
+    return float(line["prompt"]) == 0 and float(line["generation"]) == 0
+
+
+def _pending(line: re.Match[str]) -> bool:
+    return any(int(line[name] or 0) for name in ("running", "waiting", "deferred"))
 
 
 def agrees(have: str, wanted: str) -> bool:
@@ -198,7 +211,7 @@ def _holds(
     ]
     if not samples:
         return None
-    if any(p.role in case.lacks for sample in pasted.samples for p in sample.processes):
+    if any(p.role in case.lacks and not _is_gone(p) for p in pasted.samples[-1].processes):
         return None
     spots = _everywhere(case, samples)
     if spots is None:
@@ -210,7 +223,8 @@ def _holds(
     log = [words for words in signature.logs if re.search(words.replace(" ", ""), text)]
     lines += [f"log: {_logged_line(words, pasted.text)}" for words in log]
     lines += [f"{name} is {facts[name]}" for name, _ in told]
-    corroborated = bool(log) or any(facts[name] != "0" or name == "deferred" for name, _ in told)
+    # Of the figures only this one looks different where the server works.
+    corroborated = bool(log) or any(name == "progress" for name, _ in told)
     confidence, short_of = _confidence(case, pasted, len(samples), spots, corroborated)
     subject = ", ".join(dict.fromkeys(_label(spot.process) for spot in spots))
     return Hit(signature, confidence, tuple(lines), subject, short_of)
@@ -238,7 +252,7 @@ def _confidence(
     rank = RANKS.index(case.confidence)
     if short_of:
         rank = 0
-    elif corroborated or samples >= max(3, case.samples):
+    elif corroborated or (case.samples == 1 and samples >= 3):
         rank = min(rank + 1, len(RANKS) - 1)
     return RANKS[rank], tuple(short_of)
 
@@ -332,6 +346,10 @@ def _matched(pattern: ThreadPattern, thread: Thread) -> tuple[Frame, ...] | None
     return tuple(found)
 
 
+def _is_gone(process: ProcessStacks) -> bool:
+    return process.error is not None and process.error.code in GONE
+
+
 def _evidence(spot: Spot) -> str:
     shown = list(spot.thread.frames[:SHOWN_FRAMES])
     shown += [frame for frame in spot.frames if frame.file and frame not in shown]
@@ -355,8 +373,11 @@ def _absences(case: Case, sample: StacksSnapshot) -> Iterator[str]:
                         f"in its {len(process.threads)} threads"
                     )
     for role in case.lacks:
-        names = ", ".join(map(_label, sample.processes))
-        yield f"no {role} process among: {names}"
+        here = [process for process in sample.processes if process.role != role]
+        yield f"no {role} process among: {', '.join(map(_label, here))}"
+        for process in sample.processes:
+            if process.role == role and process.error:
+                yield f"{_label(process)}: {process.error.message}"
 
 
 def _logged_line(words: str, text: str) -> str:
@@ -465,6 +486,9 @@ def _notes(pasted: Pasted, *, idle: bool) -> Iterator[str]:
     moved = list(dict.fromkeys(_moved(pasted.samples)))
     if moved:
         yield f"at other places from one sample to the next: {', '.join(moved)}"
+    for process in pasted.samples[-1].processes if pasted.samples else ():
+        if process.error:
+            yield f"{_label(process)} was not read: {process.error.message}"
     yield from dict.fromkeys(p.note for s in pasted.samples for p in s.processes if p.note)
 
 
