@@ -211,15 +211,14 @@ def read(text: str, name: str = "") -> Pasted:
     """
     if found := _json(text):
         return found
-    streams = _streams(text)
-    reader = _Reader()
     cleaned: list[str] = []
+    streams = _streams(text, cleaned)
+    reader = _Reader()
     for (title, pid), lines in streams.items():
         reader.stream(title, pid)
         if not title and (told := FILE.match(name)):
             reader.process(int(told["pid"]), told["title"])
         for line in _joined(lines):
-            cleaned.append(line)
             reader.line(line)
     return Pasted(
         samples=_samples(reader.processes),
@@ -280,8 +279,11 @@ def _documents(content: str) -> Iterator[Any]:
             at += 1
 
 
-def _streams(text: str) -> dict[tuple[str, int], list[str]]:
-    """The lines without what is around them, by the process that a log prefix names."""
+def _streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
+    """The lines without what is around them, by the process that a log prefix names.
+
+    In ``cleaned`` they are as they came: of a wrapped line only the first part has the prefix.
+    """
     text = ESCAPES.sub("", text)
     if text.count("\\n") > max(3, text.count("\n")):
         text = text.replace("\\r", "").replace("\\n", "\n").replace('\\"', '"').replace("\\t", " ")
@@ -297,6 +299,7 @@ def _streams(text: str) -> dict[tuple[str, int], list[str]]:
                 continue
             line = line.strip("`")  # noqa: PLW2901
         streams.setdefault(key, []).append(line.rstrip())
+        cleaned.append(line.rstrip())
     return streams
 
 
