@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from vllmops.client.http import Metrics
 from vllmops.client.paste import read
+from vllmops.commands.explain import figures
 from vllmops.snapshots import files
+
+from . import test_stacks
 
 STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"
 SPIN = STACKS / "mm-cache-eviction-spin.txt"
@@ -161,3 +165,56 @@ def test_no_file(vllmops: Any, tmp_path: Path) -> None:
     assert (answer.code, answer.error["code"]) == (5, "file.missing")
     answer = vllmops("stacks", "explain", str(tmp_path), "--json")
     assert (answer.code, answer.error["code"]) == (1, "file.unreadable")
+
+
+def test_a_live_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose engine spins as in an eviction; real processes, with vLLM's titles and names."""
+    spinning = "def popitem():\n    while True: pass\n\ndef get_and_update_features(): popitem()\n"
+    source = test_stacks.TREE.replace("def spin():\n    while True: pass\n", spinning)
+    source = source.replace("target=spin", "target=get_and_update_features")
+    monkeypatch.setattr(test_stacks, "TREE", source)
+    monkeypatch.setattr(test_stacks, "TITLES", ["VLLM::APIServer", "VLLM::EngineCore"])
+    saved = tmp_path / "saved.json"
+    options = ("--explain", "--interval", "0.1", "--json", "--save", str(saved))
+    with test_stacks.tree(tmp_path) as server:
+        told = server.dump(*options)
+    assert told.returncode == 1, told.stderr
+    data = json.loads(told.stdout)["data"]
+    (finding,) = data["findings"]
+    assert (data["samples"], data["verdict"]) == (3, "hang")
+    assert (finding["code"], finding["confidence"]) == ("stack.mm-cache-eviction-spin", "sure")
+    assert [each["role"] for each in data["processes"]] == ["api", "engine"]
+    # What was saved says the same.
+    again = json.loads(piped(saved.read_bytes(), "--json").stdout)["data"]
+    assert (again["samples"], again["findings"]) == (3, data["findings"])
+
+
+def test_samples_are_for_explaining(vllmops: Any) -> None:
+    answer = vllmops("stacks", "dump", "--samples", "2", "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "seconds", "facts"),
+    [
+        (Metrics(1, 0, 0.5, tokens=10), Metrics(1, 0, 0.5, tokens=30), 4, "running waiting moving"),
+        (Metrics(1, 2, 0.5, tokens=10), Metrics(1, 2, 0.5, tokens=10), 4, "running waiting"),
+        (
+            Metrics(1, 2, 0.5, tokens=10),
+            Metrics(1, 2, 0.5, tokens=10),
+            40,
+            "running waiting frozen",
+        ),
+        (Metrics(1, 2, 0.5, tokens=10), Metrics(1, 3, 0.5, tokens=10), 4, "running"),
+        (Metrics(0, 0, 0.0, tokens=10), Metrics(0, 0, 0.0, tokens=10), 40, "running waiting"),
+        (None, Metrics(), 40, ""),
+    ],
+)
+def test_facts_from_figures(
+    before: Metrics | None, after: Metrics | None, seconds: float, facts: str
+) -> None:
+    found = figures(before, after, seconds)
+    if facts:
+        assert found.pop("kv_usage") in {"50", "0"}
+    told = [found[name] if name == "progress" else name for name in found]
+    assert " ".join(told) == facts

@@ -22,6 +22,7 @@ class Metrics:
         kv_cache_usage: share of the KV cache in use, 0 to 1.
         prefix_hits, prefix_queries: tokens.
         mm_hits, mm_queries: multimodal items.
+        tokens: of prompts and answers, from the server's start.
     """
 
     running: float | None = None
@@ -31,6 +32,7 @@ class Metrics:
     prefix_queries: float | None = None
     mm_hits: float | None = None
     mm_queries: float | None = None
+    tokens: float | None = None
 
 
 NAMES = {
@@ -41,6 +43,8 @@ NAMES = {
     "vllm:prefix_cache_queries_total": "prefix_queries",
     "vllm:mm_cache_hits_total": "mm_hits",
     "vllm:mm_cache_queries_total": "mm_queries",
+    "vllm:prompt_tokens_total": "tokens",
+    "vllm:generation_tokens_total": "tokens",
 }
 
 

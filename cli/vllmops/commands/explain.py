@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from .. import output
-from ..client import paste
+from ..client import paste, pyspy
 from ..diagnose import stacks as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit, VllmopsError
+from ..instances.servers import Server
 from ..output import Result
 from ..snapshots import files
 from ..snapshots.pasted import Pasted
+from ..snapshots.stacks import Options, StacksSnapshot
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ..client.http import Metrics
     from .stacks import Line
 
 STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
 MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
 CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
+SAMPLES, INTERVAL_S = 3, 2.0
+# The tokens of a long prompt are counted at its end.
+FROZEN_S = 30.0
+
+FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
 
 
 @output.command
@@ -47,9 +57,7 @@ def explain(
             show_default=False,
         ),
     ] = None,
-    fail_on: Annotated[
-        Severity, typer.Option(help="Exit code 1 from findings of this severity up.")
-    ] = Severity.ERROR,
+    fail_on: FailOn = Severity.ERROR,
     json_: output.Json = False,
 ) -> Result:
     """Say what is stuck, why, and the way out, from stacks.
@@ -59,11 +67,78 @@ def explain(
     seconds apart in one file tell more than one. What it does not know it says.
     """
     known = facts(fact or ())
-    pasted = load(file)
-    found = judge.explain(pasted, known)
+    return result(judge.explain(load(file), known), fail_on)
+
+
+def result(found: judge.Explanation, fail_on: Severity, *, failed: bool = False) -> Result:
+    """What the command shows, of a file or a live server alike."""
     highest = worst(found.findings)
-    failed = highest is not None and highest.rank >= fail_on.rank
+    failed = failed or (highest is not None and highest.rank >= fail_on.rank)
     return Result(found, lambda: text(found), Exit.FAILED if failed else Exit.OK)
+
+
+def live(
+    server: Server,
+    options: Options,
+    *,
+    timeout_s: float,
+    samples: int,
+    interval_s: float,
+    save: Path | None,
+    fail_on: Severity,
+) -> Result:
+    """The same of a running server: dumps some time apart, and its figures before and after.
+
+    Raises:
+        VllmopsError: ``pyspy.missing`` or ``file.not-written``.
+    """
+    from ..client.http import metrics  # noqa: PLC0415 - slow, and not for a file
+
+    began = time.monotonic()
+    before = metrics(server.url) if server.url else None
+    taken: list[StacksSnapshot] = []
+    journal: files.Journal | None = None
+    for index in range(samples):
+        time.sleep(max(began + index * interval_s - time.monotonic(), 0.0))
+        snapshot = pyspy.capture(server.processes, options, timeout_s=timeout_s, server=server.name)
+        taken.append(snapshot)
+        # Each is on disk before the next is taken: the evidence must survive what comes.
+        if journal:
+            journal.add(snapshot)
+            if journal.trouble:
+                raise journal.trouble
+        elif save:
+            journal = files.Journal(save, snapshot)
+    after = metrics(server.url) if server.url else None
+    if save:
+        output.say(f"saved to {save}" + (", local variables included" if options.locals else ""))
+    pasted = Pasted(tuple(taken), complete=True)
+    found = judge.explain(pasted, figures(before, after, time.monotonic() - began))
+    failed = any(process.error for process in taken[-1].processes)
+    answer = result(found, fail_on, failed=failed)
+    data = {**msgspec.structs.asdict(found), "processes": taken[-1].processes}
+    return Result(data, answer.text, answer.exit_code)
+
+
+def figures(before: Metrics | None, after: Metrics | None, seconds: float) -> dict[str, str]:
+    """Facts from metrics, as far as they are the same before and after."""
+    if before is None or after is None:
+        return {}
+    found = {}
+    for name, was, now in (
+        ("running", before.running, after.running),
+        ("waiting", before.waiting, after.waiting),
+    ):
+        if now is not None and was == now:
+            found[name] = f"{now:g}"
+    if after.kv_cache_usage is not None:
+        found["kv_usage"] = f"{100 * after.kv_cache_usage:g}"
+    if before.tokens is not None and after.tokens is not None:
+        if after.tokens != before.tokens:
+            found["progress"] = "moving"
+        elif seconds >= FROZEN_S and (after.running or after.waiting):
+            found["progress"] = "frozen"
+    return found
 
 
 def facts(told: Sequence[str]) -> dict[str, str]:

@@ -12,12 +12,13 @@ import typer
 
 from .. import output
 from ..client import pyspy
+from ..diagnose.findings import Severity
 from ..errors import Exit, VllmopsError
 from ..instances.processes import Role
 from ..instances.servers import resolve
 from ..output import Result, command
 from ..snapshots.stacks import Options, ProcessStacks, StacksSnapshot, Thread
-from .explain import explain
+from .explain import INTERVAL_S, SAMPLES, FailOn, explain, live
 from .options import Target
 
 if TYPE_CHECKING:
@@ -76,19 +77,38 @@ def dump(
             show_default=False,
         ),
     ] = None,
+    explain_: Annotated[
+        bool, typer.Option("--explain", help="Say what is stuck, why, and the way out, instead.")
+    ] = False,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Dumps to explain.", show_default=str(SAMPLES)),
+    ] = None,
+    interval: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds between them.", show_default=f"{INTERVAL_S:g}"),
+    ] = None,
+    fail_on: FailOn = Severity.ERROR,
     json_: output.Json = False,
 ) -> Result:
     """Show what every thread of every process of a server is executing.
 
     They are stopped for some milliseconds, all side by side. One that can't be stopped is read
     while it runs; for one that can't be read you are told why, and the way out, and the exit code
-    is 1.
+    is 1. With --explain they are dumped several times, and you are told what is stuck.
     """
     if native and nonblocking:
         raise VllmopsError(
             "usage",
             "--native needs the processes stopped, and --nonblocking forbids it",
             "leave one of the two out",
+            exit_code=Exit.USAGE,
+        )
+    if not explain_ and (samples is not None or interval is not None):
+        raise VllmopsError(
+            "usage",
+            "--samples and --interval are for --explain",
+            "vllmops stacks dump --explain",
             exit_code=Exit.USAGE,
         )
     server = resolve(target)
@@ -98,6 +118,16 @@ def dump(
             f"{server.label} has no process yet",
             f"vllmops wait {server.label} --for ready",
             exit_code=Exit.NOT_FOUND,
+        )
+    if explain_:
+        return live(
+            server,
+            Options(locals=locals_, native=native, nonblocking=nonblocking),
+            timeout_s=timeout,
+            samples=samples or SAMPLES,
+            interval_s=INTERVAL_S if interval is None else interval,
+            save=save,
+            fail_on=fail_on,
         )
     slow = threading.Timer(
         SLOW_S, output.say, [f"reading {len(server.processes)} processes, {timeout:g} s at most"]
