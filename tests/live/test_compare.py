@@ -62,9 +62,12 @@ def test_drift_is_told_while_requests_are_in_flight(vision_server: Any) -> None:
     url = vision_server.url
     for length in range(2030, 2038):
         assert ask(url, 21_000 + length, text="z" * length).status_code in {200, 400}
-    with load(url, range(20_100, 20_120), threads=2) as statuses:
-        assert found(vision_server) == {"mm-cache.front-only"}
-        ran = compare(vision_server, "--fail-on", "warning")
+    # So many newer entries that those in use meanwhile are among them, on a fast machine too.
+    for first in range(20_100, 20_200, 2):
+        assert ask(url, first, first + 1).status_code == 200
+    with load(url, range(20_100, 20_120), threads=1) as statuses:
+        assert found(vision_server, "--apart", "0.1") == {"mm-cache.front-only"}
+        ran = compare(vision_server, "--apart", "0.1", "--fail-on", "warning")
     assert ran.code == 1
     assert statuses == {200}
     (drift,) = ran.data["findings"]
