@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ..errors import VllmopsError
 
@@ -375,13 +376,8 @@ _libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c
 _libc.ptrace.restype = ctypes.c_long
 
 
-def _ptrace(
-    request: int, tid: int, data: object = None, *, address: int = 0, signal: int = 0
-) -> None:
+def _ptrace(request: int, tid: int, data: Any = None, *, address: int = 0) -> None:
     """ptrace(2); raises OSError."""
-    if isinstance(data, bytes):
-        data = ctypes.create_string_buffer(data, len(data))
-    given = ctypes.cast(data, ctypes.c_void_p) if data is not None else signal  # type: ignore[arg-type]
-    if _libc.ptrace(request, tid, address, given) == -1:
+    if _libc.ptrace(request, tid, address, data) == -1:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -74,9 +73,10 @@ def attach_(
         )
     with Progress(time.time(), quiet=json_) as progress:
         progress.update(f"{server.label}: attaching to {len(new)} processes")
-        by_pid = {plan.process.pid: plan for plan in plans}
-        act = partial(attach.attach, patch=patch, timeout_s=timeout)
-        done, silent = agent.side_by_side(new, lambda each: act(by_pid[each.pid]))
+        by = dict(zip(new, plans, strict=True))
+        done, silent = agent.side_by_side(
+            new, lambda each: attach.attach(by[each], patch=patch, timeout_s=timeout)
+        )
     data = {
         "server": server.label,
         "dry_run": False,
