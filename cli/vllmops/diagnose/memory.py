@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import msgspec
 
-from ..snapshots.memory import MemorySample, ProcessMemory, Recording
+from ..snapshots.memory import AgentMemory, MemorySample, ProcessMemory, Recording
 from .findings import Finding, Rule, Severity
 
 CONFIDENCE = 0.95
@@ -114,10 +114,14 @@ def growing(trends: Sequence[Trend]) -> Iterator[Finding]:
         )
 
 
+def answers(samples: Sequence[tuple[float, ProcessMemory]]) -> Iterable[AgentMemory]:
+    """What a process's agent said, each answer once: it stays where it was not asked again."""
+    return {id(each.agent): each.agent for _, each in samples if each.agent}.values()
+
+
 def finished(recording: Recording) -> Iterator[Finding]:
     for subject, samples in judged(recording).items():
-        told = {id(each.agent): each.agent for _, each in samples if each.agent}
-        counts = [each.requests.finished_alive for each in told.values() if each.requests]
+        counts = [each.requests.finished_alive for each in answers(samples) if each.requests]
         # The later half: what has just finished is let go of within a moment.
         late = counts[len(counts) // 2 :]
         if len(counts) > 1 and statistics.median(late) > FEW_REQUESTS:
@@ -130,8 +134,7 @@ def finished(recording: Recording) -> Iterator[Finding]:
 
 def stores(recording: Recording) -> Iterator[Finding]:
     for subject, samples in judged(recording).items():
-        told = {id(each.agent): each.agent for _, each in samples if each.agent}
-        counts = [each.store.responses for each in told.values() if each.store]
+        counts = [each.store.responses for each in answers(samples) if each.store]
         steps = [after - before for before, after in pairwise(counts)]
         if sum(each > 0 for each in steps) >= LEAST_STEPS and min(steps) >= 0:
             yield STORE_GROWING.at(subject, f"{counts[0]} at first, {counts[-1]} at the end")
