@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from vllmops.client.http import Metrics, healthy, metrics, status
+from vllmops.client.http import healthy, metrics, status
+from vllmops.snapshots.metrics import Metrics
 
 Serve = Callable[..., str]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from vllmops.client.http import Metrics
 from vllmops.client.paste import read
-from vllmops.commands.explain import figures
+from vllmops.diagnose.stacks import figures
 from vllmops.snapshots import files
+from vllmops.snapshots.metrics import Metrics
 
 from . import test_stacks
 

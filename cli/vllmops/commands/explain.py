@@ -25,7 +25,6 @@ from ..snapshots.stacks import Options, StacksSnapshot
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ..client.http import Metrics
     from .stacks import Line
 
 STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
@@ -33,8 +32,6 @@ MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each
 CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
 SAMPLES, INTERVAL_S = 3, 2.0
-# The tokens of a long prompt are counted at its end.
-FROZEN_S = 30.0
 
 FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
 
@@ -113,32 +110,11 @@ def live(
     if save:
         output.say(f"saved to {save}" + (", local variables included" if options.locals else ""))
     pasted = Pasted(tuple(taken), complete=True)
-    found = judge.explain(pasted, figures(before, after, time.monotonic() - began))
+    found = judge.explain(pasted, judge.figures(before, after, time.monotonic() - began))
     failed = any(process.error for process in taken[-1].processes)
     answer = result(found, fail_on, failed=failed)
     data = {**msgspec.structs.asdict(found), "processes": taken[-1].processes}
     return Result(data, answer.text, answer.exit_code)
-
-
-def figures(before: Metrics | None, after: Metrics | None, seconds: float) -> dict[str, str]:
-    """Facts from metrics, as far as they are the same before and after."""
-    if before is None or after is None:
-        return {}
-    found = {}
-    for name, was, now in (
-        ("running", before.running, after.running),
-        ("waiting", before.waiting, after.waiting),
-    ):
-        if now is not None and was == now:
-            found[name] = f"{now:g}"
-    if after.kv_cache_usage is not None:
-        found["kv_usage"] = f"{100 * after.kv_cache_usage:g}"
-    if before.tokens is not None and after.tokens is not None:
-        if after.tokens != before.tokens:
-            found["progress"] = "moving"
-        elif seconds >= FROZEN_S and (after.running or after.waiting):
-            found["progress"] = "frozen"
-    return found
 
 
 def facts(told: Sequence[str]) -> dict[str, str]:

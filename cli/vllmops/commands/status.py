@@ -15,6 +15,7 @@ from ..instances.servers import Server, resolve
 from ..output import Json, Result, command, size, table, typer_app
 from ..snapshots.caches import LruCache, ShmCache
 from ..snapshots.engine import EngineState
+from ..snapshots.metrics import Metrics
 from ..snapshots.patches import State
 from .options import Target, TargetArgument
 from .ps import InstanceRow, listing, row
@@ -87,7 +88,7 @@ def screen(
     server: Server,
     seen: InstanceRow,
     engines: list[EngineState],
-    metrics: client_http.Metrics | None,
+    metrics: Metrics | None,
     caches: list[CacheUse],
     patched: dict[str, list[str]],
 ) -> list[RenderableType]:
@@ -117,7 +118,7 @@ def screen(
     return [*listing([seen]), "", facts]
 
 
-def requests(engines: list[EngineState], metrics: client_http.Metrics | None) -> str:
+def requests(engines: list[EngineState], metrics: Metrics | None) -> str:
     """Running and waiting; the engine's own word where it gives it, since metrics lag a hang."""
     told = [engine for engine in engines if engine.running is not None]
     if told:
@@ -129,7 +130,7 @@ def requests(engines: list[EngineState], metrics: client_http.Metrics | None) ->
     return "unknown: neither an agent nor /metrics answers"
 
 
-def kv_cache(engines: list[EngineState], metrics: client_http.Metrics | None) -> str:
+def kv_cache(engines: list[EngineState], metrics: Metrics | None) -> str:
     shares = [engine.kv_cache_usage for engine in engines if engine.kv_cache_usage is not None]
     if not shares and metrics and metrics.kv_cache_usage is not None:
         shares = [metrics.kv_cache_usage]

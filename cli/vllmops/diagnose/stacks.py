@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ..snapshots.metrics import Metrics
 from ..snapshots.pasted import Crash, Pasted
 from ..snapshots.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .findings import Finding, Severity
@@ -18,6 +19,8 @@ SHOWN_FRAMES = 6
 ARROW = " < "  # from a frame to its caller
 LOG_SHOWN = 200
 GONE = {"stacks.gone", "stacks.zombie"}
+# The tokens of a long prompt are counted at its end.
+FROZEN_S = 30.0
 FACTS = ("running", "waiting", "deferred", "kv_usage", "progress")
 # Frames that say what a thread does, where no signature fits.
 TELLING = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
@@ -175,6 +178,28 @@ def _is_still(line: re.Match[str]) -> bool:
 
 def _pending(line: re.Match[str]) -> bool:
     return any(int(line[name] or 0) for name in ("running", "waiting", "deferred"))
+
+
+def figures(before: Metrics | None, after: Metrics | None, seconds: float) -> dict[str, str]:
+    """Facts from metrics, as far as they are the same before and after."""
+    if before is None or after is None:
+        return {}
+    found = {}
+    for name, was, now in (
+        ("running", before.running, after.running),
+        ("waiting", before.waiting, after.waiting),
+        ("deferred", before.deferred, after.deferred),
+    ):
+        if now is not None and was == now:
+            found[name] = f"{now:g}"
+    if after.kv_cache_usage is not None:
+        found["kv_usage"] = f"{100 * after.kv_cache_usage:g}"
+    if before.tokens is not None and after.tokens is not None:
+        if after.tokens != before.tokens:
+            found["progress"] = "moving"
+        elif seconds >= FROZEN_S and (after.running or after.waiting):
+            found["progress"] = "frozen"
+    return found
 
 
 def agrees(have: str, wanted: str) -> bool:
