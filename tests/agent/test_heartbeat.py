@@ -4,10 +4,11 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from vllmops.agent import heartbeat
+from vllmops.agent import engine, heartbeat
 from vllmops.agent.heartbeat import Heart
 from vllmops.snapshots.engine import BEAT_BYTES, Beat
 
@@ -61,3 +62,33 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "1.beat").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"):
         Heart(tmp_path / "1.beat", beat)
+
+
+class Scheduler:
+    """What `Progress` looks at of vLLM's."""
+
+    def __init__(self) -> None:
+        self.running: list[SimpleNamespace] = []
+        self.waiting: list[SimpleNamespace] = []
+        self.current_step = 0
+
+
+def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM's own takes a model; the live tests look at it.
+    scheduler = Scheduler()
+    monkeypatch.setattr(engine.found, "latest", lambda _: scheduler)
+    progress = engine.Progress()
+    assert progress.look(100.0) == (0, 0, 0, 0.0)
+    assert progress.look(200.0)[3] == 0.0, "nobody waits"
+    request = SimpleNamespace(request_id="a", num_computed_tokens=5)
+    scheduler.waiting.append(request)
+    assert progress.look(201.0) == (0, 0, 1, 0.0)
+    scheduler.current_step = 1000
+    assert progress.look(211.0) == (1000, 0, 1, 10.0), "steps that schedule nothing"
+    scheduler.running.append(scheduler.waiting.pop())
+    assert progress.look(212.0)[3] == 0.0, "it is scheduled"
+    assert progress.look(213.0)[3] == 1.0
+    request.num_computed_tokens += 1
+    assert progress.look(214.0)[3] == 0.0, "it got a token"
+    scheduler.running.clear()
+    assert progress.look(300.0)[3] == 0.0

@@ -35,10 +35,50 @@ def state() -> EngineState:
     )
 
 
-def progress() -> tuple[int | None, int | None, int | None]:
-    """``current_step``, requests running and waiting; for the heartbeat, so cheap."""
-    scheduler = found.latest("scheduler")
-    return (None, None, None) if scheduler is None else (step(scheduler), *counts(scheduler))
+class Progress:
+    """How an engine comes on, looked at once in a while; for the heartbeat, so cheap.
+
+    A step proves nothing: a scheduler that schedules nothing takes one after the other. What
+    counts is that a request gets tokens, or comes, or goes.
+    """
+
+    def __init__(self) -> None:
+        self.seen: object = None
+        self.since = 0.0
+
+    def look(self, now: float) -> tuple[int | None, int | None, int | None, float | None]:
+        """``current_step``, requests running and waiting, and for how long they have stood still.
+
+        Args:
+            now: monotonic, in seconds.
+        """
+        scheduler = found.latest("scheduler")
+        if scheduler is None:
+            return None, None, None, None
+        running, waiting = counts(scheduler)
+        seen = attempt(lambda: tokens(scheduler)), running, waiting
+        if seen != self.seen or not (running or waiting) or rests(scheduler):
+            self.seen, self.since = seen, now
+        return step(scheduler), running, waiting, now - self.since
+
+
+def rests(scheduler: Any) -> bool:
+    """Whether nobody expects it to come on: it is paused, or sleeps."""
+    paused = attempt(lambda: str(scheduler.pause_state.name)) not in {None, "UNPAUSED"}
+    return paused or bool(attempt(lambda: found.latest("executor").is_sleeping))  # type: ignore[union-attr]
+
+
+def tokens(scheduler: Any) -> int:
+    """What the requests that run have had computed, in tokens, and so as no two sets have it."""
+    return sum(hash(r.request_id) + r.num_computed_tokens for r in list(scheduler.running))
+
+
+def handed() -> int | None:
+    """Requests that this API server has handed to its engines; None where it is none."""
+    client = found.latest("engine-client")
+    if client is None:
+        return None
+    return attempt(lambda: int(client.output_processor.get_num_unfinished_requests()))
 
 
 def traffic() -> Traffic:

@@ -254,9 +254,12 @@ def answers(path: Path) -> bool:
     return True
 
 
+progress = engine.Progress()
+
+
 def beat(sequence: int, now: float) -> Beat:
     """A heartbeat's content."""
-    step, running, waiting = engine.progress()
+    step, running, waiting, still_s = progress.look(now)
     return Beat(
         monotonic=now,
         sequence=sequence,
@@ -266,6 +269,8 @@ def beat(sequence: int, now: float) -> Beat:
         current_step=step,
         running=running,
         waiting=waiting,
+        still_s=still_s,
+        handed=engine.handed(),
     )
 
 

@@ -54,6 +54,10 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
         current_step: calls of ``schedule()`` so far; None where the process has no scheduler.
         running: requests running.
         waiting: requests waiting.
+        still_s: seconds for which requests have been there and none got a token further; 0 where
+            none is there and while it is paused or sleeps, None where the process has no scheduler.
+        handed: requests that an API server has handed to its engines and that are not over; None
+            where the process is none.
     """
 
     schema: int = SCHEMA
@@ -65,6 +69,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     current_step: int | None = None
     running: int | None = None
     waiting: int | None = None
+    still_s: float | None = None
+    handed: int | None = None
 
 
 class EngineState(Answer, frozen=True, kw_only=True):
