@@ -18,6 +18,16 @@ def test_it_replaces_and_is_private(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_it_does_not_overwrite_unless_it_may(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"one", overwrite=False)
+    with pytest.raises(FileExistsError):
+        write_atomically(path, b"two", overwrite=False)
+    assert path.read_bytes() == b"one"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_full_disk_leaves_the_old_one(home: Path, full_disk: Callable[[], None]) -> None:
     path = home / "file"
     write_atomically(path, b"old")

@@ -1,21 +1,38 @@
-"""Writing a file so that a crash or a full disk leaves the old one or the new one."""
+"""Files that several processes write: old or new, never half; and one writer at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
 import tempfile
 from pathlib import Path
 
+FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path``, private to its owner; raises OSError with the old content intact."""
+
+def write_atomically(path: Path, content: bytes, *, overwrite: bool = True) -> None:
+    """Write ``path`` whole, private to its owner.
+
+    Args:
+        path: its name.
+        content: what is to be in it.
+        overwrite: whether to replace a file that is there.
+
+    Raises:
+        OSError: with the old content intact; FileExistsError without `overwrite`.
+    """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)
+            os.unlink(temporary)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -24,3 +41,25 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def take(path: Path, *, wait: bool = False) -> int | None:
+    """Lock a file; returns the descriptor that holds it, None where somebody else does.
+
+    An open-file-description lock: it goes along to a child that inherits the descriptor, is
+    dropped with the last one, and can be asked about without being taken.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        asked(descriptor, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def asked(descriptor: int, command: int) -> int:
+    """Ask fcntl(2) about a write lock on the whole file; returns the type of lock it answers."""
+    whole_file = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    answer: int = struct.unpack(FLOCK, fcntl.fcntl(descriptor, command, whole_file))[0]
+    return answer

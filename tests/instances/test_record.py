@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from vllmops.errors import Exit, VllmopsError
+from vllmops.files import take
 from vllmops.instances.processes import Process, Role
 from vllmops.instances.record import (
     Failure,
@@ -18,7 +19,6 @@ from vllmops.instances.record import (
     create_root,
     folders,
     named,
-    take,
 )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from .. import __version__
+from ..errors import VllmopsError
 from ..home import home
 from ..patches import registry
 from ..snapshots.compares import CompareWish
@@ -177,8 +178,8 @@ def start() -> None:
         _running = Running()
         atexit.register(_running.leave)
         log.debug("vllmops: the agent of pid %d listens on %s", _running.pid, _running.path)
-    except (OffError, OSError, RuntimeError) as error:
-        # RuntimeError: no home directory can be told, or no thread can be started.
+    except (OffError, OSError, RuntimeError, VllmopsError) as error:
+        # RuntimeError: no thread can be started. VllmopsError: no home directory can be told.
         found.report(f"the agent is off in pid {os.getpid()}: {error}")
     finally:
         _starting.release()

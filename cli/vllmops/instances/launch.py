@@ -19,9 +19,10 @@ import msgspec
 import psutil
 
 from ..errors import VllmopsError
+from ..files import take
 from ..home import home
 from .processes import alive
-from .record import NAME, Folder, Record, State, create_root, folders, named, take
+from .record import NAME, Folder, Record, State, create_root, folders, named
 from .servers import option
 
 FIRST_PORT, LAST_PORT = 8000, 8999

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import struct
 import tempfile
 from collections.abc import Iterator
 from enum import StrEnum
@@ -19,13 +18,12 @@ from pathlib import Path
 import msgspec
 
 from ..errors import Exit, VllmopsError
-from ..files import write_atomically
+from ..files import asked, take, write_atomically
 from ..home import home
 from .processes import Process
 
 SCHEMA = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 UNIX_PATH_BYTES = 107  # sun_path of unix(7), less its final NUL
 
 
@@ -171,28 +169,6 @@ class Folder:
                 return asked(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
         except OSError:
             return False
-
-
-def take(path: Path, *, wait: bool = False) -> int | None:
-    """Lock a file; returns the descriptor that holds it, None where somebody else does.
-
-    An open-file-description lock: it goes along to a child that inherits the descriptor, is
-    dropped with the last one, and can be asked about without being taken.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        asked(descriptor, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def asked(descriptor: int, command: int) -> int:
-    """Ask fcntl(2) about a write lock on the whole file; returns the type of lock it answers."""
-    whole_file = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    answer: int = struct.unpack(FLOCK, fcntl.fcntl(descriptor, command, whole_file))[0]
-    return answer
 
 
 def root() -> Path:

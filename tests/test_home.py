@@ -1,0 +1,36 @@
+"""Where the state is kept, by whatever the environment says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllmops.home import home
+
+NOBODY_AT_ALL = 54321  # a user id that no database knows, as containers have them
+
+
+def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/op")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("VLLMOPS_HOME", raising=False)
+    assert home() == Path("/home/op/.local/state/vllmops")
+    monkeypatch.setenv("VLLMOPS_HOME", "~/here")
+    assert home() == Path("/home/op/here")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_without_a_home() -> None:
+    user = [f"--reuid={NOBODY_AT_ALL}", f"--regid={NOBODY_AT_ALL}", "--clear-groups"]
+    answer = subprocess.run(
+        ["setpriv", *user, "env", "-i", sys.executable, "-m", "vllmops", "ps"],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 1
+    assert "VLLMOPS_HOME" in answer.stderr
+    assert "unexpected" not in answer.stderr
