@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
 
@@ -15,9 +15,10 @@ import typer
 from .errors import Exit, VllmopsError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.live import Live
     from rich.table import Table
+    from rich.text import Text
 
 ENVELOPE_VERSION = 1
 PIPE_WIDTH = 200
@@ -184,6 +185,37 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
     for name in columns:
         made.add_column(name, overflow="fold", justify="right" if name in right else "left")
     return made
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line, and how far it is indented."""
+
+    indent: int
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Lines that keep their indentation, and all their text, where the terminal is narrow."""
+
+    lines: tuple[Line, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        import textwrap  # noqa: PLC0415
+
+        from rich.text import Text  # noqa: PLC0415
+
+        for line in self.lines:
+            folded = textwrap.wrap(
+                line.text,
+                width=max(options.max_width, 24),
+                initial_indent=" " * line.indent,
+                subsequent_indent=" " * (line.indent + 4),
+                break_on_hyphens=False,
+            )
+            yield Text("\n".join(folded), style=line.style)
 
 
 def envelope(data: object, exit_code: int, error: VllmopsError | None = None) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllmops.agent import engine, heartbeat
+from vllmops.agent import engine, found, heartbeat
 from vllmops.agent.heartbeat import Heart
 from vllmops.snapshots.engine import BEAT_BYTES, Beat
 
@@ -76,7 +76,7 @@ class Scheduler:
 def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM's own takes a model; the live tests look at it.
     scheduler = Scheduler()
-    monkeypatch.setattr(engine.found, "latest", lambda _: scheduler)
+    monkeypatch.setattr(found, "latest", lambda kind: scheduler if kind == "scheduler" else None)
     progress = engine.Progress()
     assert progress.look(100.0) == (0, 0, 0, 0.0)
     assert progress.look(200.0)[3] == 0.0, "nobody waits"

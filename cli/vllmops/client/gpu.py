@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
+
+from ..snapshots.server import Gpu
 
 
 class Gpus:
@@ -38,3 +41,47 @@ class Gpus:
             except self.nvml.NVMLError:
                 continue  # some virtual GPUs tell neither
         return by_gpu, {pid: count for pid, count in by_pid.items() if count}
+
+    def states(self) -> list[Gpu]:
+        """How each GPU is; what the driver does not say is None."""
+        return [self.state(index, handle) for index, handle in enumerate(self.handles)]
+
+    def state(self, index: int, handle: Any) -> Gpu:
+        nvml = self.nvml
+
+        def told(read: Callable[[], Any]) -> Any:
+            try:
+                return read()
+            except (nvml.NVMLError, AttributeError):
+                return None
+
+        memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        watts = told(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        limit = told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        brakes = told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        return Gpu(
+            index=index,
+            name=str(told(lambda: nvml.nvmlDeviceGetName(handle)) or ""),
+            used_bytes=memory and memory.used,
+            total_bytes=memory and memory.total,
+            busy=None if rates is None else rates.gpu / 100,
+            watts=None if watts is None else watts / 1000,
+            limit_watts=None if limit is None else limit / 1000,
+            celsius=told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            throttled=None
+            if brakes is None
+            else bool(
+                brakes
+                & (
+                    nvml.nvmlClocksThrottleReasonHwSlowdown
+                    | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+                    | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
+                )
+            ),
+            bad_memory=told(
+                lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                    handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                )
+            ),
+        )

@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+import os
+import time
+from typing import Any
+
 import httpx
 
 from ..snapshots.metrics import Metrics
+from ..snapshots.server import Canary, Outcome
 
 TIMEOUT_S = 2.0
 
@@ -58,9 +63,63 @@ def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
         return None
 
 
+def code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int | None:
+    """The status of any answer, None where nothing answers."""
+    try:
+        return ask(method, url, timeout_s).status_code
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+
+
+def version(url: str) -> str | None:
+    """The server's vLLM version, None where it does not tell."""
+    try:
+        found = ask("GET", f"{url}/version", TIMEOUT_S).raise_for_status().json()["version"]
+        return str(found)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+        return None
+
+
+def one_token(url: str, timeout_s: float) -> Canary:
+    """Ask a server for one token, as a user would.
+
+    Args:
+        url: of the server.
+        timeout_s: for everything.
+    """
+    began = time.monotonic()
+    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def told(outcome: Outcome, detail: str) -> Canary:
+        return Canary(outcome, time.monotonic() - began, detail)
+
+    try:
+        models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers)
+        if models.status_code in {401, 403}:
+            return told("unable", "it wants an API key: set VLLM_API_KEY")
+        model = models.raise_for_status().json()["data"][0]["id"]
+        left_s = max(timeout_s - (time.monotonic() - began), 1.0)
+        body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}
+        answer = ask("POST", f"{url}/v1/completions", left_s, headers=headers, json=body)
+    except httpx.TimeoutException:
+        return told("timeout", f"no answer within {timeout_s:.0f} s")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        return told("refused", f"{type(error).__name__}: {error}")
+    if answer.is_success:
+        return told("answered", "")
+    # A model that only transcribes, say, has no such route, or takes no text.
+    outcome: Outcome = "refused" if answer.is_server_error else "unable"
+    return told(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
+
+
 def get(url: str, timeout_s: float) -> httpx.Response:
+    return ask("GET", url, timeout_s)
+
+
+def ask(method: str, url: str, timeout_s: float, **fields: Any) -> httpx.Response:
     # A proxy for the outside is not for a server on this machine, whose certificate is its own.
-    return httpx.get(url, timeout=timeout_s, trust_env=False, verify=False)  # noqa: S501
+    return httpx.request(method, url, timeout=timeout_s, trust_env=False, verify=False, **fields)  # noqa: S501
 
 
 def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:

@@ -36,6 +36,7 @@ from .ptrace import refusal, rights, status
 KILL_WAIT_S = 1.0
 
 NOT_PYTHON = ("Failed to find python version", "Failed to find a python interpreter")
+STOPPED = "it is stopped by a signal"
 REFUSED = ("Permission denied", "Permission Denied", "EPERM", "Operation not permitted")
 
 
@@ -187,6 +188,7 @@ def _dump(program: str, process: Process, options: Options, deadline: float) -> 
         seconds=round(time.monotonic() - began, 3),
         note=note,
         threads=threads,
+        stopped=STOPPED in note,
         error=problem,
     )
 
@@ -273,7 +275,7 @@ def _held(pid: int) -> str:
                 case "t":
                     return f"it is being debugged by pid {fields['TracerPid']}"
                 case "T":
-                    return f"it is stopped by a signal, and kill -CONT {pid} lets it go on"
+                    return f"{STOPPED}, and kill -CONT {pid} lets it go on"
                 case "D":
                     return f"thread {task.name} is in a system call that can't be interrupted"
     except (OSError, KeyError):

@@ -17,15 +17,15 @@ from ..diagnose import stacks as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit, VllmopsError
 from ..instances.servers import Server
-from ..output import Result
+from ..output import Folded, Line, Result
 from ..snapshots import files
 from ..snapshots.pasted import Pasted
 from ..snapshots.stacks import Options, StacksSnapshot
+from .findings import STYLES as SEVERITIES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from .stacks import Line
 
 STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
 MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
@@ -184,15 +184,11 @@ def decoded(content: bytes) -> str | None:
 
 def text(found: judge.Explanation) -> Sequence[RenderableType]:
     """The same for a person."""
-    from .stacks import Folded  # noqa: PLC0415 - which imports this module
-
     return [Folded(tuple(lines(found)))]
 
 
 def lines(found: judge.Explanation) -> Iterator[Line]:
     """The verdict, each finding, and what was seen where nothing fits."""
-    from .stacks import Line  # noqa: PLC0415 - which imports this module
-
     yield Line(0, headline(found), STYLES.get(found.verdict, "yellow"))
     for finding in found.findings:
         yield Line(0, "")
@@ -229,9 +225,6 @@ def headline(found: judge.Explanation) -> str:
 
 def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
     """One finding: what, where, why, the evidence line by line, and the way out."""
-    from .findings import STYLES as SEVERITIES  # noqa: PLC0415
-    from .stacks import Line  # noqa: PLC0415 - which imports this module
-
     title = f"{finding.severity}: {finding.title} [{finding.code}]"
     yield Line(0, title, SEVERITIES[finding.severity])
     yield Line(2, f"where: {finding.subject}")
@@ -252,8 +245,6 @@ def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
 
 def steps(told: str, indent: int) -> Iterator[Line]:
     """A line of evidence; a stack's frames below each other."""
-    from .stacks import Line  # noqa: PLC0415 - which imports this module
-
     head, sign, rest = told.partition("): ")
     if not sign or judge.ARROW not in rest:
         yield Line(indent, told)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,14 +15,13 @@ from ..diagnose.findings import Severity
 from ..errors import Exit, VllmopsError
 from ..instances.processes import Role
 from ..instances.servers import resolve
-from ..output import Result, command
+from ..output import Folded, Line, Result, command
 from ..snapshots.stacks import Options, ProcessStacks, StacksSnapshot, Thread
 from .explain import INTERVAL_S, SAMPLES, FailOn, explain, live
 from .options import Target
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.text import Text
+    from rich.console import RenderableType
 
 SLOW_S = 1.0
 
@@ -165,37 +163,6 @@ app.command(epilog="Example: vllmops stacks explain stuck.json")(explain)
 def text(snapshot: StacksSnapshot) -> Sequence[RenderableType]:
     """A snapshot for a person."""
     return [Folded(tuple(_lines(snapshot)))]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line, and how far it is indented."""
-
-    indent: int
-    text: str
-    style: str = ""
-
-
-@dataclass(frozen=True)
-class Folded:
-    """Lines that keep their indentation, and all their text, where the terminal is narrow."""
-
-    lines: tuple[Line, ...]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        import textwrap  # noqa: PLC0415
-
-        from rich.text import Text  # noqa: PLC0415
-
-        for line in self.lines:
-            folded = textwrap.wrap(
-                line.text,
-                width=max(options.max_width, 24),
-                initial_indent=" " * line.indent,
-                subsequent_indent=" " * (line.indent + 4),
-                break_on_hyphens=False,
-            )
-            yield Text("\n".join(folded), style=line.style)
 
 
 def _lines(snapshot: StacksSnapshot) -> Iterator[Line]:

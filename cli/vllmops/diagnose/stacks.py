@@ -11,7 +11,7 @@ import msgspec
 from ..snapshots.metrics import Metrics
 from ..snapshots.pasted import Crash, Pasted
 from ..snapshots.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
-from .findings import Finding, Severity
+from .findings import Finding, Rule, Severity
 from .signatures import Case, Confidence, Signature, ThreadPattern, catalogue, is_called
 
 RANKS: tuple[Confidence, ...] = ("possible", "likely", "sure")
@@ -43,6 +43,14 @@ STATS = re.compile(
     r"Avggenerationthroughput:(?P<generation>[\d.]+)tokens/s,"
     r"Running:(?P<running>\d+)reqs,Waiting:(?P<waiting>\d+)reqs"
     r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?GPUKVcacheusage:(?P<kv>[\d.]+)%"
+)
+
+
+STOPPED = Rule(
+    "process.stopped",
+    Severity.ERROR,
+    "a process is stopped by a signal",
+    "kill -CONT with its pid lets it go on",
 )
 
 
@@ -134,6 +142,10 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     log = "".join(pasted.text.split())
     known = {**logged(log), **(facts or {})}
     hits = [hit for each in catalogue() if (hit := _hit(each, pasted, known, log))]
+    halted = [p for p in (pasted.samples[-1].processes if pasted.samples else ()) if p.stopped]
+    if halted:
+        # Where a process can't move, what the others wait for is that.
+        hits = []
     strong = [hit for hit in hits if hit.confidence != "possible"]
     hidden = {name for hit in strong or hits for name in hit.signature.hides}
     if any(hit.signature.hang for hit in strong):
@@ -141,7 +153,7 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     elif strong:  # idle
         hits = strong
     shown = [_finding(hit) for hit in hits if hit.signature.id not in hidden]
-    found = [*map(_crashed, _distinct(pasted.crashes)), *shown]
+    found = [*map(_crashed, _distinct(pasted.crashes)), *map(_stopped, halted), *shown]
     found.sort(key=lambda each: (-each.severity.rank, -RANKS.index(each.confidence)))
     verdict = _verdict(found, known)
     return Explanation(
@@ -459,6 +471,16 @@ def _crashed(crash: Crash) -> StackFinding:
         lines=lines,
         sure="" if crash.error else "the last line of the traceback, which tells the exception",
         hang=False,
+    )
+
+
+def _stopped(process: ProcessStacks) -> StackFinding:
+    finding = STOPPED.at(_label(process), f"state T; kill -CONT {process.pid} lets it go on")
+    return StackFinding(
+        **msgspec.structs.asdict(finding),
+        confidence="sure",
+        lines=(finding.evidence,),
+        cause="somebody sent it SIGSTOP, or SIGTSTP by Ctrl-Z",
     )
 
 

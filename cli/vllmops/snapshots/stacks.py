@@ -79,6 +79,7 @@ class ProcessStacks(msgspec.Struct, frozen=True, kw_only=True):
         seconds: how long it took.
         note: what a reader must know of how it was taken; empty where it went as asked.
         threads: the most telling first: holder of the GIL, active, idle.
+        stopped: whether a signal had stopped it.
         error: None where the process was dumped.
     """
 
@@ -89,6 +90,7 @@ class ProcessStacks(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     note: str = ""
     threads: tuple[Thread, ...] = ()
+    stopped: bool = False
     error: Problem | None = None
 
 

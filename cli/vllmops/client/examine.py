@@ -1,0 +1,450 @@
+"""Looks at a server from all sides at once, and longer where something seems to stand still."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from .. import __version__
+from ..diagnose import progress, stacks
+from ..errors import VllmopsError
+from ..home import home
+from ..instances import processes, shm
+from ..instances.processes import Process, Role
+from ..instances.servers import Server, roots
+from ..snapshots.caches import CacheSnapshot, Silent
+from ..snapshots.pasted import Pasted
+from ..snapshots.patches import ProcessPatches
+from ..snapshots.server import (
+    Canary,
+    Disk,
+    Guard,
+    Leftover,
+    Look,
+    Machine,
+    ProcessState,
+    Pulse,
+    ServerSnapshot,
+    Told,
+    Unseen,
+)
+from ..snapshots.stacks import StacksSnapshot
+from . import agent, caches, http, pyspy
+from .caches import ROLES
+from .gpu import Gpus
+
+LOOK_S = 1.0
+CANARY_S = 15.0
+SEGMENTS = ("psm_", "vllm")
+COMPILERS = frozenset(
+    {"nvcc", "cicc", "ptxas", "fatbinary", "nvlink", "ninja", "gcc", "g++", "cc1plus", "cc1"}
+    | {"clang", "clang++", "ld", "as", "hipcc"}
+)
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGESIZE")
+KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
+KEY_DIGITS = 64
+STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How thoroughly to look.
+
+    Args:
+        interval_s: seconds between the first look and the second, at least.
+        patience_s: how long a server may show no sign while requests are there.
+        samples: of stacks, where something seems to hang.
+        apart_s: seconds between them.
+        always: whether to take them all in any case.
+        canary: whether to send one request for one token.
+        timeout_s: for the stacks of all processes.
+    """
+
+    interval_s: float = 1.0
+    patience_s: float = progress.PATIENCE_S
+    samples: int = 3
+    apart_s: float = 1.0
+    always: bool = False
+    canary: bool = False
+    timeout_s: float = 10.0
+
+
+def take(
+    server: Server, wish: Wish | None = None, tell: Callable[[str], None] = lambda _: None
+) -> ServerSnapshot:
+    """A snapshot of a server; what can't be had is told in it.
+
+    Args:
+        server: as discovery found it.
+        wish: how thoroughly.
+        tell: is told what is waited for.
+    """
+    return Examination(server, wish or Wish(), tell).run()
+
+
+class Examination:
+    """One look at one server."""
+
+    def __init__(self, server: Server, wish: Wish, tell: Callable[[str], None]) -> None:
+        self.server = server
+        self.wish = wish
+        self.tell = tell
+        self.began = time.monotonic()
+        self.looks: list[Look] = []
+        self.samples: list[StacksSnapshot] = []
+        self.unseen: list[Unseen] = []
+
+    def run(self) -> ServerSnapshot:
+        taken_at = time.time()
+        with ThreadPoolExecutor(8) as pool:
+            bird = pool.submit(canary, self.server) if self.wish.canary else None
+            parts = Parts(pool, self.server)
+            sample = pool.submit(self.sample)
+            self.look()
+            sample.result()
+            time.sleep(max(self.wish.interval_s - self.age, 0.0))
+            self.look()
+            if self.wish.always or self.seems_stuck():
+                self.longer(pool)
+            while bird and not bird.done():
+                self.tell("waiting for an answer to one request for one token")
+                time.sleep(LOOK_S)
+                self.look()
+            return self.snapshot(taken_at, parts, bird.result() if bird else None)
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.began
+
+    def look(self) -> None:
+        self.looks.append(look(self.server, self.began))
+
+    def sample(self) -> None:
+        """Take the stacks once."""
+        try:
+            found = pyspy.capture(
+                self.server.processes, timeout_s=self.wish.timeout_s, server=self.server.name
+            )
+        except VllmopsError as error:
+            self.miss(Unseen("stacks", error.code, error.message, error.mend))
+            return
+        self.samples.append(found)
+        for process in found.processes:
+            if (problem := process.error) and problem.code != "stacks.gone":
+                self.miss(
+                    Unseen(
+                        f"stacks of {process.role} {process.pid}",
+                        problem.code,
+                        problem.message,
+                        problem.mend,
+                    )
+                )
+
+    def miss(self, what: Unseen) -> None:
+        if what not in self.unseen:
+            self.unseen.append(what)
+
+    def seems_stuck(self) -> bool:
+        """Whether it takes a longer look to tell."""
+        if progress.suspicious(self.looks):
+            return True
+        if not self.samples:
+            return False
+        told = stacks.explain(Pasted(tuple(self.samples), complete=True))
+        return told.verdict in {"hang", "maybe"}
+
+    def longer(self, pool: ThreadPoolExecutor) -> None:
+        """More stacks, and more looks for as long as a server may show no sign."""
+        taken = pool.submit(self.further) if self.samples else None
+        while (taken and not taken.done()) or self.undecided():
+            self.tell("something seems to stand still; looking for some seconds whether it does")
+            time.sleep(LOOK_S / 2)
+            self.look()
+        if taken:
+            taken.result()
+
+    def further(self) -> None:
+        for _ in range(self.wish.samples - len(self.samples)):
+            time.sleep(self.wish.apart_s)
+            self.sample()
+
+    def undecided(self) -> bool:
+        """Whether something has not moved, and not yet for long enough."""
+        patience_s = self.wish.patience_s
+        found = progress.stalls(self.looks, patience_s)
+        return not found and self.age < 1.5 * patience_s and progress.suspicious(self.looks[-3:])
+
+    def snapshot(self, taken_at: float, parts: Parts, bird: Canary | None) -> ServerSnapshot:
+        server, record = self.server, self.server.record
+        told, silent = parts.agents.result()
+        patches = parts.patches.result()
+        held = parts.caches.result()
+        for each in (*silent, *parts.silent):
+            self.miss(Unseen(f"agent of {each.role} {each.pid}", each.code, each.why, each.mend))
+        version = next((each.hello.vllm_version for each in told if each.hello.vllm_version), None)
+        return ServerSnapshot(
+            taken_at=taken_at,
+            vllmops=__version__,
+            server=server.label,
+            url=server.url,
+            model=server.model,
+            state=record.state.value if record else "",
+            stage=record.stage if record else "",
+            uptime_s=max(taken_at - min(p.create_time for p in server.processes), 0.0)
+            if server.processes
+            else None,
+            vllm_version=version or (http.version(server.url) if server.url else None),
+            looks=tuple(self.looks),
+            told=tuple(told),
+            caches=held,
+            patches=tuple(patches),
+            stacks=tuple(self.samples),
+            guard=parts.guard.result(),
+            machine=parts.machine.result(),
+            canary=bird,
+            unseen=tuple(self.unseen),
+        )
+
+
+class Parts:
+    """What is asked for beside the looks, all at once."""
+
+    def __init__(self, pool: ThreadPoolExecutor, server: Server) -> None:
+        self.server = server
+        self.silent: list[Silent] = []
+        own = server.of(*ROLES)
+        self.agents: Future[tuple[list[Told], list[Silent]]] = pool.submit(
+            agent.side_by_side, own, told
+        )
+        self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
+        self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
+        self.machine: Future[Machine] = pool.submit(machine, server)
+        self.guard: Future[Guard] = pool.submit(guard, server)
+
+    def patched(self, own: Sequence[Process]) -> list[ProcessPatches]:
+        answers, _ = agent.side_by_side(own, lambda process: agent.reach(process).patches())
+        return answers
+
+    def cached(self) -> CacheSnapshot | None:
+        try:
+            return caches.take(caches.Agents(self.server))
+        except VllmopsError:
+            return None  # who did not tell is told with the agents
+
+
+def told(process: Process) -> Told:
+    """What a process's agent says; raises as `agent.reach` does."""
+    reached = agent.reach(process)
+    return Told(
+        role=process.role.value,
+        pid=process.pid,
+        hello=reached.hello(),
+        engine=reached.engine(),
+        traffic=reached.requests(),
+    )
+
+
+def look(server: Server, began: float, *, web: bool = True) -> Look:
+    """What changes from moment to moment; costs next to nothing without `web`.
+
+    Args:
+        server: whose.
+        began: when the first look was, by the monotonic clock.
+        web: whether to ask it for ``/metrics`` and ``/health`` too.
+    """
+    at_s = time.monotonic() - began
+    metrics = health = None
+    if web and server.url:
+        health = http.status(server.url)
+        metrics = http.metrics(server.url) if health else None
+    states = tuple(state(process) for process in server.processes)
+    return Look(
+        at_s=at_s,
+        pulses=tuple(pulses(server)),
+        metrics=metrics,
+        health=health,
+        processes=states,
+        compilers=tuple(compilers(server)),
+    )
+
+
+def pulses(server: Server) -> Iterator[Pulse]:
+    """The heartbeats of a server's processes."""
+    for process in server.of(*ROLES):
+        with suppress(VllmopsError):
+            if found := agent.beat(process):
+                yield Pulse(
+                    role=process.role.value, pid=process.pid, age_s=found.age_s, beat=found.beat
+                )
+
+
+def state(process: Process) -> ProcessState:
+    """A process as the kernel sees it now."""
+    title = process.title.split(" ")[0] if process.title.startswith("VLLM::") else ""
+    known = ProcessState(
+        role=process.role.value, pid=process.pid, create_time=process.create_time, title=title
+    )
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:
+        return known
+    fields = stat.rpartition(")")[2].split()
+    return ProcessState(
+        role=known.role,
+        pid=known.pid,
+        create_time=known.create_time,
+        title=title,
+        state=fields[0],
+        cpu_s=(int(fields[11]) + int(fields[12])) / TICKS,
+        threads=int(fields[17]),
+        rss_bytes=int(fields[21]) * PAGE,
+    )
+
+
+def compilers(server: Server) -> Iterator[str]:
+    """Compilers that run below the server's processes, which wait for them."""
+    queue = [process.pid for process in server.processes]
+    for pid in queue:
+        with suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+                queue += [int(child) for child in children if int(child) not in queue]
+    for pid in queue:
+        with suppress(OSError):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name in COMPILERS:
+                yield name
+
+
+def machine(server: Server) -> Machine:
+    """What a server stands on."""
+    table = processes.table()
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    if limit := container(server):
+        total, available = min(total, limit[0]), min(available, limit[1])
+    return Machine(
+        memory_total=total,
+        memory_available=available,
+        disks=tuple(disks()),
+        leftovers=tuple(leftovers(server, table)),
+        orphans=tuple(orphans(table)),
+        gpus=tuple(Gpus().states()),
+    )
+
+
+def container(server: Server) -> tuple[int, int] | None:
+    """What a server's control group may use and has left, in bytes; None without a limit.
+
+    Page cache that nobody needs counts as left: the kernel drops it first.
+    """
+    try:
+        lines = Path(f"/proc/{server.pid}/cgroup").read_text().splitlines()
+        path = next(line.partition("::")[2] for line in lines if line.startswith("0::"))
+        group = Path("/sys/fs/cgroup") / path.lstrip("/")
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, StopIteration, ValueError):
+        return None
+    if not limit.isdigit():
+        return None
+    return int(limit), int(limit) - used + int(stat.get("inactive_file", 0))
+
+
+def disks() -> Iterator[Disk]:
+    """The file systems that matter, each once."""
+    seen = set()
+    for path, use in (
+        (home(), "state and logs"),
+        (Path("/tmp"), "temporary files"),  # noqa: S108 - where others put them
+        (shm.SHM, "shared memory"),
+    ):
+        with suppress(OSError):
+            place = next(each for each in (path, *path.parents) if each.exists())
+            device = place.stat().st_dev
+            if device not in seen:
+                seen.add(device)
+                usage = psutil.disk_usage(str(place))
+                yield Disk(str(place), use, usage.total, usage.free)
+
+
+def leftovers(server: Server, table: processes.Table) -> Iterator[Leftover]:
+    """Segments of ours, of the kinds that vLLM makes, that no live process uses."""
+    try:
+        names = {name for name in os.listdir(shm.SHM) if name.startswith(SEGMENTS)}
+    except OSError:
+        return
+    left = {name for name in names if shm.owned(name)}
+    # First those that most probably use them: looking into all processes takes time.
+    own = [process.pid for process in server.processes]
+    for pid in [*own, *(pid for pid in table if pid not in own)]:
+        if not left:
+            return
+        left -= shm.used_by(pid)
+    for name in sorted(left):
+        with suppress(OSError):
+            found = (shm.SHM / name).lstat()
+            yield Leftover(name, found.st_size, max(time.time() - found.st_mtime, 0.0))
+
+
+def orphans(table: processes.Table) -> Iterator[ProcessState]:
+    """Processes of servers that are gone: a live one's have a Python process above them."""
+    for pid in sorted(roots(table)):
+        seen = table[pid]
+        role = processes.titled(seen.words)
+        above = table.get(seen.ppid)
+        if role and not (above and any("python" in word for word in above.words[:1])):
+            yield state(Process(role, pid, seen.create_time, " ".join(seen.words), seen.rss_bytes))
+
+
+def guard(server: Server) -> Guard:
+    """Who can reach a server, and what keeps them."""
+    environment = agent.environ(server.pid) if server.pid else {}
+    addresses = tuple(listening(server))
+    exposed = any(not loopback(address) for address in addresses) if addresses else None
+    key = environment.get(KEY)
+    return Guard(
+        addresses=addresses,
+        exposed=exposed,
+        open=http.code(f"{server.url}/v1/models") == 200 if exposed else None,
+        # A known path answers another method with 405.
+        dev_routes=http.code(f"{server.url}/reset_mm_cache", "OPTIONS") == 405 if exposed else None,
+        signing_key=None if not environment else "absent" if not key else strength(key),
+        store=None if not environment else "memory" if environment.get(STORE) == "1" else "none",
+    )
+
+
+def strength(key: str) -> str:
+    """Whether a signing key is as vLLM's proposal wants it: 32 bytes in hex."""
+    is_hex = all(digit in "0123456789abcdefABCDEF" for digit in key)
+    return "strong" if is_hex and len(key) >= KEY_DIGITS else "weak"
+
+
+def listening(server: Server) -> Iterator[str]:
+    """The addresses that a server listens on, with its port."""
+    for process in server.of(Role.API, Role.LAUNCHER):
+        with suppress(psutil.Error):
+            for each in psutil.Process(process.pid).net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN and each.laddr.port == server.port:
+                    yield f"{each.laddr.ip}:{each.laddr.port}"
+            return
+
+
+def loopback(address: str) -> bool:
+    return address.startswith(("127.", "::1:"))
+
+
+def canary(server: Server) -> Canary:
+    """Send one request for one token."""
+    if not server.url:
+        return Canary("unable", 0.0, "its address is not known")
+    return http.one_token(server.url, CANARY_S)

@@ -1,0 +1,126 @@
+"""Everything that is wrong with a server, worst first; pure, from one snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from ..snapshots.pasted import Pasted
+from ..snapshots.server import ServerSnapshot
+from . import caches, memory, progress, server, stacks
+from .findings import Finding, Severity
+from .signatures import catalogue
+
+# Among the equally bad the cause comes before what only shows it.
+SHOWS = {"engine.no-progress": 1, "engine.unreached": 1, "api.silent": 1, "canary.failed": 2}
+# What says less about the same, by what says more.
+HIDES = {
+    "engine.missing": {"stack.engine-core-missing", "api.unhealthy"},
+    "process.stopped": {"process.no-python", "api.silent", "agent.silent"},
+    "process.no-python": {"agent.silent"},
+}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A kind of finding, as ``doctor --list`` shows it."""
+
+    code: str
+    severity: Severity
+    title: str
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """The answer.
+
+    Args:
+        findings: worst first.
+        stalls: what has stopped.
+        explanation: what the stacks say; None where there are none.
+    """
+
+    findings: tuple[Finding, ...]
+    stalls: tuple[progress.Stall, ...]
+    explanation: stacks.Explanation | None
+
+
+def checks() -> list[Check]:
+    """Every kind of finding, by code."""
+    rules = [*caches.CATALOGUE.values(), *memory.RULES, *progress.RULES]
+    rules += [rule for rule in server.CATALOGUE.values() if rule not in rules]
+    found = [Check(rule.code, rule.severity, rule.title) for rule in rules]
+    found += [Check(s.code, s.severity, s.title) for s in catalogue() if s.hang]
+    found.append(Check("stack.crash", Severity.ERROR, "a traceback ends a process"))
+    return sorted(found, key=lambda each: each.code)
+
+
+def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -> Diagnosis:
+    """All findings of a snapshot.
+
+    Args:
+        snapshot: of a server, live or from a bundle.
+        patience_s: how long a server may show no sign while requests are there.
+    """
+    told = explanation(snapshot, patience_s)
+    stopped = stalled(snapshot, told, patience_s)
+    found = [*stalls(stopped), *hung(told), *server.diagnose(snapshot)]
+    if snapshot.caches:
+        found += caches.diagnose(snapshot.caches)
+    if snapshot.memory:
+        found += memory.diagnose(snapshot.memory, memory.trends(snapshot.memory))
+    return Diagnosis(tuple(ranked(found)), tuple(stopped), told)
+
+
+def explanation(snapshot: ServerSnapshot, patience_s: float) -> stacks.Explanation | None:
+    """What the stacks say, with the figures that were taken beside them."""
+    if not snapshot.stacks:
+        return None
+    return stacks.explain(Pasted(snapshot.stacks, complete=True), facts(snapshot, patience_s))
+
+
+def facts(snapshot: ServerSnapshot, patience_s: float) -> dict[str, str]:
+    """Figures for the stacks' signatures; an agent's are fresh, the metrics' may be stale."""
+    looks = snapshot.looks
+    if not looks:
+        return {}
+    found = stacks.figures(looks[0].metrics, looks[-1].metrics, looks[-1].at_s - looks[0].at_s)
+    engines = [pulse.beat for pulse in looks[-1].pulses if pulse.beat.still_s is not None]
+    if not engines:
+        return found
+    found["running"] = str(sum(beat.running or 0 for beat in engines))
+    found["waiting"] = str(sum(beat.waiting or 0 for beat in engines))
+    if found.get("progress") == "frozen":
+        del found["progress"]
+    if any(s.code == progress.NO_PROGRESS.code for s in progress.stalls(looks, patience_s)):
+        found["progress"] = "frozen"
+    return found
+
+
+def stalled(
+    snapshot: ServerSnapshot, told: stacks.Explanation | None, patience_s: float
+) -> list[progress.Stall]:
+    """What has stopped; what metrics alone say counts unless the stacks contradict it."""
+    idle = told is not None and told.verdict == "idle"
+    found = progress.stalls(snapshot.looks, patience_s)
+    return [each for each in found if not (each.doubtful and idle)]
+
+
+def stalls(found: Sequence[progress.Stall]) -> Iterator[Finding]:
+    rules = {rule.code: rule for rule in progress.RULES}
+    for each in found:
+        yield rules[each.code].at(each.subject, each.evidence)
+
+
+def hung(told: stacks.Explanation | None) -> Iterator[Finding]:
+    """What the stacks prove: a signature that work fits, too, is none."""
+    for each in told.findings if told else ():
+        if each.hang and each.confidence != "possible":
+            yield each
+
+
+def ranked(found: Sequence[Finding]) -> list[Finding]:
+    """Each once, worst first; the cause before what only shows it."""
+    here = {each.code for each in found}
+    hidden = {code for each in here for code in HIDES.get(each, ())}
+    once = {(each.code, each.subject): each for each in found if each.code not in hidden}
+    return sorted(once.values(), key=lambda each: (-each.severity.rank, SHOWS.get(each.code, 0)))

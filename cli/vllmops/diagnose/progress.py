@@ -1,0 +1,218 @@
+"""Whether a server has stopped getting on; pure, from looks at it.
+
+``/health`` and the gauge of running requests tell nothing of it: the first makes no round trip to
+the engine, the second keeps its last value when nobody counts any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from ..snapshots.server import Look, Pulse
+from .findings import Rule, Severity
+
+# The longest that a healthy server keeps requests without a sign: a step, with some to spare.
+PATIENCE_S = 10.0
+# Metrics count a prompt's tokens when the last of them is through: they want more patience.
+METRICS_FACTOR = 3.0
+# A beat is due every second, and a busy machine may be late with it.
+LATE_S = 3.0
+STACKS = "see which code it is stuck in: vllmops stacks dump --explain"
+
+NO_PROGRESS = Rule(
+    "engine.no-progress",
+    Severity.ERROR,
+    "requests are there, and none gets a token further",
+    STACKS,
+)
+UNREACHED = Rule(
+    "engine.unreached",
+    Severity.ERROR,
+    "requests have been handed to the engine and have not come to its scheduler",
+    STACKS,
+)
+NO_PYTHON = Rule(
+    "process.no-python",
+    Severity.ERROR,
+    "a process runs no Python any more",
+    "it is stopped, or native code keeps the GIL: vllmops stacks dump --native tells which",
+)
+API_SILENT = Rule(
+    "api.silent",
+    Severity.ERROR,
+    "the API server answers nothing, /health neither",
+    "its event loop is blocked, or the process is stopped: vllmops stacks dump --explain",
+)
+RULES = (NO_PROGRESS, UNREACHED, NO_PYTHON, API_SILENT)
+
+
+class Stall(msgspec.Struct, frozen=True):
+    """Something that has stopped.
+
+    Args:
+        code: of the rule.
+        subject: what has stopped.
+        since_s: for how long it is known to have, in seconds.
+        evidence: what was seen.
+        doubtful: whether stacks must agree: metrics alone may be stale.
+    """
+
+    code: str
+    subject: str
+    since_s: float
+    evidence: str
+    doubtful: bool = False
+
+
+def stalls(looks: Sequence[Look], patience_s: float = PATIENCE_S) -> list[Stall]:
+    """What has stopped, by the last look.
+
+    Args:
+        looks: in their order; the more, the longer what agents can't tell can be seen back.
+        patience_s: how long a server may show no sign while requests are there.
+
+    Returns:
+        The most telling first; empty too where a compiler runs, whose end is waited for.
+    """
+    if not looks or any(look.compilers for look in looks[-2:]):
+        return []
+    found = [*frozen(looks, patience_s), *unreached(looks, patience_s)]
+    found += [*silent(looks, patience_s), *pythonless(looks, patience_s, bool(found))]
+    if not any(pulse.beat.still_s is not None for pulse in looks[-1].pulses):
+        found += counted(looks, patience_s * METRICS_FACTOR)
+    return found
+
+
+def suspicious(looks: Sequence[Look]) -> bool:
+    """Whether a longer look could show a stall: something waits, and has not moved."""
+    return bool(stalls(looks, patience_s=0.0)) and len(looks) > 1
+
+
+def frozen(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+    """Engines whose requests stand still, by their own word."""
+    for pulse in looks[-1].pulses:
+        beat = pulse.beat
+        if beat.still_s and beat.still_s + pulse.age_s >= patience_s:
+            still_s = beat.still_s + pulse.age_s
+            evidence = (
+                f"{beat.running} running and {beat.waiting} waiting, none a token further for "
+                f"{still_s:.0f} s; step {beat.current_step}"
+            )
+            if stepping(looks, pulse):
+                evidence += ", and steps go on: they schedule nothing"
+            yield Stall(NO_PROGRESS.code, named(pulse), still_s, evidence)
+
+
+def stepping(looks: Sequence[Look], pulse: Pulse) -> bool:
+    """Whether an engine's steps went on from the first look to the last."""
+    steps = {
+        each.beat.current_step for look in looks for each in look.pulses if each.pid == pulse.pid
+    }
+    return len(steps) > 1
+
+
+def unreached(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+    """Requests between the front end and the engine, and none of them arrives."""
+    since_s = lasting(looks, on_the_way)
+    if since_s is None or since_s < patience_s:
+        return
+    pulses = looks[-1].pulses
+    handed = sum(pulse.beat.handed or 0 for pulse in pulses)
+    engines = [pulse for pulse in pulses if pulse.beat.still_s is not None]
+    yield Stall(
+        UNREACHED.code,
+        ", ".join(map(named, engines)),
+        since_s,
+        f"{handed} handed over by the API server; none running, none waiting for {since_s:.0f} s",
+    )
+
+
+def on_the_way(look: Look) -> object:
+    """What the front end has handed over while the engines have nothing; None where it is not so.
+
+    Requests that end make room for others: only where their number and the engines' steps stay
+    are they taken for the same.
+    """
+    engines = [pulse.beat for pulse in look.pulses if pulse.beat.still_s is not None]
+    handed = sum(pulse.beat.handed or 0 for pulse in look.pulses)
+    if not engines or not handed or any(beat.running or beat.waiting for beat in engines):
+        return None
+    return handed, tuple(beat.current_step for beat in engines)
+
+
+def silent(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+    """An API server that does not answer."""
+    since_s = lasting(looks, lambda look: None if look.health else "silent")
+    apis = [process for process in looks[-1].processes if process.role == "api"]
+    if since_s is not None and since_s >= patience_s and apis:
+        subject = ", ".join(f"api {process.pid}" for process in apis)
+        evidence = f"/health was not answered in {len(looks)} tries over {since_s:.0f} s"
+        yield Stall(API_SILENT.code, subject, since_s, evidence)
+
+
+def pythonless(looks: Sequence[Look], patience_s: float, stuck: bool) -> Iterator[Stall]:
+    """Processes whose heartbeat has ended while they live.
+
+    One that is idle and stopped holds up nobody yet; told by `diagnose.server`, it is no stall.
+
+    Args:
+        looks: in their order.
+        patience_s: as in `stalls`.
+        stuck: whether something else shows that work is held up.
+    """
+    last = looks[-1]
+    work = stuck or any(
+        pulse.beat.handed or pulse.beat.running or pulse.beat.waiting for pulse in last.pulses
+    )
+    for pulse in last.pulses:
+        if work and pulse.age_s >= max(patience_s, LATE_S):
+            yield Stall(NO_PYTHON.code, named(pulse), pulse.age_s, late(pulse))
+
+
+def late(pulse: Pulse) -> str:
+    """How long ago a process last gave a sign."""
+    return f"its last heartbeat is {pulse.age_s:.0f} s old, one a second is due"
+
+
+def counted(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+    """Without agents: the counters stand still while requests are said to be there."""
+    since_s = lasting(looks, standing)
+    if since_s is None or since_s < patience_s:
+        return
+    last = looks[-1].metrics
+    assert last is not None
+    yield Stall(
+        NO_PROGRESS.code,
+        "the server",
+        since_s,
+        f"{last.running or 0:.0f} running and {last.waiting or 0:.0f} waiting by its metrics, and "
+        f"for {since_s:.0f} s none of its counters moved",
+        doubtful=True,
+    )
+
+
+def standing(look: Look) -> object:
+    """Where the counters stand while work is pending; None where none is, or all sleep."""
+    found = look.metrics
+    if found is None or not (found.running or found.waiting) or found.awake == 0:
+        return None
+    return found.running, found.waiting, found.tokens, found.finished, found.preemptions
+
+
+def lasting(looks: Sequence[Look], sign: Callable[[Look], object]) -> float | None:
+    """For how many seconds up to the last look a sign has been the same and not None."""
+    wanted = sign(looks[-1])
+    if wanted is None:
+        return None
+    since = looks[-1].at_s
+    for look in reversed(looks):
+        if sign(look) != wanted:
+            break
+        since = look.at_s
+    return looks[-1].at_s - since
+
+
+def named(pulse: Pulse) -> str:
+    return f"{pulse.role} {pulse.pid}"
