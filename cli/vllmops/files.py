@@ -11,13 +11,16 @@ from pathlib import Path
 FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 
 
-def write_atomically(path: Path, content: bytes, *, overwrite: bool = True) -> None:
+def write_atomically(
+    path: Path, content: bytes, *, overwrite: bool = True, group: int | None = None
+) -> None:
     """Write ``path`` whole, private to its owner.
 
     Args:
         path: its name.
         content: what is to be in it.
         overwrite: whether to replace a file that is there.
+        group: a group that may read it, too.
 
     Raises:
         OSError: with the old content intact; FileExistsError without `overwrite`.
@@ -27,6 +30,9 @@ def write_atomically(path: Path, content: bytes, *, overwrite: bool = True) -> N
         with open(descriptor, "wb") as file:
             file.write(content)
             file.flush()
+            if group is not None:
+                os.fchown(descriptor, -1, group)
+                os.fchmod(descriptor, 0o640)
             os.fsync(file.fileno())
         if overwrite:
             os.replace(temporary, path)

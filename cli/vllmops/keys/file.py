@@ -1,0 +1,284 @@
+"""The ring's file, and where a ring comes from.
+
+The file is replaced whole, by one writer at a time. A copy beside it is written first, so that
+whatever becomes of the file, by hand or by a broken disk, the keys are still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..errors import Exit, VllmopsError
+from ..files import take, write_atomically
+from ..home import home
+from .ring import VERSION, Ring, Secret, from_hex, only
+
+PLACE = "VLLMOPS_KEYRING"
+SIGNING_KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
+MOST_BYTES = 1 << 20
+LOCK_WAIT_S = 10.0
+LOCK_POLL_S = 0.02
+
+
+def secret_of(kind: type[Any], text: Any) -> Secret:
+    """The secret that a ring's file spells in hex."""
+    if kind is not Secret or not isinstance(text, str):
+        raise ValueError("a secret is written as hex characters")
+    try:
+        return from_hex(text, "a secret")
+    except VllmopsError as error:
+        raise ValueError(error.message) from None
+
+
+def hex_of(secret: Any) -> str:
+    """A secret as a ring's file spells it."""
+    assert isinstance(secret, Secret)
+    return secret.reveal().hex()
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What a ring's file tells in any version."""
+
+    version: int
+
+
+# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
+RING = msgspec.json.Decoder(Ring, dec_hook=secret_of)
+HEAD = msgspec.json.Decoder(Head)
+
+
+class Source(NamedTuple):
+    """Where a ring comes from: a file, or a single key of the environment's.
+
+    Args:
+        path: the file, whether it is there or not; None for a key of the environment's.
+        text: that key, in hex.
+    """
+
+    path: Path | None
+    text: str = ""
+
+    def load(self) -> Ring:
+        """The ring.
+
+        Raises:
+            VllmopsError: as `load` and `ring.from_hex` do.
+        """
+        return only(from_hex(self.text, SIGNING_KEY)) if self.path is None else load(self.path)
+
+
+def default_path() -> Path:
+    """Where the ring is unless something else is said."""
+    return home() / "keyring.json"
+
+
+def source(environment: Mapping[str, str], chosen: Path | None = None) -> Source:
+    """Where a process finds its ring: what is said counts more than what merely is there.
+
+    Args:
+        environment: of the process.
+        chosen: a file that was named on the command line.
+    """
+    if place := chosen or environment.get(PLACE):
+        return Source(Path(place).absolute())
+    if text := environment.get(SIGNING_KEY):
+        return Source(None, text)
+    return Source(default_path())
+
+
+def load(path: Path) -> Ring:
+    """Read a ring.
+
+    Raises:
+        VllmopsError: ``keys.no-ring`` (exit code 5), ``keys.unreadable``, ``keys.unsafe`` (4),
+            ``keys.newer`` or ``keys.broken``.
+    """
+    return decode(read(path), path)
+
+
+def read(path: Path) -> bytes:
+    """The content of a ring's file, if it is nobody else's to read or to change."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise missing(path) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        safe(path, os.fstat(descriptor))
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    finally:
+        os.close(descriptor)
+    if len(content) > MOST_BYTES:
+        raise broken(path, f"it has more than {MOST_BYTES} bytes")
+    return content
+
+
+def decode(content: bytes, path: Path) -> Ring:
+    """What a ring's file says; `path` is for messages."""
+    try:
+        version = HEAD.decode(content).version
+        if version > VERSION:
+            raise VllmopsError(
+                "keys.newer",
+                f"{path} was written by a newer vllmops (version {version}, this one reads up to "
+                f"{VERSION})",
+                "pip install --upgrade vllmops-cli",
+            )
+        return RING.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        # Its text tells a place in the file, never what stands there.
+        raise broken(path, str(error)) from None
+
+
+def encode(ring: Ring) -> bytes:
+    """A ring's file, secrets included."""
+    return msgspec.json.format(msgspec.json.encode(ring, enc_hook=hex_of), indent=2) + b"\n"
+
+
+def change(path: Path, act: Callable[[Ring], Ring], *, create: bool = False) -> Ring:
+    """Change a ring's file, and nobody else at the same time.
+
+    Args:
+        path: the file; a link is followed.
+        act: from the ring as it is to the ring as it shall be; one that is equal is not written.
+        create: begin with an empty ring where there is no file, and no copy of one.
+
+    Returns:
+        The ring as it is now.
+
+    Raises:
+        VllmopsError: of `load` and of `act`, which leave all as it was; ``keys.locked`` (exit
+            code 3), or ``keys.not-written``, which leaves the file as it was.
+    """
+    path = Path(os.path.realpath(path))
+    if create and not path.parent.exists():
+        with contextlib.suppress(OSError, VllmopsError):
+            if path == default_path():
+                path.parent.mkdir(mode=0o700, parents=True)
+    with locked(path):
+        before = Ring() if create and not path.exists() and not copy(path).exists() else load(path)
+        after = act(before)
+        if after != before:
+            write(path, after)
+    return after
+
+
+def write(path: Path, ring: Ring) -> None:
+    content = encode(ring)
+    left = re.compile(rf"\.{re.escape(path.name)}(\.copy)?\.[a-z0-9_]{{8}}")
+    try:
+        for each in path.parent.iterdir():
+            if left.fullmatch(each.name):  # by a writer that was killed: no other is at work now
+                each.unlink()
+        at = path.stat() if path.exists() else None
+        group = at.st_gid if at and at.st_mode & stat.S_IRGRP else None
+        # The copy first: what it has beyond the file, after a crash, is what was asked for.
+        write_atomically(copy(path), content)
+        write_atomically(path, content, group=group)
+    except OSError as error:
+        raise VllmopsError(
+            "keys.not-written",
+            f"{path} can't be written: {error.strerror or error}; it is as it was",
+            "make room, or give this user the right to write there, and try again",
+        ) from error
+
+
+def copy(path: Path) -> Path:
+    """The last good content of a ring's file."""
+    return path.with_name(f"{path.name}.copy")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Be the one who changes a ring.
+
+    Raises:
+        VllmopsError: ``keys.locked`` (exit code 3), or ``keys.not-written``.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    deadline = time.monotonic() + LOCK_WAIT_S
+    try:
+        while (held := take(lock)) is None and time.monotonic() < deadline:
+            time.sleep(LOCK_POLL_S)
+    except OSError as error:
+        raise VllmopsError(
+            "keys.not-written",
+            f"{path} can't be changed, {lock} not be opened: {error.strerror or error}",
+            "do it as the user whose ring it is, in a directory that is theirs",
+        ) from error
+    if held is None:
+        raise VllmopsError(
+            "keys.locked",
+            f"another command has been changing {path} for {LOCK_WAIT_S:.0f} s",
+            "try again; vllmops keys list shows what it did",
+            exit_code=Exit.TIMED_OUT,
+        )
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def safe(path: Path, at: os.stat_result) -> None:
+    """Check that a file's content is its owner's own, and the owner this user or root.
+
+    Root's may be read by a group: it is the only way for others to be given it.
+    """
+    mode, own = stat.S_IMODE(at.st_mode), os.geteuid()
+    if not stat.S_ISREG(at.st_mode):
+        wrong, mend = "is not a file", "name a file"
+    elif at.st_uid not in {0, own}:
+        wrong = f"belongs to uid {at.st_uid}, and this is uid {own}"
+        mend = f"do it as its owner, or chown {own} {path}"
+    elif mode & (0o077 if at.st_uid else 0o037):
+        wrong, mend = f"can be read or changed by others (mode {mode:o})", f"chmod 600 {path}"
+    else:
+        return
+    raise VllmopsError("keys.unsafe", f"{path} {wrong}", mend, exit_code=Exit.NOT_AUTHORISED)
+
+
+def missing(path: Path) -> VllmopsError:
+    if copy(path).exists():
+        return VllmopsError(
+            "keys.no-ring",
+            f"there is no {path}, but its copy is there: {copy(path)}",
+            f"mv {copy(path)} {path}, or remove the copy to begin anew",
+            exit_code=Exit.NOT_FOUND,
+        )
+    return VllmopsError(
+        "keys.no-ring",
+        f"there is no keyring {path}",
+        f"vllmops keys add --keyring {path} makes it",
+        exit_code=Exit.NOT_FOUND,
+    )
+
+
+def unreadable(path: Path, error: OSError) -> VllmopsError:
+    return VllmopsError(
+        "keys.unreadable",
+        f"{path} can't be read: {error.strerror or error}",
+        "do it as the user whose ring it is",
+    )
+
+
+def broken(path: Path, why: str) -> VllmopsError:
+    return VllmopsError(
+        "keys.broken",
+        f"{path} is no keyring, or a damaged one: {why}",
+        f"its last good content is in {copy(path)}: cp -p it over the file"
+        if copy(path).exists()
+        else "put it back from where you keep it, or move it away and begin anew",
+    )

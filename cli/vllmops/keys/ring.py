@@ -1,0 +1,331 @@
+"""A ring of keys: which one seals, which ones still open. Pure: a change gives another ring."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import NoReturn
+
+import msgspec
+
+from ..errors import Exit, VllmopsError
+
+VERSION = 1
+SECRET_BYTES = 32  # at least
+KID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+DAY_S = 24 * 3600
+# For how long a carrier may be presented, and a key has to open what it once sealed.
+CARRIER_TTL_S = 30 * DAY_S
+# Servers go on sealing with the key before for a moment, until they have seen the promotion.
+LATE_S = 60
+
+
+class Status(StrEnum):
+    """What a key is used for."""
+
+    NEXT = "next"  # opens; seals once every server has it and it is promoted
+    PRIMARY = "primary"  # seals and opens
+    VERIFY_ONLY = "verify-only"  # opens what it sealed before
+    REVOKED = "revoked"  # nothing any more; kept to tell its carriers from forged ones
+
+
+# In the order of a key's life.
+AGE = {status: age for age, status in enumerate(Status)}
+
+
+class Secret:
+    """A key's bytes. They get into no message, no JSON and no pickle by accident."""
+
+    __slots__ = ("_bytes",)
+
+    def __init__(self, content: bytes) -> None:
+        self._bytes = content
+
+    def reveal(self) -> bytes:
+        """The bytes, for a cipher or for the ring's own file."""
+        return self._bytes
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and hmac.compare_digest(self._bytes, other._bytes)
+
+    def __hash__(self) -> int:
+        return hash(fingerprint(self))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a secret is not to be pickled")
+
+
+def fresh() -> Secret:
+    """A new random secret."""
+    return Secret(secrets.token_bytes(SECRET_BYTES))
+
+
+def fingerprint(secret: Secret) -> str:
+    """What names a secret without telling it: 32 hex characters, the same everywhere."""
+    return hashlib.sha256(b"vllmops key fingerprint 1\0" + secret.reveal()).hexdigest()[:32]
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One key. Times are seconds since the epoch.
+
+    Args:
+        kid: its name, which carriers tell; the first characters of its fingerprint.
+        status: what it is used for.
+        created_at: when it was made or came in, None where that is not known.
+        not_after: when it stops opening anything, None for never.
+        fingerprint: of the secret.
+        secret: 32 bytes or more.
+
+    Raises:
+        ValueError: a field makes no sense, or the fingerprint is another secret's.
+    """
+
+    kid: str
+    status: Status
+    created_at: int | None = None
+    not_after: int | None = None
+    fingerprint: str
+    secret: Secret
+
+    def __post_init__(self) -> None:
+        if not KID.fullmatch(self.kid):
+            raise ValueError("a kid has 1 to 64 letters, digits, dots, dashes or underscores")
+        if len(self.secret.reveal()) < SECRET_BYTES:
+            raise ValueError(f"the secret of {self.kid} is shorter than {SECRET_BYTES} bytes")
+        if self.fingerprint != fingerprint(self.secret):
+            raise ValueError(f"the secret of {self.kid} is not the one of its fingerprint")
+
+    @classmethod
+    def of(cls, secret: Secret, status: Status, created_at: float | None = None) -> Key:
+        """A key around a secret, named after it."""
+        mark = fingerprint(secret)
+        return cls(
+            kid=mark[:8],
+            status=status,
+            created_at=None if created_at is None else int(created_at),
+            fingerprint=mark,
+            secret=secret,
+        )
+
+    def over(self, now: float) -> bool:
+        """Whether its time is over."""
+        return self.not_after is not None and now > self.not_after
+
+
+class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Some keys, at most one of them the primary.
+
+    Args:
+        version: of the file's format.
+        keys: in the order in which they came.
+
+    Raises:
+        ValueError: a kid twice, or two primaries.
+    """
+
+    version: int = VERSION
+    keys: tuple[Key, ...] = ()
+
+    def __post_init__(self) -> None:
+        kids = [key.kid for key in self.keys]
+        if len(set(kids)) < len(kids):
+            raise ValueError("two keys have the same kid")
+        if sum(key.status is Status.PRIMARY for key in self.keys) > 1:
+            raise ValueError("two keys are primary")
+
+    @property
+    def primary(self) -> Key | None:
+        """The key that seals, None where there is none."""
+        return next(iter(self.those(Status.PRIMARY)), None)
+
+    @property
+    def next(self) -> Key | None:
+        """The key that is to be promoted, the oldest where there are several."""
+        return next(iter(self.those(Status.NEXT)), None)
+
+    def those(self, *statuses: Status) -> tuple[Key, ...]:
+        """The keys of some statuses."""
+        return tuple(key for key in self.keys if key.status in statuses)
+
+    def find(self, kid: str) -> Key | None:
+        """The key of that name, None where there is none."""
+        return next((key for key in self.keys if key.kid == kid), None)
+
+    def get(self, kid: str) -> Key:
+        """The key of that name.
+
+        Raises:
+            VllmopsError: ``keys.unknown`` (exit code 5).
+        """
+        if found := self.find(kid):
+            return found
+        raise VllmopsError(
+            "keys.unknown",
+            f"there is no key {kid!r}; there are: "
+            + (", ".join(key.kid for key in self.keys) or "none"),
+            "vllmops keys list",
+            exit_code=Exit.NOT_FOUND,
+        )
+
+    def add(self, key: Key) -> Ring:
+        """The ring with another key; one that is there already changes nothing."""
+        return self if self.find(key.kid) else Ring(keys=(*self.keys, key))
+
+    def promote(self, kid: str, now: float, overlap_s: float) -> Ring:
+        """The ring with another primary; the one so far opens for a while yet.
+
+        Args:
+            kid: a key that is next, or verify-only to go back to it; the primary changes nothing.
+            now: seconds since the epoch.
+            overlap_s: seconds for which the old primary opens what it sealed.
+
+        Raises:
+            VllmopsError: ``keys.unknown``, or ``keys.revoked`` for a key that opens nothing.
+        """
+        key = self.get(kid)
+        if key.status is Status.REVOKED or key.over(now):
+            what = "is revoked" if key.status is Status.REVOKED else "is over"
+            raise VllmopsError(
+                "keys.revoked",
+                f"{kid} {what}, and can't seal any more",
+                "vllmops keys rotate brings a new one",
+            )
+        if key.status is Status.PRIMARY:
+            return self
+        until = int(now + overlap_s) + LATE_S
+        return self.replaced(
+            *(
+                msgspec.structs.replace(old, status=Status.VERIFY_ONLY, not_after=until)
+                for old in self.those(Status.PRIMARY)
+            ),
+            msgspec.structs.replace(key, status=Status.PRIMARY, not_after=None),
+        )
+
+    def retire(self, kid: str, now: float, *, force: bool = False) -> Ring:
+        """The ring without a key that nobody needs any more.
+
+        Args:
+            kid: not the primary.
+            now: seconds since the epoch.
+            force: take it out though carriers that it sealed may be about.
+
+        Raises:
+            VllmopsError: ``keys.unknown``, ``keys.primary`` or ``keys.in-use``.
+        """
+        key = self.get(kid)
+        if key.status is Status.PRIMARY:
+            raise VllmopsError(
+                "keys.primary", f"{kid} is the primary: it seals", "vllmops keys rotate, then wait"
+            )
+        if key.status is Status.VERIFY_ONLY and not key.over(now) and not force:
+            raise VllmopsError(
+                "keys.in-use",
+                f"conversations sealed with {kid} may go on "
+                + (f"for {days(key.not_after - now)}" if key.not_after else "for ever")
+                + "; without it they are refused",
+                f"vllmops keys retire {kid} --force, if nobody holds one",
+            )
+        return Ring(keys=tuple(each for each in self.keys if each.kid != kid))
+
+    def revoke(self, kid: str, spare: Key) -> Ring:
+        """The ring with a key that opens nothing any more.
+
+        Args:
+            kid: any key; of a primary the next one takes the place at once.
+            spare: what takes the place where there is no next one.
+
+        Raises:
+            VllmopsError: ``keys.unknown``.
+        """
+        key = self.get(kid)
+        ring = self.replaced(msgspec.structs.replace(key, status=Status.REVOKED))
+        if key.status is not Status.PRIMARY:
+            return ring
+        heir = ring.next or spare
+        return ring.add(heir).replaced(msgspec.structs.replace(heir, status=Status.PRIMARY))
+
+    def merge(self, other: Ring) -> Ring:
+        """The ring with another one's keys, and whatever that one knows further on in their lives.
+
+        Where both have a primary of their own, this one's stays, and the other's is next.
+        """
+        keys = {key.kid: key for key in self.keys}
+        for key in other.keys:
+            known = keys.get(key.kid)
+            if known is None or AGE[key.status] > AGE[known.status]:
+                keys[key.kid] = key
+        if theirs := other.primary:
+            primaries = [key for key in keys.values() if key.status is Status.PRIMARY]
+            if len(primaries) > 1:
+                keys[theirs.kid] = msgspec.structs.replace(theirs, status=Status.NEXT)
+            elif not primaries and keys[theirs.kid].status is not Status.REVOKED:
+                keys[theirs.kid] = theirs  # they have gone back to it
+        return Ring(keys=tuple(keys.values()))
+
+    def without_over(self, now: float) -> Ring:
+        """The ring without the keys whose overlap is over."""
+        return Ring(
+            keys=tuple(
+                key
+                for key in self.keys
+                if key.status is not Status.VERIFY_ONLY or not key.over(now)
+            )
+        )
+
+    def replaced(self, *changed: Key) -> Ring:
+        """The ring with some keys changed, each in its place."""
+        by_kid = {key.kid: key for key in changed}
+        return Ring(keys=tuple(by_kid.get(key.kid, key) for key in self.keys))
+
+
+def only(secret: Secret) -> Ring:
+    """A ring of one key."""
+    return Ring(keys=(Key.of(secret, Status.PRIMARY),))
+
+
+def from_hex(text: str, where: str) -> Secret:
+    """A secret that somebody wrote down.
+
+    Args:
+        text: hex characters, 64 or more; space around them does not count.
+        where: where it stands, for the message, which does not show it.
+
+    Raises:
+        VllmopsError: ``keys.not-hex`` or ``keys.too-short``.
+    """
+    try:
+        content = bytes.fromhex(text.strip())
+    except ValueError:
+        # Without what it says: nothing that quotes the text is to get into a traceback.
+        raise VllmopsError(
+            "keys.not-hex",
+            f"{where} is no key: it has {len(text.strip())} characters, and not all are hex",
+            "vllmops keygen makes one",
+        ) from None
+    if len(content) < SECRET_BYTES:
+        raise VllmopsError(
+            "keys.too-short",
+            f"{where} is too short a key: {len(content)} bytes, where {SECRET_BYTES} "
+            f"({2 * SECRET_BYTES} hex characters) are the least",
+            "vllmops keygen makes one",
+        )
+    return Secret(content)
+
+
+def days(seconds: float) -> str:
+    """A time to come, for a person."""
+    if seconds >= 2 * DAY_S:
+        return f"{seconds / DAY_S:.0f} days"
+    return f"{seconds / 3600:.0f} hours" if seconds >= 2 * 3600 else f"{seconds:.0f} s"
+
+
+def kids(keys: Iterable[Key]) -> str:
+    """Some keys, for a person."""
+    return ", ".join(f"{key.kid} ({key.status})" for key in keys)

@@ -1,0 +1,396 @@
+"""The ring's file, through everything that becomes of files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vllmops.errors import Exit, VllmopsError
+from vllmops.files import take
+from vllmops.keys import file
+from vllmops.keys.ring import Key, Ring, Status, fresh
+
+NOBODY = 65534
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+# A process that adds keys: `path count [fault]`. With a fault it kills itself there, which from
+# outside can't be timed to the call: "name:number:before" or "...:after".
+ADD = """
+import os, signal, sys
+from pathlib import Path
+from vllmops.keys import file
+from vllmops.keys.ring import Key, Status, fresh
+path, count, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if fault:
+    name, number, when = fault.split(":")
+    real, calls = getattr(os, name), 0
+    def faulty(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == int(number) and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if calls == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(os, name, faulty)
+for _ in range(count):
+    key = Key.of(fresh(), Status.NEXT, 1)
+    file.change(path, lambda ring: ring.add(key), create=True)
+    print(key.kid, flush=True)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keyring.json"
+
+
+def adding(path: Path, count: int = 1, fault: str = "") -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", ADD, str(path), str(count), fault]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def made(path: Path, keys: int = 1) -> Ring:
+    for _ in range(keys):
+        key = Key.of(fresh(), Status.NEXT, 1)
+        file.change(path, lambda ring, key=key: ring.add(key), create=True)  # type: ignore[misc]
+    return file.load(path)
+
+
+def refusal(code: str) -> pytest.RaisesExc[VllmopsError]:
+    return pytest.raises(VllmopsError, check=lambda error: error.code == code and bool(error.mend))
+
+
+def names(path: Path) -> set[str]:
+    return {each.name for each in path.parent.iterdir()}
+
+
+def test_it_is_private_and_has_a_copy(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        ring = made(path, 2)
+    finally:
+        os.umask(before)
+    assert names(path) == {"keyring.json", "keyring.json.copy", "keyring.json.lock"}
+    assert {stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()} == {0o600}
+    assert path.read_bytes() == file.copy(path).read_bytes()
+    assert len(ring.keys) == 2
+    written = json.loads(path.read_text())
+    assert written["version"] == 1
+    assert set(written["keys"][0]) == {*Key.__struct_fields__}
+    assert bytes.fromhex(written["keys"][0]["secret"]) == ring.keys[0].secret.reveal()
+
+
+def test_what_changes_nothing_writes_nothing(path: Path) -> None:
+    ring = made(path)
+    before = path.stat()
+    assert file.change(path, lambda ring: ring.add(ring.keys[0])) == ring
+    assert path.stat() == before
+
+
+def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
+    made(path)
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "ring"
+    link.symlink_to(path)
+    made(link)
+    assert link.is_symlink()
+    assert len(file.load(path).keys) == len(file.load(link).keys) == 2
+
+
+def test_no_file(path: Path) -> None:
+    with refusal("keys.no-ring") as caught:
+        file.load(path)
+    assert caught.value.exit_code == Exit.NOT_FOUND
+    with refusal("keys.no-ring"):
+        file.change(path, lambda ring: ring)
+
+
+def test_a_lost_file_is_not_begun_anew_beside_its_copy(path: Path) -> None:
+    ring = made(path)
+    path.unlink()
+    with refusal("keys.no-ring") as caught:
+        made(path)
+    assert str(file.copy(path)) in caught.value.mend
+    file.copy(path).rename(path)
+    assert file.load(path) == ring
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o660, 0o601, 0o777])
+def test_a_lax_mode(path: Path, mode: int) -> None:
+    made(path)
+    path.chmod(mode)
+    with refusal("keys.unsafe") as caught:
+        file.load(path)
+    assert caught.value.exit_code == Exit.NOT_AUTHORISED
+    assert f"{mode:o}" in caught.value.message
+    assert caught.value.mend == f"chmod 600 {path}"
+
+
+@root_only
+def test_another_users(path: Path) -> None:
+    made(path)
+    os.chown(path, NOBODY, NOBODY)
+    before = path.read_bytes()
+    with refusal("keys.unsafe") as caught:
+        made(path)
+    assert f"uid {NOBODY}" in caught.value.message
+    assert path.read_bytes() == before
+    assert path.stat().st_uid == NOBODY
+
+
+@root_only
+def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
+    made(path)
+    os.chown(path, 0, NOBODY)
+    for mode in (0o644, 0o660):
+        path.chmod(mode)
+        with refusal("keys.unsafe"):
+            file.load(path)
+    path.chmod(0o640)
+    made(path)
+    at = path.stat()
+    assert (at.st_gid, stat.S_IMODE(at.st_mode)) == (NOBODY, 0o640)
+    os.chown(path, NOBODY, NOBODY)
+    own = path.stat()
+    os.seteuid(NOBODY)
+    try:
+        file.safe(path, at)
+        # Nobody but root need do that.
+        with refusal("keys.unsafe"):
+            file.safe(path, own)
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("what", ["directory", "pipe", "device"])
+def test_what_is_no_file(path: Path, what: str) -> None:
+    match what:
+        case "directory":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case _:
+            path = Path("/dev/zero")
+    with refusal("keys.unsafe"):
+        file.load(path)
+
+
+def spoilt(content: bytes) -> dict[str, bytes]:
+    """What may become of a ring's file."""
+    secret = json.loads(content)["keys"][0]["secret"].encode()
+    return {
+        "empty": b"",
+        "zeros": b"\0" * len(content),
+        "half": content[: len(content) // 2],
+        "no end": content[:-4],
+        "not text": b"\xff" + content,
+        "a list": b"[]",
+        "a typo": content.replace(b'"status"', b'"statsu"', 1),
+        "no such status": content.replace(b'"next"', b'"nxet"', 1),
+        "another secret": content.replace(secret, b"00" * 32),
+        "no hex": content.replace(secret, b"zz" + secret[2:]),
+        "cut secret": content.replace(secret, secret[2:]),
+        "a number": content.replace(b'"' + secret + b'"', b"7"),
+        "twice": content.replace(
+            b'"keys": [', b'"keys": [' + content.split(b"[")[1].split(b"]")[0] + b","
+        ),
+        "no version": content.replace(b'"version"', b'"vision"'),
+        "newer": content.replace(b'"version": 1', b'"version": 2'),
+        "deep": b'{"version":1,"keys":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "huge": content + b" " * file.MOST_BYTES,
+    }
+
+
+@pytest.mark.parametrize("how", spoilt(file.encode(Ring(keys=(Key.of(fresh(), Status.NEXT),)))))
+def test_a_spoilt_file_loses_nothing_and_tells_nothing(path: Path, how: str) -> None:
+    ring = made(path, 2)
+    content = path.read_bytes()
+    path.write_bytes(spoilt(content)[how])
+    with refusal("keys.newer" if how == "newer" else "keys.broken") as caught:
+        made(path)
+    assert path.read_bytes() == spoilt(content)[how]
+    # As the message says: its last good content is put back.
+    file.copy(path).replace(path)
+    assert file.load(path) == ring
+    shown = "".join(traceback.format_exception(caught.value)) + caught.value.mend
+    for key in ring.keys:
+        assert key.secret.reveal().hex()[4:20] not in shown
+
+
+CALLS = ("open", "fsync", "replace", "close", "unlink")
+
+
+def test_killed_at_every_step(path: Path) -> None:
+    """Whatever it was doing, what was there is there, and what it added is there or not."""
+    made(path, 2)
+    faults = 0
+    for name in CALLS:
+        for number in range(1, 20):
+            for when in ("before", "after"):
+                before = file.load(path)
+                adder = adding(path, 1, f"{name}:{number}:{when}")
+                _, err = adder.communicate(timeout=60)
+                assert adder.returncode in {0, -signal.SIGKILL}, err
+                after = file.load(path)
+                assert set(before.keys) <= set(after.keys)
+                assert len(after.keys) - len(before.keys) in ({0, 1} if adder.returncode else {1})
+                assert set(after.keys) <= set(file.decode(file.copy(path).read_bytes(), path).keys)
+                faults += adder.returncode != 0
+            if adder.returncode == 0:
+                break
+    assert faults >= 14
+    # What they left lying about is secret, too: the next one takes it away.
+    made(path)
+    assert names(path) == {"keyring.json", "keyring.json.copy", "keyring.json.lock"}
+
+
+def test_killed_in_the_middle_of_a_write(path: Path) -> None:
+    """The kernel kills it once so many bytes of a file are written."""
+    before = made(path, 3)
+    size = path.stat().st_size
+
+    def limits(most: int) -> Callable[[], None]:
+        def limit() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+        return limit
+
+    code = f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n{ADD}"
+    for most in (0, 1, size // 2, size + 1):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path), "1", ""],
+            preexec_fn=limits(most),
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == -signal.SIGXFSZ, done
+        assert any(each.startswith(".keyring.json.") for each in names(path))
+        assert file.load(path) == before
+
+
+def test_killed_at_any_moment_while_many_write(path: Path) -> None:
+    chance = random.Random(1)
+    before = set(made(path).keys)
+    for _ in range(8):
+        writers = [adding(path, 1000) for _ in range(2)]
+        assert writers[0].stdout is not None
+        writers[0].stdout.readline()
+        time.sleep(chance.uniform(0, 0.05))
+        said = ""
+        for writer in writers:
+            writer.kill()
+            said += writer.communicate()[0]
+        after = file.load(path)
+        assert before <= set(after.keys)
+        kids = {key.kid for key in after.keys}
+        # The last line may be torn.
+        assert {kid for kid in said.split() if len(kid) == 8} <= kids
+        assert len(after.keys) > len(before)
+        before = set(after.keys)
+
+
+def test_many_writers_lose_nothing(path: Path) -> None:
+    writers = [adding(path, 10) for _ in range(4)]
+    said = [writer.communicate(timeout=120) for writer in writers]
+    assert [err for _, err in said] == [""] * 4
+    kids = {key.kid for key in file.load(path).keys}
+    assert kids == set("".join(out for out, _ in said).split())
+    assert len(kids) == 40
+
+
+def test_a_writer_that_hangs_is_not_waited_for_for_ever(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(path)
+    held = take(path.with_name("keyring.json.lock"))
+    assert held is not None
+    monkeypatch.setattr(file, "LOCK_WAIT_S", 0.1)
+    with refusal("keys.locked") as caught:
+        made(path)
+    assert caught.value.exit_code == Exit.TIMED_OUT
+    os.close(held)
+    made(path)
+
+
+def test_a_full_disk(home: Path, full_disk: Callable[[], None]) -> None:
+    path = home / "keyring.json"
+    ring = made(path, 2)
+    full_disk()
+    for _ in range(3):
+        with refusal("keys.not-written") as caught:
+            file.change(path, grown)
+        assert "No space" in caught.value.message
+        assert file.load(path) == ring
+    assert not [each for each in names(path) if each.startswith(".keyring")]
+    (home / "filler").unlink()
+    assert len(file.change(path, grown).keys) == 52
+
+
+def grown(ring: Ring) -> Ring:
+    """More than fits into what a full disk has left in its last page."""
+    for _ in range(50):
+        ring = ring.add(Key.of(fresh(), Status.NEXT))
+    return ring
+
+
+def test_where_nobody_may_write(path: Path) -> None:
+    with refusal("keys.not-written"):
+        made(path.parent / "no" / "ring")
+
+
+def test_files_of_others_beside_it_are_left_alone(path: Path) -> None:
+    for name in (".keyring.json.swp", ".keyring.json.bak.abcdefgh", ".keyring.jsonx.abcdefgh"):
+        path.with_name(name).touch()
+    left = path.with_name(".keyring.json.abc_1234")
+    left.touch()
+    made(path)
+    assert len(names(path)) == 6
+    assert not left.exists()
+
+
+def test_which_ring_counts(monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path) -> None:
+    text = "ab" * 32
+    everything = {file.PLACE: "/place/ring", file.SIGNING_KEY: text}
+    assert file.source(everything, Path("/named")).path == Path("/named")
+    assert file.source(everything).path == Path("/place/ring")
+    assert file.source({file.PLACE: "", file.SIGNING_KEY: ""}).path == home / "keyring.json"
+    single = file.source({file.SIGNING_KEY: text})
+    assert single.path is None
+    ring = single.load()
+    assert ring.primary is not None
+    assert ring.primary.secret.reveal() == bytes.fromhex(text)
+    # The same on every replica, and once it is imported.
+    assert single.load() == ring
+    with refusal("keys.not-hex") as caught:
+        file.source({file.SIGNING_KEY: "x" * 64}).load()
+    assert file.SIGNING_KEY in caught.value.message
+    monkeypatch.chdir(tmp_path)
+    assert file.source({file.PLACE: "ring"}).path == tmp_path / "ring"
+
+
+def test_an_encoded_ring_is_what_was_decoded(path: Path) -> None:
+    ring = made(path, 3)
+    changed = Ring(
+        keys=(
+            msgspec.structs.replace(ring.keys[0], status=Status.REVOKED, not_after=5),
+            *ring.keys[1:],
+        )
+    )
+    assert file.decode(file.encode(changed), path) == changed

@@ -1,0 +1,253 @@
+"""Rings of keys: what changes them, and what never gets lost or told."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import traceback
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllmops.errors import Exit, VllmopsError
+from vllmops.keys.ring import (
+    DAY_S,
+    LATE_S,
+    Key,
+    Ring,
+    Secret,
+    Status,
+    fresh,
+    from_hex,
+    only,
+)
+
+NOW = 1_800_000_000
+NEXT, PRIMARY, VERIFY_ONLY, REVOKED = Status
+
+
+def key(number: int, status: Status = NEXT, not_after: int | None = None) -> Key:
+    made = Key.of(Secret(number.to_bytes(32, "big")), status, NOW)
+    return msgspec.structs.replace(made, not_after=not_after)
+
+
+def ring(*keys: Key) -> Ring:
+    return Ring(keys=keys)
+
+
+def refusal(code: str) -> pytest.RaisesExc[VllmopsError]:
+    return pytest.raises(VllmopsError, check=lambda error: error.code == code and bool(error.mend))
+
+
+def test_a_key_is_named_after_its_secret() -> None:
+    one, again = key(1), key(1, PRIMARY)
+    assert (one.kid, one.fingerprint) == (again.kid, again.fingerprint)
+    assert one.fingerprint.startswith(one.kid)
+    assert len(one.fingerprint) == 32
+    assert key(2).fingerprint != one.fingerprint
+    assert only(fresh()).primary != only(fresh()).primary
+
+
+def test_a_secret_shows_nowhere() -> None:
+    secret = fresh()
+    spelt = (secret.reveal().hex(), repr(secret.reveal()))
+    held = only(secret)
+    try:
+        raise ValueError(secret, held)
+    except ValueError as error:
+        shown = [*traceback.format_exception(error), repr(secret), str(secret), f"{held}"]
+    assert not [text for text in shown for each in spelt if each in text]
+    for encode in (msgspec.json.encode, msgspec.msgpack.encode, pickle.dumps):
+        with pytest.raises(TypeError):
+            encode(held)
+    with pytest.raises(TypeError):
+        copy.deepcopy(secret)
+
+
+def test_a_rotation() -> None:
+    old, new = key(1, PRIMARY), key(2)
+    before = ring(old).add(new)
+    assert (before.primary, before.next) == (old, new)
+    after = before.promote(new.kid, NOW, 30 * DAY_S)
+    assert after.primary == key(2, PRIMARY)
+    gone = after.get(old.kid)
+    assert (gone.status, gone.not_after) == (VERIFY_ONLY, NOW + 30 * DAY_S + LATE_S)
+    assert after.promote(new.kid, NOW, 1) == after
+    assert after.without_over(gone.not_after or 0) == after
+    assert after.without_over((gone.not_after or 0) + 1) == ring(key(2, PRIMARY))
+
+
+def test_back_to_the_key_before() -> None:
+    after = ring(key(1, PRIMARY), key(2)).promote(key(2).kid, NOW, DAY_S)
+    back = after.promote(key(1).kid, NOW, DAY_S)
+    assert back.primary == key(1, PRIMARY)
+    assert back.get(key(2).kid).status is VERIFY_ONLY
+
+
+def test_a_key_that_is_there_is_not_added_again() -> None:
+    held = ring(key(1, PRIMARY))
+    assert held.add(key(1)) == held
+
+
+def test_what_can_not_be_promoted() -> None:
+    held = ring(key(1, PRIMARY), key(2, REVOKED), key(3, VERIFY_ONLY, NOW - 1))
+    for number in (2, 3):
+        with refusal("keys.revoked"):
+            held.promote(key(number).kid, NOW, DAY_S)
+    with refusal("keys.unknown") as caught:
+        held.promote("nobody", NOW, DAY_S)
+    assert caught.value.exit_code == Exit.NOT_FOUND
+    assert key(1).kid in caught.value.message
+
+
+def test_what_can_be_retired() -> None:
+    over, live = key(3, VERIFY_ONLY, NOW - 1), key(4, VERIFY_ONLY, NOW + 10 * DAY_S)
+    endless = key(6, VERIFY_ONLY)
+    held = ring(key(1, PRIMARY), key(2), over, live, key(5, REVOKED), endless)
+    for number in (2, 3, 5):
+        assert held.retire(key(number).kid, NOW).find(key(number).kid) is None
+    for each, words in ((live, "10 days"), (endless, "for ever")):
+        with refusal("keys.in-use") as caught:
+            held.retire(each.kid, NOW)
+        assert words in caught.value.message
+        assert held.retire(each.kid, NOW, force=True).find(each.kid) is None
+    with refusal("keys.primary"):
+        held.retire(key(1).kid, NOW, force=True)
+
+
+@pytest.mark.parametrize("with_next", [True, False])
+def test_a_revoked_primary_has_a_successor_at_once(with_next: bool) -> None:
+    held = ring(key(1, PRIMARY), *([key(2)] if with_next else []))
+    after = held.revoke(key(1).kid, spare=key(9))
+    assert after.get(key(1).kid).status is REVOKED
+    assert after.primary == key(2 if with_next else 9, PRIMARY)
+    assert after.find(key(9).kid) is None or not with_next
+
+
+def test_revoking_another_leaves_the_primary() -> None:
+    after = ring(key(1, PRIMARY), key(2, VERIFY_ONLY)).revoke(key(2).kid, spare=key(9))
+    assert after == ring(key(1, PRIMARY), key(2, REVOKED))
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "merged"),
+    [
+        ((), (key(1, PRIMARY),), (key(1, PRIMARY),)),
+        ((key(1, PRIMARY),), (), (key(1, PRIMARY),)),
+        # A rotation elsewhere arrives, at each of its steps, and out of order.
+        ((key(1, PRIMARY),), (key(1, PRIMARY), key(2)), (key(1, PRIMARY), key(2))),
+        (
+            (key(1, PRIMARY), key(2)),
+            (key(1, VERIFY_ONLY, NOW), key(2, PRIMARY)),
+            (key(1, VERIFY_ONLY, NOW), key(2, PRIMARY)),
+        ),
+        (
+            (key(1, VERIFY_ONLY, NOW), key(2, PRIMARY)),
+            (key(1, PRIMARY), key(2)),
+            (key(1, VERIFY_ONLY, NOW), key(2, PRIMARY)),
+        ),
+        (
+            (key(1, VERIFY_ONLY, NOW), key(2, PRIMARY)),
+            (key(1, PRIMARY), key(2, VERIFY_ONLY, NOW)),  # they went back
+            (key(1, PRIMARY), key(2, VERIFY_ONLY, NOW)),
+        ),
+        # Two rings that never met.
+        ((key(1, PRIMARY),), (key(2, PRIMARY),), (key(1, PRIMARY), key(2))),
+        # What one side has revoked stays so.
+        (
+            (key(1, REVOKED), key(2, PRIMARY)),
+            (key(1, PRIMARY),),
+            (key(1, REVOKED), key(2, PRIMARY)),
+        ),
+        ((key(1, REVOKED),), (key(1, PRIMARY),), (key(1, REVOKED),)),
+        (
+            (key(1, PRIMARY),),
+            (key(1, REVOKED), key(2, PRIMARY)),
+            (key(1, REVOKED), key(2, PRIMARY)),
+        ),
+    ],
+)
+def test_merging(own: tuple[Key, ...], theirs: tuple[Key, ...], merged: tuple[Key, ...]) -> None:
+    assert ring(*own).merge(ring(*theirs)) == ring(*merged)
+
+
+numbers = st.integers(1, 5)
+steps = st.one_of(
+    st.tuples(st.just("add"), numbers),
+    st.tuples(st.just("promote"), numbers),
+    st.tuples(st.just("over"), numbers),
+    st.tuples(st.just("revoke"), numbers),
+    st.tuples(st.just("retire"), numbers),
+    st.tuples(st.just("merge"), numbers),
+)
+
+
+def taken(held: Ring, step: str, number: int) -> Ring:
+    kid = key(number).kid
+    match step:
+        case "add":
+            return held.add(key(number))
+        case "promote":
+            return held.promote(kid, NOW, DAY_S)
+        case "over":
+            return held.without_over(NOW)
+        case "revoke":
+            return held.revoke(kid, spare=key(9))
+        case "retire":
+            return held.retire(kid, NOW)
+        case _:
+            return held.merge(ring(key(number, PRIMARY), key(number + 10)))
+
+
+@given(st.lists(steps, max_size=12))
+def test_nothing_but_what_says_so_takes_a_key_away(walk: list[tuple[str, int]]) -> None:
+    held = ring(key(0, PRIMARY))
+    for step, number in walk:
+        try:
+            after = taken(held, step, number)
+        except VllmopsError:
+            continue
+        opens = {each.kid for each in held.keys if each.status is not REVOKED}
+        lost = opens - {each.kid for each in after.keys if each.status is not REVOKED}
+        assert lost <= ({key(number).kid} if step in {"revoke", "retire"} else set())
+        assert len(after.those(PRIMARY)) == 1 or step == "merge"
+        assert len(after.those(PRIMARY)) <= 1
+        held = after
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("", "keys.too-short"),
+        ("aa", "keys.too-short"),
+        ("ab" * 31, "keys.too-short"),
+        ("ab" * 31 + "a", "keys.not-hex"),
+        ("xy" * 32, "keys.not-hex"),
+        ("ä" * 64, "keys.not-hex"),
+        ("0x" + "ab" * 32, "keys.not-hex"),
+    ],
+)
+def test_what_is_no_key(text: str, code: str) -> None:
+    with refusal(code) as caught:
+        from_hex(text, "the text")
+    assert caught.value.message.startswith("the text is")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert len(text) < 20 or text not in shown
+
+
+def test_keys_as_people_write_them() -> None:
+    assert from_hex(" " + "AB" * 32 + "\n", "it").reveal() == b"\xab" * 32
+    assert len(from_hex("ab" * 48, "it").reveal()) == 48
+
+
+def test_what_is_no_ring() -> None:
+    for keys in ((key(1), key(1)), (key(1, PRIMARY), key(2, PRIMARY))):
+        with pytest.raises(ValueError, match="two keys"):
+            ring(*keys)
+    for change in ({"kid": "a b"}, {"kid": ""}, {"fingerprint": "0" * 32}):
+        with pytest.raises(ValueError, match=r"kid|fingerprint"):
+            msgspec.structs.replace(key(1), **change)
+    with pytest.raises(ValueError, match="shorter"):
+        Key.of(Secret(b"short"), NEXT)
