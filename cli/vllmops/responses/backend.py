@@ -1,0 +1,344 @@
+"""The base class of whatever keeps responses, and the types at its seam.
+
+A backend sees bytes that it need not understand: `store.ResponseStore` has taken credentials out,
+packed them, and bounds the time of each call. What a backend answers for is that each of its
+methods is atomic, also between processes, and that what it has acknowledged is kept.
+`conformance` says the same in tests: ``vllmops responses check-store URL``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import ClassVar
+
+import msgspec
+
+from ..errors import VllmopsError
+
+RUNNING = frozenset({"queued", "in_progress"})
+FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+STATUSES = RUNNING | FINISHED
+# What a run's response says that nobody renews any more.
+GONE = "The server that ran this response is gone."
+# An owner is a hash or empty, so this is nobody's: it stands for whoever runs the server.
+EVERYBODY = "*"
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is kept, and for how long.
+
+    Args:
+        max_size: responses; what was used longest ago goes first, of what runs only in need.
+            Backends that count rarely exceed it by up to a hundredth for each process.
+        ttl_s: seconds that a finished response is kept after its last use.
+        lease_s: seconds after which a run that nobody renews counts as gone.
+        max_events: of one stream's log, the newest.
+        events_kept_s: seconds that a log is kept after its response has finished.
+    """
+
+    max_size: int = 10_000
+    ttl_s: float = 30 * 24 * 3600
+    lease_s: float = 30
+    max_events: int = 10_000
+    events_kept_s: float = 600
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """A response as the store keeps it.
+
+    Args:
+        id: as clients know it.
+        owner: a hash of the API key that made it, empty where the server has none.
+        model: as the client named it.
+        status: as of now; the one in `body` may be older.
+        created_at: seconds since the epoch. With the id it names one run: a response that was
+            deleted and made again under the same id is another one.
+        previous_id: the turn before this one.
+        error: why it failed, where `body` does not say.
+        body: the response object as JSON, with its output.
+        input: what this turn added to the conversation, a JSON array; not the turns before.
+    """
+
+    id: str
+    owner: str
+    model: str
+    status: str
+    created_at: float = msgspec.field(default_factory=time.time)
+    previous_id: str | None = None
+    error: str = ""
+    body: bytes
+    input: bytes = b"[]"
+
+    @property
+    def running(self) -> bool:
+        return self.status in RUNNING
+
+
+class Swap(msgspec.Struct, frozen=True):
+    """What became of a change of status.
+
+    Args:
+        changed: whether this call changed it.
+        now: the response after the call, None where the owner has none by that id.
+    """
+
+    changed: bool
+    now: Response | None
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True):
+    """What to list.
+
+    Args:
+        after: id of the response that the page begins behind.
+        before: id of the response that the page ends before.
+        limit: responses, from 1.
+        descending: the newest first.
+        model: those of this model alone.
+        status: those with this status alone.
+    """
+
+    after: str | None = None
+    before: str | None = None
+    limit: int = 20
+    descending: bool = True
+    model: str | None = None
+    status: str | None = None
+
+    @property
+    def backwards(self) -> bool:
+        """Whether the page is found by going from its end to its beginning."""
+        return self.before is not None and self.after is None
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Part of a list.
+
+    Args:
+        responses: in the order that was asked for.
+        more: whether there are others in the direction that was asked for.
+    """
+
+    responses: list[Response]
+    more: bool
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Consecutive events of a stream.
+
+    Args:
+        first: sequence number of the first.
+        last: of the last.
+        events: all of them, packed.
+    """
+
+    first: int
+    last: int
+    events: bytes
+
+
+class Log(msgspec.Struct, frozen=True):
+    """What is left of a stream from some sequence number on.
+
+    Args:
+        chunks: in order; the first may begin earlier than asked.
+        running: whether the response ran when they were read.
+    """
+
+    chunks: list[Chunk]
+    running: bool
+
+
+class Swept(msgspec.Struct, frozen=True):
+    """What tidying up has done, in responses."""
+
+    expired: int = 0
+    evicted: int = 0
+    failed: int = 0
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in the store.
+
+    Args:
+        statuses: responses by status.
+        models: responses by model.
+        bytes: of responses, as they are kept.
+        event_bytes: of logs; None where one owner was asked for.
+        oldest: when the oldest response was made, seconds since the epoch.
+        evictions: responses that had to make room, ever.
+    """
+
+    statuses: dict[str, int]
+    models: dict[str, int]
+    bytes: int
+    event_bytes: int | None
+    oldest: float | None
+    evictions: int
+
+    @property
+    def count(self) -> int:
+        return sum(self.statuses.values())
+
+
+class StoreUnavailable(VllmopsError):  # noqa: N818 - said as it is told: the store is unavailable
+    """The backend is down, or too slow; whether a write was done is not known.
+
+    Args:
+        message: what is wrong.
+        retry_after_s: when to try again, in seconds.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1) -> None:
+        super().__init__("store.unavailable", message, "see that the store's server runs")
+        self.retry_after_s = retry_after_s
+
+
+class CursorUnknown(VllmopsError):  # noqa: N818
+    """``after`` or ``before`` names no response of this owner."""
+
+    def __init__(self, cursor: str) -> None:
+        super().__init__("store.cursor", f"no response {cursor!r} to list from")
+
+
+class ConversationBroken(VllmopsError):  # noqa: N818
+    """A turn before the one that was asked for was deleted, evicted or has expired.
+
+    Args:
+        missing: its id.
+    """
+
+    def __init__(self, missing: str) -> None:
+        super().__init__("store.conversation", f"an earlier turn, {missing!r}, is gone")
+        self.missing = missing
+
+
+class Backend(ABC):
+    """Keeps responses; a subclass may be a user's own.
+
+    Each method is atomic. ``owner`` scopes it: another owner's response is as none at all, save
+    that its id is taken; `EVERYBODY` sees all. A response that runs has a lease: `create`, `put`
+    with a status that runs, and `running` with ``renew`` extend it to ``limits.lease_s`` from now.
+    Once it has lapsed, whoever reads the response first makes it ``failed`` with `GONE`.
+
+    Args:
+        url: as the user gave it.
+        limits: what is kept.
+    """
+
+    # What the driver raises where the backend is down; told as StoreUnavailable.
+    unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+
+    def __init__(self, url: str, limits: Limits) -> None:
+        self.url = url
+        self.limits = limits
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Connect, and bring the schema up to date; called again after it has failed.
+
+        Raises:
+            VllmopsError: ``store.schema``, where a newer vllmops has made it.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of everything; also where `open` has failed."""
+
+    @abstractmethod
+    async def drop(self) -> None:
+        """Delete all that is kept, schema included."""
+
+    @abstractmethod
+    async def create(self, response: Response) -> bool:
+        """Store a response that was not there; False where the id is taken, by whomever.
+
+        Evicts others where that makes too many.
+        """
+
+    @abstractmethod
+    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
+        """Replace body, status and error of a response that is there; its input stays.
+
+        False, and nothing done, where that run is gone or its status is one of `unless_status`.
+        """
+
+    @abstractmethod
+    async def set_status(
+        self,
+        owner: str,
+        response_id: str,
+        status: str,
+        *,
+        allowed: Collection[str] = RUNNING,
+        error: str = "",
+    ) -> Swap:
+        """Change the status alone, where it is one of `allowed`."""
+
+    @abstractmethod
+    async def get(self, owner: str, response_id: str) -> Response | None:
+        """A response, or None; counts as use."""
+
+    @abstractmethod
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Delete a response with its events; False where there is none."""
+
+    @abstractmethod
+    async def page(self, owner: str, query: Query) -> Page:
+        """Part of the owner's responses, by creation.
+
+        Raises:
+            CursorUnknown: ``after`` or ``before`` is no response of this owner's.
+        """
+
+    @abstractmethod
+    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+        """A response after those that it follows, the oldest first; counts as use of each.
+
+        It begins with the first that is there. Empty where there is no such response. However
+        long it is, it takes the same number of round trips.
+        """
+
+    @abstractmethod
+    async def touch(self, owner: str, ids: Collection[str]) -> None:
+        """Count as use of these responses."""
+
+    @abstractmethod
+    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+        """Those of the ids that run; the others were cancelled, deleted, evicted, or lapsed."""
+
+    @abstractmethod
+    async def append(self, response: Response, chunk: Chunk) -> bool:
+        """Add to the log of a run; False where that run is gone.
+
+        A chunk whose ``first`` is there already is left out: a writer may try again.
+        """
+
+    @abstractmethod
+    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
+        """The chunks with events behind a sequence number; None where there is no response."""
+
+    @abstractmethod
+    async def sweep(self) -> Swept:
+        """Expire, evict, fail what has lapsed, forget old logs; called now and then."""
+
+    @abstractmethod
+    async def stats(self, owner: str) -> Stats:
+        """What there is; may take its time."""
+
+
+def too_new(url: str, found: int, known: int) -> VllmopsError:
+    """The refusal of a store that a newer vllmops has made."""
+    return VllmopsError(
+        "store.schema",
+        f"the store at {shown(url)} has schema {found}, and this vllmops knows up to {known}",
+        "pip install --upgrade vllmops-cli",
+    )
+
+
+def shown(url: str) -> str:
+    """A URL without its password."""
+    return re.sub(r"(?<=://)([^/@]*?):[^/@]*@", r"\1:…@", url)

@@ -1,0 +1,281 @@
+"""The backend ``memory://``: this process alone, gone with it."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
+
+from msgspec.structs import replace
+
+from .backend import (
+    EVERYBODY,
+    FINISHED,
+    GONE,
+    RUNNING,
+    Backend,
+    Chunk,
+    CursorUnknown,
+    Limits,
+    Log,
+    Page,
+    Query,
+    Response,
+    Stats,
+    Swap,
+    Swept,
+)
+
+# All logs together, in bytes: the one that was written to longest ago goes first.
+LOGS_BYTES = 64 << 20
+
+
+class Memory(Backend):
+    """Dictionaries, the least recently used first; one event loop alone may use it."""
+
+    def __init__(self, url: str, limits: Limits) -> None:
+        super().__init__(url, limits)
+        self.clear()
+
+    def clear(self) -> None:
+        self.finished: OrderedDict[str, Response] = OrderedDict()
+        self.under_way: OrderedDict[str, Response] = OrderedDict()
+        self.used: dict[str, float] = {}
+        self.leases: dict[str, float] = {}
+        # By creation. What was deleted stays in it until there is too much of that.
+        self.order: list[tuple[float, str]] = []
+        self.logs: OrderedDict[str, list[Chunk]] = OrderedDict()
+        self.written: dict[str, float] = {}
+        self.log_bytes = 0
+        self.evictions = 0
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def drop(self) -> None:
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self.finished) + len(self.under_way)
+
+    async def create(self, response: Response) -> bool:
+        if self.peek(response.id) is not None:
+            return False
+        key = response.created_at, response.id
+        at = bisect_left(self.order, key)
+        if self.order[at : at + 1] != [key]:  # which a deleted one may have left
+            self.order.insert(at, key)
+        self.keep(response)
+        while len(self) > self.limits.max_size:
+            self.evict(response.id)
+        return True
+
+    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
+        now = self.run(response)
+        if now is None or now.status in unless_status:
+            return False
+        self.keep(replace(now, body=response.body, status=response.status, error=response.error))
+        return True
+
+    async def set_status(
+        self,
+        owner: str,
+        response_id: str,
+        status: str,
+        *,
+        allowed: Collection[str] = RUNNING,
+        error: str = "",
+    ) -> Swap:
+        now = self.find(owner, response_id)
+        if now is None or now.status not in allowed:
+            return Swap(False, now)
+        changed = replace(now, status=status, error=error)
+        self.keep(changed)
+        return Swap(True, changed)
+
+    async def get(self, owner: str, response_id: str) -> Response | None:
+        if found := self.find(owner, response_id):
+            self.use(found)
+        return found
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        if self.find(owner, response_id) is None:
+            return False
+        self.forget(response_id)
+        return True
+
+    async def page(self, owner: str, query: Query) -> Page:
+        lowest, highest = self.cursor(owner, query.after), self.cursor(owner, query.before)
+        if query.descending:
+            lowest, highest = highest, lowest
+        low = bisect_right(self.order, lowest) if lowest else 0
+        high = bisect_left(self.order, highest) if highest else len(self.order)
+        upwards = query.descending == query.backwards
+        found: list[Response] = []
+        for at in range(low, high) if upwards else range(high - 1, low - 1, -1):
+            created_at, response_id = self.order[at]
+            response = self.find(owner, response_id)
+            if (
+                response is not None
+                and response.created_at == created_at
+                and query.status in {None, response.status}
+                and query.model in {None, response.model}
+            ):
+                found.append(response)
+                if len(found) > query.limit:
+                    break
+        page = found[: query.limit]
+        return Page(page[::-1] if query.backwards else page, len(found) > query.limit)
+
+    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+        found: list[Response] = []
+        seen: set[str] = set()
+        at: str | None = response_id
+        while at is not None and at not in seen and (turn := self.find(owner, at)):
+            found.append(turn)
+            seen.add(at)
+            at = turn.previous_id
+        for turn in reversed(found):
+            self.use(turn)
+        return found[::-1]
+
+    async def touch(self, owner: str, ids: Collection[str]) -> None:
+        for each in ids:
+            if found := self.find(owner, each):
+                self.use(found)
+
+    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+        found = {each for each in ids if self.find(EVERYBODY, each) and each in self.under_way}
+        if renew:
+            for each in found:
+                self.lease(each)
+        return found
+
+    async def append(self, response: Response, chunk: Chunk) -> bool:
+        if self.run(response) is None:
+            return False
+        chunks = self.logs.setdefault(response.id, [])
+        if all(each.first != chunk.first for each in reversed(chunks)):
+            chunks.append(chunk)
+            self.log_bytes += len(chunk.events)
+        self.logs.move_to_end(response.id)
+        self.written[response.id] = time.monotonic()
+        while chunks[0].last <= chunk.last - self.limits.max_events:
+            self.log_bytes -= len(chunks.pop(0).events)
+        while self.log_bytes > LOGS_BYTES and len(self.logs) > 1:
+            self.forget_log(next(iter(self.logs)))
+        return True
+
+    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
+        found = self.find(owner, response_id)
+        if found is None:
+            return None
+        chunks = self.logs.get(response_id, [])
+        return Log([each for each in chunks if each.last > after], found.running)
+
+    async def sweep(self) -> Swept:
+        before = self.evictions
+        lapsed = [each for each in list(self.leases) if self.lapse(each)]
+        oldest = time.time() - self.limits.ttl_s
+        expired = []
+        for each in self.finished:
+            if self.used[each] >= oldest:
+                break
+            expired.append(each)
+        for each in expired:
+            self.forget(each)
+        while len(self) > self.limits.max_size:
+            self.evict("")
+        written = time.monotonic() - self.limits.events_kept_s
+        for each in [i for i, at in self.written.items() if at < written and i in self.finished]:
+            self.forget_log(each)
+        return Swept(len(expired), self.evictions - before, len(lapsed))
+
+    async def stats(self, owner: str) -> Stats:
+        await self.sweep()
+        found = [each for each in self.all() if owner in {EVERYBODY, each.owner}]
+        return Stats(
+            statuses=dict(Counter(each.status for each in found)),
+            models=dict(Counter(each.model for each in found)),
+            bytes=sum(len(each.body) + len(each.input) for each in found),
+            event_bytes=self.log_bytes if owner == EVERYBODY else None,
+            oldest=min((each.created_at for each in found), default=None),
+            evictions=self.evictions,
+        )
+
+    def all(self) -> Iterator[Response]:
+        yield from self.finished.values()
+        yield from self.under_way.values()
+
+    def peek(self, response_id: str) -> Response | None:
+        return self.finished.get(response_id) or self.under_way.get(response_id)
+
+    def find(self, owner: str, response_id: str) -> Response | None:
+        """What the owner sees, its lease looked at."""
+        found = self.peek(response_id)
+        if found is None or owner not in {EVERYBODY, found.owner}:
+            return None
+        return self.peek(response_id) if self.lapse(response_id) else found
+
+    def run(self, response: Response) -> Response | None:
+        """What there is of the very run that a response belongs to."""
+        found = self.find(response.owner, response.id)
+        return found if found and found.created_at == response.created_at else None
+
+    def keep(self, response: Response) -> None:
+        """Put it where it belongs by its status, as the last used."""
+        self.finished.pop(response.id, None)
+        self.under_way.pop(response.id, None)
+        if response.running:
+            self.under_way[response.id] = response
+            self.lease(response.id)
+        else:
+            self.finished[response.id] = response
+            self.leases.pop(response.id, None)
+        self.used[response.id] = time.time()
+
+    def use(self, response: Response) -> None:
+        (self.under_way if response.running else self.finished).move_to_end(response.id)
+        self.used[response.id] = time.time()
+
+    def lease(self, response_id: str) -> None:
+        self.leases[response_id] = time.monotonic() + self.limits.lease_s
+
+    def lapse(self, response_id: str) -> bool:
+        """Fail a run whose lease is over; whether it was."""
+        until = self.leases.get(response_id)
+        if until is None or until > time.monotonic():
+            return False
+        self.keep(replace(self.under_way[response_id], status="failed", error=GONE))
+        return True
+
+    def evict(self, spared: str) -> None:
+        """Drop what was used longest ago, and something that runs only in need."""
+        victim = next(i for group in (self.finished, self.under_way) for i in group if i != spared)
+        self.forget(victim)
+        self.evictions += 1
+
+    def forget(self, response_id: str) -> None:
+        self.finished.pop(response_id, None)
+        self.under_way.pop(response_id, None)
+        self.leases.pop(response_id, None)
+        del self.used[response_id]
+        self.forget_log(response_id)
+        if len(self.order) > 2 * len(self) + 64:
+            self.order = sorted((each.created_at, each.id) for each in self.all())
+
+    def forget_log(self, response_id: str) -> None:
+        self.log_bytes -= sum(len(each.events) for each in self.logs.pop(response_id, ()))
+        self.written.pop(response_id, None)
+
+    def cursor(self, owner: str, response_id: str | None) -> tuple[float, str] | None:
+        if response_id is None:
+            return None
+        found = self.find(owner, response_id)
+        if found is None:
+            raise CursorUnknown(response_id)
+        return found.created_at, found.id

@@ -1,0 +1,470 @@
+"""Stored responses, for whoever serves them: what the API server builds on.
+
+**Take** ``store = ResponseStore(opening.backend(url, limits))``, ``await store.open()`` once, and
+``await store.close()`` at the end. A backend that is down does not keep a server from starting:
+each call tries to open it again, and `open` raises only what time does not mend (a newer schema).
+Nothing here imports vllm, and nothing blocks the event loop.
+
+**Bodies** are JSON bytes. ``body`` is the response object with its ``output``, ``input`` an array
+of the items that this turn added, not those before it: so each item is stored once. `document` is
+the object to answer with, its status and error as of now. Tools lose their credentials on the way
+in.
+
+**Owners.** Each call takes the hash of the caller's API key, ``""`` without keys. Somebody else's
+response is None, 404, and not in a list, but its id is taken: `create` says False, which is a 409
+where the client has set ``request_id``. `EVERYBODY` is for who runs the server.
+
+**A response in the foreground** is created once it has finished, and one in the background at once,
+as ``queued``::
+
+    run = Response(id=…, owner=…, model=…, status="queued", body=…, input=…, previous_id=…)
+    if not await store.create(run): …409
+    store.attend(run, task.cancel)      # renews its lease; cancels when somebody wants it stopped
+    …
+    await store.put(replace(run, status="completed", body=…))   # False: cancelled, deleted, evicted
+    store.leave(run)
+
+`put` writes only what still runs, so what was cancelled is never completed, and what was deleted
+never comes back, on whichever replica that happened. Keep `run`: its ``created_at`` tells it from a
+later one under the same id.
+
+**Cancelling** is ``set_status(owner, id, "cancelled")``, on any replica: ``changed`` or already
+``cancelled`` is success, another finished status is a 400, None a 404. Whoever attends the run has
+`BEAT_S` to notice. Deleting and evicting stop a run likewise. A run whose server dies is told as
+``failed`` with `GONE` from `Limits.lease_s` after.
+
+**A conversation** is the turn that ``previous_response_id`` names after all before it, in one
+query. ConversationBroken where an earlier one is gone (404), an empty list where the turn itself
+is.
+
+**A background stream** is written by `append` in batches (some 50 ms of events each: a round trip
+costs more than an event), each event as JSON with consecutive sequence numbers, and read by
+`follow` from any replica, from any number on. A log is bounded, so `follow` may begin later than
+asked, and it ends with the run, whether or not its last event tells so: whoever serves it then
+sends the terminal event that `get` implies.
+
+**Trouble** is one StoreUnavailable within `DEADLINE_S`, with ``retry_after_s``: 503. A write that
+ended so may have been done or not. It is only ever acknowledged after it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import msgspec
+from msgspec.structs import replace
+
+from ..errors import VllmopsError
+from . import redaction
+from .backend import (
+    EVERYBODY,
+    FINISHED,
+    GONE,
+    RUNNING,
+    STATUSES,
+    Backend,
+    Chunk,
+    ConversationBroken,
+    CursorUnknown,
+    Limits,
+    Log,
+    Page,
+    Query,
+    Response,
+    Stats,
+    StoreUnavailable,
+    Swap,
+    Swept,
+)
+from .packing import pack, unpack
+
+__all__ = [
+    "EVERYBODY",
+    "FINISHED",
+    "GONE",
+    "RUNNING",
+    "Backend",
+    "ConversationBroken",
+    "CursorUnknown",
+    "Events",
+    "Limits",
+    "Page",
+    "Query",
+    "Response",
+    "ResponseStore",
+    "Stats",
+    "StoreUnavailable",
+    "Swap",
+    "document",
+]
+
+DEADLINE_S = 2.0
+# Sweeping and counting go through many rows.
+SLOW_DEADLINE_S = 30.0
+# After a failure nobody waits for the backend for so long.
+PAUSE_S = 1.0
+BEAT_S = 0.25
+SWEEP_S = 10.0
+# How often another replica's log is looked at.
+FOLLOW_S = 0.2
+LONGEST_ID = 256
+
+
+class Events(msgspec.Struct, frozen=True):
+    """Part of a stream.
+
+    Args:
+        first: sequence number of the first; greater than asked where the log has lost some.
+        events: each as JSON.
+    """
+
+    first: int
+    events: list[bytes]
+
+
+class ResponseStore:
+    """A backend with all that each of them needs around it.
+
+    Credentials are taken out, bodies packed, calls bounded in time, leases renewed, and what is
+    too old or too much is swept away.
+
+    Args:
+        backend: which this store opens and closes.
+        deadline_s: seconds that a call may take.
+    """
+
+    def __init__(self, backend: Backend, *, deadline_s: float = DEADLINE_S) -> None:
+        self.backend = backend
+        self.deadline_s = deadline_s
+        self.opened = False
+        self.opening = asyncio.Lock()
+        self.paused_until = 0.0
+        self.attended: dict[str, tuple[Response, Callable[[], object]]] = {}
+        self.news: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+        self.beating: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Begin; a backend that is down is opened later.
+
+        Raises:
+            VllmopsError: ``store.schema``, or the backend was configured in a way that can't be.
+        """
+        self.beating = asyncio.create_task(self.beat(), name="responses-store")
+        try:
+            async with self.bounded():
+                pass
+        except StoreUnavailable:
+            pass
+        except VllmopsError:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End; what runs here is left to whoever ends it."""
+        if self.beating:
+            self.beating.cancel()
+            await asyncio.wait([self.beating])
+            self.beating = None
+        with contextlib.suppress(TimeoutError, *self.backend.unavailable):
+            async with asyncio.timeout(self.deadline_s):
+                await self.backend.close()
+        self.opened = False
+
+    async def create(self, response: Response) -> bool:
+        """Store a response that was not there; False where the id is taken, by whomever.
+
+        Raises:
+            VllmopsError: ``store.id``, the id can't be one.
+        """
+        if not valid(response.id):
+            raise VllmopsError("store.id", f"{response.id!r} is no id for a response")
+        packed = await self.packed(response)
+        async with self.bounded():
+            return await self.backend.create(packed)
+
+    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
+        """Replace a run's body, status and error; False where it is gone or has such a status."""
+        packed = await self.packed(response)
+        async with self.bounded():
+            done = await self.backend.put(packed, unless_status=unless_status)
+        if not response.running:
+            self.tell(response.id)
+        return done
+
+    async def set_status(
+        self,
+        owner: str,
+        response_id: str,
+        status: str,
+        *,
+        allowed: Collection[str] = RUNNING,
+        error: str = "",
+    ) -> Swap:
+        """Change the status alone, where it is one of `allowed`, and only then."""
+        if not valid(response_id):
+            return Swap(False, None)
+        async with self.bounded():
+            swap = await self.backend.set_status(
+                owner, response_id, status, allowed=allowed, error=plain(error)
+            )
+        return Swap(swap.changed, swap.now and await unpacked(swap.now))
+
+    async def get(self, owner: str, response_id: str) -> Response | None:
+        """A response, or None; counts as use."""
+        if not valid(response_id):
+            return None
+        async with self.bounded():
+            found = await self.backend.get(owner, response_id)
+        return found and await unpacked(found)
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        """Delete a response with its events; False where there is none."""
+        if not valid(response_id):
+            return False
+        async with self.bounded():
+            return await self.backend.delete(owner, response_id)
+
+    async def page(self, owner: str, query: Query) -> Page:
+        """Part of the owner's responses, by creation.
+
+        Raises:
+            CursorUnknown: ``after`` or ``before`` is no response of this owner's.
+        """
+        for cursor in (query.after, query.before):
+            if cursor is not None and not valid(cursor):
+                raise CursorUnknown(cursor)
+        if (query.status not in {None, *STATUSES}) or not storable(query.model or ""):
+            return Page([], False)
+        async with self.bounded():
+            page = await self.backend.page(owner, query)
+        return Page([await unpacked(each) for each in page.responses], page.more)
+
+    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+        """A turn after all before it, the oldest first; empty where there is no such turn.
+
+        Raises:
+            ConversationBroken: one of the turns before is gone.
+        """
+        if not valid(response_id):
+            return []
+        async with self.bounded():
+            turns = await self.backend.conversation(owner, response_id)
+        if turns and turns[0].previous_id is not None:
+            raise ConversationBroken(turns[0].previous_id)
+        return [await unpacked(each) for each in turns]
+
+    async def touch(self, owner: str, ids: Collection[str]) -> None:
+        """Count as use of these responses."""
+        async with self.bounded():
+            await self.backend.touch(owner, [each for each in ids if valid(each)])
+
+    async def append(self, response: Response, first: int, events: Sequence[bytes]) -> bool:
+        """Add to the log of a run; False where that run is gone.
+
+        Args:
+            response: the run.
+            first: sequence number of the first event; the others follow it.
+            events: each as JSON.
+        """
+        if not events:
+            return True
+        joined = b"[" + b",".join(redaction.event(each) for each in events) + b"]"
+        chunk = Chunk(first, first + len(events) - 1, await pack(joined))
+        async with self.bounded():
+            done = await self.backend.append(response, chunk)
+        self.tell(response.id)
+        return done
+
+    async def follow(self, owner: str, response_id: str, after: int = -1) -> AsyncIterator[Events]:
+        """The events behind a sequence number as they come, until the run is over.
+
+        Ends at once where there is no such response, or once it was deleted. Once it has begun, it
+        waits for a backend that goes down.
+        """
+        if not valid(response_id):
+            return
+        news = self.news.setdefault(response_id, asyncio.Event())
+        log = await self.log(owner, response_id, after)
+        while log is not None:
+            for chunk in log.chunks:
+                found = msgspec.json.decode(await unpack(chunk.events), type=list[msgspec.Raw])
+                fresh = found[max(0, after + 1 - chunk.first) :]
+                first, after = chunk.last + 1 - len(fresh), chunk.last
+                yield Events(first, [bytes(each) for each in fresh])
+            if not log.chunks:
+                if not log.running:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), FOLLOW_S)
+            news.clear()
+            try:
+                log = await self.log(owner, response_id, after)
+            except StoreUnavailable as error:
+                await asyncio.sleep(error.retry_after_s)
+                log = Log([], True)
+
+    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
+        async with self.bounded():
+            return await self.backend.log(owner, response_id, after)
+
+    def attend(self, response: Response, stop: Callable[[], object]) -> None:
+        """Keep a run's lease, and call `stop`, once, when it was cancelled, deleted or evicted."""
+        self.attended[response.id] = response, stop
+
+    def leave(self, response: Response) -> None:
+        """Attend a run no more."""
+        if (held := self.attended.get(response.id)) and held[0].created_at == response.created_at:
+            del self.attended[response.id]
+
+    async def sweep(self) -> Swept:
+        """Tidy up; done every `SWEEP_S` by itself."""
+        async with self.bounded(SLOW_DEADLINE_S):
+            return await self.backend.sweep()
+
+    async def stats(self, owner: str) -> Stats:
+        """What there is; may take some seconds where there is much."""
+        async with self.bounded(SLOW_DEADLINE_S):
+            return await self.backend.stats(owner)
+
+    async def beat(self) -> None:
+        """Look after the runs that are attended, and sweep, for ever."""
+        renewed, swept = 0.0, time.monotonic()
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now = time.monotonic()
+            with contextlib.suppress(StoreUnavailable):
+                renew = now - renewed >= min(self.backend.limits.lease_s / 3, SWEEP_S)
+                if self.attended:
+                    await self.look_after(renew=renew)
+                if renew:
+                    renewed = now
+                if now - swept >= SWEEP_S:
+                    swept = now
+                    await self.sweep()
+
+    async def look_after(self, *, renew: bool) -> None:
+        held = dict(self.attended)
+        async with self.bounded():
+            running = await self.backend.running(held.keys(), renew=renew)
+        for response_id in held.keys() - running:
+            response, stop = held[response_id]
+            self.leave(response)
+            self.tell(response_id)
+            with contextlib.suppress(Exception):
+                stop()
+
+    def tell(self, response_id: str) -> None:
+        """Wake whoever follows a response here."""
+        if news := self.news.get(response_id):
+            news.set()
+
+    async def packed(self, response: Response) -> Response:
+        return replace(
+            response,
+            error=plain(response.error),
+            body=await pack(redaction.body(response.body)),
+            input=await pack(response.input),
+        )
+
+    def bounded(self, deadline_s: float | None = None) -> Bounded:
+        """What a call to the backend stands in."""
+        return Bounded(self, deadline_s or self.deadline_s)
+
+
+class Bounded:
+    """Bounds a call's time, opens the backend where it is not, and tells trouble in one way.
+
+    Args:
+        store: whose call it is.
+        deadline_s: seconds in all.
+    """
+
+    def __init__(self, store: ResponseStore, deadline_s: float) -> None:
+        self.store = store
+        self.timeout = asyncio.timeout(deadline_s)
+
+    async def __aenter__(self) -> None:
+        wait = self.store.paused_until - time.monotonic()
+        if wait > 0:
+            raise StoreUnavailable("the store was unavailable a moment ago", wait)
+        await self.timeout.__aenter__()
+        if not self.store.opened:
+            try:
+                async with self.store.opening:
+                    if not self.store.opened:
+                        await self.store.backend.open()
+                        self.store.opened = True
+            except BaseException as error:
+                await self.__aexit__(type(error), error, error.__traceback__)
+                raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self.timeout.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            raise self.unavailable("it took too long") from late
+        if isinstance(error, self.store.backend.unavailable):
+            raise self.unavailable(f"{error}" or type(error).__name__) from error
+
+    def unavailable(self, why: str) -> StoreUnavailable:
+        self.store.paused_until = time.monotonic() + PAUSE_S
+        return StoreUnavailable(f"the store is unavailable: {why}", PAUSE_S)
+
+
+class Head(msgspec.Struct):
+    """As much of a body as tells whether it is up to date."""
+
+    status: str = ""
+
+
+HEAD = msgspec.json.Decoder(Head)
+
+
+def document(response: Response) -> bytes:
+    """The response object as JSON, its status and error as of now."""
+    if not response.error and HEAD.decode(response.body).status == response.status:
+        return response.body
+    found: dict[str, Any] = msgspec.json.decode(response.body)
+    found["status"] = response.status
+    if response.error:
+        found["error"] = {"code": "server_error", "message": response.error}
+    return msgspec.json.encode(found)
+
+
+async def unpacked(response: Response) -> Response:
+    return replace(response, body=await unpack(response.body), input=await unpack(response.input))
+
+
+def valid(response_id: str) -> bool:
+    """Whether it can be an id: not empty, not endless, and text that every backend takes."""
+    return 0 < len(response_id) <= LONGEST_ID and storable(response_id)
+
+
+def storable(text: str) -> bool:
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def plain(text: str) -> str:
+    """A text as every backend takes it."""
+    return text.encode(errors="replace").decode().replace("\0", "")
