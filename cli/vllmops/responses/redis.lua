@@ -1,0 +1,300 @@
+-- Every operation on stored responses, each atomic. KEYS[1] is what all keys begin with, in braces,
+-- so that in a cluster they lie together. ARGV[1] is the operation, ARGV[2] the client's clock.
+--
+-- r:ID        a response, a hash          e:ID    its log, a sorted set by last sequence number
+-- all, o:OWNER, m:MODEL, s:STATUS         ids by creation
+-- used, busy  ids by last use, of what has finished and of what runs
+-- leases      ids of what runs, by the end of the lease, on this server's clock
+-- evictions   how many, ever              schema  its version
+
+local root, operation, now = KEYS[1], ARGV[1], ARGV[2]
+local fields = {'owner', 'model', 'status', 'created_at', 'previous_id', 'error', 'body', 'input'}
+
+local function key(kind, name) return root .. kind .. name end
+
+local function clock()
+  local time = redis.call('TIME')
+  return time[1] + time[2] / 1000000
+end
+
+local function running(status) return status == 'queued' or status == 'in_progress' end
+
+local function one_of(word, words) return string.find(words, ' ' .. word .. ' ', 1, true) ~= nil end
+
+local function use(id, status)
+  redis.call('ZADD', root .. (running(status) and 'busy' or 'used'), now, id)
+end
+
+local function lease(id, seconds)
+  redis.call('ZADD', root .. 'leases', string.format('%.6f', clock() + seconds), id)
+end
+
+-- Give a response another status, and all that follows from it.
+local function turn(id, from, to, created_at, lease_s, events_kept_s)
+  redis.call('HSET', key('r:', id), 'status', to)
+  redis.call('ZREM', key('s:', from), id)
+  redis.call('ZADD', key('s:', to), created_at, id)
+  redis.call('ZREM', root .. 'used', id)
+  redis.call('ZREM', root .. 'busy', id)
+  use(id, to)
+  if running(to) then
+    lease(id, lease_s)
+  else
+    redis.call('ZREM', root .. 'leases', id)
+    redis.call('PEXPIRE', key('e:', id), math.floor(events_kept_s * 1000))
+  end
+end
+
+local function drop(id)
+  local found = redis.call('HMGET', key('r:', id), 'owner', 'model', 'status')
+  if found[1] then
+    redis.call('ZREM', key('o:', found[1]), id)
+    redis.call('ZREM', key('m:', found[2]), id)
+    redis.call('ZREM', key('s:', found[3]), id)
+  end
+  for _, name in ipairs({'all', 'used', 'busy', 'leases'}) do redis.call('ZREM', root .. name, id) end
+  redis.call('DEL', key('r:', id), key('e:', id))
+end
+
+-- Fail what nobody renews, but not right after this server has been away itself.
+local function fail(lease_s, events_kept_s, gone)
+  local time = clock()
+  local lapsed = redis.call('ZRANGEBYSCORE', root .. 'leases', '-inf', string.format('%.6f', time))
+  if #lapsed == 0 then return 0 end
+  local up = string.match(redis.call('INFO', 'server'), 'uptime_in_seconds:(%d+)')
+  if up and tonumber(up) < lease_s then return 0 end
+  for _, id in ipairs(lapsed) do
+    local found = redis.call('HMGET', key('r:', id), 'status', 'created_at')
+    if found[1] then
+      turn(id, found[1], 'failed', found[2], lease_s, events_kept_s)
+      redis.call('HSET', key('r:', id), 'error', gone)
+    else
+      drop(id)
+    end
+  end
+  return #lapsed
+end
+
+local function evict(max_size, spared)
+  local evicted = 0
+  local surplus = redis.call('ZCARD', root .. 'all') - max_size
+  for _, group in ipairs({'used', 'busy'}) do
+    if surplus > evicted then
+      for _, id in ipairs(redis.call('ZRANGE', root .. group, 0, surplus - evicted)) do
+        if id ~= spared and evicted < surplus then
+          drop(id)
+          evicted = evicted + 1
+        end
+      end
+    end
+  end
+  if evicted > 0 then redis.call('INCRBY', root .. 'evictions', evicted) end
+  return evicted
+end
+
+-- A response's fields behind its id, or nothing where the owner has none.
+local function seen(id, owner)
+  local found = redis.call('HMGET', key('r:', id), unpack(fields))
+  if not found[1] or (owner ~= '*' and owner ~= found[1]) then return nil end
+  return {id, unpack(found)}
+end
+
+-- Whether there is the very run, and its status.
+local function run(id, owner, created_at)
+  local found = redis.call('HMGET', key('r:', id), 'owner', 'created_at', 'status')
+  if found[1] == owner and found[2] == created_at then return found[3] end
+  return nil
+end
+
+local commands = {}
+
+function commands.create(id, owner, model, status, created_at, previous_id, error, body, input,
+                         lease_s, max_size)
+  if redis.call('EXISTS', key('r:', id)) == 1 then return 0 end
+  redis.call('HSET', key('r:', id), 'owner', owner, 'model', model, 'status', status,
+    'created_at', created_at, 'previous_id', previous_id, 'error', error, 'body', body,
+    'input', input)
+  redis.call('ZADD', root .. 'all', created_at, id)
+  redis.call('ZADD', key('o:', owner), created_at, id)
+  redis.call('ZADD', key('m:', model), created_at, id)
+  redis.call('ZADD', key('s:', status), created_at, id)
+  use(id, status)
+  if running(status) then lease(id, lease_s) end
+  evict(tonumber(max_size), id)
+  return 1
+end
+
+function commands.put(id, owner, created_at, unless, status, error, body, lease_s, events_kept_s)
+  local from = run(id, owner, created_at)
+  if not from or one_of(from, unless) then return 0 end
+  redis.call('HSET', key('r:', id), 'error', error, 'body', body)
+  turn(id, from, status, created_at, tonumber(lease_s), tonumber(events_kept_s))
+  return 1
+end
+
+function commands.set_status(id, owner, allowed, status, error, lease_s, events_kept_s)
+  local found = seen(id, owner)
+  if not found then return {} end
+  if not one_of(found[4], allowed) then return {0, found} end
+  redis.call('HSET', key('r:', id), 'error', error)
+  turn(id, found[4], status, found[5], tonumber(lease_s), tonumber(events_kept_s))
+  return {1, seen(id, owner)}
+end
+
+function commands.get(id, owner, lease_s, events_kept_s, gone)
+  local found = seen(id, owner)
+  if found and running(found[4]) then
+    if fail(tonumber(lease_s), tonumber(events_kept_s), gone) > 0 then found = seen(id, owner) end
+  end
+  if found then use(id, found[4]) end
+  return found or {}
+end
+
+function commands.delete(id, owner)
+  if not seen(id, owner) then return 0 end
+  drop(id)
+  return 1
+end
+
+-- A page, or as much of it as `most` entries hold: the rest begins behind the last one looked at.
+function commands.page(owner, model, status, upwards, from, from_id, to, to_id, limit, most)
+  local set = root .. 'all'
+  local least = redis.call('ZCARD', set)
+  for kind, name in pairs({o = owner, m = model, s = status}) do
+    if name ~= '*' then
+      local size = redis.call('ZCARD', key(kind .. ':', name))
+      if size <= least then set, least = key(kind .. ':', name), size end
+    end
+  end
+  upwards = upwards == '1'
+  local rank = 0
+  if from ~= '' then
+    rank = upwards and redis.call('ZCOUNT', set, '-inf', '(' .. from)
+      or redis.call('ZCOUNT', set, '(' .. from, '+inf')
+  end
+  local range = upwards and 'ZRANGE' or 'ZREVRANGE'
+  local found, looked, last = {}, 0, {}
+  local function beyond(score, id, at, at_id)
+    local a, b = tonumber(score), tonumber(at)
+    if a ~= b then return (a > b) == upwards end
+    return id ~= at_id and (id > at_id) == upwards
+  end
+  while looked < tonumber(most) do
+    local part = redis.call(range, set, rank + looked, rank + looked + 99, 'WITHSCORES')
+    for i = 1, #part, 2 do
+      local id, score = part[i], part[i + 1]
+      if to ~= '' and not beyond(to, to_id, score, id) then return {found} end
+      if from == '' or beyond(score, id, from, from_id) then
+        local each = redis.call('HMGET', key('r:', id), 'owner', 'model', 'status')
+        if each[1] and (owner == '*' or owner == each[1]) and (model == '*' or model == each[2])
+            and (status == '*' or status == each[3]) then
+          found[#found + 1] = seen(id, '*')
+          if #found >= tonumber(limit) then return {found} end
+        end
+      end
+      last = {score, id}
+    end
+    looked = looked + 100
+    if #part < 200 then return {found} end
+  end
+  return {found, last[1], last[2]}
+end
+
+function commands.cursor(id, owner)
+  local found = seen(id, owner)
+  return found and found[5] or false
+end
+
+function commands.conversation(id, owner, lease_s, events_kept_s, gone)
+  fail(tonumber(lease_s), tonumber(events_kept_s), gone)
+  local found, known = {}, {}
+  while id ~= '' and not known[id] do
+    local each = seen(id, owner)
+    if not each then break end
+    known[id] = true
+    use(id, each[4])
+    found[#found + 1] = each
+    id = each[6]
+  end
+  return found
+end
+
+function commands.touch(owner, ...)
+  for _, id in ipairs({...}) do
+    local found = seen(id, owner)
+    if found then use(id, found[4]) end
+  end
+  return 1
+end
+
+function commands.running(renewed_s, ...)
+  local found = {}
+  for _, id in ipairs({...}) do
+    if redis.call('ZSCORE', root .. 'leases', id) then
+      if renewed_s ~= '' then lease(id, tonumber(renewed_s)) end
+      found[#found + 1] = id
+    end
+  end
+  return found
+end
+
+function commands.append(id, owner, created_at, first, last, events, max_events, events_kept_s)
+  local status = run(id, owner, created_at)
+  if not status then return 0 end
+  local log = key('e:', id)
+  if redis.call('ZCOUNT', log, first, last) == 0 then
+    redis.call('ZADD', log, last, first .. ':' .. last .. ':' .. events)
+    redis.call('ZREMRANGEBYSCORE', log, '-inf', last - max_events)
+  end
+  if not running(status) then redis.call('PEXPIRE', log, math.floor(events_kept_s * 1000)) end
+  return 1
+end
+
+function commands.log(id, owner, after, lease_s, events_kept_s, gone)
+  local found = commands.get(id, owner, lease_s, events_kept_s, gone)
+  if not found[1] then return {} end
+  return {found[4], redis.call('ZRANGEBYSCORE', key('e:', id), '(' .. after, '+inf')}
+end
+
+function commands.fail(lease_s, events_kept_s, gone)
+  return fail(tonumber(lease_s), tonumber(events_kept_s), gone)
+end
+
+function commands.expire(oldest, most)
+  local found = redis.call('ZRANGEBYSCORE', root .. 'used', '-inf', '(' .. oldest,
+    'LIMIT', 0, tonumber(most))
+  for _, id in ipairs(found) do drop(id) end
+  return #found
+end
+
+function commands.evict(max_size) return evict(tonumber(max_size), '') end
+
+-- How many there are by status and model from some rank on, and their bytes.
+function commands.stats(owner, rank, most)
+  local set = owner == '*' and root .. 'all' or key('o:', owner)
+  local ids = redis.call('ZRANGE', set, rank, rank + most - 1)
+  local statuses, models, bytes, event_bytes = {}, {}, 0, 0
+  for _, id in ipairs(ids) do
+    local found = redis.call('HMGET', key('r:', id), 'status', 'model')
+    if found[1] then
+      statuses[found[1]] = (statuses[found[1]] or 0) + 1
+      models[found[2]] = (models[found[2]] or 0) + 1
+      bytes = bytes + redis.call('HSTRLEN', key('r:', id), 'body')
+        + redis.call('HSTRLEN', key('r:', id), 'input')
+      for _, chunk in ipairs(redis.call('ZRANGE', key('e:', id), 0, -1)) do
+        event_bytes = event_bytes + #chunk
+      end
+    end
+  end
+  return {#ids, cjson.encode(statuses), cjson.encode(models), bytes, event_bytes,
+    redis.call('ZRANGE', set, 0, 0, 'WITHSCORES')[2] or '',
+    tonumber(redis.call('GET', root .. 'evictions') or 0)}
+end
+
+-- The schema's version once there is one.
+function commands.open(version)
+  redis.call('SETNX', root .. 'schema', version)
+  return tonumber(redis.call('GET', root .. 'schema'))
+end
+
+return commands[operation](unpack(ARGV, 3))

@@ -1,0 +1,267 @@
+"""The backend ``redis://…``, Valkey's too: for several machines; needs the package redis.
+
+All operations are one Lua script, ``redis.lua``. What is acknowledged survives the server's death
+with ``appendonly yes``: ``appendfsync everysec`` is enough for the process's, ``always`` for a
+power cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection
+from importlib.resources import files
+from typing import Any, ClassVar
+
+import msgspec
+import redis.asyncio as driver
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from .backend import (
+    EVERYBODY,
+    FINISHED,
+    GONE,
+    RUNNING,
+    Backend,
+    Chunk,
+    CursorUnknown,
+    Limits,
+    Log,
+    Page,
+    Query,
+    Response,
+    Stats,
+    Swap,
+    Swept,
+    too_new,
+)
+
+SCHEMA = 1
+CONNECTIONS = 16
+BATCH = 1000
+# Entries that one call looks at for a page: a Redis server does nothing else meanwhile.
+LOOKED_AT = 5000
+
+
+class Redis(Backend):
+    """A pool of connections to one server, or to whatever the URL stands for."""
+
+    unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError, RedisError)
+
+    def __init__(self, url: str, limits: Limits, name: str) -> None:
+        super().__init__(url, limits)
+        self.root = f"{{{name}}}:"
+        # A call that was sent twice would find its own doing: whether to try again is the caller's.
+        pool = driver.BlockingConnectionPool.from_url(
+            url, max_connections=CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0)
+        )
+        self.client = driver.Redis.from_pool(pool)
+        self.script = self.client.register_script(
+            files(__package__).joinpath("redis.lua").read_text()
+        )
+
+    async def call(self, operation: str, *values: Any) -> Any:
+        """Run an operation of the script."""
+        return await self.script(keys=[self.root], args=[operation, repr(time.time()), *values])
+
+    async def open(self) -> None:
+        found = await self.call("open", SCHEMA)
+        if found > SCHEMA:
+            raise too_new(self.url, found, SCHEMA)
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+    async def drop(self) -> None:
+        async for key in self.client.scan_iter(match=f"{self.root}*", count=BATCH):
+            await self.client.delete(key)
+
+    @property
+    def judged(self) -> tuple[Any, ...]:
+        """What failing a run takes."""
+        return (self.limits.lease_s, self.limits.events_kept_s, GONE)
+
+    async def create(self, response: Response) -> bool:
+        done = await self.call(
+            "create",
+            response.id,
+            response.owner,
+            response.model,
+            response.status,
+            repr(response.created_at),
+            response.previous_id or "",
+            response.error,
+            response.body,
+            response.input,
+            self.limits.lease_s,
+            self.limits.max_size,
+        )
+        return bool(done)
+
+    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
+        done = await self.call(
+            "put",
+            response.id,
+            response.owner,
+            repr(response.created_at),
+            words(unless_status),
+            response.status,
+            response.error,
+            response.body,
+            self.limits.lease_s,
+            self.limits.events_kept_s,
+        )
+        return bool(done)
+
+    async def set_status(
+        self,
+        owner: str,
+        response_id: str,
+        status: str,
+        *,
+        allowed: Collection[str] = RUNNING,
+        error: str = "",
+    ) -> Swap:
+        found = await self.call(
+            "set_status",
+            response_id,
+            owner,
+            words(allowed),
+            status,
+            error,
+            self.limits.lease_s,
+            self.limits.events_kept_s,
+        )
+        return Swap(bool(found[0]), made(found[1])) if found else Swap(False, None)
+
+    async def get(self, owner: str, response_id: str) -> Response | None:
+        found = await self.call("get", response_id, owner, *self.judged)
+        return made(found) if found else None
+
+    async def delete(self, owner: str, response_id: str) -> bool:
+        return bool(await self.call("delete", response_id, owner))
+
+    async def page(self, owner: str, query: Query) -> Page:
+        await self.call("fail", *self.judged)
+        upwards = query.descending == query.backwards
+        after, before = [
+            (await self.cursor(owner, each), each) if each else ("", "")
+            for each in (query.after, query.before)
+        ]
+        start, end = (before, after) if query.backwards else (after, before)
+        found: list[Response] = []
+        while True:
+            part = await self.call(
+                "page",
+                owner,
+                query.model or EVERYBODY,
+                query.status or EVERYBODY,
+                int(upwards),
+                *start,
+                *end,
+                query.limit + 1 - len(found),
+                LOOKED_AT,
+            )
+            found += [made(each) for each in part[0]]
+            if len(part) == 1:
+                break
+            start = part[1], part[2]
+        shown = found[: query.limit]
+        return Page(shown[::-1] if query.backwards else shown, len(found) > query.limit)
+
+    async def cursor(self, owner: str, response_id: str) -> str:
+        """When a response was made, as the server has it."""
+        found = await self.call("cursor", response_id, owner)
+        if found is None:
+            raise CursorUnknown(response_id)
+        return str(found, "ascii")
+
+    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+        found = await self.call("conversation", response_id, owner, *self.judged)
+        return [made(each) for each in reversed(found)]
+
+    async def touch(self, owner: str, ids: Collection[str]) -> None:
+        given = list(ids)
+        for start in range(0, len(given), BATCH):
+            await self.call("touch", owner, *given[start : start + BATCH])
+
+    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+        found = await self.call("running", self.limits.lease_s if renew else "", *ids)
+        return {each.decode() for each in found}
+
+    async def append(self, response: Response, chunk: Chunk) -> bool:
+        done = await self.call(
+            "append",
+            response.id,
+            response.owner,
+            repr(response.created_at),
+            chunk.first,
+            chunk.last,
+            chunk.events,
+            self.limits.max_events,
+            self.limits.events_kept_s,
+        )
+        return bool(done)
+
+    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
+        found = await self.call("log", response_id, owner, after, *self.judged)
+        if not found:
+            return None
+        chunks = []
+        for member in found[1]:
+            first, last, events = member.split(b":", 2)
+            chunks.append(Chunk(int(first), int(last), events))
+        return Log(chunks, found[0].decode() in RUNNING)
+
+    async def sweep(self) -> Swept:
+        failed = await self.call("fail", *self.judged)
+        expired, done = 0, BATCH
+        while done == BATCH:
+            done = await self.call("expire", repr(time.time() - self.limits.ttl_s), BATCH)
+            expired += done
+        return Swept(expired, await self.call("evict", self.limits.max_size), failed)
+
+    async def stats(self, owner: str) -> Stats:
+        await self.call("fail", *self.judged)
+        statuses, models = Counter[str](), Counter[str]()
+        size, event_bytes, rank, done = 0, 0, 0, BATCH
+        oldest, evictions = b"", 0
+        while done == BATCH:
+            part = await self.call("stats", owner, rank, BATCH)
+            done, by_status, by_model, here, logs, oldest, evictions = part
+            rank += done
+            size += here
+            event_bytes += logs
+            statuses.update(msgspec.json.decode(by_status, type=dict[str, int]))
+            models.update(msgspec.json.decode(by_model, type=dict[str, int]))
+        return Stats(
+            statuses=dict(statuses),
+            models=dict(models),
+            bytes=size,
+            event_bytes=event_bytes if owner == EVERYBODY else None,
+            oldest=float(oldest) if oldest else None,
+            evictions=evictions,
+        )
+
+
+def words(statuses: Collection[str]) -> str:
+    """A set of statuses as the script takes it."""
+    return f" {' '.join(statuses)} "
+
+
+def made(fields: list[bytes]) -> Response:
+    """A response from its id and its fields."""
+    names = [each.decode() for each in fields[:7]]
+    return Response(
+        id=names[0],
+        owner=names[1],
+        model=names[2],
+        status=names[3],
+        created_at=float(names[4]),
+        previous_id=names[5] or None,
+        error=names[6],
+        body=fields[7],
+        input=fields[8],
+    )

@@ -1,0 +1,195 @@
+"""The backend ``sqlite:///path``: one file for all processes of one machine.
+
+WAL, so readers wait for nobody. A commit reaches the operating system before it is acknowledged:
+it survives the death of every process. ``synchronous=NORMAL``: a power cut may take the last ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from ..errors import Exit, VllmopsError
+from .backend import Limits
+from .sql import META, META_ADD, META_GET, SCHEMA, Dialect, Sql
+
+T = TypeVar("T")
+Job = Callable[[sqlite3.Connection], Any]
+LEAST_VERSION = (3, 35)  # RETURNING
+# Less than the time that the store gives a call.
+BUSY_S = 1.5
+NOW = "((julianday('now') - 2440587.5) * 86400.0)"
+WORDS = {
+    "text": "TEXT",
+    "float": "REAL",
+    "bytes": "BLOB",
+    "now": NOW,
+    "steady": "TRUE",  # nothing stands between a process and the file
+    "false": "FALSE",
+    "most": "max",
+    "skip": "",
+    "among": "IN (SELECT value FROM json_each($1))",
+}
+
+
+class Worker:
+    """A thread with a connection of its own, which runs one job after the other.
+
+    A whole statement, fetching included, is one job: one way there and back for each.
+
+    Args:
+        connect: makes the connection, in the thread.
+        name: the thread's.
+    """
+
+    def __init__(self, connect: Callable[[], sqlite3.Connection], name: str) -> None:
+        self.connect = connect
+        self.jobs: SimpleQueue[tuple[Job, asyncio.Future[Any]] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self.work, name=name, daemon=True)
+        self.thread.start()
+
+    async def run(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        """Have a job done; one that nobody waits for any more is left out."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.jobs.put((job, future))
+        return await future
+
+    def stop(self) -> None:
+        """End the thread once it has done what it was given."""
+        self.jobs.put(None)
+
+    def work(self) -> None:
+        connection: sqlite3.Connection | None = None
+        while item := self.jobs.get():
+            job, future = item
+            if future.cancelled():
+                continue
+            result, error = None, None
+            try:
+                connection = connection or self.connect()
+                result = job(connection)
+            except BaseException as caught:
+                error = caught
+            with suppress(RuntimeError):  # that loop is closed
+                future.get_loop().call_soon_threadsafe(settle, future, result, error)
+        if connection:
+            connection.close()
+
+
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+class Sqlite(Sql):
+    """A file; one thread writes, another reads."""
+
+    unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError, sqlite3.Error)
+
+    def __init__(self, url: str, limits: Limits, name: str) -> None:
+        super().__init__(
+            url, limits, name, Dialect(words=WORDS, marked=lambda text: text.replace("$", "?"))
+        )
+        self.path = path(url)
+        self.reader: Worker | None = None
+        self.writer: Worker | None = None
+
+    async def open(self) -> None:
+        if sqlite3.sqlite_version_info < LEAST_VERSION:
+            raise VllmopsError(
+                "store.sqlite",
+                f"SQLite is {sqlite3.sqlite_version}, and the store needs 3.35",
+                "a newer Python or SQLite, or another --store",
+            )
+        self.writer = self.writer or Worker(self.connect, "responses-writer")
+        self.reader = self.reader or Worker(self.connect, "responses-reader")
+        await self.writer.run(self.upgrade)
+
+    async def close(self) -> None:
+        try:
+            if self.writer:
+                await super().close()
+        finally:
+            for worker in (self.writer, self.reader):
+                if worker:
+                    worker.stop()
+                    await asyncio.to_thread(worker.thread.join)
+            self.writer = self.reader = None
+
+    def connect(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # What people say to a model is theirs; the files beside it get the same mode.
+        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+        connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        return connection
+
+    def upgrade(self, connection: sqlite3.Connection) -> None:
+        with transaction(connection):
+            connection.execute(self.text(META))
+            row = connection.execute(self.text(META_GET), ("schema",)).fetchone()
+            found = row[0] if row else 0
+            for statement in self.steps(found):
+                connection.execute(statement)
+            if found < len(SCHEMA):
+                connection.execute(self.text(META_ADD), ("schema", len(SCHEMA) - found))
+
+    async def fetch(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
+        assert self.reader
+        assert self.writer
+        worker = self.reader if statement.startswith(("SELECT", "WITH RECURSIVE")) else self.writer
+        given = [plain(each) for each in values]
+        return await worker.run(lambda connection: connection.execute(statement, given).fetchall())
+
+    async def many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
+        def run(connection: sqlite3.Connection) -> None:
+            with transaction(connection):
+                connection.executemany(statement, values)
+
+        assert self.writer
+        await self.writer.run(run)
+
+
+def plain(value: Any) -> Any:
+    """A value as SQLite takes it: a list becomes JSON."""
+    return msgspec.json.encode(value).decode() if isinstance(value, list) else value
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def path(url: str) -> Path:
+    """The file of a URL: ``sqlite:///relative``, ``sqlite:////absolute``, ``sqlite:///~/home``.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    found = url.removeprefix("sqlite://")
+    if not found.startswith("/") or found == "/":
+        raise VllmopsError(
+            "usage", f"{url} names no file", "sqlite:///responses.db, say", exit_code=Exit.USAGE
+        )
+    return Path(found[1:]).expanduser().absolute()
