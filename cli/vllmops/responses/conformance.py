@@ -1,0 +1,593 @@
+"""What every backend promises, as checks that run against a real one.
+
+``vllmops responses check-store URL`` runs them on a store of their own beside what is kept there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from ..errors import VllmopsError
+from . import opening
+from .store import (
+    EVERYBODY,
+    GONE,
+    ConversationBroken,
+    CursorUnknown,
+    Limits,
+    Query,
+    Response,
+    ResponseStore,
+    document,
+)
+
+CHECK_S = 60
+ANN, BOB = "a" * 64, "b" * 64
+SHORT_S = 0.6
+
+
+class Failed(Exception):  # noqa: N818
+    """A promise that was not kept, in words."""
+
+
+class Bench:
+    """Opens stores on one backend, several at once as several servers do.
+
+    Args:
+        url: of a backend that holds nothing else.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.stores: list[ResponseStore] = []
+
+    async def open(self, **limits: float) -> ResponseStore:
+        """A store on the backend; all of one process's memory share theirs."""
+        given = msgspec.convert(limits, Limits)
+        store = ResponseStore(opening.backend(self.url, given), deadline_s=10)
+        if self.stores and self.url.startswith("memory:"):
+            store.backend = self.stores[0].backend
+        self.stores.append(store)
+        await store.open()
+        return store
+
+    async def close(self) -> None:
+        """Delete everything and close all."""
+        for number, store in enumerate(self.stores):
+            if number == 0:
+                async with store.bounded():
+                    await store.backend.drop()
+            await store.close()
+        self.stores.clear()
+
+
+Check = Callable[[Bench], Awaitable[None]]
+CHECKS: dict[str, Check] = {}
+
+
+class Outcome(NamedTuple):
+    """What became of a check.
+
+    Args:
+        name: what the backend promises.
+        problem: how it broke that, empty where it did not.
+        seconds: that it took.
+    """
+
+    name: str
+    problem: str
+    seconds: float
+
+
+def check(name: str) -> Callable[[Check], Check]:
+    def add(function: Check) -> Check:
+        CHECKS[name] = function
+        return function
+
+    return add
+
+
+async def run(url: str) -> AsyncIterator[Outcome]:
+    """Run every check on a store of its own.
+
+    Args:
+        url: as `opening.backend` takes it; a user's own class has to be empty.
+
+    Raises:
+        VllmopsError: ``store.unavailable``, ``store.schema`` or ``store.not-empty``.
+    """
+    probe = ResponseStore(opening.backend(scratch(url)))
+    async with probe:
+        if (await probe.stats(EVERYBODY)).count:
+            raise VllmopsError(
+                "store.not-empty",
+                "the store holds responses, and the checks would delete them",
+                "an empty store",
+            )
+        await probe.backend.drop()
+    for name, function in CHECKS.items():
+        yield await judge(name, function, scratch(url))
+
+
+def scratch(url: str) -> str:
+    """The same database, and a store in it that nobody else has."""
+    plain, _ = opening.namespace(url)
+    return f"{plain}{'&' if '?' in plain else '?'}namespace=check_{secrets.token_hex(4)}"
+
+
+async def judge(name: str, function: Check, url: str) -> Outcome:
+    bench, began, problem = Bench(url), time.monotonic(), ""
+    try:
+        async with asyncio.timeout(CHECK_S):
+            await function(bench)
+    except Exception as error:
+        problem = f"{error}" if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(Exception):
+            await bench.close()
+    return Outcome(name, problem, time.monotonic() - began)
+
+
+def same(found: object, wanted: object, what: str) -> None:
+    if found != wanted:
+        raise Failed(f"{what}: {found!r}, not {wanted!r}"[:500])
+
+
+def response(
+    name: str = "", *, owner: str = ANN, status: str = "completed", **rest: object
+) -> Response:
+    """A response as a server makes them."""
+    made = {"id": name or f"resp_{secrets.token_hex(8)}", "owner": owner, "status": status, **rest}
+    body = {"id": made["id"], "object": "response", "status": status, "output": [], "tools": []}
+    return msgspec.convert({"model": "m", "body": msgspec.json.encode(body), **made}, Response)
+
+
+def ids(responses: list[Response]) -> list[str]:
+    return [each.id for each in responses]
+
+
+async def status_of(store: ResponseStore, made: Response) -> str | None:
+    found = await store.get(made.owner, made.id)
+    return found.status if found else None
+
+
+@check("gives back what was stored")
+async def round_trip(bench: Bench) -> None:
+    store = await bench.open()
+    large = msgspec.json.encode({"status": "completed", "output": [secrets.token_hex(500_000)]})
+    for made in (
+        response(previous_id="resp_x", error="why ' not \u20ac"),
+        response(body=large, input=b'[{"role":"user","content":"\xe2\x82\xac \\u0000"}]'),
+        response("id with ' \" % $1 ? {} : \\ \U0001f600", model="m' OR 1=1 -- \u00e9", owner=""),
+        response("x" * 256, status="queued"),
+    ):
+        same(await store.create(made), True, "stored")
+        same(await store.get(made.owner, made.id), made, "what it gives back")
+    same(await store.get(ANN, "resp_unknown"), None, "an unknown one")
+
+
+@check("takes no id that can't be one")
+async def odd_ids(bench: Bench) -> None:
+    store = await bench.open()
+    for odd in ("", "a\0b", "\ud800", "x" * 257):
+        with contextlib.suppress(VllmopsError):
+            await store.create(replace(response(), id=odd))
+            raise Failed(f"it took the id {odd!r}")
+        same(await store.get(ANN, odd), None, "what it has by that id")
+        same(await store.delete(ANN, odd), False, "what it deletes by that id")
+        same(await store.conversation(ANN, odd), [], "the conversation by that id")
+        same((await store.set_status(ANN, odd, "cancelled")).now, None, "what it cancels")
+        same((await store.page(EVERYBODY, Query(model=odd or "\0"))).responses, [], "a model")
+
+
+@check("stores an id once, however many try")
+async def once(bench: Bench) -> None:
+    stores = [await bench.open(), await bench.open()]
+    tried = [response("resp_same", owner=owner) for owner in (ANN, BOB) * 10]
+    done = await asyncio.gather(
+        *(stores[number % 2].create(each) for number, each in enumerate(tried))
+    )
+    same(done.count(True), 1, "how many of twenty were stored")
+    winner = tried[done.index(True)]
+    same(await stores[0].get(EVERYBODY, "resp_same"), winner, "what is there")
+
+
+@check("replaces what runs, and nothing else")
+async def conditional_put(bench: Bench) -> None:
+    store = await bench.open()
+    made = response(status="queued", input=b'["its own"]')
+    await store.create(made)
+    under_way = replace(made, status="in_progress", body=b'{"status":"in_progress"}', input=b"[]")
+    same(await store.put(under_way), True, "putting what was queued")
+    same(await store.get(ANN, made.id), replace(under_way, input=made.input), "what is there")
+    done = replace(made, status="completed", body=b'{"status":"completed"}')
+    same(await store.put(done, unless_status={"in_progress"}), False, "put unless it is as it is")
+    same(await store.put(done, unless_status={"cancelled"}), True, "put unless cancelled")
+    same(await store.put(replace(made, status="failed")), False, "putting what has finished")
+    same(await store.put(replace(made, status="failed"), unless_status=()), True, "put in any case")
+    same(await store.put(response(status="queued")), False, "putting what was never there")
+    same(await store.put(replace(made, owner=BOB), unless_status=()), False, "somebody else's")
+    same(await status_of(store, made), "failed", "its status")
+
+
+@check("changes a status once, however many try")
+async def compare_and_set(bench: Bench) -> None:
+    stores = [await bench.open(), await bench.open()]
+    made = response(status="queued")
+    await stores[0].create(made)
+    swaps = await asyncio.gather(
+        *(stores[number % 2].set_status(ANN, made.id, "cancelled") for number in range(20))
+    )
+    same([each.changed for each in swaps].count(True), 1, "how many of twenty changed it")
+    same({each.now and each.now.status for each in swaps}, {"cancelled"}, "what they were told")
+    same(await stores[1].put(replace(made, status="completed")), False, "completing it after that")
+    found = await stores[1].get(ANN, made.id)
+    same(
+        found and msgspec.json.decode(document(found))["status"], "cancelled", "what a client sees"
+    )
+    swap = await stores[0].set_status(ANN, made.id, "failed", allowed={"cancelled"}, error="why")
+    same((swap.changed, swap.now and swap.now.error), (True, "why"), "a change that is allowed")
+    same((await stores[0].set_status(ANN, "resp_x", "failed")).now, None, "an unknown one")
+
+
+@check("deletes for good")
+async def delete(bench: Bench) -> None:
+    store, other = await bench.open(), await bench.open()
+    made = response(status="in_progress")
+    await store.create(made)
+    await store.append(made, 0, [b'{"n":0}'])
+    same(await other.delete(ANN, made.id), True, "deleting")
+    same(await store.delete(ANN, made.id), False, "deleting again")
+    same(await store.get(ANN, made.id), None, "what is there")
+    same(await store.put(replace(made, status="completed")), False, "putting after that")
+    same(await store.append(made, 1, [b'{"n":1}']), False, "an event after that")
+    same((await store.page(ANN, Query())).responses, [], "the list")
+    again = replace(made, created_at=made.created_at + 1)
+    same(await store.create(again), True, "the same id anew")
+    same(await store.put(replace(made, status="completed")), False, "the old run after that")
+    same(await store.append(made, 1, [b'{"n":1}']), False, "an old event after that")
+    log = await store.log(ANN, made.id, -1)
+    same(log and log.chunks, [], "events of the new one")
+    same(await status_of(store, again), "in_progress", "the new one's status")
+
+
+@check("keeps owners apart")
+async def owners(bench: Bench) -> None:
+    store = await bench.open()
+    made = response(status="in_progress")
+    await store.create(made)
+    await store.append(made, 0, [b"{}"])
+    for owner in (BOB, ""):
+        same(await store.get(owner, made.id), None, "what another gets")
+        same(await store.delete(owner, made.id), False, "what another deletes")
+        same((await store.set_status(owner, made.id, "cancelled")).now, None, "what he cancels")
+        same(await store.conversation(owner, made.id), [], "his conversation")
+        same((await store.page(owner, Query())).responses, [], "his list")
+        same([each async for each in store.follow(owner, made.id)], [], "his events")
+        same((await store.stats(owner)).count, 0, "his count")
+        with contextlib.suppress(CursorUnknown):
+            await store.page(owner, Query(after=made.id))
+            raise Failed("another's id was taken as the list's beginning")
+        same(await store.create(replace(made, owner=owner)), False, "taking its id")
+        theirs = response(owner=owner, previous_id=made.id)
+        await store.create(theirs)
+        with contextlib.suppress(ConversationBroken):
+            await store.conversation(owner, theirs.id)
+            raise Failed("another's turn was part of a conversation")
+        await store.delete(owner, theirs.id)
+    same(await store.get(EVERYBODY, made.id), made, "what everybody's is")
+    same(ids((await store.page(EVERYBODY, Query())).responses), [made.id], "everybody's list")
+    same(await store.delete(EVERYBODY, made.id), True, "deleting as everybody")
+
+
+@check("lists in order, page by page")
+async def pages(bench: Bench) -> None:
+    store = await bench.open()
+    made = [
+        response(
+            f"resp_{number:02}",
+            owner=BOB if number % 5 == 0 else ANN,
+            status=("completed", "in_progress", "failed")[number % 3],
+            model=f"m{number % 2}",
+            created_at=1e9 + number // 4,  # some at the same moment
+        )
+        for number in range(40)
+    ]
+    for each in reversed(made):
+        await store.create(each)
+    for query, owner in [
+        (Query(descending=descending, model=model, status=status), owner)
+        for descending in (True, False)
+        for model in (None, "m1", "none")
+        for status in (None, "completed", "failed")
+        for owner in (ANN, EVERYBODY)
+    ]:
+        wanted = ids(
+            [
+                each
+                for each in (made[::-1] if query.descending else made)
+                if owner in {EVERYBODY, each.owner}
+                and query.model in {None, each.model}
+                and query.status in {None, each.status}
+            ]
+        )
+        for limit in (3, 100):
+            found: list[str] = []
+            page = await store.page(owner, replace(query, limit=limit))
+            found += ids(page.responses)
+            while page.more:
+                page = await store.page(owner, replace(query, limit=limit, after=found[-1]))
+                found += ids(page.responses)
+            same(found, wanted, f"{query} of {len(wanted)}")
+        if len(wanted) > 5:
+            page = await store.page(owner, replace(query, limit=3, before=wanted[4]))
+            same((ids(page.responses), page.more), (wanted[1:4], True), "the three before")
+            page = await store.page(owner, replace(query, before=wanted[2]))
+            same((ids(page.responses), page.more), (wanted[:2], False), "all before")
+            page = await store.page(owner, replace(query, after=wanted[0], before=wanted[4]))
+            same((ids(page.responses), page.more), (wanted[1:4], False), "those between")
+    for query in (Query(after="resp_x"), Query(before="resp_x")):
+        with contextlib.suppress(CursorUnknown):
+            await store.page(ANN, query)
+            raise Failed(f"{query} began somewhere")
+
+
+@check("puts a conversation together, and says where it is broken")
+async def conversations(bench: Bench) -> None:
+    store = await bench.open()
+    turns: list[Response] = []
+    for number in range(200):
+        before = turns[-1].id if turns else None
+        turns.append(response(f"resp_{number}", previous_id=before, input=b"[%d]" % number))
+        await store.create(turns[-1])
+    same(await store.conversation(ANN, "resp_199"), turns, "two hundred turns")
+    branch = response(previous_id="resp_99", status="in_progress")
+    await store.create(branch)
+    same(await store.conversation(ANN, branch.id), [*turns[:100], branch], "a branch")
+    same(await store.conversation(ANN, "resp_x"), [], "an unknown one")
+    await store.delete(ANN, "resp_50")
+    for broken in ("resp_199", branch.id, "resp_51"):
+        try:
+            await store.conversation(ANN, broken)
+        except ConversationBroken as error:
+            same(error.missing, "resp_50", "what is missing")
+        else:
+            raise Failed("a turn is gone, and nobody said so")
+    same(ids(await store.conversation(ANN, "resp_49")), ids(turns[:50]), "what came before it")
+    for name, before in (("resp_a", "resp_b"), ("resp_b", "resp_a")):
+        await store.create(response(name, previous_id=before))
+    with contextlib.suppress(ConversationBroken):
+        await store.conversation(ANN, "resp_a")
+        raise Failed("a chain that bites its own tail had a beginning")
+
+
+@check("evicts what was used longest ago, and what runs last")
+async def eviction(bench: Bench) -> None:
+    store = await bench.open(max_size=4)
+    first, running, third, fourth = (
+        response("r1"),
+        response("r2", status="in_progress"),
+        response("r3"),
+        response("r4", previous_id="r3"),
+    )
+    for each in (first, running, third, fourth):
+        await store.create(each)
+    await store.append(running, 0, [b"{}"])
+    await store.get(ANN, "r1")
+    await store.conversation(ANN, "r4")  # uses r3, too
+    await store.create(response("r5"))
+    same(await left(store), ["r2", "r3", "r4", "r5"], "once r1 was used longest ago")
+    await store.touch(ANN, ["r3"])
+    await store.create(response("r6", status="queued"))
+    same(await left(store), ["r2", "r3", "r5", "r6"], "once r4 was")
+    for name in ("r7", "r8"):
+        await store.create(response(name, status="queued"))
+    same(await left(store), ["r2", "r6", "r7", "r8"], "what runs")
+    same(await store.backend.running(["r2", "r6"], renew=False), {"r2", "r6"}, "what runs")
+    await store.create(response("r9"))
+    same(await left(store), ["r6", "r7", "r8", "r9"], "when there is nothing else to evict")
+    same(await store.backend.running(["r2", "r6"], renew=True), {"r6"}, "what runs after that")
+    same(await store.put(replace(running, status="completed")), False, "putting what was evicted")
+    same(await store.append(running, 1, [b"{}"]), False, "an event of it")
+    same(await store.log(ANN, "r2", -1), None, "its events")
+    same((await store.stats(EVERYBODY)).evictions, 5, "evictions that were counted")
+
+
+async def left(store: ResponseStore) -> list[str]:
+    return ids((await store.page(EVERYBODY, Query(descending=False))).responses)
+
+
+@check("expires what nobody used for long")
+async def expiry(bench: Bench) -> None:
+    store = await bench.open(ttl_s=SHORT_S)
+    old, used, running = response("old"), response("used"), response("running", status="queued")
+    for each in (old, used, running):
+        await store.create(each)
+    await asyncio.sleep(SHORT_S)
+    await store.touch(ANN, ["used"])
+    same((await store.sweep()).expired, 1, "how many expired")
+    same(await left(store), ["used", "running"], "what is left")
+
+
+@check("fails what nobody runs any more")
+async def leases(bench: Bench) -> None:
+    store = await bench.open(lease_s=SHORT_S)
+    names = ("kept", "queued", "listed", "followed")
+    made = {name: response(name, status="in_progress") for name in names}
+    for each in made.values():
+        await store.create(each)
+    until = time.monotonic() + 2.2 * SHORT_S  # some servers know their age in seconds only
+    while time.monotonic() < until:
+        same(await store.backend.running(["kept"], renew=True), {"kept"}, "what is renewed")
+        await asyncio.sleep(SHORT_S / 6)
+    found = await store.get(ANN, "queued")
+    same(found and (found.status, found.error), ("failed", GONE), "what nobody renewed")
+    seen = found and msgspec.json.decode(document(found))
+    same(seen and seen["error"]["message"], GONE, "what a client is told")
+    failed = (await store.page(ANN, Query(status="failed"))).responses
+    same(sorted(ids(failed)), ["followed", "listed", "queued"], "the list of what failed")
+    same([each async for each in store.follow(ANN, "followed")], [], "its events end")
+    same(await store.put(replace(made["queued"], status="completed")), False, "completing it")
+    same(await status_of(store, made["kept"]), "in_progress", "what was renewed")
+    same(await store.put(replace(made["kept"], status="completed")), True, "completing that")
+
+
+@check("stops a run that was cancelled, deleted or evicted elsewhere")
+async def attendance(bench: Bench) -> None:
+    here = await bench.open()
+    there = await bench.open()
+    made = [response(name, status="in_progress") for name in ("cancelled", "deleted", "kept")]
+    stopped: list[str] = []
+    both = asyncio.Event()
+
+    def stop(name: str) -> None:
+        stopped.append(name)
+        if len(stopped) == 2:
+            both.set()
+
+    for each in made:
+        await here.create(each)
+        here.attend(each, partial(stop, each.id))
+    await there.set_status(ANN, "cancelled", "cancelled")
+    await there.delete(ANN, "deleted")
+    try:
+        await asyncio.wait_for(both.wait(), 1)
+    except TimeoutError as error:
+        raise Failed(f"within a second it stopped {stopped} alone") from error
+    same(sorted(stopped), ["cancelled", "deleted"], "what was stopped")
+    here.leave(made[2])
+    same(list(here.attended), [], "what is attended")
+
+
+@check("keeps a stream's events, from any number on, in any process")
+async def events(bench: Bench) -> None:
+    here, there = await bench.open(), await bench.open()
+    made = response(status="in_progress")
+    await here.create(made)
+    said = [msgspec.json.encode({"sequence_number": number}) for number in range(100)]
+
+    async def followed(store: ResponseStore, after: int) -> list[bytes]:
+        return [event async for part in store.follow(ANN, made.id, after) for event in part.events]
+
+    begun = [
+        asyncio.create_task(followed(store, after)) for store in (here, there) for after in (-1, 6)
+    ]
+    for first in range(0, 100, 10):
+        same(await here.append(made, first, said[first : first + 10]), True, "adding")
+        same(await here.append(made, first, said[first : first + 10]), True, "adding again")
+        await asyncio.sleep(0.02)
+    await here.put(replace(made, status="completed"))
+    for task, after in zip(begun, (-1, 6) * 2, strict=True):
+        same(await task, said[after + 1 :], f"those behind {after}, followed")
+    for after in (-1, 0, 9, 10, 55, 98, 99, 1000, 2**40):
+        same(await followed(there, after), said[after + 1 :], f"those behind {after}, afterwards")
+    same(await followed(here, -1000), said, "those behind a number below all")
+
+
+@check("keeps no more of a stream than it should")
+async def bounded_events(bench: Bench) -> None:
+    store = await bench.open(max_events=50, events_kept_s=SHORT_S)
+    made = response(status="in_progress")
+    await store.create(made)
+    for first in range(0, 200, 10):
+        await store.append(made, first, [b'{"n":%d}' % (first + n) for n in range(10)])
+    log = await store.log(ANN, made.id, -1)
+    same(log and [each.first for each in log.chunks], [150, 160, 170, 180, 190], "what is left")
+    await asyncio.sleep(SHORT_S)
+    await store.sweep()
+    log = await store.log(ANN, made.id, -1)
+    same(log and len(log.chunks), 5, "chunks of what runs, after a while")
+    await store.put(replace(made, status="completed"))
+    await store.append(made, 200, [b'{"n":200}'])
+    await asyncio.sleep(1.5 * SHORT_S)
+    await store.sweep()
+    log = await store.log(ANN, made.id, -1)
+    same(log and log.chunks, [], "those of what has finished, after a while")
+    same(await status_of(store, made), "completed", "its status")
+
+
+@check("counts what there is")
+async def counts(bench: Bench) -> None:
+    store = await bench.open()
+    empty = await store.stats(EVERYBODY)
+    same((empty.count, empty.bytes, empty.event_bytes, empty.oldest), (0, 0, 0, None), "of nothing")
+    made = [
+        response(owner=owner, status=status, model=f"m{number}", created_at=5.0 + number)
+        for number, (owner, status) in enumerate(
+            ((ANN, "completed"), (ANN, "failed"), (BOB, "completed"), (BOB, "in_progress"))
+        )
+    ]
+    for each in made:
+        await store.create(each)
+    await store.append(made[3], 0, [b"{}"])
+    every = await store.stats(EVERYBODY)
+    same(every.statuses, {"completed": 2, "failed": 1, "in_progress": 1}, "by status")
+    same(every.models, {"m0": 1, "m1": 1, "m2": 1, "m3": 1}, "by model")
+    same((every.count, every.oldest), (4, 5.0), "in all, and the oldest")
+    hers = await store.stats(ANN)
+    same((hers.count, hers.event_bytes), (2, None), "one owner's")
+    if not (0 < hers.bytes < every.bytes and every.event_bytes):
+        raise Failed(f"bytes: {hers}, and of all {every}")
+
+
+@check("stores no credentials of tools")
+async def credentials(bench: Bench) -> None:
+    store = await bench.open()
+    word = f"hush{secrets.token_hex(8)}"
+    tools = [
+        {
+            "type": "mcp",
+            "server_label": "s",
+            "server_url": f"https://u:{word}@h/p?key={word}",
+            "authorization": word,
+            "headers": {"Authorization": f"Bearer {word}", "X": word},
+        },
+        {
+            "type": "function",
+            "name": "f",
+            "parameters": {"properties": {"token": {"type": "string"}}},
+        },
+    ]
+    body = msgspec.json.encode({"status": "in_progress", "tools": tools, "output": []})
+    made = response(status="in_progress", body=body)
+    await store.create(made)
+    told = b'{"type":"response.created","response":%s}' % body
+    await store.append(made, 0, [told])
+    await store.put(made)
+    kept = await store.backend.get(ANN, made.id)
+    found = await store.get(ANN, made.id)
+    log = [event async for part in once_only(store, made) for event in part]
+    for where, text in (
+        ("body", found and found.body),
+        ("log", log[0]),
+        ("bytes", kept and kept.body),
+    ):
+        if not text or word.encode() in text:
+            raise Failed(f"the {where}: {text!r}")
+    mcp, function = msgspec.json.decode(found.body if found else b"")["tools"]
+    same(mcp["server_url"], "https://h/p", "the URL")
+    same(function, tools[1], "a function, which has none")
+
+
+async def once_only(store: ResponseStore, made: Response) -> AsyncIterator[list[bytes]]:
+    async for part in store.follow(made.owner, made.id):
+        yield part.events
+        return
+
+
+@check("is opened by several at once")
+async def opened_at_once(bench: Bench) -> None:
+    stores = await asyncio.gather(*(bench.open() for _ in range(6)))
+    made = response()
+    same(await stores[0].create(made), True, "storing in one")
+    for store in stores:
+        same(await store.get(ANN, made.id), made, "what each of them has")
