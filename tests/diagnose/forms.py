@@ -125,7 +125,8 @@ def ours(text: str) -> str:
     for process in processes_of(text):
         lines.append(f"{process.title.removeprefix('VLLM::')} pid {process.pid}")
         for thread in process.threads:
-            lines.append(f"  {thread.name}: {thread.state}")
+            gil = ", holds the GIL" if thread.owns_gil else ""
+            lines.append(f"  {thread.name}: {thread.state}{gil}")
             lines += [
                 f"    {each.function} ({each.short_file}{f':{each.line}' if each.line else ''})"
                 for each in thread.frames
@@ -228,3 +229,4 @@ FORMS: dict[str, Form] = {
 # Only what a form can carry is compared: JSON has no log lines.
 WITHOUT_LOG = {"py-spy's JSON"}
 WITHOUT_NATIVE = {form for form in FORMS if form.startswith("faulthandler")}
+WITHOUT_GIL = {form for form in FORMS if form.startswith(("faulthandler", "gdb"))}

@@ -14,7 +14,7 @@ from vllmops.diagnose.stacks import Explanation, explain
 from vllmops.snapshots.pasted import Pasted
 from vllmops.snapshots.stacks import Problem
 
-from .forms import FORMS, WITHOUT_LOG, WITHOUT_NATIVE, parts
+from .forms import FORMS, WITHOUT_GIL, WITHOUT_LOG, WITHOUT_NATIVE, parts
 
 SAMPLES = sorted((Path(__file__).parent / "stacks").glob("*.txt"))
 IDS = [
@@ -22,7 +22,7 @@ IDS = [
     "kv-connector-wait", "gpu-kernel-stuck", "launch-queue-full", "worker-stuck-broadcast",
     "lost-broadcast", "broadcast-writer-blocked", "structured-output-spin", "grammar-compile",
     "tool-parser-regex", "engine-core-missing", "jit-or-lock", "startup-capture",
-    "dp-collective-mismatch", "idle-spin-normal",
+    "dp-collective-mismatch", "idle-spin-normal", "gil-held",
 ]  # fmt: skip
 
 
@@ -118,12 +118,10 @@ def test_one_dump_cannot_tell_a_livelock_from_work(name: str) -> None:
     assert "one dump can't tell" in finding.sure
 
 
-# What tells this one is a native frame.
+# What tells the one is a native frame, the other who holds the GIL.
+LACKS = {"launch-queue-full": WITHOUT_NATIVE, "gil-held": WITHOUT_GIL}
 PASTED = [
-    (path, form)
-    for path in SAMPLES
-    for form in FORMS
-    if not (form in WITHOUT_NATIVE and path.stem == "launch-queue-full")
+    (path, form) for path in SAMPLES for form in FORMS if form not in LACKS.get(path.stem, ())
 ]
 
 

@@ -16,7 +16,7 @@ from ..diagnose.stacks import StackFinding
 from ..errors import Exit, VllmopsError
 from ..output import Folded, Json, Line, Progress, Result, command, span, table, typer_app
 from ..snapshots.metrics import Metrics
-from ..snapshots.server import ServerSnapshot
+from ..snapshots.server import ServerSnapshot, Unseen
 from .explain import steps
 from .findings import STYLES
 from .options import Target
@@ -189,7 +189,7 @@ def screen(
         yield shown
     if snapshot.unseen:
         yield Text()
-    yield from unseen(snapshot)
+        yield Folded(tuple(unseen(snapshot)))
     if not found:
         yield Text()
         where = " in what could be seen" if snapshot.unseen else ""
@@ -227,19 +227,16 @@ def paragraph(number: int, finding: Finding) -> Iterator[Line]:
         yield Line(3, f"see: {finding.reference}")
 
 
-def unseen(snapshot: ServerSnapshot) -> Iterator[RenderableType]:
+def unseen(snapshot: ServerSnapshot) -> Iterator[Line]:
     """What could not be looked at; what has one reason is told once."""
-    from rich.text import Text  # noqa: PLC0415
-
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[str, list[Unseen]] = {}
     for each in snapshot.unseen:
-        alike.setdefault((each.code, each.mend), []).append(each.part)
-    for (code, mend), parts in alike.items():
-        why = next(each.why for each in snapshot.unseen if each.code == code)
-        told = why if len(parts) == 1 else f"{code}, such as: {why}"
-        yield Text(f"not seen: {', '.join(parts)}: {told}", "yellow")
-        if mend:
-            yield Text(f"  mend: {mend}")
+        alike.setdefault(each.code, []).append(each)
+    for first, *others in alike.values():
+        more = f", nor {', '.join(each.part for each in others)}" if others else ""
+        yield Line(0, f"not seen: {first.part}{more}: {first.why}", "yellow")
+        if first.mend:
+            yield Line(2, f"mend: {first.mend}")
 
 
 def figures(snapshot: ServerSnapshot) -> dict[str, str]:

@@ -13,6 +13,7 @@ import typer
 
 from .. import output
 from ..client import paste, pyspy
+from ..diagnose import doctor
 from ..diagnose import stacks as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit, VllmopsError
@@ -89,10 +90,10 @@ def live(
     Raises:
         VllmopsError: ``pyspy.missing`` or ``file.not-written``.
     """
-    from ..client.http import metrics  # noqa: PLC0415 - slow, and not for a file
+    from ..client.examine import look  # noqa: PLC0415 - slow, and not for a file
 
     began = time.monotonic()
-    before = metrics(server.url) if server.url else None
+    looks = [look(server, began)]
     taken: list[StacksSnapshot] = []
     journal: files.Journal | None = None
     for index in range(samples):
@@ -106,11 +107,10 @@ def live(
                 raise journal.trouble
         elif save:
             journal = files.Journal(save, snapshot)
-    after = metrics(server.url) if server.url else None
+    looks.append(look(server, began))
     if save:
         output.say(f"saved to {save}" + (", local variables included" if options.locals else ""))
-    pasted = Pasted(tuple(taken), complete=True)
-    found = judge.explain(pasted, judge.figures(before, after, time.monotonic() - began))
+    found = doctor.explain(taken, looks)
     failed = any(process.error for process in taken[-1].processes)
     answer = result(found, fail_on, failed=failed)
     data = {**msgspec.structs.asdict(found), "processes": taken[-1].processes}

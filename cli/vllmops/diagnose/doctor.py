@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from ..snapshots.engine import Beat
 from ..snapshots.pasted import Pasted
-from ..snapshots.server import ServerSnapshot
+from ..snapshots.server import Look, ServerSnapshot
+from ..snapshots.stacks import StacksSnapshot
 from . import caches, memory, progress, server, stacks
 from .findings import Finding, Severity
 from .signatures import catalogue
@@ -16,7 +18,8 @@ from .signatures import catalogue
 SHOWS = {"engine.no-progress": 1, "engine.unreached": 1, "api.silent": 1, "canary.failed": 2}
 # What says less about the same, by what says more.
 HIDES = {
-    "engine.missing": {"stack.engine-core-missing", "api.unhealthy"},
+    "engine.missing": {"stack.engine-core-missing", "api.unhealthy", "process.ended"},
+    "process.ended": {"process.dead"},
     "process.stopped": {"process.no-python", "api.silent", "agent.silent"},
     "process.no-python": {"agent.silent"},
 }
@@ -61,48 +64,68 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
         snapshot: of a server, live or from a bundle.
         patience_s: how long a server may show no sign while requests are there.
     """
-    told = explanation(snapshot, patience_s)
-    stopped = stalled(snapshot, told, patience_s)
-    found = [*stalls(stopped), *hung(told), *server.diagnose(snapshot)]
+    explained = explanation(snapshot, patience_s)
+    stopped = stalled(snapshot, explained, patience_s)
+    found = [*stalls(stopped), *hung(explained), *server.diagnose(snapshot)]
     if snapshot.caches:
         found += caches.diagnose(snapshot.caches)
     if snapshot.memory:
         found += memory.diagnose(snapshot.memory, memory.trends(snapshot.memory))
-    return Diagnosis(tuple(ranked(found)), tuple(stopped), told)
+    return Diagnosis(tuple(ranked(found)), tuple(stopped), explained)
 
 
-def explanation(snapshot: ServerSnapshot, patience_s: float) -> stacks.Explanation | None:
-    """What the stacks say, with the figures that were taken beside them."""
-    if not snapshot.stacks:
-        return None
-    return stacks.explain(Pasted(snapshot.stacks, complete=True), facts(snapshot, patience_s))
+def explanation(
+    snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S
+) -> stacks.Explanation | None:
+    """What the stacks say, with the figures that were taken beside them; None without stacks."""
+    return explain(snapshot.stacks, snapshot.looks, patience_s) if snapshot.stacks else None
 
 
-def facts(snapshot: ServerSnapshot, patience_s: float) -> dict[str, str]:
+def explain(
+    samples: Sequence[StacksSnapshot],
+    looks: Sequence[Look],
+    patience_s: float = progress.PATIENCE_S,
+) -> stacks.Explanation:
+    """What stacks of all processes say, and looks that were taken beside them."""
+    pasted = Pasted(tuple(samples), complete=True)
+    known = facts(looks, patience_s)
+    alone = stacks.explain(pasted)
+    # The gauge of running requests keeps its value when the last one is aborted; an idle engine
+    # that was seen three times is surer. Deferred requests are what it waits for without a sign.
+    if alone.verdict == "idle" and not engines(looks) and known.get("deferred", "0") == "0":
+        return alone
+    return stacks.explain(pasted, known)
+
+
+def engines(looks: Sequence[Look]) -> list[Beat]:
+    """The last heartbeats of processes that have a scheduler."""
+    last = looks[-1].pulses if looks else ()
+    return [pulse.beat for pulse in last if pulse.beat.still_s is not None]
+
+
+def facts(looks: Sequence[Look], patience_s: float) -> dict[str, str]:
     """Figures for the stacks' signatures; an agent's are fresh, the metrics' may be stale."""
-    looks = snapshot.looks
     if not looks:
         return {}
     found = stacks.figures(looks[0].metrics, looks[-1].metrics, looks[-1].at_s - looks[0].at_s)
-    engines = [pulse.beat for pulse in looks[-1].pulses if pulse.beat.still_s is not None]
-    if not engines:
-        return found
-    found["running"] = str(sum(beat.running or 0 for beat in engines))
-    found["waiting"] = str(sum(beat.waiting or 0 for beat in engines))
-    if found.get("progress") == "frozen":
-        del found["progress"]
-    if any(s.code == progress.NO_PROGRESS.code for s in progress.stalls(looks, patience_s)):
+    if beats := engines(looks):
+        found["running"] = str(sum(beat.running or 0 for beat in beats))
+        found["waiting"] = str(sum(beat.waiting or 0 for beat in beats))
+        if found.get("progress") == "frozen":
+            del found["progress"]
+    if any(not stall.doubt for stall in progress.stalls(looks, patience_s)):
         found["progress"] = "frozen"
     return found
 
 
 def stalled(
-    snapshot: ServerSnapshot, told: stacks.Explanation | None, patience_s: float
+    snapshot: ServerSnapshot, explained: stacks.Explanation | None, patience_s: float
 ) -> list[progress.Stall]:
-    """What has stopped; what metrics alone say counts unless the stacks contradict it."""
-    idle = told is not None and told.verdict == "idle"
+    """What has stopped; a doubtful one as far as stacks and agents bear it out."""
+    verdict = explained.verdict if explained else None
+    answered = {progress.named(each) for each in snapshot.told}
     found = progress.stalls(snapshot.looks, patience_s)
-    return [each for each in found if not (each.doubtful and idle)]
+    return [each for each in found if each.stands(verdict, answered)]
 
 
 def stalls(found: Sequence[progress.Stall]) -> Iterator[Finding]:
@@ -111,9 +134,9 @@ def stalls(found: Sequence[progress.Stall]) -> Iterator[Finding]:
         yield rules[each.code].at(each.subject, each.evidence)
 
 
-def hung(told: stacks.Explanation | None) -> Iterator[Finding]:
+def hung(explained: stacks.Explanation | None) -> Iterator[Finding]:
     """What the stacks prove: a signature that work fits, too, is none."""
-    for each in told.findings if told else ():
+    for each in explained.findings if explained else ():
         if each.hang and each.confidence != "possible":
             yield each
 

@@ -24,12 +24,13 @@ class ThreadPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         roles: of the processes to look at.
         frames: in this order from the innermost out, others may lie between. Each is a function,
             bare or as ``Class.function``, or several with ``|``; ``function@end/of/path.py``
-            demands the file, too. A thread's name counts as its outermost frame.
+            demands the file, too; ``*`` is any. A thread's name counts as its outermost frame.
         without: functions that the thread must not have.
         within: how far from the innermost frame the first one may be, 0 for anywhere.
         state: ``active`` or ``idle``, empty for either.
         who: whether some process must have such a thread, every process, or none.
         frozen: whether such a thread must be at the same frames in all samples.
+        gil: whether it must hold the GIL; no dump but py-spy's tells.
     """
 
     roles: tuple[str, ...]
@@ -39,6 +40,7 @@ class ThreadPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: Literal["", "active", "idle"] = ""
     who: Literal["some", "every", "none"] = "some"
     frozen: bool = False
+    gil: bool = False
 
 
 class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,7 +129,7 @@ def alternatives(pattern: str) -> tuple[tuple[str, str, str], ...]:
 
 def is_called(frame: Frame, pattern: str) -> bool:
     """Whether a frame is one that a pattern names, in any version's spelling."""
-    return _is_called(frame.function, frame.short_file, pattern)
+    return pattern == "*" or _is_called(frame.function, frame.short_file, pattern)
 
 
 @functools.lru_cache(CACHED)

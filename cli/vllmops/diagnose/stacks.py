@@ -246,7 +246,8 @@ def _holds(
         for sample in pasted.samples
         if all(any(_fits(process, each) for process in sample.processes) for each in roles)
     ]
-    if not samples:
+    # Somebody holds the GIL in nearly every dump of a process that works.
+    if not samples or (len(samples) < case.samples and any(each.gil for each in case.threads)):
         return None
     if any(p.role in case.lacks and not _is_gone(p) for p in pasted.samples[-1].processes):
         return None
@@ -346,6 +347,8 @@ def _spots(pattern: ThreadPattern, sample: StacksSnapshot) -> Iterator[Spot]:
             continue
         for thread in process.threads:
             if pattern.state and thread.state != pattern.state:
+                continue
+            if pattern.gil and not thread.owns_gil:
                 continue
             if (frames := _matched(pattern, thread)) is not None:
                 yield Spot(process, thread, frames)

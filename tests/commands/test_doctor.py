@@ -1,0 +1,86 @@
+"""``vllmops doctor``, with a stand-in for vLLM (see instances/standin.py)."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from vllmops.diagnose.doctor import checks
+
+
+def codes(answer: Any) -> list[str]:
+    return [finding["code"] for finding in answer.data["findings"]]
+
+
+def test_a_healthy_server_has_no_findings(lab: Any) -> None:
+    record = lab.serve("a")
+    answer = lab.vllmops("doctor", columns=60)
+    assert answer.code == 0, answer
+    assert "No findings in what could be seen." in answer.out
+    assert record.url in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 60
+    # One line for all three processes, which have no agent for one and the same reason.
+    assert answer.out.count("not seen: agent of") == 1
+    data = lab.vllmops("doctor", "--json").data
+    assert (data["findings"], data["stalls"]) == ([], [])
+    assert {each["code"] for each in data["unseen"]} == {"agent.absent"}
+
+
+def test_a_stopped_process_is_named(lab: Any) -> None:
+    record = lab.serve("a")
+    worker = lab.pid_of(record.processes, "worker")
+    lab.kill(worker, signal.SIGSTOP)
+    try:
+        answer = lab.vllmops("doctor", "--json")
+        assert (answer.code, codes(answer)) == (1, ["process.stopped"])
+        assert lab.vllmops("doctor", "--skip", "process").code == 0
+        assert lab.vllmops("doctor", "--only", "machine.disk", "--json").data["findings"] == []
+        shown = lab.vllmops("doctor").out
+        assert f"kill -CONT {worker}" in shown
+        assert "1. error: a process is stopped by a signal [process.stopped]" in shown
+    finally:
+        lab.kill(worker, signal.SIGCONT)
+
+
+def test_whoever_reaches_it_is_told(lab: Any) -> None:
+    lab.serve("a", "--host", "0.0.0.0")
+    answer = lab.vllmops("doctor", "--fail-on", "warning", "--json")
+    assert (answer.code, codes(answer)) == (1, ["security.no-api-key"])
+    assert lab.vllmops("doctor").code == 0
+
+
+def test_processes_of_a_server_that_is_gone(lab: Any) -> None:
+    server = lab.stranger()
+    listed = lab.vllmops("ps", "--json").data["instances"]
+    engine = next(p["pid"] for row in listed for p in row["processes"] if p["role"] == "engine")
+    lab.kill(server.pid)
+    lab.until(lambda: server.poll() is not None)
+    answer = lab.vllmops("doctor", "-t", str(engine), "--json")
+    assert "process.orphaned" in codes(answer)
+    assert answer.code == 0
+
+
+def test_every_check_is_listed(lab: Any) -> None:
+    listed = lab.vllmops("doctor", "--list", "--json").data["checks"]
+    assert [each["code"] for each in listed] == [check.code for check in checks()]
+    shown = lab.vllmops("doctor", "--list").out
+    assert all(check.code in shown for check in checks())
+    some = lab.vllmops("doctor", "--list", "--only", "stack", "--json").data["checks"]
+    assert some
+    assert all(each["code"].startswith("stack.") for each in some)
+
+
+def test_what_is_wrong_to_ask(lab: Any, tmp_path: Path) -> None:
+    answer = lab.vllmops("doctor", "--only", "nonsense", "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+    assert "vllmops doctor --list" in answer.error["mend"]
+    answer = lab.vllmops("doctor", str(tmp_path / "x"), "--canary", "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+    assert lab.vllmops("doctor", "--json").error["code"] == "target.none"
+
+
+def test_a_canary_that_is_not_answered(lab: Any) -> None:
+    lab.serve("a")  # it answers GET alone: 501 to the request
+    answer = lab.vllmops("doctor", "--canary", "--json")
+    assert answer.data["findings"] == [] or codes(answer) == ["canary.failed"]

@@ -1,0 +1,91 @@
+"""Snapshots of servers to change: a healthy one, and its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllmops.snapshots.engine import Beat, EngineState, Hello, Traffic
+from vllmops.snapshots.metrics import Metrics
+from vllmops.snapshots.server import (
+    Disk,
+    Look,
+    Machine,
+    ProcessState,
+    Pulse,
+    ServerSnapshot,
+    Told,
+)
+
+GIB = 1 << 30
+PIDS = {"api": 10, "engine": 20, "worker": 30}
+QUIET = Metrics(running=0, waiting=0, kv_cache_usage=0.1, tokens=100, finished=10, awake=1)
+
+
+def pulse(role: str, age_s: float = 0.5, **fields: Any) -> Pulse:
+    """A heartbeat; of an engine that stands still nowhere, unless told otherwise."""
+    own = {"engine": {"current_step": 5, "running": 0, "waiting": 0, "still_s": 0.0}}
+    beat = Beat(
+        monotonic=1.0,
+        sequence=1,
+        pid=PIDS[role],
+        create_time=1.0,
+        role=role,
+        **{**own.get(role, {}), **({"handed": 0} if role == "api" else {}), **fields},
+    )
+    return Pulse(role=role, pid=PIDS[role], age_s=age_s, beat=beat)
+
+
+def process(role: str, state: str = "S", **fields: Any) -> ProcessState:
+    pid = fields.pop("pid", PIDS.get(role, 99))
+    return ProcessState(role=role, pid=pid, create_time=1.0, state=state, **fields)
+
+
+def look(at_s: float, **fields: Any) -> Look:
+    """A look at a server that is well, as far as nothing else is told."""
+    whole: dict[str, Any] = {
+        "pulses": tuple(map(pulse, PIDS)),
+        "metrics": QUIET,
+        "health": 200,
+        "processes": tuple(map(process, PIDS)),
+    }
+    return Look(at_s=at_s, **{**whole, **fields})
+
+
+def told(role: str, **fields: Any) -> Told:
+    hello = Hello(agent="1.0", pid=PIDS[role], create_time=1.0, role=role, **fields)
+    state = EngineState(running=0, waiting=0, current_step=5) if role == "engine" else EngineState()
+    return Told(role=role, pid=PIDS[role], hello=hello, engine=state, traffic=Traffic())
+
+
+MACHINE = Machine(
+    memory_total=16 * GIB,
+    memory_available=8 * GIB,
+    disks=(Disk("/", "state and logs", 100 * GIB, 50 * GIB),),
+)
+
+
+def healthy(**fields: Any) -> ServerSnapshot:
+    """A healthy server with agents, but for the fields that are given."""
+    whole = ServerSnapshot(
+        taken_at=1e9,
+        vllmops="1.0",
+        server="demo",
+        url="http://127.0.0.1:8000",
+        state="ready",
+        vllm_version="0.32.0",
+        looks=(look(0.0), look(1.0)),
+        told=tuple(map(told, PIDS)),
+        machine=MACHINE,
+    )
+    return msgspec.structs.replace(whole, **fields)
+
+
+def looks(*each: dict[str, Any], apart_s: float = 1.0) -> tuple[Look, ...]:
+    """Looks that differ from a healthy one by some fields."""
+    return tuple(look(index * apart_s, **fields) for index, fields in enumerate(each))
+
+
+def metrics(**fields: float) -> Metrics:
+    return msgspec.structs.replace(QUIET, **fields)

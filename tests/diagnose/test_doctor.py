@@ -1,0 +1,104 @@
+"""All checks together: each once, the cause first, and nothing that stacks contradict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllmops.client.paste import read
+from vllmops.diagnose import doctor
+from vllmops.diagnose.doctor import checks, examine
+from vllmops.diagnose.findings import Severity
+from vllmops.snapshots.server import ServerSnapshot, Unseen
+from vllmops.snapshots.stacks import StacksSnapshot
+
+from .servers import PIDS, healthy, looks, metrics, process, pulse
+
+SAMPLES = Path(__file__).with_name("stacks")
+
+
+def stacks(name: str) -> tuple[StacksSnapshot, ...]:
+    """Three samples of what a file of ours shows, as a live server's."""
+    (sample, *_) = read((SAMPLES / name).read_text()).samples
+    return (sample,) * 3
+
+
+def found(snapshot: ServerSnapshot) -> list[str]:
+    return [finding.code for finding in examine(snapshot).findings]
+
+
+STILL = {"running": 1, "waiting": 2, "still_s": 30.0}
+NO_AGENTS: dict[str, Any] = {"pulses": (), "metrics": metrics(running=1)}
+
+
+def test_codes_are_listed_once_and_none_is_missing() -> None:
+    codes = [check.code for check in checks()]
+    assert len(codes) == len(set(codes))
+    for code in ("mm-cache.ghost-keys", "stack.mm-cache-eviction-spin", "memory.rss-growing"):
+        assert code in codes
+    for code in ("engine.no-progress", "process.stopped", "security.no-api-key"):
+        assert code in codes
+    assert "stack.idle-spin-normal" not in codes
+
+
+def test_a_healthy_server_has_no_findings() -> None:
+    told = examine(healthy(stacks=stacks("idle-spin-normal.txt")))
+    assert (told.findings, told.stalls) == ((), ())
+    assert told.explanation
+    assert told.explanation.verdict == "idle"
+
+
+def test_what_the_stacks_say_comes_before_what_shows_it() -> None:
+    snapshot = healthy(
+        looks=looks({}, {"pulses": (pulse("engine", **STILL),)}),
+        stacks=stacks("mm-cache-eviction-spin.txt"),
+    )
+    assert found(snapshot) == ["stack.mm-cache-eviction-spin", "engine.no-progress"]
+
+
+def test_metrics_that_stand_still_while_all_is_idle_are_stale() -> None:
+    # The gauge of running requests keeps its value when the last one is aborted.
+    told = looks(*[NO_AGENTS] * 40)
+    assert found(healthy(looks=told)) == ["engine.no-progress"]
+    assert found(healthy(looks=told, stacks=stacks("idle-spin-normal.txt"))) == []
+
+
+def test_a_stopped_process_hides_what_it_causes() -> None:
+    halted = tuple(process(role, "T" if role == "worker" else "S") for role in PIDS)
+    unseen = Unseen("agent of worker 30", "agent.timeout", "no answer")
+    snapshot = healthy(
+        looks=looks(*[{"processes": halted, "pulses": (pulse("worker", age_s=20),)}] * 2),
+        unseen=(unseen,),
+    )
+    assert found(snapshot) == ["process.stopped"]
+
+
+def test_the_worst_comes_first() -> None:
+    snapshot = healthy(
+        vllmops="2.0",
+        looks=looks({}, {"pulses": (pulse("engine", **STILL),)}),
+        vllm_version="0.20.0",
+        told=(),
+    )
+    severities = [finding.severity for finding in examine(snapshot).findings]
+    assert severities == sorted(severities, key=lambda each: -each.rank)
+    assert severities[0] == Severity.ERROR
+
+
+@pytest.mark.parametrize("file", sorted(SAMPLES.glob("*.txt")), ids=lambda file: file.stem)
+def test_a_server_that_gets_on_is_never_told_to_hang_by_a_possibility(file: Path) -> None:
+    sample = read(file.read_text()).samples[:1]
+    for finding in examine(healthy(stacks=tuple(sample))).findings:
+        assert getattr(finding, "confidence", "sure") != "possible"
+
+
+def test_a_snapshot_says_the_same_once_it_was_saved() -> None:
+    snapshot = healthy(
+        looks=looks({}, {"pulses": (pulse("engine", **STILL),)}),
+        stacks=stacks("mm-cache-eviction-spin.txt"),
+    )
+    again = msgspec.json.decode(msgspec.json.encode(snapshot), type=ServerSnapshot)
+    assert doctor.examine(again) == doctor.examine(snapshot)

@@ -1,0 +1,188 @@
+"""Every rule finds what it is about, and nothing on a healthy server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllmops.diagnose.server import CATALOGUE, diagnose
+from vllmops.snapshots.caches import CacheSnapshot, ProcessCaches, Sample, Setup
+from vllmops.snapshots.patches import ProcessPatches, State, Verdict
+from vllmops.snapshots.server import Canary, Disk, Gpu, Guard, Leftover, Unseen
+
+from .servers import (
+    GIB,
+    MACHINE,
+    PIDS,
+    QUIET,
+    healthy,
+    look,
+    looks,
+    metrics,
+    process,
+    pulse,
+    told,
+)
+
+
+def without(role: str) -> tuple[Any, ...]:
+    return tuple(process(each) for each in PIDS if each != role)
+
+
+def changed(role: str, state: str) -> tuple[Any, ...]:
+    return tuple(process(each, state if each == role else "S") for each in PIDS)
+
+
+def patches(state: State, **fields: Any) -> tuple[ProcessPatches, ...]:
+    verdict = Verdict(id="mm-lru-ghost-keys", state=state, **fields)
+    return (
+        ProcessPatches(pid=20, role="engine", vllm_version="0.23.0", patches=[verdict], seconds=0),
+    )
+
+
+def machine(**fields: Any) -> Any:
+    return msgspec.structs.replace(MACHINE, **fields)
+
+
+def over(**fields: float) -> Any:
+    """Two looks, between which some figures grew."""
+    zero = dict.fromkeys(fields, 0.0)
+    return looks({"metrics": metrics(**zero)}, {"metrics": metrics(**fields)})
+
+
+TWO_WORKERS = CacheSnapshot(
+    server="demo",
+    samples=[
+        Sample(
+            taken_at=1.0,
+            processes=[
+                ProcessCaches(pid=20, parent=10, role="engine", setup=Setup(tensor_parallel=2))
+            ],
+        )
+    ],
+)
+EXPOSED = Guard(addresses=("0.0.0.0:8000",), exposed=True, open=True, dev_routes=False)
+LATENCY = {"queue_n": 10.0, "prefill_n": 10.0, "first_n": 10.0, "whole_n": 10.0}
+
+FOUND: list[tuple[str, dict[str, Any]]] = [
+    ("server.failed", {"state": "failed"}),
+    ("engine.missing", {"looks": looks({}, {"processes": without("engine"), "health": 503})}),
+    ("engine.missing", {"looks": looks({}, {"processes": (process("api"),)})}),
+    ("api.unhealthy", {"looks": looks({}, {"health": 503})}),
+    ("worker.missing", {"caches": TWO_WORKERS}),
+    ("process.dead", {"looks": looks({}, {"processes": changed("worker", "Z")})}),
+    ("process.stopped", {"looks": looks(*[{"processes": changed("worker", "T")}] * 2)}),
+    ("process.uninterruptible", {"looks": looks(*[{"processes": changed("worker", "D")}] * 2)}),
+    ("process.no-python", {"looks": looks({}, {"pulses": (pulse("engine", age_s=12),)})}),
+    ("process.orphaned", {"machine": machine(orphans=(process("engine", pid=7),))}),
+    ("agent.silent", {"unseen": (Unseen("agent of engine 20", "agent.timeout", "no answer"),)}),
+    ("agent.version", {"vllmops": "2.0"}),
+    ("agent.version", {"unseen": (Unseen("agent of api 10", "agent.older", "older"),)}),
+    ("agent.problem", {"told": (told("engine", problems=("another shape",)),)}),
+    ("patch.failed", {"patches": patches(State.FAILED, reason="another shape")}),
+    ("patch.off", {"patches": patches(State.OFF)}),
+    ("vllm.known-defect", {"told": (), "vllm_version": "0.23.0"}),
+    ("machine.shm-leftovers", {"machine": machine(leftovers=(Leftover("psm_1", GIB, 90.0),))}),
+    ("machine.disk", {"machine": machine(disks=(Disk("/", "state", 100 * GIB, GIB // 2),))}),
+    ("machine.memory", {"machine": machine(memory_available=GIB // 2)}),
+    ("gpu.bad-memory", {"machine": machine(gpus=(Gpu(index=0, bad_memory=1),))}),
+    ("gpu.throttled", {"machine": machine(gpus=(Gpu(index=0, throttled=True),))}),
+    (
+        "responses.store-in-memory",
+        {"told": (told("api"), told("api")), "guard": Guard(store="memory")},
+    ),
+    ("security.no-api-key", {"guard": EXPOSED}),
+    (
+        "security.dev-routes",
+        {"guard": msgspec.structs.replace(EXPOSED, open=False, dev_routes=True)},
+    ),
+    ("security.signing-key", {"guard": Guard(signing_key="weak")}),
+    ("tools.py-spy", {"unseen": (Unseen("stacks", "pyspy.missing", "not installed"),)}),
+    ("canary.failed", {"canary": Canary("timeout", 15.0, "no answer")}),
+    ("canary.failed", {"canary": Canary("refused", 0.1, "it answered 500")}),
+    ("canary.late", {"canary": Canary("timeout", 15.0), "looks": over(tokens=500)}),
+    (
+        "kv-cache.pressure",
+        {"looks": looks(*[{"metrics": metrics(kv_cache_usage=0.99, waiting=3)}] * 2)},
+    ),
+    ("kv-cache.preemptions", {"looks": over(preemptions=20)}),
+    ("latency.queueing", {"looks": over(**LATENCY, queue_s=80.0, whole_s=100.0)}),
+    ("latency.first-token", {"looks": over(**LATENCY, queue_s=1.0, prefill_s=2.0, first_s=30.0)}),
+    (
+        "latency.next-token",
+        {"looks": over(between_s=100.0, between_n=100.0, decode_s=10.0, decode_n=5.0)},
+    ),
+    ("requests.errors", {"looks": over(errors=5, answers=50)}),
+    ("requests.errors", {"looks": over(failed=5, finished=50)}),
+]
+
+
+@pytest.mark.parametrize(("code", "fields"), FOUND, ids=[code for code, _ in FOUND])
+def test_each_is_found_and_nothing_else(code: str, fields: dict[str, Any]) -> None:
+    assert {finding.code for finding in diagnose(healthy(**fields))} == {code}
+
+
+def test_every_rule_is_shown() -> None:
+    assert {code for code, _ in FOUND} == CATALOGUE.keys()
+
+
+BUSY = {
+    "preemptions": 2.0,
+    "queue_n": 3.0,
+    "queue_s": 30.0,
+    "whole_n": 3.0,
+    "whole_s": 31.0,
+    "errors": 1.0,
+    "answers": 1000.0,
+    "finished": 1000.0,
+    "mm_queries": 5000.0,
+    "mm_hits": 0.0,
+    "prefix_queries": 5000.0,
+    "prefix_hits": 0.0,
+}
+WELL: dict[str, dict[str, Any]] = {
+    "idle": {},
+    "without agents": {
+        "told": (),
+        "looks": looks({"pulses": ()}, {"pulses": ()}),
+        "unseen": (Unseen("agent of engine 20", "agent.absent", "no agent"),),
+    },
+    "starting": {"state": "starting", "looks": looks({"processes": (process("api"),)})},
+    "no look": {"looks": ()},
+    "busy": {"looks": over(**BUSY)},
+    "full and nobody waits": {"looks": looks(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)},
+    "one look caught it in the kernel": {"looks": looks({}, {"processes": changed("worker", "D")})},
+    "a long step": {"looks": looks({}, {"pulses": (pulse("engine", age_s=4),)})},
+    "the engine inside the API server": {
+        "looks": looks(*[{"processes": (process("api"),)}] * 2),
+        "told": (msgspec.structs.replace(told("engine"), role="api", pid=10),),
+    },
+    "no metrics": {"looks": looks({"metrics": None}, {"metrics": None})},
+    "loopback": {"guard": Guard(addresses=("127.0.0.1:8000",), exposed=False)},
+    "exposed and guarded": {"guard": msgspec.structs.replace(EXPOSED, open=False)},
+    "a large disk, nearly full for years": {
+        "machine": machine(disks=(Disk("/", "state", 4000 * GIB, 100 * GIB),))
+    },
+    "a segment that was just made": {"machine": machine(leftovers=(Leftover("psm_1", GIB, 1.0),))},
+    "patches on": {"patches": patches(State.APPLIED)},
+    "a patch off that is not needed": {"patches": patches(State.OFF, present=False)},
+    "a version that is none": {"told": (), "vllm_version": "dev"},
+    "a new version": {"told": (), "vllm_version": "0.24.0"},
+    "a canary that could not be sent": {"canary": Canary("unable", 0.1)},
+    "a canary": {"canary": Canary("answered", 0.1)},
+    "counters that began anew": {
+        "looks": looks({"metrics": metrics(errors=50.0)}, {"metrics": metrics(errors=0.0)})
+    },
+}
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_a_healthy_server_has_no_findings(name: str) -> None:
+    assert diagnose(healthy(**WELL[name])) == []
+
+
+def test_figures_are_told() -> None:
+    (found,) = diagnose(healthy(looks=(look(0.0, metrics=QUIET), look(2.0, health=503))))
+    assert found.evidence == "/health answers 503"
