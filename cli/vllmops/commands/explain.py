@@ -13,7 +13,6 @@ import typer
 
 from .. import output
 from ..client import paste, pyspy
-from ..diagnose import doctor
 from ..diagnose import stacks as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit, VllmopsError
@@ -91,6 +90,7 @@ def live(
         VllmopsError: ``pyspy.missing`` or ``file.not-written``.
     """
     from ..client.examine import look  # noqa: PLC0415 - slow, and not for a file
+    from ..diagnose import doctor  # noqa: PLC0415 - the same
 
     began = time.monotonic()
     looks = [look(server, began)]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from packaging.version import InvalidVersion, Version
-
 from ..snapshots.patches import State
 from ..snapshots.server import Disk, ProcessState, ServerSnapshot
 from .findings import Finding, Rule, Severity
@@ -240,7 +238,7 @@ def missing(snapshot: ServerSnapshot) -> Iterator[Finding]:
     inside = any(
         each.role == "api" and each.engine.current_step is not None for each in snapshot.told
     )
-    if apis and last.health is not None and "engine" not in roles and not inside:
+    if apis and last.health and "engine" not in roles and not inside:
         seen = f"api {apis[0].pid} is there, no EngineCore below it"
         if last.health == 503 or len(roles) == len(apis):
             yield ENGINE_MISSING.at(snapshot.server, seen)
@@ -275,8 +273,10 @@ def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
             yield STOPPED.at(called(process), f"state T; kill -CONT {process.pid} lets it go on")
         elif process.state == "D":
             yield UNINTERRUPTIBLE.at(called(process), "state D in both looks")
+    # Where an agent answers, its file can't be written: a disk is full, say.
+    answered = {told.pid for told in snapshot.told}
     for pulse in snapshot.looks[-1].pulses:
-        if pulse.age_s >= PATIENCE_S:
+        if pulse.age_s >= PATIENCE_S and pulse.pid not in answered:
             yield NO_PYTHON.at(named(pulse), late(pulse))
 
 
@@ -319,6 +319,8 @@ def patched(snapshot: ServerSnapshot) -> Iterator[Finding]:
         yield rule.at(", ".join(where), f"{name}: {reason or state}")
     if snapshot.patches or not snapshot.vllm_version:
         return
+    from packaging.version import InvalidVersion, Version  # noqa: PLC0415 - slow, and seldom needed
+
     try:
         version = Version(snapshot.vllm_version)
     except InvalidVersion:

@@ -127,6 +127,12 @@ def alternatives(pattern: str) -> tuple[tuple[str, str, str], ...]:
     return tuple(found)
 
 
+@functools.cache
+def functions(patterns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+    """The bare names of the functions that each pattern names."""
+    return tuple(frozenset(name for _, name, _ in alternatives(each)) for each in patterns)
+
+
 def is_called(frame: Frame, pattern: str) -> bool:
     """Whether a frame is one that a pattern names, in any version's spelling."""
     return pattern == "*" or _is_called(frame.function, frame.short_file, pattern)

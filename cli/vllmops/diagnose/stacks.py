@@ -12,7 +12,16 @@ from ..snapshots.metrics import Metrics
 from ..snapshots.pasted import Crash, Pasted
 from ..snapshots.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .findings import Finding, Rule, Severity
-from .signatures import Case, Confidence, Signature, ThreadPattern, catalogue, is_called
+from .signatures import (
+    Case,
+    Confidence,
+    Signature,
+    ThreadPattern,
+    bare,
+    catalogue,
+    functions,
+    is_called,
+)
 
 RANKS: tuple[Confidence, ...] = ("possible", "likely", "sure")
 SHOWN_FRAMES = 6
@@ -141,7 +150,8 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     """
     log = "".join(pasted.text.split())
     known = {**logged(log), **(facts or {})}
-    hits = [hit for each in catalogue() if (hit := _hit(each, pasted, known, log))]
+    scene = Scene(pasted)
+    hits = [hit for each in catalogue() if (hit := _hit(each, scene, known, log))]
     halted = [p for p in (pasted.samples[-1].processes if pasted.samples else ()) if p.stopped]
     if halted:
         # Where a process can't move, what the others wait for is that.
@@ -225,15 +235,42 @@ def agrees(have: str, wanted: str) -> bool:
     return {">": value > limit, "<": value < limit, "=": value == limit}[wanted[0]]
 
 
-def _hit(signature: Signature, pasted: Pasted, facts: Mapping[str, str], log: str) -> Hit | None:
-    held = (_holds(signature, case, pasted, facts, log) for case in signature.cases)
+class Scene:
+    """Stacks, and which functions each thread is in: most have none of a pattern's.
+
+    Args:
+        pasted: the stacks.
+    """
+
+    def __init__(self, pasted: Pasted) -> None:
+        self.pasted = pasted
+        threads = (t for s in pasted.samples for p in s.processes for t in p.threads)
+        self.functions = {id(thread): frozenset(_functions(thread)) for thread in threads}
+
+
+def _functions(thread: Thread) -> Iterator[str]:
+    yield "*"
+    for frame in _frames(thread):
+        yield bare(frame.function).rpartition(".")[2]
+
+
+def _frames(thread: Thread) -> tuple[Frame, ...]:
+    """Its frames; Python names a thread after the outermost one: Thread-1 (work)."""
+    if "(" not in thread.name:
+        return thread.frames
+    return (*thread.frames, Frame(thread.name.rpartition("(")[2].rstrip(")"), "", ""))
+
+
+def _hit(signature: Signature, scene: Scene, facts: Mapping[str, str], log: str) -> Hit | None:
+    held = (_holds(signature, case, scene, facts, log) for case in signature.cases)
     hits = [hit for hit in held if hit]
     return max(hits, key=lambda hit: RANKS.index(hit.confidence), default=None)
 
 
 def _holds(
-    signature: Signature, case: Case, pasted: Pasted, facts: Mapping[str, str], text: str
+    signature: Signature, case: Case, scene: Scene, facts: Mapping[str, str], text: str
 ) -> Hit | None:
+    pasted = scene.pasted
     if any(name not in facts for name in case.needs):
         return None
     told = [(name, wanted) for name, wanted in case.facts.items() if name in facts]
@@ -251,7 +288,7 @@ def _holds(
         return None
     if any(p.role in case.lacks and not _is_gone(p) for p in pasted.samples[-1].processes):
         return None
-    spots = _everywhere(case, samples)
+    spots = _everywhere(case, samples, scene)
     if spots is None:
         return None
     lines = [_evidence(spot) for spot in spots]
@@ -303,11 +340,11 @@ def _is_part(pasted: Pasted) -> bool:
     )
 
 
-def _everywhere(case: Case, samples: Sequence[StacksSnapshot]) -> list[Spot] | None:
+def _everywhere(case: Case, samples: Sequence[StacksSnapshot], scene: Scene) -> list[Spot] | None:
     """The threads that fit in all samples, as they were in the last; None where the case fails."""
     kept: list[Spot] = []
     for pattern in case.threads:
-        found = [list(_spots(pattern, sample)) for sample in samples]
+        found = [list(_spots(pattern, sample, scene)) for sample in samples]
         if pattern.who == "none":
             if any(found):
                 return None
@@ -341,7 +378,8 @@ def _places(thread: Thread) -> list[tuple[str, int | None]]:
     return [(frame.function, frame.line) for frame in thread.frames]
 
 
-def _spots(pattern: ThreadPattern, sample: StacksSnapshot) -> Iterator[Spot]:
+def _spots(pattern: ThreadPattern, sample: StacksSnapshot, scene: Scene) -> Iterator[Spot]:
+    wanted = functions(pattern.frames)
     for process in sample.processes:
         if not _fits(process, pattern.roles):
             continue
@@ -349,6 +387,8 @@ def _spots(pattern: ThreadPattern, sample: StacksSnapshot) -> Iterator[Spot]:
             if pattern.state and thread.state != pattern.state:
                 continue
             if pattern.gil and not thread.owns_gil:
+                continue
+            if any(each.isdisjoint(scene.functions[id(thread)]) for each in wanted):
                 continue
             if (frames := _matched(pattern, thread)) is not None:
                 yield Spot(process, thread, frames)
@@ -361,10 +401,7 @@ def _fits(process: ProcessStacks, roles: Sequence[str]) -> bool:
 
 def _matched(pattern: ThreadPattern, thread: Thread) -> tuple[Frame, ...] | None:
     """The frames that fit, None where the thread does not."""
-    frames = thread.frames
-    if "(" in thread.name:  # as Python names it after its function: Thread-1 (work)
-        named = thread.name.rpartition("(")[2].rstrip(")")
-        frames = (*frames, Frame(named, "", ""))
+    frames = _frames(thread)
     wanted = iter(pattern.frames)
     current = next(wanted)
     found: list[Frame] = []
