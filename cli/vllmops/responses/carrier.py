@@ -1,0 +1,394 @@
+"""The carrier: a conversation that the client keeps, sealed, in a field ``encrypted_content``.
+
+`seal` makes one, `unseal` takes one back; both need a `Ring`, no store and no vLLM. They take
+some 10 ms for 1 MB, of which zlib takes most without the GIL: `LARGE` ones belong beside the
+event loop.
+
+**Format 2**, which is written unless another is asked for::
+
+    carrier    = "vllm:2:" kid ":" suite ":" body
+    kid        = 1 to 64 characters out of A-Z a-z 0-9 . _ -
+    suite      = "a256gcm-zlib", so far the only one
+    body       = base64url, without padding, of: salt (16 bytes), ciphertext, tag (16 bytes)
+
+    key, nonce = the first 32 and the last 12 bytes of
+                 HKDF-SHA-256(secret, salt, info = "vllmops carrier 2 a256gcm-zlib", 44 bytes)
+    ciphertext, tag = AES-256-GCM(key, nonce, plaintext, additional data = ASCII of the carrier
+                 from its begin to the colon before the body, that colon included)
+    plaintext  = zlib stream (RFC 1950) of a JSON object in UTF-8, with at least
+                 "iat", "exp"  when it was sealed and from when on it is refused: whole seconds
+                               since the epoch
+                 "model"       what serves the conversation
+                 "owner"       whose it is: a hash of the API key, "" where there are no keys
+                 "history"     array: the items of the conversation
+
+``secret`` is the key's 32 or more bytes, ``salt`` is random for each carrier, HKDF is RFC 5869. A
+body is refused unless its base64url is the one that encoding its bytes gives. The kid tells which
+key of the ring; it and the suite are under the tag as all the rest is.
+
+**Format 1** is signed and not encrypted: anybody can read it. It is always read::
+
+    carrier    = "vllm:1:" payload ":" signature
+    payload    = base64 (RFC 4648, section 4) of JSON: an array, the history
+    signature  = HMAC-SHA-256(secret, ASCII of the payload), 64 lower-case hex characters
+
+It names no key, so each one is tried; it tells no time, no model and no owner, so none is checked.
+
+What does not begin with ``vllm:`` is somebody else's, OpenAI's say: `is_ours` tells.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import time
+import zlib
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from ..errors import VllmopsError
+from ..keys.ring import CARRIER_TTL_S, KID, Key, Ring, Status
+
+OURS = "vllm:"
+SUITE = "a256gcm-zlib"
+SALT_BYTES, KEY_BYTES, NONCE_BYTES, TAG_BYTES = 16, 32, 12, 16
+# Text shrinks to a quarter or a third; higher levels win a tenth more and take three times as long.
+LEVEL = 1
+MOST_BYTES = 32 << 20  # of a history, as JSON; images and audio are in it as base64
+DEEPEST = 100  # arrays and objects within each other
+NESTING = frozenset({dict, list, tuple})
+LARGE = 1 << 16
+CONTENT = {"iat": int, "exp": int, "model": str, "owner": str, "history": list}
+FORMAT_1 = re.compile(r"vllm:1:([A-Za-z0-9+/]*={0,2}):([0-9a-f]{64})")
+FORMAT_2 = re.compile(rf"(vllm:2:({KID.pattern}):([a-z0-9-]{{1,32}}):)([A-Za-z0-9_-]*)")
+
+
+class Case(StrEnum):
+    """What can be wrong with a carrier."""
+
+    FOREIGN = "foreign"
+    MALFORMED = "malformed"
+    TAMPERED = "tampered"
+    UNKNOWN_KEY = "unknown-key"
+    REVOKED_KEY = "revoked-key"
+    EXPIRED = "expired"
+    OTHER_MODEL = "other-model"
+    OTHER_OWNER = "other-owner"
+    TOO_LARGE = "too-large"
+
+
+class CarrierError(VllmopsError):
+    """A carrier that is refused; the message is fit for whoever sent it, and tells no secret.
+
+    Args:
+        case: what is wrong; the code is ``carrier.`` and this.
+        message: the same in words.
+        carrier: what it says, where it is genuine and was only refused.
+    """
+
+    def __init__(self, case: Case, message: str, carrier: Carrier | None = None) -> None:
+        super().__init__(
+            f"carrier.{case}", message, "begin the conversation anew, without the carrier"
+        )
+        self.case = case
+        self.carrier = carrier
+
+
+class Carrier(msgspec.Struct, frozen=True, kw_only=True):
+    """What a genuine carrier says. What format 1 does not tell is None.
+
+    Args:
+        format: 1 or 2.
+        kid: the key that sealed it.
+        issued_at: seconds since the epoch.
+        expires_at: seconds since the epoch.
+        model: what it was made for.
+        owner: whose it is.
+        history: the items of the conversation.
+    """
+
+    format: int
+    kid: str
+    issued_at: int | None = None
+    expires_at: int | None = None
+    model: str | None = None
+    owner: str | None = None
+    history: list[Any]
+
+
+def is_ours(text: str) -> bool:
+    """Whether an ``encrypted_content`` means to be a carrier of vLLM's, good or bad."""
+    return text.startswith(OURS)
+
+
+def seal(
+    history: list[Any],
+    ring: Ring,
+    *,
+    model: str,
+    owner: str,
+    ttl_s: float = CARRIER_TTL_S,
+    now: float | None = None,
+) -> str:
+    """A carrier of format 2.
+
+    Args:
+        history: the items of the conversation: what JSON can hold.
+        ring: whose primary seals it.
+        model: what has to be served where it comes back.
+        owner: whose key has to be presented with it, as a hash; ``""`` without keys.
+        ttl_s: seconds from now on for which it is taken back.
+        now: seconds since the epoch; the present.
+
+    Raises:
+        VllmopsError: ``keys.no-primary``.
+        CarrierError: ``too-large``, or ``malformed`` where JSON can't hold the history.
+    """
+    key = primary(ring)
+    now = time.time() if now is None else now
+    content = {
+        "iat": int(now),
+        "exp": int(now + ttl_s),
+        "model": model,
+        "owner": owner,
+        "history": history,
+    }
+    head = f"{OURS}2:{key.kid}:{SUITE}:"
+    salt = secrets.token_bytes(SALT_BYTES)
+    cipher, nonce = derived(key, salt)
+    sealed = cipher.encrypt(nonce, zlib.compress(to_json(content), LEVEL), head.encode())
+    return head + base64.urlsafe_b64encode(salt + sealed).rstrip(b"=").decode()
+
+
+def seal_signed(history: list[Any], ring: Ring) -> str:
+    """A carrier of format 1; arguments and errors as of `seal`."""
+    payload = base64.b64encode(to_json(history))
+    return f"{OURS}1:{payload.decode()}:{signature(primary(ring), payload)}"
+
+
+def unseal(text: str, ring: Ring, *, model: str, owner: str, now: float | None = None) -> Carrier:
+    """What a carrier says, if it is to be taken back.
+
+    Args:
+        text: the carrier.
+        ring: the keys.
+        model: what is served here.
+        owner: who presents it, as `seal` was told.
+        now: seconds since the epoch; the present.
+
+    Raises:
+        CarrierError: whatever is wrong with it.
+    """
+    carrier = genuine(text, ring)
+    now = time.time() if now is None else now
+    if why := refusal(carrier, ring.get(carrier.kid), now, model, owner):
+        raise CarrierError(*why, carrier)
+    return carrier
+
+
+def genuine(text: str, ring: Ring) -> Carrier:
+    """What a carrier says that a key of the ring has made, be the key revoked, be it expired.
+
+    Raises:
+        CarrierError: ``foreign``, ``malformed``, ``tampered``, ``unknown-key`` or ``too-large``.
+    """
+    if not is_ours(text):
+        raise CarrierError(Case.FOREIGN, "this is no carrier of vLLM's: somebody else made it")
+    # Base64 makes it longer by a third, and nothing else by much.
+    if len(text) > MOST_BYTES + MOST_BYTES // 2:
+        raise too_large()
+    if match := FORMAT_2.fullmatch(text):
+        return from_format_2(ring, *match.groups())
+    if match := FORMAT_1.fullmatch(text):
+        return from_format_1(ring, *match.groups())
+    if re.match(r"vllm:[12]:", text):
+        raise malformed("it is not whole, or has characters that don't belong there")
+    raise malformed("its format is not known here: a newer version may have made it")
+
+
+def from_format_2(ring: Ring, head: str, kid: str, suite: str, body: str) -> Carrier:
+    if suite != SUITE:
+        raise malformed("its cipher is not known here: a newer version may have made it")
+    sealed = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)) if len(body) % 4 != 1 else b""
+    if len(sealed) < SALT_BYTES + TAG_BYTES:
+        raise malformed("it is cut off")
+    # The last character has bits that encode nothing.
+    if base64.urlsafe_b64encode(sealed).rstrip(b"=") != body.encode():
+        raise tampered("it was changed on its way")
+    key = ring.find(kid)
+    if key is None:
+        raise CarrierError(Case.UNKNOWN_KEY, "the key that sealed it is not known here")
+    cipher, nonce = derived(key, sealed[:SALT_BYTES])
+    try:
+        packed = cipher.decrypt(nonce, sealed[SALT_BYTES:], head.encode())
+    except InvalidTag:
+        raise tampered("it was changed on its way") from None
+    content = from_json(unpacked(packed))
+    if not isinstance(content, dict) or any(
+        type(content.get(name)) is not kind for name, kind in CONTENT.items()
+    ):
+        raise malformed("what it holds is no conversation")
+    return Carrier(
+        format=2,
+        kid=kid,
+        issued_at=content["iat"],
+        expires_at=content["exp"],
+        model=content["model"],
+        owner=content["owner"],
+        history=content["history"],
+    )
+
+
+def from_format_1(ring: Ring, payload: str, signed: str) -> Carrier:
+    for key in ring.keys:
+        if hmac.compare_digest(signature(key, payload.encode()), signed):
+            break
+    else:
+        raise tampered("it was changed on its way, or signed by a key that is not known here")
+    try:
+        history = from_json(base64.b64decode(payload, validate=True))
+    except binascii.Error:
+        raise malformed("its base64 is damaged") from None
+    if not isinstance(history, list):
+        raise malformed("what it holds is no conversation")
+    return Carrier(format=1, kid=key.kid, history=history)
+
+
+def refusal(
+    carrier: Carrier, key: Key, now: float, model: str | None = None, owner: str | None = None
+) -> tuple[Case, str] | None:
+    """Why a genuine carrier is not taken back, None where it is.
+
+    Args:
+        carrier: what it says.
+        key: that sealed it.
+        now: seconds since the epoch.
+        model: what is served here, None for whatever.
+        owner: who presents it, None for whoever.
+    """
+    if key.status is Status.REVOKED:
+        return Case.REVOKED_KEY, "the key that sealed it was revoked"
+    if key.over(now):
+        return Case.EXPIRED, "it has expired: the key that sealed it is over"
+    if carrier.expires_at is not None and now >= carrier.expires_at:
+        return Case.EXPIRED, "it has expired"
+    if None not in (model, carrier.model) and model != carrier.model:
+        return Case.OTHER_MODEL, "it was made for another model"
+    if owner is not None and carrier.owner is not None and not same(owner, carrier.owner):
+        return Case.OTHER_OWNER, "it belongs to another API key"
+    return None
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two texts are equal, in a time that does not tell where they differ."""
+    return hmac.compare_digest(
+        one.encode(errors="surrogatepass"), other.encode(errors="surrogatepass")
+    )
+
+
+def primary(ring: Ring) -> Key:
+    if ring.primary:
+        return ring.primary
+    raise VllmopsError(
+        "keys.no-primary", "the keyring has no key that seals", "vllmops keys rotate"
+    )
+
+
+def derived(key: Key, salt: bytes) -> tuple[AESGCM, bytes]:
+    """The cipher and the nonce of one carrier."""
+    info = f"vllmops carrier 2 {SUITE}".encode()
+    hkdf = HKDF(algorithm=SHA256(), length=KEY_BYTES + NONCE_BYTES, salt=salt, info=info)
+    made = hkdf.derive(key.secret.reveal())
+    return AESGCM(made[:KEY_BYTES]), made[KEY_BYTES:]
+
+
+def signature(key: Key, payload: bytes) -> str:
+    return hmac.new(key.secret.reveal(), payload, hashlib.sha256).hexdigest()
+
+
+def to_json(content: Any) -> bytes:
+    try:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        try:
+            made = text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only hold escaped
+            made = json.dumps(content, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise malformed("JSON can't hold the conversation") from None
+    if len(made) > MOST_BYTES:
+        raise too_large()
+    check_depth(made, content)
+    return made
+
+
+def from_json(text: bytes) -> Any:
+    if len(text) > MOST_BYTES:
+        raise too_large()
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise malformed("what it holds is no JSON") from None
+    check_depth(text, content)
+    return content
+
+
+def check_depth(text: bytes, content: Any) -> None:
+    """Refuse what is nested so deeply that whoever walks through it may fail.
+
+    Args:
+        text: the JSON, which tells most of the time that it need not be walked through.
+        content: what it says.
+    """
+    if text.count(b"[") + text.count(b"{") <= DEEPEST:
+        return
+    level: list[Any] = [[content]]
+    for _ in range(DEEPEST + 1):
+        level = [
+            part
+            for each in level
+            for part in (each.values() if each.__class__ is dict else each)
+            if part.__class__ in NESTING
+        ]
+        if not level:
+            return
+    raise malformed(f"it is nested more than {DEEPEST} deep")
+
+
+def unpacked(packed: bytes) -> bytes:
+    """What a zlib stream holds, as far as it is let."""
+    stream = zlib.decompressobj()
+    try:
+        content = stream.decompress(packed, MOST_BYTES + 1)
+    except zlib.error:
+        raise malformed("what it holds can't be unpacked") from None
+    if len(content) > MOST_BYTES:
+        raise too_large()
+    if not stream.eof or stream.unused_data:
+        raise malformed("what it holds can't be unpacked")
+    return content
+
+
+def malformed(why: str) -> CarrierError:
+    return CarrierError(Case.MALFORMED, f"the carrier can't be read: {why}")
+
+
+def tampered(why: str) -> CarrierError:
+    return CarrierError(Case.TAMPERED, f"the carrier is not genuine: {why}")
+
+
+def too_large() -> CarrierError:
+    most = MOST_BYTES >> 20
+    return CarrierError(
+        Case.TOO_LARGE, f"the conversation is larger than a carrier may hold: {most} MiB as JSON"
+    )
