@@ -1,6 +1,7 @@
 """The gate around the HTTP application; a stand-in for FastAPI, real asyncio."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -147,9 +148,12 @@ def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
         tasks.append(asyncio.ensure_future(answer(handing, scope(kind="websocket"))))
         await asyncio.sleep(0.01)
         assert (gate.in_flight, len(gate.rendering)) == (4, 2)
+        # What it has waited for nobody knows: the oldest of the others counts.
+        assert 0.01 < gate.longest(time.monotonic()) < 5
         waiting.go.set()
         handing.go.set()
         await asyncio.gather(*tasks)
         assert not gate.rendering
+        assert gate.longest(time.monotonic()) == 0.0
 
     asyncio.run(go())

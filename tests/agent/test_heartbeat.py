@@ -1,5 +1,6 @@
 """The heartbeat, on real files that go wrong."""
 
+import asyncio
 import os
 import shutil
 import time
@@ -71,6 +72,7 @@ class Scheduler:
         self.running: list[SimpleNamespace] = []
         self.waiting: list[SimpleNamespace] = []
         self.current_step = 0
+        self.num_waiting_for_streaming_input = 0
 
 
 def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +94,33 @@ def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert progress.look(214.0)[3] == 0.0, "it got a token"
     scheduler.running.clear()
     assert progress.look(300.0)[3] == 0.0
+
+
+def test_a_session_whose_user_says_nothing_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler()
+    monkeypatch.setattr(engine.found, "latest", lambda _: scheduler)
+    progress = engine.Progress()
+    scheduler.waiting.append(SimpleNamespace(request_id="talk"))
+    scheduler.num_waiting_for_streaming_input = 1
+    assert progress.look(100.0) == (0, 0, 1, 0.0)
+    assert progress.look(200.0) == (0, 0, 1, 0.0)
+    scheduler.waiting.append(SimpleNamespace(request_id="ask"))
+    assert progress.look(201.0)[3] == 0.0
+    assert progress.look(211.0)[3] == 10.0
+
+
+def test_turns_tell_a_blocked_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = engine.Turns()
+    assert turns.look(1.0) is None, "no front end here"
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(engine, "front_end", lambda: (None, loop))
+        assert turns.look(10.0) == 0.0
+        assert turns.look(25.0) == 15.0, "nothing has run between the two"
+        await asyncio.sleep(0.01)
+        assert turns.look(26.0) == 0.0
+        await asyncio.sleep(0.01)
+
+    asyncio.run(serve())
+    assert turns.look(30.0) is None, "the loop is closed"

@@ -75,7 +75,10 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     ("process.dead", {"looks": looks({}, {"processes": changed("worker", "Z")})}),
     ("process.stopped", {"looks": looks(*[{"processes": changed("worker", "T")}] * 2)}),
     ("process.uninterruptible", {"looks": looks(*[{"processes": changed("worker", "D")}] * 2)}),
-    ("process.no-python", {"looks": looks({}, {"pulses": (pulse("engine", age_s=12),)})}),
+    (
+        "process.no-python",
+        {"looks": looks({}, {"pulses": (pulse("engine", age_s=12),)}), "told": (told("api"),)},
+    ),
     ("process.orphaned", {"machine": machine(orphans=(process("engine", pid=7),))}),
     ("agent.silent", {"unseen": (Unseen("agent of engine 20", "agent.timeout", "no answer"),)}),
     ("agent.version", {"vllmops": "2.0"}),

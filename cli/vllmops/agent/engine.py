@@ -57,9 +57,39 @@ class Progress:
             return None, None, None, None
         running, waiting = counts(scheduler)
         seen = attempt(lambda: tokens(scheduler)), running, waiting
-        if seen != self.seen or not (running or waiting) or rests(scheduler):
+        # A session whose user says nothing is counted as waiting, too.
+        listening = attempt(lambda: int(scheduler.num_waiting_for_streaming_input)) or 0
+        pending = (running or 0) + (waiting or 0) > listening
+        if seen != self.seen or not pending or rests(scheduler):
             self.seen, self.since = seen, now
         return step(scheduler), running, waiting, now - self.since
+
+
+class Turns:
+    """Whether an API server's event loop goes round, asked once in a while; for the heartbeat."""
+
+    def __init__(self) -> None:
+        self.asked: float | None = None
+
+    def look(self, now: float) -> float | None:
+        """For how long it has run nothing, in seconds; None where this process is none.
+
+        Args:
+            now: monotonic, in seconds.
+        """
+        asked = self.asked
+        try:
+            _, loop = front_end()
+            if asked is None:
+                self.asked = now  # before it can have run
+                loop.call_soon_threadsafe(self.ran)
+        except RuntimeError:  # there is none, or it is closed
+            self.asked = None
+            return None
+        return 0.0 if asked is None else now - asked
+
+    def ran(self) -> None:
+        self.asked = None
 
 
 def rests(scheduler: Any) -> bool:
@@ -79,6 +109,11 @@ def handed() -> int | None:
     if client is None:
         return None
     return attempt(lambda: int(client.output_processor.get_num_unfinished_requests()))
+
+
+def rendering(now: float) -> float | None:
+    """For how long an HTTP request is on its way to the engine at most; None where none comes."""
+    return gate.longest(now) if gate.installed and role() == "api" else None
 
 
 def traffic() -> Traffic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +18,13 @@ MARK = "vllmops.counted"
 UNCOUNTED = frozenset({"/health", "/ping", "/metrics"})
 
 
+@dataclass(eq=False)
+class Arrival:
+    """An HTTP request that came at a moment, by the monotonic clock."""
+
+    at: float = field(default_factory=time.monotonic)
+
+
 @dataclass
 class Gate:
     """The counters; changed on the event loop's thread alone, so they need no lock.
@@ -26,8 +34,8 @@ class Gate:
         started: HTTP requests so far.
         draining: whether new ones are refused.
         installed: whether anything is counted.
-        rendering: those in flight that have not reached the engine, a token each; a WebSocket's
-            may bring more at any time and is always among them.
+        rendering: those in flight that have not reached the engine, an `Arrival` each; a
+            WebSocket's token, which is none, may bring more at any time and is always among them.
     """
 
     in_flight: int = 0
@@ -39,6 +47,11 @@ class Gate:
     def handed_over(self) -> None:
         """The HTTP request that this runs for has reached the engine."""
         self.rendering.discard(_current.get())
+
+    def longest(self, now: float) -> float:
+        """For how many seconds an HTTP request is on its way to the engine at most."""
+        came = [each.at for each in list(self.rendering) if isinstance(each, Arrival)]
+        return now - min(came, default=now)
 
 
 gate = Gate()
@@ -62,10 +75,11 @@ def install(module: ModuleType) -> None:
             return
         scope[MARK] = True
         counted = path not in UNCOUNTED
-        token = object()
-        if scope["type"] == "websocket" or scope.get("method") == "POST":
+        http = scope["type"] == "http"
+        token = Arrival() if http else object()
+        if not http or scope.get("method") == "POST":
             gate.rendering.add(token)
-        _current.set(token if scope["type"] == "http" else None)
+        _current.set(token if http else None)
         gate.started += counted
         gate.in_flight += counted
         try:

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..patches import registry
 from . import found, service
-from .gate import gate
+from .gate import Arrival, gate
 
 MOST = 200_000  # objects looked at; some 5,000 as a rule
 LARGE = 10_000  # elements of a container that is not looked into
@@ -191,16 +191,17 @@ def count(requests: list[asyncio.Task[Any]]) -> None:
     How far each has come is not known: until it ends it may not have reached the engine.
     """
 
-    def ended(task: asyncio.Task[Any]) -> None:
+    def ended(came: Arrival, _: asyncio.Task[Any]) -> None:
         gate.in_flight -= 1
-        gate.rendering.discard(task)
+        gate.rendering.discard(came)
 
     def begin() -> None:
         for task in requests:
             if not task.done():
+                came = Arrival()
                 gate.in_flight += 1
-                gate.rendering.add(task)
-                task.add_done_callback(ended)
+                gate.rendering.add(came)
+                task.add_done_callback(partial(ended, came))
 
     if requests:
         # On the loop's own thread, as everything that the gate counts.

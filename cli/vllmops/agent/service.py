@@ -255,7 +255,7 @@ def answers(path: Path) -> bool:
     return True
 
 
-progress = engine.Progress()
+progress, turns = engine.Progress(), engine.Turns()
 
 
 def beat(sequence: int, now: float) -> Beat:
@@ -272,6 +272,8 @@ def beat(sequence: int, now: float) -> Beat:
         waiting=waiting,
         still_s=still_s,
         handed=engine.handed(),
+        rendering_s=engine.rendering(now),
+        loop_s=turns.look(now),
     )
 
 

@@ -56,9 +56,15 @@ def healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
 
 
 def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
-    """The status of ``/health``, None where nothing answers."""
+    """The status of ``/health``; 0 where a connection is taken and not answered in time.
+
+    Returns:
+        None where there is no connection: it may not be up yet, or not reachable from here.
+    """
     try:
         return get(f"{url}/health", timeout_s).status_code
+    except httpx.ReadTimeout:
+        return 0
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
 

@@ -133,7 +133,7 @@ def state(server: Server) -> str:
     health = client_http.status(server.url) if server.url else None
     if health == 200:
         return "ready"
-    return "not answering" if health is None else f"unhealthy ({health})"
+    return f"unhealthy ({health})" if health else "not answering"
 
 
 def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:

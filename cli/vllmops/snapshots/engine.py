@@ -58,6 +58,10 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
             none is there and while it is paused or sleeps, None where the process has no scheduler.
         handed: requests that an API server has handed to its engines and that are not over; None
             where the process is none.
+        rendering_s: seconds for which the oldest of the HTTP requests that have not come to the
+            engine is there, 0 without one; None where the process takes none.
+        loop_s: seconds for which an API server's event loop has run nothing; None where the process
+            is none, or is not up yet.
     """
 
     schema: int = SCHEMA
@@ -71,6 +75,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int | None = None
     still_s: float | None = None
     handed: int | None = None
+    rendering_s: float | None = None
+    loop_s: float | None = None
 
 
 class EngineState(Answer, frozen=True, kw_only=True):

@@ -90,7 +90,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
         at_s: seconds since the first look.
         pulses: of the processes that have a heartbeat.
         metrics: None where the server gives none.
-        health: status of ``/health``; None where nothing answered in time.
+        health: status of ``/health``, 0 where it took the connection and did not answer in time;
+            None where it was not asked, or can't be reached.
         processes: as the kernel sees them.
         compilers: names of compilers that run below the server, such as ``nvcc``.
     """

@@ -1,0 +1,233 @@
+"""What is a stall and what is none; the looks are made up, tests/live has real hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllmops.diagnose.progress import Stall, stalls, suspicious
+from vllmops.snapshots.metrics import Metrics
+from vllmops.snapshots.server import Look, Pulse
+
+from .servers import PIDS, QUIET, look, process, pulse
+
+BUSY = msgspec.structs.replace(QUIET, running=2, waiting=1)
+
+
+def beats(**roles: dict[str, Any]) -> tuple[Pulse, ...]:
+    """Heartbeats of all processes; fields of a role's differ as given."""
+    return tuple(pulse(role, **roles.get(role, {})) for role in PIDS)
+
+
+def engine(still_s: float, **fields: Any) -> dict[str, Any]:
+    """An engine whose two requests have stood still."""
+    return {"running": 1, "waiting": 1, "still_s": still_s, **fields}
+
+
+def over(seconds: float, every_s: float = 2.0, **fields: Any) -> list[Look]:
+    """Looks that are all alike."""
+    return [look(number * every_s, **fields) for number in range(int(seconds / every_s) + 1)]
+
+
+def states(**roles: str) -> tuple[Any, ...]:
+    return tuple(process(role, roles.get(role, "S")) for role in PIDS)
+
+
+BLIND: dict[str, Any] = {"pulses": (), "metrics": BUSY}
+HANDED = beats(api={"handed": 3})
+
+STALLED: dict[str, tuple[list[Look], list[tuple[str, str]]]] = {
+    "no token for ten seconds": (
+        [look(0.0, pulses=beats(engine=engine(9.9)))],
+        [("engine.no-progress", "engine 20")],
+    ),
+    "while others come and go, by the engine's own word": (
+        [
+            look(0.0, pulses=beats(api={"handed": 9}, engine=engine(8.0))),
+            look(2.0, pulses=beats(api={"handed": 7}, engine=engine(10.0))),
+        ],
+        [("engine.no-progress", "engine 20")],
+    ),
+    "handed over, and nothing comes to the scheduler": (
+        over(10, pulses=HANDED),
+        [("engine.unreached", "engine 20")],
+    ),
+    "a worker stopped": (
+        [look(0.0, pulses=beats(engine=engine(12.0), worker={"age_s": 12.0}))],
+        [("engine.no-progress", "engine 20"), ("process.no-python", "worker 30")],
+    ),
+    "an engine stopped": (
+        [look(0.0, pulses=beats(api={"handed": 1}, engine={"age_s": 12.0}))],
+        [("process.no-python", "engine 20")],
+    ),
+    "an engine stopped in the middle of a step": (
+        [look(0.0, pulses=beats(api={"handed": 1}, engine=engine(1.0, age_s=12.0)))],
+        [("process.no-python", "engine 20")],
+    ),
+    "an API server stopped: nobody can come": (
+        [look(0.0, pulses=beats(api={"age_s": 11.0}))],
+        [("process.no-python", "api 10")],
+    ),
+    "an event loop that stands": (
+        # What it handed over has been answered, and nobody reads the answers.
+        over(12, pulses=beats(api={"loop_s": 11.0, "handed": 3})),
+        [("api.silent", "api 10")],
+    ),
+    "without agents, an API server that takes connections only": (
+        over(10, pulses=(), metrics=None, health=0),
+        [("api.silent", "api 10")],
+    ),
+    "a request that stays in the front end": (
+        [look(0.0, pulses=beats(api={"rendering_s": 11.0}))],
+        [("api.no-progress", "api 10")],
+    ),
+    "a dead engine below an API server that lives": (
+        over(10, processes=states(engine=""), pulses=beats(engine=engine(30.0))),
+        [("process.ended", "engine 20")],
+    ),
+    "zombies": (
+        over(10, processes=states(engine="Z", worker="Z")),
+        [("process.ended", "engine 20, worker 30")],
+    ),
+    "without agents, no counter moves": (
+        over(30, **BLIND),
+        [("engine.no-progress", "the server")],
+    ),
+}
+
+FINE: dict[str, list[Look]] = {
+    "nothing seen yet": [],
+    "idle for long": over(600),
+    "busy": [look(0.0, pulses=beats(api={"handed": 2}, engine=engine(0.0)), metrics=BUSY)],
+    "a long step": [look(0.0, pulses=beats(engine=engine(9.0)))],
+    # The agent takes no time then: see tests/agent/test_heartbeat.py.
+    "paused, or asleep": over(60, pulses=beats(api={"handed": 2}, engine=engine(0.0))),
+    "a running gauge that nobody counts down": over(60, metrics=BUSY),
+    "handed over a moment ago": over(8, pulses=HANDED),
+    "others each time": [
+        look(2.0 * number, pulses=beats(api={"handed": 1 + number % 2})) for number in range(20)
+    ],
+    "as many each time, and steps": [
+        look(2.0 * number, pulses=beats(api={"handed": 1}, engine={"current_step": number}))
+        for number in range(20)
+    ],
+    "an engine that is stopped and has nothing to do": over(60, pulses=beats(engine={"age_s": 99})),
+    "a beat that is late on a busy machine": [look(0.0, pulses=beats(engine=engine(1, age_s=4)))],
+    "a beat of a process that is gone": [
+        look(0.0, pulses=beats(worker={"age_s": 50}, engine=engine(0.0))),
+        look(2.0, pulses=beats(worker={"age_s": 52}), processes=states(worker="")),
+    ],
+    "compiling": [look(0.0, pulses=beats(engine=engine(40.0)), compilers=("cc1plus",))],
+    "compiling a moment ago": [
+        look(0.0, pulses=beats(engine=engine(40.0)), compilers=("nvcc",)),
+        look(2.0, pulses=beats(engine=engine(42.0))),
+    ],
+    "loading: nothing listens yet": over(300, pulses=(), metrics=None, health=None),
+    "loading, with agents": over(
+        300, pulses=beats(engine={"still_s": None}), metrics=None, health=None
+    ),
+    "not reachable from here": over(60, pulses=(), metrics=None, health=None),
+    "never asked": over(60, metrics=None, health=None),
+    "a blocked moment": [look(0.0, pulses=beats(api={"loop_s": 4.0}))],
+    "a picture that comes slowly": [look(0.0, pulses=beats(api={"rendering_s": 9.0}))],
+    "an orderly end: the engine goes first": [
+        *over(4, processes=states(engine="", worker="")),
+        look(6.0, processes=states(api="", engine="", worker="")),
+    ],
+    "all of it gone": over(60, processes=states(api="", engine="", worker="")),
+    "a helper that ended": over(60, processes=(*states(), process("other", ""))),
+    "without agents, idle": over(300, pulses=()),
+    "without agents, a while without a token": over(28, **BLIND),
+    "without agents, asleep": over(300, pulses=(), metrics=msgspec.structs.replace(BUSY, awake=0)),
+    "without agents, a token now and then": [
+        look(2.0 * n, pulses=(), metrics=msgspec.structs.replace(BUSY, tokens=n // 10))
+        for n in range(200)
+    ],
+    "without agents, requests end": [
+        look(2.0 * n, pulses=(), metrics=msgspec.structs.replace(BUSY, finished=n // 10))
+        for n in range(200)
+    ],
+    "counters without a gauge": over(300, pulses=(), metrics=Metrics(tokens=5)),
+}
+
+
+@pytest.mark.parametrize("name", STALLED)
+def test_stalls(name: str) -> None:
+    looks, expected = STALLED[name]
+    assert [(each.code, each.subject) for each in stalls(looks)] == expected
+    assert all(each.since_s >= 10 for each in stalls(looks))
+    assert stalls(looks, patience_s=100) == []
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_is_no_stall(name: str) -> None:
+    assert stalls(FINE[name]) == []
+
+
+def test_health_is_no_sign_of_life() -> None:
+    assert stalls([look(0.0, pulses=beats(engine=engine(20.0)), health=200)])
+
+
+def test_a_livelock_is_told_by_its_steps() -> None:
+    looks = [
+        look(2.0 * n, pulses=beats(engine=engine(20.0 + 2 * n, current_step=1000 * n)))
+        for n in range(3)
+    ]
+    (found,) = stalls(looks)
+    assert "steps go on" in found.evidence
+    assert "steps go on" not in stalls(looks[-1:])[0].evidence
+
+
+def doubtful(looks: list[Look]) -> Stall:
+    (found,) = stalls(looks)
+    assert found.mark
+    return found
+
+
+def test_what_metrics_alone_say_an_idle_engine_contradicts() -> None:
+    found = doubtful(over(30, **BLIND))
+    verdicts = ("idle", "hang", "maybe", "unknown", None)
+    assert [found.stands(verdict, ()) for verdict in verdicts] == [False, True, True, True, True]
+
+
+def test_what_stays_in_the_front_end_only_stacks_can_prove() -> None:
+    found = doubtful([look(0.0, pulses=beats(api={"rendering_s": 60.0}))])
+    verdicts = ("hang", "idle", "maybe", "unknown", None)
+    assert [found.stands(verdict, ()) for verdict in verdicts] == [True, *[False] * 4]
+
+
+def test_requests_may_be_with_a_data_parallel_engine_elsewhere() -> None:
+    named = (*states()[:1], process("engine", title="VLLM::EngineCore_DP0"))
+    found = doubtful(over(10, pulses=HANDED, processes=named))
+    assert [found.stands(verdict, ()) for verdict in ("idle", "hang")] == [False, True]
+
+
+def test_a_heartbeat_that_can_not_be_written_is_no_stopped_process() -> None:
+    found = doubtful([look(0.0, pulses=beats(api={"age_s": 60.0}))])
+    assert [found.stands(None, told) for told in ({"api 10"}, {"engine 20"})] == [False, True]
+
+
+def test_marks_tell_the_same_from_another() -> None:
+    def mark(at_s: float, tokens: int) -> str:
+        told = msgspec.structs.replace(BUSY, tokens=tokens)
+        return doubtful(over(at_s, pulses=(), metrics=told)).mark
+
+    assert mark(30, 1) == mark(60, 1) != mark(30, 2)
+
+    def oldest(now: float, since_s: float) -> str:
+        (own, *others) = beats(api={"rendering_s": since_s})
+        beat = msgspec.structs.replace(own.beat, monotonic=now)
+        changed = msgspec.structs.replace(own, beat=beat)
+        return doubtful([look(0.0, pulses=(changed, *others))]).mark
+
+    assert oldest(100.0, 20.0) == oldest(130.0, 50.0) != oldest(131.0, 20.0)
+
+
+def test_suspicious_before_it_is_a_stall() -> None:
+    looks = over(4, pulses=beats(engine=engine(3.0)))
+    assert (stalls(looks), suspicious(looks)) == ([], True)
+    assert not suspicious(over(4))
+    assert not suspicious(over(4, pulses=beats(engine=engine(0.0))))
+    assert not suspicious(over(4, pulses=beats(api={"rendering_s": 1.0})))
