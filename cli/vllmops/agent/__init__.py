@@ -24,10 +24,12 @@ def register() -> None:
         return
     try:
         from ..patches import registry  # noqa: PLC0415
-        from . import found, service  # noqa: PLC0415
+        from . import found, keys, service, stored  # noqa: PLC0415
 
         found.install()
         registry.install()
+        stored.install()
+        keys.start()
         service.start()
     except Exception as error:
         log.warning("vllmops: the agent is off in pid %d: %r", os.getpid(), error)

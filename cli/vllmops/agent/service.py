@@ -29,7 +29,7 @@ from ..snapshots.compares import CompareWish
 from ..snapshots.engine import Beat, Hello, Traffic
 from ..snapshots.repairs import Wish
 from ..snapshots.resets import ResetWish
-from . import caches, compare, engine, found, log, memory, repair, reset
+from . import caches, compare, engine, found, keys, log, memory, repair, reset
 from .gate import gate
 from .heartbeat import Heart
 from .identity import create_time, role
@@ -39,7 +39,7 @@ BODY_BYTES = 4 << 20  # some 60,000 keys
 PATH_BYTES = 107  # sockaddr_un's, without the closing zero
 FEATURES = (
     *("engine", "caches", "requests", "drain", "heartbeat"),
-    *("patches", "repair", "reset", "memory", "compare"),
+    *("patches", "repair", "reset", "memory", "compare", "keys"),
 )
 
 
@@ -309,6 +309,8 @@ GETS: dict[str, Callable[[], Any]] = {
     "/engine": engine.state,
     "/caches": caches.snapshot,
     "/caches?keys=1": partial(caches.snapshot, keys=True),
+    "/keys": keys.state,
+    "/keys?reload=1": partial(keys.state, reload=True),
     "/memory": memory.snapshot,
     "/requests": engine.traffic,
     "/patches": registry.states,

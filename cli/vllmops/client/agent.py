@@ -21,6 +21,7 @@ from ..instances.processes import CLOCK_SLACK_S, Process
 from ..snapshots.caches import ProcessCaches, Silent
 from ..snapshots.compares import CompareWish, Comparison
 from ..snapshots.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
+from ..snapshots.keys import ProcessKeys
 from ..snapshots.memory import AgentMemory
 from ..snapshots.patches import ProcessPatches
 from ..snapshots.repairs import ProcessRepair, Wish
@@ -38,7 +39,7 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
         *(AgentMemory, Answer, Hello, EngineState, ProcessCaches),
-        *(Comparison, ProcessPatches, ProcessRepair, ResetDone, Traffic),
+        *(Comparison, ProcessKeys, ProcessPatches, ProcessRepair, ResetDone, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)
@@ -94,6 +95,15 @@ class Agent:
     def memory(self) -> AgentMemory:
         """What only it can tell of its process's memory."""
         return self.ask("GET", "/memory", AgentMemory)
+
+    def keys(self, *, reload: bool = False) -> ProcessKeys:
+        """Its keys, without their secrets, with the role that the process tree tells.
+
+        Args:
+            reload: whether it is to read their file first.
+        """
+        answer = self.ask("GET", "/keys?reload=1" if reload else "/keys", ProcessKeys)
+        return msgspec.structs.replace(answer, role=self.process.role.value)
 
     def requests(self) -> Traffic:
         """Its HTTP requests."""

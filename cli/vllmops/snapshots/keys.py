@@ -1,0 +1,47 @@
+"""What an agent says about the keys of its process; no secret is in it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .engine import Answer
+
+
+class HeldKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A key without its secret. Times are seconds since the epoch.
+
+    Args:
+        kid: its name.
+        status: ``next``, ``primary``, ``verify-only`` or ``revoked``.
+        created_at: None where it is not known.
+        not_after: when it stops opening anything, None for never.
+        fingerprint: of the secret, the same wherever the key is.
+    """
+
+    kid: str
+    status: str
+    created_at: int | None = None
+    not_after: int | None = None
+    fingerprint: str
+
+
+class ProcessKeys(Answer, frozen=True, kw_only=True):
+    """The keys that a process works with.
+
+    Args:
+        pid: process id.
+        role: as in `Hello`.
+        keyring: the file that it follows, None where it follows none.
+        source: ``file``, ``environment``, or ``none`` for a process that has no use for keys.
+        keys: what it holds, which need not be what the file says.
+        loaded_at: when it took them, seconds since the epoch; None where it holds none.
+        problem: why it does not hold what the file says, in words; empty where it does.
+    """
+
+    pid: int
+    role: str
+    keyring: str | None = None
+    source: str = "none"
+    keys: tuple[HeldKey, ...] = ()
+    loaded_at: float | None = None
+    problem: str = ""

@@ -1,0 +1,362 @@
+"""The keys of a process that serves HTTP: taken, followed, kept, and told without secrets."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vllmops.client.agent import reach
+from vllmops.keys import file
+from vllmops.keys.ring import Key, Status, fresh
+from vllmops.snapshots.keys import ProcessKeys
+
+Spawn = Callable[..., Any]
+TEXT = "ab" * 32
+DEADLINE_S = 2.0  # from a change of the file to its being in use
+
+
+def keys(child: Any, *, reload: bool = False) -> ProcessKeys:
+    return reach(child.process).keys(reload=reload)
+
+
+def held(child: Any) -> dict[str, str]:
+    return {key.kid: key.status for key in keys(child).keys}
+
+
+def until(condition: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not become true"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ring"
+
+
+def grow(path: Path, status: Status = Status.NEXT) -> Key:
+    key = Key.of(fresh(), status, 1)
+    file.change(path, lambda ring: ring.add(key), create=True)
+    return key
+
+
+def test_it_tells_what_it_holds_and_no_secret(spawn: Spawn, path: Path) -> None:
+    first, second = grow(path, Status.PRIMARY), grow(path)
+    began = time.time()
+    child = spawn(VLLMOPS_KEYRING=str(path))
+    told = keys(child)
+    assert (told.keyring, told.source, told.problem) == (str(path), "file", "")
+    assert (told.pid, told.role) == (child.process.pid, "api")
+    assert told.loaded_at == pytest.approx(began, abs=20)
+    assert [(key.kid, key.status, key.fingerprint, key.created_at) for key in told.keys] == [
+        (first.kid, "primary", first.fingerprint, 1),
+        (second.kid, "next", second.fingerprint, 1),
+    ]
+    assert child.run("from vllmops.agent import keys; out = len(keys.ring().keys)") == "2"
+    spelt = [key.secret.reveal().hex() for key in (first, second)]
+    child.run("import json; from vllmops.agent.service import GETS; import msgspec")
+    answer = child.run("out = msgspec.json.encode(GETS['/keys?reload=1']()).decode()")
+    log = child.end()
+    assert first.kid in log
+    assert not [each for each in spelt if each in answer + log]
+
+
+def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
+    first = grow(path, Status.PRIMARY)
+    children = [spawn(VLLMOPS_KEYRING=str(path)) for _ in range(2)]
+    before = [keys(child).loaded_at for child in children]
+    second = grow(path)
+    for child in children:
+        until(lambda child=child: second.kid in held(child))  # type: ignore[misc]
+    file.change(path, lambda ring: ring.promote(second.kid, time.time(), 60))
+    for child in children:
+        until(lambda child=child: held(child)[second.kid] == "primary")  # type: ignore[misc]
+        assert held(child)[first.kid] == "verify-only"
+    assert all(keys(child).loaded_at != each for child, each in zip(children, before, strict=True))
+
+
+def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
+    grow(path, Status.PRIMARY)
+    child = spawn(VLLMOPS_KEYRING=str(path))
+    child.run("from vllmops.agent import keys; keys.LOOK_S = 1000")
+    time.sleep(1.1)  # the last look that was not asked for
+    second = grow(path)
+    assert second.kid not in held(child)
+    assert second.kid in {key.kid for key in keys(child, reload=True).keys}
+    assert second.kid in held(child)
+
+
+def hurried(child: Any) -> Any:
+    """A process that looks often, for tests of many looks."""
+    child.run("from vllmops.agent import keys; keys.LOOK_S = 0.02")
+    return child
+
+
+def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, path: Path) -> None:
+    before = {grow(path, Status.PRIMARY).kid: "primary"}
+    child = hurried(spawn(VLLMOPS_KEYRING=str(path)))
+    wrongs: list[Callable[[bytes], object]] = [
+        lambda content: path.write_bytes(content[:100]),
+        lambda _: path.write_bytes(b""),
+        lambda content: path.write_bytes(content.replace(b'"version": 1', b'"version": 9')),
+        lambda _: path.chmod(0o644),
+        lambda _: path.unlink(),
+        lambda _: os.chown(path, 65534, 65534),
+    ]
+    for wrong in wrongs:
+        wrong(path.read_bytes())
+        until(lambda: keys(child).problem)
+        told = keys(child)
+        assert str(path) in told.problem
+        assert "mend: " in told.problem
+        assert held(child) == before
+        time.sleep(0.1)
+        # Once it is in order again, all is.
+        path.unlink(missing_ok=True)
+        file.copy(path).replace(path)
+        before[grow(path).kid] = "next"
+        until(lambda: held(child) == before)
+        assert keys(child).problem == ""
+    log = child.end()
+    assert log.count("what was loaded before stays") == len(wrongs), log
+
+
+def test_a_file_that_is_broken_from_the_start(spawn: Spawn, path: Path) -> None:
+    path.write_text("{")
+    path.chmod(0o600)
+    child = spawn(VLLMOPS_KEYRING=str(path))
+    assert "damaged" in keys(child).problem
+    assert held(child) == {}
+    assert child.run("from vllmops.agent import keys; out = keys.ring()") == "None"
+    path.unlink()
+    first = grow(path, Status.PRIMARY)
+    until(lambda: held(child) == {first.kid: "primary"})
+
+
+def test_a_file_that_comes_later(spawn: Spawn, path: Path) -> None:
+    child = spawn(VLLMOPS_KEYRING=str(path))
+    told = keys(child)
+    assert (told.keys, told.problem, told.loaded_at) == ((), "", None)
+    first = grow(path, Status.PRIMARY)
+    until(lambda: held(child) == {first.kid: "primary"})
+
+
+def test_the_default_place(spawn: Spawn, tmp_path: Path) -> None:
+    without = spawn()
+    assert keys(without).source == "none"
+    assert "vllmops-keys" not in without.run(THREADS)
+    home = tmp_path / "home"
+    first = grow(home / "keyring.json", Status.PRIMARY)
+    child = spawn()
+    assert held(child) == {first.kid: "primary"}
+    assert keys(child).keyring == str(home / "keyring.json")
+
+
+THREADS = "import threading; out = [each.name for each in threading.enumerate()]"
+
+
+def test_a_key_of_the_environment(spawn: Spawn) -> None:
+    child = spawn(VLLM_RESPONSES_STATE_SIGNING_KEY=TEXT)
+    told = keys(child)
+    assert (told.source, told.keyring, told.problem) == ("environment", None, "")
+    assert list(held(child).values()) == ["primary"]
+    assert "vllmops-keys" not in child.run(THREADS)
+
+
+@pytest.mark.parametrize("text", ["nonsense", "ab" * 31])
+def test_a_key_of_the_environment_that_is_none(spawn: Spawn, text: str) -> None:
+    """The server starts, and has no keys."""
+    child = spawn(VLLM_RESPONSES_STATE_SIGNING_KEY=text)
+    told = keys(child)
+    assert "VLLM_RESPONSES_STATE_SIGNING_KEY" in told.problem
+    assert "vllmops keygen" in told.problem
+    assert told.keys == ()
+    assert text not in child.end()
+
+
+PARENT = """
+import multiprocessing, os, subprocess
+NAME = "VLLM_RESPONSES_STATE_SIGNING_KEY"
+def tell(queue):
+    queue.put(os.environ.get(NAME))
+if __name__ == "__main__":
+    from vllmops.agent import register
+    register()
+    spawning = multiprocessing.get_context("spawn")
+    queue = spawning.Queue()
+    for name in "EngineCore VllmWorker-0 ApiServer_1 APIServer_DPRank_0 EngineCore_DP1".split():
+        process = spawning.Process(target=tell, name=name, args=(queue,))
+        process.start()
+        print(name, queue.get(timeout=30))
+        process.join()
+    print("env", NAME in subprocess.run(["env"], capture_output=True, text=True).stdout)
+"""
+
+
+def test_children_that_serve_no_http_do_not_inherit_it(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "VLLMOPS_HOME": str(tmp_path / "h"), file.SIGNING_KEY: TEXT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [
+        "EngineCore None",
+        "VllmWorker-0 None",
+        f"ApiServer_1 {TEXT}",
+        f"APIServer_DPRank_0 {TEXT}",
+        "EngineCore_DP1 None",
+        "env False",
+    ], done.stderr
+
+
+def test_an_engine_holds_none(spawn: Spawn, path: Path) -> None:
+    grow(path, Status.PRIMARY)
+    # What multiprocessing does before vLLM's engine loads plug-ins.
+    code = (
+        "import multiprocessing, os; multiprocessing.current_process().name = 'EngineCore'\n"
+        "from vllmops.agent import keys; keys._holder = None; os.environ['{0}'] = '{1}'\n"
+        "keys.start(); out = (keys.state().source, os.environ.get('{0}'))"
+    )
+    child = spawn(VLLMOPS_KEYRING=str(path))
+    assert child.run(code.format(file.SIGNING_KEY, TEXT)) == "('none', None)"
+
+
+def test_a_fork_holds_none(spawn: Spawn, path: Path) -> None:
+    grow(path, Status.PRIMARY)
+    child = spawn(VLLMOPS_KEYRING=str(path))
+    code = (
+        "import os; from vllmops.agent import keys; read, write = os.pipe()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    os.write(write, repr(keys.ring()).encode()); os._exit(0)\n"
+        "os.waitpid(pid, 0); out = os.read(read, 1000).decode()"
+    )
+    assert child.run(code) == "None"
+    assert child.run("out = keys.ring() is not None") == "True"
+
+
+def test_it_never_waits_for_a_file_that_hangs(spawn: Spawn, path: Path) -> None:
+    grow(path, Status.PRIMARY)
+    child = spawn(VLLMOPS_KEYRING=str(path))
+    # A file system that hangs can't be had here: a stat that does is put in its place.
+    child.run(
+        "import pathlib, time; from vllmops.agent import keys\n"
+        "keys._holder.mark = lambda: time.sleep(1000)"
+    )
+    time.sleep(1.1)
+    took = child.run(
+        "began = time.monotonic()\n"
+        "for _ in range(1000): keys.ring().primary\n"
+        "out = time.monotonic() - began"
+    )
+    assert float(took) < 0.5
+    assert list(held(child).values()) == ["primary"]
+
+
+# -- SIGHUP ------------------------------------------------------------------------------------
+
+# As where a network's file system tells old news of files: a look sees nothing new.
+LOOP = """
+import asyncio
+from vllmops.agent import keys, register
+keys.Holder.mark = lambda self: (1,)
+{loop}
+async def main():
+    register()
+    print("up", flush=True)
+    while True:
+        await asyncio.sleep(0.01)
+asyncio.run(main())
+"""
+
+
+def looping(path: Path, tmp_path: Path, loop: str = "", **options: Any) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "VLLMOPS_HOME": str(tmp_path / "h"),
+        "VLLMOPS_KEYRING": str(path),
+    }
+    options.setdefault("stdin", subprocess.DEVNULL)
+    popen = subprocess.Popen(
+        [sys.executable, "-c", LOOP.format(loop=loop)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **options,
+    )
+    assert popen.stdout is not None
+    assert popen.stdout.readline() == "up\n"
+    return popen
+
+
+def socketed(popen: subprocess.Popen[str]) -> Any:
+    from vllmops.instances.processes import Process, Role
+
+    class Looping:
+        process = Process(Role.API, popen.pid, psutil.Process(popen.pid).create_time())
+
+    return Looping
+
+
+@pytest.mark.parametrize("loop", ["", "import uvloop; uvloop.install()"])
+def test_a_hangup_reloads_and_ends_nothing(path: Path, tmp_path: Path, loop: str) -> None:
+    grow(path, Status.PRIMARY)
+    popen = looping(path, tmp_path, loop)
+    try:
+        child = socketed(popen)
+        second = grow(path)
+        time.sleep(1.1)
+        assert second.kid not in held(child)
+        for _ in range(20):
+            os.kill(popen.pid, signal.SIGHUP)
+        until(lambda: second.kid in held(child))
+        assert popen.poll() is None
+    finally:
+        popen.kill()
+        popen.communicate()
+
+
+def test_a_hangup_of_a_terminal_ends_it_as_ever(path: Path, tmp_path: Path) -> None:
+    grow(path, Status.PRIMARY)
+    ours, theirs = pty.openpty()
+
+    def control() -> None:
+        import fcntl
+        import termios
+
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    popen = looping(path, tmp_path, stdin=theirs, preexec_fn=control)
+    os.close(theirs)
+    os.close(ours)  # as a terminal window that is closed
+    assert popen.wait(10) == -signal.SIGHUP
+    popen.communicate()
+
+
+def test_a_hangup_that_is_somebody_elses_stays_so(spawn: Spawn, path: Path) -> None:
+    grow(path, Status.PRIMARY)
+    child = spawn(VLLMOPS_KEYRING=str(path))
+    code = (
+        "import signal; from vllmops.agent import keys\n"
+        "def own(*_): pass\n"
+        "signal.signal(signal.SIGHUP, {0}); keys.heed_hangups()\n"
+        "out = signal.getsignal(signal.SIGHUP) is {0}"
+    )
+    for handler in ("own", "signal.SIG_IGN"):
+        assert child.run(code.format(handler)) == "True"
