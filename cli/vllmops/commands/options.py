@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
+
+from ..errors import Exit, VllmopsError
+
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def duration(text: str) -> float:
+    """Seconds of a duration such as ``90``, ``15m``, ``36h`` or ``30d``.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    if not found or not float(found[1]):
+        raise VllmopsError(
+            "usage", f"{text!r} is no duration", "write it as 15m, 36h or 30d", exit_code=Exit.USAGE
+        )
+    return float(found[1]) * UNITS[found[2]]
 
 
 def running_names(incomplete: str) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import os
 import shlex
 import signal
 import sys
@@ -22,7 +25,9 @@ from ..instances.record import Failure, Folder, Record, State
 from ..instances.servers import option
 from ..output import Json, Progress, Result, Verbatim, command, show, span, typer_app
 from ..patches.registry import OFF, known
-from .options import patch_ids
+from ..responses import settings
+from ..responses.store import ResponseStore
+from .options import duration, patch_ids
 
 BEHIND = "vllmops.behind"
 LOG_POLL_S = 0.2
@@ -79,6 +84,23 @@ def serve(
             autocompletion=patch_ids,
         ),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where responses are kept: memory://, sqlite:///FILE, postgresql://, redis://, or"
+            " none [a file of the instance's].",
+        ),
+    ] = None,
+    store_max_size: Annotated[
+        int | None, typer.Option(min=1, help="Responses that are kept [10000].")
+    ] = None,
+    store_ttl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION", help="How long one is kept after its last use, such as 12h [30d]."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the exact command and environment only.")
     ] = False,
@@ -93,7 +115,7 @@ def serve(
     With --detach the server goes on, and `vllmops stop` ends it. Everything behind -- goes to
     vLLM untouched.
     """
-    env = [*(env or []), *unpatched(no_patch or [])]
+    env = [*(env or []), *unpatched(no_patch or []), *stored(store, store_max_size, store_ttl)]
     order = place(model, demo, name, host, port, detach, env, ctx.meta[BEHIND])
     if dry_run:
         planned = launch.preview(order)
@@ -117,6 +139,7 @@ def unpatched(ids: Sequence[str]) -> list[str]:
         known(patch)
     return [f"{OFF}={','.join(ids)}"] if ids else []
 
+    check_store(order)
 
 def place(
     model: str | None,
@@ -159,6 +182,41 @@ def place(
         name=name,
         host=behind_host or host or "127.0.0.1",
         port=port,
+def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
+    """What the options of the store add to the environment.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    added = {
+        settings.STORE: url,
+        settings.MAX_SIZE: max_size,
+        settings.TTL: ttl and f"{duration(ttl):g}",
+    }
+    return [f"{name}={value}" for name, value in added.items() if value is not None]
+
+
+def check_store(order: launch.Order) -> None:
+    """Refuse a store that can't be one; one that is merely down may come up later.
+
+    Raises:
+        VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
+    """
+    environment = {**os.environ, **order.environment}
+    if not settings.wanted(environment):
+        return
+    found = settings.backend(environment)
+    several = option(order.arguments, "--api-server-count") not in {None, "1"}
+    if several and found.url.startswith("memory:"):
+        raise usage("memory:// is of one process: with several API servers take another --store")
+    asyncio.run(tried(ResponseStore(found)))
+
+
+async def tried(store: ResponseStore) -> None:
+    async with store:
+        pass
+
+
         environment=environment,
         detached=detach,
         default_name="demo" if demo else "",

@@ -21,6 +21,8 @@ import psutil
 from ..errors import VllmopsError
 from ..files import take
 from ..home import home
+from ..responses.opening import CLASS
+from ..responses.settings import STORE
 from .processes import alive
 from .record import NAME, Folder, Record, State, create_root, folders, named
 from .servers import option
@@ -188,11 +190,15 @@ def command(order: Order, port: int) -> tuple[str, ...]:
     )
 
 
-def environment(order: Order) -> dict[str, str]:
-    """What is added to the environment: the caller's wishes, our home, our plug-in."""
+def environment(order: Order, name: str) -> dict[str, str]:
+    """What is added to the environment: the caller's wishes, our home, our plug-in, a store."""
     added = {"VLLMOPS_HOME": str(home()), **order.environment}
     allowed = added.get("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS"))
     if allowed is not None:
+    wishes = {**os.environ, **added}
+    if wishes.get(STORE) or not wishes.get(CLASS):
+        # Written down, so that a restart from another shell finds the same.
+        added[STORE] = wishes.get(STORE) or f"sqlite:///{named(name).path}/responses.db"
         kept = [name for name in allowed.split(",") if name]
         added["VLLM_PLUGINS"] = ",".join(kept if PLUGIN in kept else [*kept, PLUGIN])
     return added
@@ -204,7 +210,7 @@ def plan(order: Order, name: str, port: int) -> Record:
         name=name,
         model=order.model,
         command=command(order, port),
-        environment=environment(order),
+        environment=environment(order, name),
         directory=str(Path.cwd()),
         host=order.host,
         port=port,
