@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import operator
+import random
+import socket
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from pathlib import Path
 
 import psutil
 
+from vllmops.client.attach import borrow, plan
 from vllmops.demo import Kind
-from vllmops.instances.processes import Role
+from vllmops.instances.processes import VITAL, Role
 
-from .figure import Figure, Limit, interleaved
+from .figure import Figure, Limit, ratio
 from .setting import VLLMOPS, Server, Setting
 
 PATH = "/v1/completions"
 BODY = {"model": "demo-text", "prompt": "The quick brown", "max_tokens": 1}
 CONNECTIONS = 8
-BURST = 48  # requests; short, so that the servers take turns many times
-WARM_UP = 5  # bursts: the first requests are slow
+BURST = 48  # requests
+WARM_UP = 480  # requests: the first are slow
 IDLE_S = 3.0
 MB = 1e6
 AGENT, STOCK, AGAIN = "with the agent", "stock (VLLMOPS_DISABLE=1)", "stock again"
+HOOKED, BARE, BARE_AGAIN = BLOCKS = ("hooked", "bare", "bare again")
+SWITCH = Path(__file__).with_name("switch.py")
+HOOKS = {"FastAPI.__call__", "AsyncLLM.add_request", "Request.__init__"}
+INJECTION_S = 30.0
 
 Values = defaultdict[tuple[str, str], list[float]]
 
@@ -42,18 +51,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     for role in (Role.API, Role.ENGINE, Role.WORKER):
         limit = Limit(1, 100) if wide else Limit(1, 20)
         yield figure(values, role, f"memory of its own (USS), {role}", "MB", limit)
-    before, changes = statistics.median(values[STOCK, "request"]), values[STOCK, "change"]
-    control = values.get((AGENT, "change"))
-    yield Figure(
-        "time per request, 1 token, once the agent is attached",
-        "s",
-        before * statistics.median(changes),
-        "before, same server",
-        before,
-        Limit(5) if wide else Limit(1.01),
-        BURST * len(values[STOCK, "request"]),
-        control=before * statistics.median(control) if control else None,
-    )
+    yield from told(setting, values)
     for what, name, seconds in (
         ("attach", "attach to a server of three processes", 15.0),
         ("stopped", "attach: the longest that a thread was stopped", 3.0),
@@ -61,6 +59,34 @@ def measure(setting: Setting) -> Iterator[Figure]:
         taken, rival = values[STOCK, what], values[STOCK, "dump"]
         of, other = statistics.median(taken), statistics.median(rival)
         yield Figure(name, "s", of, "stacks dump", other, Limit(0, seconds), len(taken))
+
+
+def told(setting: Setting, values: Values) -> Iterator[Figure]:
+    """What requests feel of the agent's hooks; and of its threads, as if all of them waited."""
+    hooked, one, other = (values[name, "request"] for name in BLOCKS)
+    bare = list(map(math.sqrt, map(operator.mul, one, other)))
+    rival, threads = statistics.median(bare), statistics.fmean(values[AGENT, "threads"])
+    times, low, high = (each + threads for each in ratio(hooked, bare))
+    yield Figure(
+        "time per request, 1 token, with the agent",
+        "s",
+        rival * times,
+        "without its hooks and threads",
+        rival,
+        Limit(2) if setting.short else Limit(1.01),
+        BURST * len(bare),
+        control=rival * ratio(other, one)[0],
+        interval=(rival * low, rival * high),
+    )
+    yield Figure(
+        "the agent's threads, meanwhile",
+        "cores",
+        threads,
+        "one",
+        1.0,
+        Limit(0.1) if setting.short else Limit(0.01),
+        len(values[AGENT, "threads"]),
+    )
 
 
 def figure(values: Values, what: str, name: str, unit: str, limit: Limit) -> Figure:
@@ -80,37 +106,78 @@ def figure(values: Values, what: str, name: str, unit: str, limit: Limit) -> Fig
 
 
 def compare(setting: Setting, names: Sequence[str], values: Values) -> None:
-    """Start a server for each name, and measure them all while they are up together.
-
-    Two servers that are started alike differ by more than the agent costs. So what it costs is how
-    much slower the same server becomes once it is attached, where a bystander tells what the
-    machine did meanwhile.
-    """
-    rounds = 10 if setting.short else 100
+    """Start a server for each name, and measure them all while they are up together."""
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name in names:
             servers[name] = stack.enter_context(setting.server(Kind.TEXT, agent=name == AGENT))
             values[name, "start"].append(servers[name].start_s)
-        before = interleaved(rounds, bursts(servers))
+        for server in servers.values():
+            server.load([server.request(PATH, BODY)] * WARM_UP, CONNECTIONS)
         time.sleep(IDLE_S)
         for name, server in servers.items():
             for process in server.processes():
                 used = psutil.Process(process.pid).memory_full_info().uss
                 values[name, process.role].append(used / MB)
+        requests(setting, servers[AGENT], values)
         attach(setting, servers[STOCK], values)
-        after = interleaved(rounds, bursts(servers))
-    values[STOCK, "request"] += before[STOCK]
-    bystander = AGENT if setting.short else AGAIN
-    for name in {*names} - {bystander}:
-        values[name, "change"].append(
-            relative(after[name], after[bystander]) / relative(before[name], before[bystander])
-        )
 
 
-def relative(values: Sequence[float], others: Sequence[float]) -> float:
-    """How many times as large one is as the other, as a rule; measured by turns."""
-    return statistics.median(one / other for one, other in zip(values, others, strict=True))
+def requests(setting: Setting, server: Server, values: Values) -> None:
+    """Send requests, with the agent's hooks and without them by turns.
+
+    Two servers that are started alike differ by more than the agent costs, and so does one server
+    from one minute to the next. So the hooks of one are taken away and put back ten times a second.
+    """
+    rounds, choice = 20 if setting.short else 450, random.Random(1)
+    burst = [server.request(PATH, BODY)] * BURST
+    with switched(setting, server) as switch:
+
+        def block(name: str) -> float:
+            switch(name == HOOKED)
+            began = time.perf_counter()
+            server.load(burst, CONNECTIONS)
+            return (time.perf_counter() - began) / BURST
+
+        began, spent = time.perf_counter(), switch(True)
+        for _ in range(rounds):
+            for name in choice.sample(BLOCKS, len(BLOCKS)):
+                values[name, "request"].append(block(name))
+        spent = switch(True) - spent
+        values[AGENT, "threads"].append(spent / (time.perf_counter() - began))
+
+
+@contextlib.contextmanager
+def switched(setting: Setting, server: Server) -> Iterator[Callable[[bool], float]]:
+    """Yields what takes the agent's hooks away in all processes, or puts them back.
+
+    It returns the seconds of CPU that the agent's threads took so far.
+    """
+    path = setting.home / "switch"
+    names = {"__name__": "vllmops benchmark", "path": str(path)}
+    code = f"__import__('_thread').start_new_thread(exec, ({SWITCH.read_text()!r}, {names!r}))"
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        stack.callback(path.unlink)
+        listener.bind(str(path))
+        listener.listen()
+        listener.settimeout(INJECTION_S)
+        ends, hooks = [], set()
+        for process in (each for each in server.processes() if each.role in VITAL):
+            borrow(plan(process), code, time.monotonic() + INJECTION_S)
+            end = stack.enter_context(listener.accept()[0]).makefile("rw")
+            hooks |= {*stack.enter_context(end).readline().split()}
+            ends.append(end)
+        if missing := HOOKS - hooks:
+            raise RuntimeError(f"not hooked: {missing}")
+
+        def switch(on: bool) -> float:
+            for end in ends:
+                end.write("1" if on else "0")
+                end.flush()
+            return sum(float(end.readline()) for end in ends)
+
+        yield switch
 
 
 def attach(setting: Setting, server: Server, values: Values) -> None:
@@ -122,18 +189,3 @@ def attach(setting: Setting, server: Server, values: Values) -> None:
     values[STOCK, "attach"].append(time.perf_counter() - began)
     rows = json.loads(done.stdout)["data"]["processes"]
     values[STOCK, "stopped"].append(max(row["stopped_s"] for row in rows))
-
-
-def bursts(servers: dict[str, Server]) -> dict[str, Callable[[], float]]:
-    """For each server, something that sends a few requests and returns the seconds for each."""
-    for server in servers.values():
-        for _ in range(WARM_UP):
-            burst(server)
-    return {name: partial(burst, server) for name, server in servers.items()}
-
-
-def burst(server: Server) -> float:
-    requests = [server.request(PATH, BODY)] * BURST
-    began = time.perf_counter()
-    server.load(requests, CONNECTIONS)
-    return (time.perf_counter() - began) / BURST

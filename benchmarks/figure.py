@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from scipy import stats
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Figure:
         n: measurements behind each median.
         control: the rival's median measured a second time, as if it were another: what differs
             there is noise. None where noise does not matter, or there was no time.
+        interval: where the value lies with 95 % confidence; the claim must hold for all of it. None
+            where the limit is far beyond the noise.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Figure:
     limit: Limit
     n: int
     control: float | None = None
+    interval: tuple[float, float] | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -55,7 +61,7 @@ class Figure:
 
     @property
     def holds(self) -> bool:
-        return self.value <= self.bound
+        return (self.interval[1] if self.interval else self.value) <= self.bound
 
     def row(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -81,6 +87,17 @@ def interleaved(rounds: int, targets: Mapping[str, Callable[[], float]]) -> dict
         for name in order:
             values[name].append(targets[name]())
     return values
+
+
+def ratio(values: Sequence[float], rivals: Sequence[float]) -> tuple[float, float, float]:
+    """How many times as large values are as their rivals, measured in pairs.
+
+    Returns:
+        The geometric mean, and Student's 95 % confidence interval.
+    """
+    logs = [math.log(value / rival) for value, rival in zip(values, rivals, strict=True)]
+    low, high = stats.ttest_1samp(logs, 0).confidence_interval()
+    return math.exp(statistics.fmean(logs)), math.exp(low), math.exp(high)
 
 
 def medians(values: Mapping[str, list[float]]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Measures every figure as a ratio against a rival in the same run, and prints them.
 
-    python benchmarks/run.py            all of them, some 15 minutes on a machine with nothing else
+    python benchmarks/run.py            all of them, some 20 minutes on a machine with nothing else
     python benchmarks/run.py --short    the form for CI, 3 minutes: every measurement is made, few
                                         times; only what is wrong by a multiple fails
     python benchmarks/run.py --only cache --json figures.json
@@ -67,7 +67,7 @@ def main() -> int:
 
 def show(figures: list[Figure]) -> None:
     """Print a table, a figure to the line."""
-    numbers = ("value", "its value", "again", "ratio", "at most", "n")
+    numbers = ("value", "its value", "again", "ratio", "95 %", "at most", "n")
     table = output.table(
         "figure",
         "value",
@@ -75,6 +75,7 @@ def show(figures: list[Figure]) -> None:
         "its value",
         "again",
         "ratio",
+        "95 %",
         "at most",
         "n",
         "holds",
@@ -88,6 +89,9 @@ def show(figures: list[Figure]) -> None:
             amount(each.rival_value, each.unit),
             amount(each.control, each.unit),
             "-" if each.ratio is None else f"{each.ratio:.3f}",
+            "-"
+            if each.interval is None
+            else "-".join(f"{end / each.rival_value:.3f}" for end in each.interval),
             amount(each.bound, each.unit),
             f"{each.n:,}",
             "yes" if each.holds else "[bold red]no[/]",

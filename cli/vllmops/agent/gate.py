@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
@@ -64,6 +65,7 @@ def install(module: ModuleType) -> None:
         return
     call = module.FastAPI.__call__
 
+    @functools.wraps(call)
     async def __call__(self: Any, scope: Scope, receive: Any, send: Send) -> None:  # noqa: N807
         # Only the outermost app of a request counts: a mounted one gets a copy of the scope.
         if MARK in scope or scope["type"] == "lifespan":
