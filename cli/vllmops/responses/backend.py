@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ..errors import VllmopsError
+from ..errors import Exit, VllmopsError
 
 RUNNING = frozenset({"queued", "in_progress"})
 FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
@@ -193,7 +193,12 @@ class StoreUnavailable(VllmopsError):  # noqa: N818 - said as it is told: the st
     """
 
     def __init__(self, message: str, retry_after_s: float = 1) -> None:
-        super().__init__("store.unavailable", message, "see that the store's server runs")
+        super().__init__(
+            "store.unavailable",
+            message,
+            "see that the store's server runs",
+            exit_code=Exit.NOT_FOUND,
+        )
         self.retry_after_s = retry_after_s
 
 
@@ -328,6 +333,10 @@ class Backend(ABC):
     @abstractmethod
     async def stats(self, owner: str) -> Stats:
         """What there is; may take its time."""
+
+    async def caveats(self) -> list[str]:
+        """How this server is set up so that it could lose what it has acknowledged, in words."""
+        return []
 
 
 def too_new(url: str, found: int, known: int) -> VllmopsError:

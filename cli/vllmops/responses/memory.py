@@ -207,6 +207,9 @@ class Memory(Backend):
             evictions=self.evictions,
         )
 
+    async def caveats(self) -> list[str]:
+        return ["everything is gone with the process"]
+
     def all(self) -> Iterator[Response]:
         yield from self.finished.values()
         yield from self.under_way.values()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import asyncpg
 
 from .backend import Chunk, Limits, Response
-from .sql import META, META_ADD, META_GET, SCHEMA, Dialect, Sql
+from .sql import META, META_GET, Dialect, Sql
 
 CONNECTIONS = 8
 WORDS = {
@@ -33,6 +34,7 @@ class Postgresql(Sql):
         OSError,
         asyncpg.PostgresError,
         asyncpg.InterfaceError,
+        asyncpg.InternalClientError,
     )
 
     def __init__(self, url: str, limits: Limits, name: str) -> None:
@@ -46,23 +48,25 @@ class Postgresql(Sql):
             self.pool.terminate()
         self.pool = await asyncpg.create_pool(
             self.url,
-            min_size=1,
+            min_size=0,
             max_size=CONNECTIONS,
             reset=nothing,
             server_settings={"application_name": "vllmops"},
         )
-        async with self.pool.acquire() as connection, connection.transaction():
-            # Several processes start at once, and one of them makes the tables.
-            await connection.execute("SELECT pg_advisory_xact_lock(hashtext($1))", self.name)
-            await connection.execute(self.text(META))
-            row = await connection.fetchrow(self.text(META_GET), "schema")
-            found = row[0] if row else 0
-            for statement in self.steps(found):
-                await connection.execute(statement)
-            if found < len(SCHEMA):
-                await connection.execute(self.text(META_ADD), "schema", len(SCHEMA) - found)
-            if found == 0:
-                await connection.execute(self.text(UNPACKED))
+        async with self.connection() as connection:
+            await connection.execute("BEGIN")
+            await self.upgrade(connection)
+            await connection.execute("COMMIT")  # without it the connection is not used again
+
+    async def upgrade(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
+        # Several processes start at once, and one of them makes the tables.
+        await connection.execute("SELECT pg_advisory_xact_lock(hashtext($1))", self.name)
+        await connection.execute(self.text(META))
+        row = await connection.fetchrow(self.text(META_GET), "schema")
+        for statement in self.steps(row[0] if row else 0):
+            await connection.execute(statement)
+        if row is None:
+            await connection.execute(self.text(UNPACKED))
 
     async def close(self) -> None:
         if self.pool is None:
@@ -81,15 +85,38 @@ class Postgresql(Sql):
             return False
 
     async def fetch(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
-        assert self.pool
-        async with self.pool.acquire() as connection:
+        async with self.connection() as connection:
             rows: Sequence[Sequence[Any]] = await connection.fetch(statement, *values)
         return rows
 
     async def many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
-        assert self.pool
-        async with self.pool.acquire() as connection:
+        async with self.connection() as connection:
             await connection.executemany(statement, values)
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
+        """One of the pool's, which does not get it back after any trouble."""
+        assert self.pool
+        pool = self.pool
+        connection = await pool.acquire()
+        try:
+            yield connection
+        except BaseException:
+            # The pool would wait until a server that does not answer has stopped the statement, and
+            # would hand out a connection whose server has just said that it goes down.
+            connection.terminate()
+            raise
+        finally:
+            await pool.release(connection)
+
+    async def caveats(self) -> list[str]:
+        rows = await self.fetch(
+            "SELECT name, setting FROM pg_settings"
+            " WHERE name IN ('fsync', 'synchronous_commit') AND setting = 'off' ORDER BY name"
+        )
+        return [
+            f"{name} = {setting}: a crash may take the last responses" for name, setting in rows
+        ]
 
 
 async def nothing(_: object) -> None:

@@ -245,6 +245,19 @@ class Redis(Backend):
             evictions=evictions,
         )
 
+    async def caveats(self) -> list[str]:
+        try:
+            found = await self.client.config_get("appendonly", "maxmemory-policy")
+        except RedisError:  # somebody else's, who says nothing of it
+            return []
+        said = {str(key): str(value) for key, value in found.items()}
+        caveats = []
+        if said.get("appendonly") == "no":
+            caveats.append("appendonly no: a crash may take the last responses")
+        if said.get("maxmemory-policy", "noeviction") != "noeviction":
+            caveats.append(f"maxmemory-policy {said['maxmemory-policy']}: it may drop any response")
+        return caveats
+
 
 def words(statuses: Collection[str]) -> str:
     """A set of statuses as the script takes it."""

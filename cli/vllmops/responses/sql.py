@@ -80,6 +80,8 @@ META_ADD = """INSERT INTO {name}_meta (key, value) VALUES ($1, $2)
     ON CONFLICT (key) DO UPDATE SET value = {name}_meta.value + $2"""
 # Turns of a conversation: what ends a chain that bites its own tail.
 LONGEST = 10_000
+META_SCHEMA = """INSERT INTO {name}_meta (key, value) VALUES ('schema', %d)
+    ON CONFLICT (key) DO UPDATE SET value = excluded.value"""
 TABLES = ("events", "responses", "meta")
 
 COLUMNS = ("id", "owner", "model", "status", "created_at", "previous_id", "error", "body", "input")
@@ -181,14 +183,17 @@ class Sql(Backend):
         """Run one statement for each set of values."""
 
     def steps(self, found: int) -> list[str]:
-        """The statements that lead from a schema's version to the newest.
+        """The statements that lead from a schema's version to the newest; none from that.
 
         Raises:
             VllmopsError: ``store.schema``.
         """
         if found > len(SCHEMA):
             raise too_new(self.url, found, len(SCHEMA))
-        return [self.text(each) for step in SCHEMA[found:] for each in step]
+        steps = [each for step in SCHEMA[found:] for each in step]
+        if steps:
+            steps.append(META_SCHEMA % len(SCHEMA))
+        return [self.text(each) for each in steps]
 
     def lease(self, status: str) -> float | None:
         return self.limits.lease_s if status in RUNNING else None

@@ -10,6 +10,7 @@ import asyncio
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,13 +21,15 @@ import msgspec
 
 from ..errors import Exit, VllmopsError
 from .backend import Limits
-from .sql import META, META_ADD, META_GET, SCHEMA, Dialect, Sql
+from .sql import META, META_GET, Dialect, Sql
 
 T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], Any]
 LEAST_VERSION = (3, 35)  # RETURNING
 # Less than the time that the store gives a call.
 BUSY_S = 1.5
+# A commit takes a tenth of that; SQLite by itself would sleep up to 100 ms between two tries.
+NAP_S = 0.0005
 NOW = "((julianday('now') - 2440587.5) * 86400.0)"
 WORDS = {
     "text": "TEXT",
@@ -76,13 +79,26 @@ class Worker:
             result, error = None, None
             try:
                 connection = connection or self.connect()
-                result = job(connection)
+                result = patiently(job, connection)
             except BaseException as caught:
                 error = caught
             with suppress(RuntimeError):  # that loop is closed
                 future.get_loop().call_soon_threadsafe(settle, future, result, error)
         if connection:
             connection.close()
+
+
+def patiently(job: Callable[[sqlite3.Connection], T], connection: sqlite3.Connection) -> T:
+    """Do a job once no other process holds the file; gives up after `BUSY_S`."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            return job(connection)
+        except sqlite3.OperationalError as error:
+            busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not busy or time.monotonic() > deadline:
+                raise
+        time.sleep(NAP_S)
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
@@ -137,17 +153,15 @@ class Sqlite(Sql):
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA busy_timeout = 0")  # `patiently` waits instead
         return connection
 
     def upgrade(self, connection: sqlite3.Connection) -> None:
         with transaction(connection):
             connection.execute(self.text(META))
             row = connection.execute(self.text(META_GET), ("schema",)).fetchone()
-            found = row[0] if row else 0
-            for statement in self.steps(found):
+            for statement in self.steps(row[0] if row else 0):
                 connection.execute(statement)
-            if found < len(SCHEMA):
-                connection.execute(self.text(META_ADD), ("schema", len(SCHEMA) - found))
 
     async def fetch(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         assert self.reader

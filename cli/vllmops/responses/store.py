@@ -145,6 +145,7 @@ class ResponseStore:
         self.opened = False
         self.opening = asyncio.Lock()
         self.paused_until = 0.0
+        self.trouble = ""
         self.attended: dict[str, tuple[Response, Callable[[], object]]] = {}
         self.news: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         self.beating: asyncio.Task[None] | None = None
@@ -303,7 +304,8 @@ class ResponseStore:
                 found = msgspec.json.decode(await unpack(chunk.events), type=list[msgspec.Raw])
                 fresh = found[max(0, after + 1 - chunk.first) :]
                 first, after = chunk.last + 1 - len(fresh), chunk.last
-                yield Events(first, [bytes(each) for each in fresh])
+                if fresh:
+                    yield Events(first, [bytes(each) for each in fresh])
             if not log.chunks:
                 if not log.running:
                     return
@@ -399,7 +401,7 @@ class Bounded:
     async def __aenter__(self) -> None:
         wait = self.store.paused_until - time.monotonic()
         if wait > 0:
-            raise StoreUnavailable("the store was unavailable a moment ago", wait)
+            raise StoreUnavailable(self.store.trouble, wait)
         await self.timeout.__aenter__()
         if not self.store.opened:
             try:
@@ -426,7 +428,8 @@ class Bounded:
 
     def unavailable(self, why: str) -> StoreUnavailable:
         self.store.paused_until = time.monotonic() + PAUSE_S
-        return StoreUnavailable(f"the store is unavailable: {why}", PAUSE_S)
+        self.store.trouble = f"the store is unavailable: {why}"
+        return StoreUnavailable(self.store.trouble, PAUSE_S)
 
 
 class Head(msgspec.Struct):
