@@ -36,6 +36,7 @@ COMMANDS = {
     "patches": Entry("patches", "Defects of vLLM's, and what became of them.", several=True),
     "memory": Entry("memory", "Memory of a server's processes over time.", several=True),
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
+    "responses": Entry("responses", "Stored responses.", several=True),
     "completions": Entry("completions", "Print a shell's completion script."),
 }
 
