@@ -61,7 +61,11 @@ def api() -> Iterator[Api]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Listening(ThreadingHTTPServer):
+        # With five, as by default, the kernel resets some of those that connect at once.
+        request_queue_size = loads.CONNECTIONS
+
+    server = Listening(("127.0.0.1", 0), Handler)
     found.port = server.server_address[1]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield found
