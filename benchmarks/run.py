@@ -20,7 +20,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `benchmarks` as a package
 
-from benchmarks import agent, cache, memory, patches, stacks, startup
+from benchmarks import agent, cache, doctor, memory, patches, stacks, startup
 from benchmarks.figure import Figure
 from benchmarks.setting import setting
 from vllmops import output
@@ -29,6 +29,7 @@ GROUPS = {
     "startup": startup.measure,
     "agent": agent.measure,
     "stacks": stacks.measure,
+    "doctor": doctor.measure,
     "cache": cache.measure,
     "memory": memory.measure,
     "patches": patches.measure,
