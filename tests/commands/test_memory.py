@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from vllmops import plot
+from vllmops.client import memory
 from vllmops.instances.processes import Role
 
 Spawn = Callable[..., Any]
@@ -55,6 +56,14 @@ def data(done: subprocess.CompletedProcess[str]) -> Any:
 
 def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where recordings are kept that nobody asked to save."""
+    place = tmp_path / "state"
+    monkeypatch.setenv("VLLMOPS_HOME", str(place))
+    return place
 
 
 @pytest.fixture
@@ -277,3 +286,56 @@ def test_a_full_disk_is_told_and_the_recording_goes_on(
     assert "mean per hour" in out
     kept = data(run("report", path, "--json"))["samples"]
     assert 4 <= len(kept) < 20
+
+
+def test_the_newest_recording_is_kept_for_doctor_and_bundle(engine: Any, state: Path) -> None:
+    label, began = str(engine.process.pid), engine.process.create_time
+    assert memory.newest(label, began) is None
+    words = ("-t", label, "--interval", "0.1", "--duration")
+    assert run("record", *words, "0.3").returncode == 0
+    first = memory.newest(label, began)
+    assert first is not None
+    assert len(first.samples) >= 2
+    assert first.end is not None
+    assert run("record", *words, "0.2").returncode == 0
+    second = memory.newest(label, began)
+    assert second is not None
+    assert second.head.started_at > first.head.started_at
+    # Of a server that started later, which only has the same name, it is none.
+    assert memory.newest(label, second.head.started_at + 60) is None
+    kept = memory.kept(label)
+    assert kept.is_relative_to(state)
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert run("report", kept).returncode == 0
+    kept.write_bytes(b"broken")
+    assert memory.newest(label, began) is None
+
+
+def test_where_a_recording_cannot_be_kept_it_is_made_all_the_same(engine: Any, state: Path) -> None:
+    state.mkdir()
+    (state / "memory").touch()
+    done = run("record", "-t", engine.process.pid, "--interval", "0.1", "--duration", "0.2")
+    assert done.returncode == 0
+    assert "not kept for doctor and bundle" in " ".join(done.stderr.split())
+    assert "can't say yet" in done.stdout
+
+
+def test_a_full_disk_does_not_fail_a_recording_that_nobody_asked_to_save(
+    engine: Any, home: Path, full_disk: Callable[[], None]
+) -> None:
+    words = (
+        "-t",
+        engine.process.pid,
+        "--interval",
+        "0.1",
+        "--duration",
+        "5",
+    )  # more than a page of memory
+    recording = begin("record", *words, VLLMOPS_HOME=str(home))
+    path = home / "memory" / f"{engine.process.pid}.jsonl"
+    until(lambda: lines(path) > 4)
+    full_disk()
+    out, err = recording.communicate(timeout=20)
+    assert recording.returncode == 0
+    assert "not kept for doctor and bundle" in " ".join(err.split())
+    assert "mean per hour" in out

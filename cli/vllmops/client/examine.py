@@ -36,7 +36,7 @@ from ..snapshots.server import (
     Unseen,
 )
 from ..snapshots.stacks import StacksSnapshot
-from . import agent, caches, http, pyspy
+from . import agent, caches, http, memory, pyspy
 from .caches import ROLES
 from .gpu import Gpus
 
@@ -182,6 +182,28 @@ class Examination:
         found = progress.stalls(self.looks, patience_s)
         return not found and self.age < 1.5 * patience_s and progress.suspicious(self.looks[-3:])
 
+    def so_far(self, why: str) -> ServerSnapshot:
+        """What has been seen by now.
+
+        Args:
+            why: it is not seen to the end, in words.
+        """
+        server, record = self.server, self.server.record
+        rest = Unseen("agents, caches, patches and machine", "cut-short", why)
+        return ServerSnapshot(
+            taken_at=time.time() - self.age,
+            vllmops=__version__,
+            server=server.label,
+            url=server.url,
+            model=server.model,
+            state=record.state.value if record else "",
+            stage=record.stage if record else "",
+            looks=tuple(self.looks),
+            stacks=tuple(self.samples),
+            machine=Machine(memory_total=0, memory_available=0),
+            unseen=(*self.unseen, *([rest] if server.processes else [])),
+        )
+
     def snapshot(self, taken_at: float, parts: Parts, bird: Canary | None) -> ServerSnapshot:
         server, record = self.server, self.server.record
         told, silent = parts.agents.result()
@@ -189,6 +211,7 @@ class Examination:
         held = parts.caches.result()
         for each in (*silent, *parts.silent):
             self.miss(Unseen(f"agent of {each.role} {each.pid}", each.code, each.why, each.mend))
+        began = min((process.create_time for process in server.processes), default=None)
         version = next((each.hello.vllm_version for each in told if each.hello.vllm_version), None)
         return ServerSnapshot(
             taken_at=taken_at,
@@ -198,15 +221,14 @@ class Examination:
             model=server.model,
             state=record.state.value if record else "",
             stage=record.stage if record else "",
-            uptime_s=max(taken_at - min(p.create_time for p in server.processes), 0.0)
-            if server.processes
-            else None,
+            uptime_s=None if began is None else max(taken_at - began, 0.0),
             vllm_version=version or (http.version(server.url) if server.url else None),
             looks=tuple(self.looks),
             told=tuple(told),
             caches=held,
             patches=tuple(patches),
             stacks=tuple(self.samples),
+            memory=None if began is None else memory.newest(server.label, began),
             guard=parts.guard.result(),
             machine=parts.machine.result(),
             canary=bird,
@@ -327,8 +349,8 @@ def compilers(server: Server) -> Iterator[str]:
 def machine(server: Server) -> Machine:
     """What a server stands on."""
     table = processes.table()
-    memory = psutil.virtual_memory()
-    total, available = memory.total, memory.available
+    free = psutil.virtual_memory()
+    total, available = free.total, free.available
     if limit := container(server):
         total, available = min(total, limit[0]), min(available, limit[1])
     return Machine(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 
 from ..errors import Exit, VllmopsError
-from ..instances.processes import VITAL, Process
+from ..files import take
+from ..home import home
+from ..instances.processes import CLOCK_SLACK_S, VITAL, Process
 from ..instances.servers import Server
-from ..snapshots.files import Journal
+from ..snapshots import files
+from ..snapshots.files import Journal, not_written
 from ..snapshots.memory import (
     AgentMemory,
     End,
@@ -37,6 +43,71 @@ SILENCE_S = 10.0  # for which a silent agent is left in peace
 SETTLE_S = 10.0
 SETTLED_S = 0.2  # what the engine lets go of after its last answer
 LOOK_S = 0.1
+LINES = msgspec.json.Decoder(MemorySample | End)
+
+
+def kept(label: str) -> Path:
+    """Where the newest recording of a server is kept."""
+    return home() / "memory" / f"{label}.jsonl"
+
+
+def keep(label: str, head: RecordingHead) -> Journal:
+    """Begin the recording that is kept of a server, in place of an older one.
+
+    Raises:
+        VllmopsError: ``file.not-written``.
+    """
+    path = kept(label)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Two that begin at once would else write into one file.
+        gate = take(path.parent / ".lock", wait=True)
+    except OSError as error:
+        raise not_written(path, error) from error
+    assert gate is not None  # it was waited for
+    try:
+        return Journal(path, head)
+    finally:
+        os.close(gate)
+
+
+def newest(label: str, since: float) -> Recording | None:
+    """The newest recording of a server, None where there is none.
+
+    Args:
+        label: the server's.
+        since: when it started, in seconds since the epoch: what is older is another server's.
+    """
+    try:
+        found = read(kept(label))
+    except VllmopsError:
+        return None
+    return found if found.head.started_at >= since - CLOCK_SLACK_S else None
+
+
+def read(path: Path) -> Recording:
+    """The recording in a file.
+
+    Raises:
+        VllmopsError: as `files.read` and `decode` do.
+    """
+    return decode(path, files.read(path))
+
+
+def decode(path: Path, content: bytes) -> Recording:
+    """The recording in a file's content.
+
+    Raises:
+        VllmopsError: as `files.decode` does, and ``memory.empty``.
+    """
+    head, entries = files.decode_lines(path, content, RecordingHead, LINES)
+    samples = [each for each in entries if isinstance(each, MemorySample)]
+    if not samples:
+        raise VllmopsError(
+            "memory.empty", f"{path} was begun and has no sample", "vllmops memory record --save …"
+        )
+    end = next((each for each in entries if isinstance(each, End)), None)
+    return Recording(head=head, samples=samples, end=end)
 
 
 class Watch:

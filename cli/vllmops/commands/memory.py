@@ -11,14 +11,15 @@ import msgspec
 import typer
 
 from .. import output, plot
-from ..client.memory import Recorder, Watch
+from ..client import archive
+from ..client.memory import Recorder, Watch, keep, read
 from ..diagnose import memory as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit, VllmopsError
 from ..instances.servers import resolve
 from ..output import Json, Progress, Result, command, size
 from ..snapshots import files
-from ..snapshots.memory import End, MemorySample, Recording, RecordingHead
+from ..snapshots.memory import MemorySample, Recording, RecordingHead
 from .options import Target
 from .recording import notes, shown
 
@@ -29,7 +30,7 @@ ROUNDS = 5
 INTERVAL_S, DURATION_S = 10.0, 300.0
 LEAST_SAMPLES = 20  # by default
 REQUESTS, INPUTS = 40, 4
-LINES = msgspec.json.Decoder(MemorySample | End)
+UNKEPT = "this recording is not kept for doctor and bundle"
 
 FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
 Plot = Annotated[
@@ -86,7 +87,11 @@ def record(
     tolerance: Tolerance = None,
     save: Annotated[
         Path | None,
-        typer.Option(help="Write each sample to this file at once.", show_default=False),
+        typer.Option(
+            help="Write each sample to this file at once; else the newest recording is kept for "
+            "doctor and bundle.",
+            show_default=False,
+        ),
     ] = None,
     plot_: Plot = None,
     fail_on: FailOn = Severity.ERROR,
@@ -131,7 +136,7 @@ def record(
         tolerance_bytes=tolerance_bytes,
     )
     watch = Watch(server)
-    journal = files.Journal(save, head) if save else None
+    journal = files.Journal(save, head) if save else kept(server.label, head)
     with Progress(head.started_at, quiet=json_) as progress:
         # A live line takes more of the machine than recording does.
         progress.plain = progress.plain or rounds is None
@@ -142,6 +147,9 @@ def record(
 
         recorder = Recorder(watch, head, ready, journal, tell)
         trouble = recorder.run()
+    if trouble and not save and journal and trouble is journal.trouble:
+        output.say(f"{UNKEPT}: {trouble.message}")
+        trouble = None
     if not recorder.recording.samples:
         raise trouble or KeyboardInterrupt
     found = result(recorder.recording, tolerance_bytes, fail_on, plot_)
@@ -161,7 +169,7 @@ def record(
 @app.command(epilog="Example: vllmops memory report memory.json --plot memory.svg")
 @command
 def report(
-    file: Annotated[Path, typer.Argument(help="What `memory record --save` wrote.")],
+    file: Annotated[Path, typer.Argument(help="What `memory record --save` wrote, or a bundle.")],
     *,
     tolerance: Tolerance = None,
     plot_: Plot = None,
@@ -171,17 +179,33 @@ def report(
     """Judge a recording again; it says what `memory record` said."""
     if plot_:
         plot.check(plot_)
-    head, entries = files.load_lines(file, RecordingHead, LINES)
-    samples = [each for each in entries if isinstance(each, MemorySample)]
-    if not samples:
-        raise VllmopsError(
-            "memory.empty", f"{file} was begun and has no sample", "vllmops memory record --save …"
-        )
-    end = next((each for each in entries if isinstance(each, End)), None)
-    recording = Recording(head=head, samples=samples, end=end)
+    recording = bundled(file) if archive.is_one(file) else read(file)
     if plot_:
         plot.draw(recording, plot_)
     return result(recording, parsed(tolerance), fail_on, plot_)
+
+
+def bundled(file: Path) -> Recording:
+    """The recording in a bundle.
+
+    Raises:
+        VllmopsError: as `bundle.load` does, or ``bundle.no-memory``.
+    """
+    from ..client import bundle  # noqa: PLC0415 - slow, and seldom needed
+
+    found = bundle.load(file).memory
+    if found is None:
+        raise VllmopsError("bundle.no-memory", f"there is no recording in {file}")
+    return found
+
+
+def kept(label: str, head: RecordingHead) -> files.Journal | None:
+    """Where a recording is kept that nobody asked to save; None where it can't be."""
+    try:
+        return keep(label, head)
+    except VllmopsError as error:
+        output.say(f"{UNKEPT}: {error.message}")
+        return None
 
 
 def plan(

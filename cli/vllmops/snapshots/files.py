@@ -16,6 +16,7 @@ from ..files import write_atomically
 
 T = TypeVar("T", bound=msgspec.Struct)
 E = TypeVar("E")
+DAMAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -91,17 +92,19 @@ def load(path: Path, kind: type[T]) -> T:
     return decode(path, read(path), kind)
 
 
-def load_lines(path: Path, head: type[T], entry: msgspec.json.Decoder[E]) -> tuple[T, list[E]]:
-    """Read what a `Journal` wrote; a last line that was cut off is left out.
+def decode_lines(
+    path: Path, content: bytes, head: type[T], entry: msgspec.json.Decoder[E]
+) -> tuple[T, list[E]]:
+    """What a `Journal` wrote; a last line that was cut off is left out.
 
     Raises:
-        VllmopsError: as `read` and `decode` do.
+        VllmopsError: as `decode` does.
     """
-    first, *rest = read(path).split(b"\n")
+    first, *rest = content.split(b"\n")
     found = decode(path, first, head)
     try:
         return found, [entry.decode(line) for line in rest[:-1]]
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except DAMAGE as error:
         raise damaged(path, error) from error
 
 
@@ -153,7 +156,7 @@ def decode(path: Path, content: bytes, kind: type[T]) -> T:
                 "pip install --upgrade vllmops-cli",
             )
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except DAMAGE as error:
         raise damaged(path, error) from error
 
 
