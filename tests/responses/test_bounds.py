@@ -1,0 +1,53 @@
+"""What a store takes does not grow with what went through it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILL = Path(__file__).with_name("fill.py")
+MIB = 1 << 20
+
+
+def fill(url: str, max_size: int, counts: list[int], events: int = 0) -> Any:
+    words = [sys.executable, str(FILL), url, str(max_size), json.dumps(counts), str(events)]
+    return json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
+
+
+def test_a_hundred_thousand_leave_ten_thousand_and_flat_memory() -> None:
+    found = fill("memory://", 10_000, [20_000, 60_000, 100_000])
+    assert found["count"] == 10_000
+    early, *_, late = found["grown"]
+    assert late - early < 2 * MIB
+
+
+def test_what_the_memory_takes_is_near_the_json(tmp_path: Path) -> None:
+    found = fill("memory://", 20_000, [20_000])
+    assert found["count"] == 20_000
+    assert found["grown"][0] < 1.5 * found["raw"]
+
+
+def test_events_of_many_streams_leave_memory_flat() -> None:
+    found = fill("memory://", 100, [300, 1200], events=500)
+    early, late = found["grown"]
+    assert found["count"] == 100
+    assert late - early < 2 * MIB
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+def test_elsewhere_there_are_no_more_than_may_be(kind: str, request: Any, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/responses.db"
+    if kind == "redis":
+        url = request.getfixturevalue("shared_servers")["redis"].url + "?namespace=bounds"
+    found = fill(url, 1000, [2000, 6000])
+    # Rows are counted once for a hundredth of them.
+    assert 990 <= found["count"] <= 1010
+    early, late = found["grown"]
+    assert late - early < 4 * MIB
+    if kind == "sqlite":
+        assert (tmp_path / "responses.db").stat().st_size < 4 * MIB
