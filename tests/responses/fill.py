@@ -20,7 +20,13 @@ def response(number: int) -> Response:
     message = {"type": "message", "role": "assistant", "content": [{"text": text}]}
     usage = {"input_tokens": number, "output_tokens": 3, "total_tokens": number + 3}
     name = f"resp_{number:032x}"
-    body: dict[str, object] = {"id": name, "object": "response", "model": "demo", "tools": [], "usage": usage}
+    body: dict[str, object] = {
+        "id": name,
+        "object": "response",
+        "model": "demo",
+        "tools": [],
+        "usage": usage,
+    }
     body |= {"status": "completed", "output": [message], "temperature": 1.0, "metadata": None}
     return Response(
         id=name,
