@@ -49,7 +49,8 @@ def explain(
         list[str] | None,
         typer.Option(
             help="What else is known: running=0, waiting=3, deferred=0, kv_usage=0 (percent), "
-            "progress=frozen or moving.",
+            "progress=frozen or moving (tokens), steps=frozen or moving (the scheduler's), "
+            "still=12 (seconds without a token).",
             metavar="NAME=VALUE",
             show_default=False,
         ),
@@ -127,7 +128,7 @@ def facts(told: Sequence[str]) -> dict[str, str]:
     for each in told:
         name, sign, value = each.partition("=")
         known = name in judge.FACTS and sign
-        right = value in {"frozen", "moving"} if name == "progress" else is_number(value)
+        right = value in {"frozen", "moving"} if name in judge.PACES else is_number(value)
         if not known or not right:
             raise VllmopsError(
                 "usage",

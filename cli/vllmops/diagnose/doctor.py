@@ -113,9 +113,20 @@ def facts(looks: Sequence[Look], patience_s: float) -> dict[str, str]:
         found["waiting"] = str(sum(beat.waiting or 0 for beat in beats))
         if found.get("progress") == "frozen":
             del found["progress"]
-    if any(not stall.doubt for stall in progress.stalls(looks, patience_s)):
+    if any(stall.doubt in {"", "writing"} for stall in progress.stalls(looks, patience_s)):
         found["progress"] = "frozen"
-    return found
+    return found | pace(looks)
+
+
+def pace(looks: Sequence[Look]) -> dict[str, str]:
+    """For how long the engine stands still that does so longest, and whether it takes steps."""
+    telling = [p for p in progress.living(looks[-1]) if p.age_s < progress.LATE_S]
+    still = {p.pid: p.beat.still_s for p in telling if p.beat.still_s is not None}
+    if not still or len(looks) < 2:
+        return {}
+    slowest = max(telling, key=lambda pulse: still.get(pulse.pid, -1.0))
+    steps = "moving" if progress.stepping(looks, slowest) else "frozen"
+    return {"steps": steps, "still": f"{still[slowest.pid]:.0f}"}
 
 
 def stalled(

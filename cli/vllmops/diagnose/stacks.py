@@ -30,7 +30,8 @@ LOG_SHOWN = 200
 GONE = {"stacks.gone", "stacks.zombie"}
 # The tokens of a long prompt are counted at its end.
 FROZEN_S = 30.0
-FACTS = ("running", "waiting", "deferred", "kv_usage", "progress")
+PACES = ("progress", "steps")  # frozen or moving
+FACTS = ("running", "waiting", "deferred", "kv_usage", "still", *PACES)
 # Frames that say what a thread does, where no signature fits.
 TELLING = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
 WAITING = (
@@ -298,8 +299,8 @@ def _holds(
     log = [words for words in signature.logs if re.search(words.replace(" ", ""), text)]
     lines += [f"log: {_logged_line(words, pasted.text)}" for words in log]
     lines += [f"{name} is {facts[name]}" for name, _ in told]
-    # Of the figures only this one looks different where the server works.
-    corroborated = bool(log) or any(name == "progress" for name, _ in told)
+    # Of the figures only these look different where the server works.
+    corroborated = bool(log) or any(name in {"progress", "still"} for name, _ in told)
     confidence, short_of = _confidence(case, pasted, len(samples), spots, corroborated)
     subject = ", ".join(dict.fromkeys(_label(spot.process) for spot in spots))
     return Hit(signature, confidence, tuple(lines), subject, short_of)
