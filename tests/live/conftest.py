@@ -22,6 +22,10 @@ import psutil
 import pytest
 
 START_TIMEOUT_S = 300
+SOAKED = (
+    *("--env", "VLLM_SERVER_DEV_MODE=1"),  # which has /sleep and /wake_up
+    *("--env", "VLLM_ENABLE_RESPONSES_API_STORE=1"),
+)
 SHM = Path("/dev/shm")
 
 
@@ -169,6 +173,59 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A process of ours that is to become a server."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_up(self) -> None:
+        until(self.up, START_TIMEOUT_S, self.log.read_text)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def launch(cli: Cli, log: Path, environment: dict[str, str], *words: str) -> Launched:
+    """Start the demo vision model as anybody does who knows nothing of vllmops."""
+    with socket.socket() as trial:  # not one that `serve` would take meanwhile
+        trial.bind(("127.0.0.1", 0))
+        port = str(trial.getsockname()[1])
+    options = ("--demo", "vision", "--port", port, "--dry-run", "--json", "--")
+    plan = cli("serve", *options, *words).data
+    command = plan["command"][plan["command"].index("serve") + 1 :]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *command],
+            env={**cli.environment, **plan["environment"], **environment},
+            stdout=file,
+            stderr=file,
+        )
+    return Launched(process, plan["url"], log)
+
+
+class Stock(Live):
+    """A server that vllmops did not start."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        rows = self.cli("ps", "--json").data["instances"]
+        return next(row for row in rows if row["pid"] == int(self.name))
+
+
 @pytest.fixture(scope="session")
 def cli() -> Iterator[Cli]:
     # Not pytest's own directory: its path is too long for a Unix socket.
@@ -263,5 +320,5 @@ def server(servers: Ahead[Live], request: pytest.FixtureRequest) -> Iterator[Liv
 
 @pytest.fixture(scope="session")
 def vision_server(cli: Cli) -> Live:
-    """The demo vision model, default caches."""
-    return cli.serve("vision", "--demo", "vision")
+    """The demo vision model, default caches, and the routes that a soak wants."""
+    return cli.serve("vision", "--demo", "vision", *SOAKED)

@@ -3,59 +3,30 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
-from .conftest import START_TIMEOUT_S, Cli, Live, Ran, until
+from .conftest import Cli, Launched, Live, Ran, Stock, launch, until
 from .test_cache import FEW_IMAGES_GB, told_as
 from .test_hang import Requests, ghosts, leave_ghost, old_code, text
 
 __all__ = ["old_code"]  # a fixture
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A process of ours that is to become a server."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-
 @pytest.fixture(scope="module")
 def stock(cli: Cli, old_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     """What anybody starts who knows nothing of vllmops, with code that can hang."""
     limits = ("--mm-processor-cache-gb", FEW_IMAGES_GB, "--limit-mm-per-prompt", '{"image":8}')
-    with socket.socket() as trial:  # not one that `serve` would take meanwhile
-        trial.bind(("127.0.0.1", 0))
-        port = str(trial.getsockname()[1])
-    words = ("--demo", "vision", "--port", port, "--dry-run", "--json", "--", *limits)
-    plan = cli("serve", *words).data
-    command = plan["command"][plan["command"].index("serve") + 1 :]
     plug_in = {"PYTHONPATH": os.fspath(old_code), "VLLM_PLUGINS": "old_code"}
-    log = tmp_path_factory.mktemp("stock") / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *command],
-            env={**cli.environment, **plan["environment"], **plug_in},
-            stdout=file,
-            stderr=file,
-        )
+    launched = launch(cli, tmp_path_factory.mktemp("stock") / "log", plug_in, *limits)
     try:
-        yield Launched(process, plan["url"], log)
+        yield launched
     finally:
-        process.terminate()
-        process.wait(60)
+        launched.stop()
 
 
 @pytest.fixture(scope="module")
@@ -128,27 +99,11 @@ def test_an_attached_server_stops_as_any(bare: Live) -> None:
     until(lambda: not footprint.left(), 10, footprint.left)
 
 
-class Stock(Live):
-    """A server that vllmops did not start, and whose processes know nothing of it."""
-
-    @property
-    def row(self) -> dict[str, Any]:
-        rows = self.cli("ps", "--json").data["instances"]
-        return next(row for row in rows if row["pid"] == int(self.name))
-
-
 @pytest.fixture(scope="module")
 def hung(cli: Cli, stock: Launched) -> Stock:
     """EngineCore will hang, and so will the API server's renderer."""
 
-    def up() -> bool:
-        assert stock.process.poll() is None
-        try:
-            return httpx.get(f"{stock.url}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    until(up, START_TIMEOUT_S, stock.log.read_text)
+    stock.wait_up()
     return Stock(cli, str(stock.process.pid))
 
 

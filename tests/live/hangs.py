@@ -1,0 +1,346 @@
+"""Real hangs: a plug-in that puts defects back into vLLM, and how each is made and ended."""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from vllmops.client import agent
+from vllmops.client import http as web
+from vllmops.demo.inputs import chat
+from vllmops.instances.processes import Process
+from vllmops.instances.servers import resolve
+
+from .conftest import Launched, Stock, kill, until
+from .test_cache import FEW_IMAGES_GB
+from .test_hang import drifted, leave_ghost
+
+PLACE = "VLLM_TEST_HANGS"  # a directory: a file in it puts the defect of that name in
+
+# What today's vLLM has mended is put back. The code that blocks looks for its file each time, and
+# waits in flock(2) for as long as a test holds that file's lock.
+PLUG_IN = """
+import ctypes
+import fcntl
+import os
+import re
+import signal
+from functools import wraps
+from multiprocessing import current_process
+
+def file_of(defect):
+    return os.path.join(os.environ["VLLM_TEST_HANGS"], defect)
+
+def blocking(function, defect, flock):
+    path = file_of(defect)
+    @wraps(function)
+    def block(*args, **fields):
+        if os.path.exists(path):
+            with open(path) as file:
+                flock(file.fileno(), fcntl.LOCK_EX)
+        return function(*args, **fields)
+    return block
+
+def engine():
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.request import RequestStatus
+
+    # Whether the longest prompt fits is not asked at start any more.
+    kv_cache_utils._check_enough_kv_cache_memory = lambda *_: None
+
+    init, free = EncoderCacheManager.__init__, EncoderCacheManager.free
+    EncoderCacheManager.__init__ = lambda self, cache_size: init(self, 8)  # two images
+
+    def keep_for_the_waiting(self, request):  # as it was before #31857
+        if request.status != RequestStatus.WAITING:
+            free(self, request)
+
+    EncoderCacheManager.free = keep_for_the_waiting
+
+    miss, path = EngineCoreProc._handle_mm_cache_miss, file_of("input-thread")
+
+    def handle_miss(self, request, error):
+        if os.path.exists(path):  # as it was until vLLM 0.13
+            raise AssertionError(f"Expected a cached item for mm_hash={error.mm_hashes[0]!r}")
+        miss(self, request, error)
+
+    EngineCoreProc._handle_mm_cache_miss = handle_miss
+    # PyDLL keeps the GIL.
+    Scheduler.schedule = blocking(Scheduler.schedule, "gil", ctypes.PyDLL(None).flock)
+
+def worker():
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    CPUWorker.execute_model = blocking(CPUWorker.execute_model, "worker", fcntl.flock)
+
+def front_end():
+    from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation
+    from vllm.tool_parsers.pythonic_tool_parser import PythonicToolParser
+
+    pattern = re.compile(PythonicToolParser.TOOL_CALL_REGEX.pattern, re.DOTALL)
+
+    # As it was until vLLM 0.9.0: Python's own re, and no time limit. A signal ends it.
+    def extract_tool_calls(self, model_output, request):
+        try:
+            pattern.match(model_output)
+        except InterruptedError:
+            pass
+        return ExtractedToolCallInformation(
+            tools_called=False, tool_calls=[], content=model_output
+        )
+
+    def interrupt(*_):
+        raise InterruptedError
+
+    PythonicToolParser.extract_tool_calls = extract_tool_calls
+    signal.signal(signal.SIGUSR2, interrupt)
+
+def register():
+    name = current_process().name
+    if name.startswith("EngineCore"):
+        engine()
+    elif "Worker" in name:
+        worker()
+    elif name == "MainProcess":
+        front_end()
+"""
+ENVIRONMENT = {
+    "VLLMOPS_NO_PATCH": "mm-lru-ghost-keys,mm-lru-stale-eviction",
+    "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
+}
+# 1,280 tokens fit into the KV cache, which is less than the longest prompt's 2,048.
+ARGUMENTS = (
+    *("--num-gpu-blocks-override", "11"),
+    *("--mm-processor-cache-gb", FEW_IMAGES_GB, "--limit-mm-per-prompt", '{"image":8}'),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "pythonic"),
+)
+TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
+BACKTRACKING = "[a(" + 60 * "a=1,"  # each argument doubles the time: 20 of them take half a second
+
+
+class Asked:
+    """A chat request that nobody waits for, until asked for its answer."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        self.connection = http.client.HTTPConnection(urlsplit(url).netloc)
+        headers = {"Content-Type": "application/json"}
+        self.connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        self.status: int | None = None
+        self.aborted = False
+
+    def answer(self, within_s: float) -> int | None:
+        """The answer's status, None where it does not come in time."""
+        if self.status is None and not self.aborted:
+            self.connection.sock.settimeout(within_s)
+            try:
+                self.status = self.connection.getresponse().status
+            except TimeoutError:
+                return None
+        return self.status
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.connection.close()
+
+
+@dataclass(frozen=True)
+class Prone(Stock):
+    """A server with the plug-in, and no supervisor to end it."""
+
+    launched: Launched
+    place: Path
+
+    @property
+    def url(self) -> str:
+        return self.launched.url
+
+    @cached_property
+    def processes(self) -> dict[str, Process]:
+        return {process.role: process for process in resolve(self.name).processes}
+
+    def pids(self) -> dict[str, int]:
+        return {role: process.pid for role, process in self.processes.items()}
+
+    def ask(self, *seeds: int, text: str = "hi", **fields: Any) -> Asked:
+        return Asked(self.url, chat(list(seeds), text, **fields))
+
+    def tokens(self) -> float | None:
+        """Counted so far, None where nobody answers."""
+        found = web.metrics(self.url)
+        return found.tokens if found else None
+
+    def handed(self) -> int:
+        """Requests that the API server has handed to the engine and that are not over."""
+        pulse = agent.beat(self.processes["api"])
+        assert pulse
+        return pulse.beat.handed or 0
+
+    @contextmanager
+    def defect(self, name: str) -> Iterator[None]:
+        """Put one in, until the end of the block."""
+        with (self.place / name).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                Path(file.name).unlink()
+
+    @contextmanager
+    def stopped(self, role: str) -> Iterator[None]:
+        pid = self.pids()[role]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def repair(self) -> None:
+        ran = self.cli("cache", "repair", "-t", self.name)
+        assert ran.code == 0, ran.err
+
+
+@contextmanager
+def eviction_in_engine(server: Prone) -> Iterator[list[Asked]]:
+    assert leave_ghost(server.url)
+    asked = [server.ask(seed) for seed in range(10)]
+    while asked[-1].answer(1):
+        asked.append(server.ask())
+    with ExitStack() as after:
+        after.callback(server.repair)
+        yield asked
+
+
+@contextmanager
+def eviction_in_front_end(server: Prone) -> Iterator[list[Asked]]:
+    with ExitStack() as after:
+        after.callback(server.repair)
+        yield [server.ask(*range(200, 207))]  # they fit one by one, not together
+
+
+@contextmanager
+def larger_than_the_cache(server: Prone) -> Iterator[list[Asked]]:
+    asked = [server.ask(text="z" * 1500), server.ask()]
+    with ExitStack() as after:
+        after.callback(asked[0].abort)
+        yield asked
+
+
+@contextmanager
+def livelock(server: Prone) -> Iterator[list[Asked]]:
+    """Two requests that do not fit into the KV cache together, about the same three images.
+
+    The encoder cache takes two. The one that runs has put them there, the one that waits holds on
+    to them, and so the third has no room.
+    """
+    with server.stopped("worker"):  # so that both are there when one is scheduled
+        first = server.ask()
+        until(lambda: server.handed() == 1)
+        bodies = [chat([1, 2, 3], letter * 750) for letter in "zq"]
+        for body in bodies:
+            body["messages"][0]["content"].reverse()  # the text is in the KV cache by then
+        asked = [Asked(server.url, body) for body in bodies]
+        until(lambda: server.handed() == 3)
+    assert first.answer(10) == 200
+    with ExitStack() as after:
+        after.callback(asked[1].abort)
+        yield asked
+
+
+@contextmanager
+def worker_blocked(server: Prone) -> Iterator[list[Asked]]:
+    with server.defect("worker"):
+        yield [server.ask()]
+
+
+@contextmanager
+def worker_stopped(server: Prone) -> Iterator[list[Asked]]:
+    with server.stopped("worker"):
+        yield [server.ask()]
+
+
+@contextmanager
+def gil_held(server: Prone) -> Iterator[list[Asked]]:
+    with server.defect("gil"):
+        yield [server.ask()]
+
+
+@contextmanager
+def backtracking(server: Prone) -> Iterator[list[Asked]]:
+    forced = {"choice": [BACKTRACKING]}
+    asked = server.ask(tools=[TOOL], structured_outputs=forced, max_tokens=500)
+    until(lambda: not web.healthy(server.url, timeout_s=1))
+    with ExitStack() as after:
+        after.callback(os.kill, server.pids()["api"], signal.SIGUSR2)
+        yield [asked]
+
+
+@contextmanager
+def input_thread_dead(server: Prone) -> Iterator[list[Asked]]:
+    (server.place / "input-thread").touch()
+    asked = (server.ask(seed) for seed in drifted(server.url))
+    yield [next(each for each in asked if each.answer(2) is None), server.ask()]
+
+
+@contextmanager
+def engine_killed(server: Prone) -> Iterator[list[Asked]]:
+    engine = server.pids()["engine"]
+    kill(engine)
+    until(lambda: not psutil.pid_exists(engine))
+    assert server.ask().answer(10) == 500
+    yield []
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A way to hang.
+
+    Args:
+        name: of the test.
+        code: of the finding that names it.
+        made: makes it, and ends it with the block, where it can be ended; gives its requests.
+        lives_on: whether the server does.
+        age_s: how old it must be before it can be told from work.
+    """
+
+    name: str
+    code: str
+    made: Callable[[Prone], AbstractContextManager[list[Asked]]]
+    lives_on: bool = True
+    age_s: float = 3.0
+
+
+HANGS = (
+    Hang("eviction in EngineCore", "stack.mm-cache-eviction-spin", eviction_in_engine),
+    Hang("eviction in the API server", "stack.mm-cache-eviction-spin", eviction_in_front_end),
+    Hang("request larger than the KV cache", "stack.admission-deadlock", larger_than_the_cache),
+    Hang("nothing scheduled", "stack.schedule-livelock", livelock),
+    Hang("worker blocked", "stack.worker-stuck-broadcast", worker_blocked),
+    Hang("worker stopped", "process.stopped", worker_stopped),
+    Hang("GIL held in C", "stack.gil-held", gil_held, age_s=9.0),
+    Hang("regex backtracks", "stack.tool-parser-regex", backtracking),
+    Hang("input thread dead", "stack.input-thread-dead", input_thread_dead, lives_on=False),
+    Hang("EngineCore killed", "stack.engine-core-missing", engine_killed, lives_on=False),
+)
+
+
+def is_real(server: Prone, asked: list[Asked], age_s: float) -> None:
+    """Requests stay unanswered, and no token is counted meanwhile."""
+    before = server.tokens()
+    time.sleep(age_s)
+    assert not asked or any(each.answer(0.1) is None for each in asked)
+    assert server.tokens() == before
