@@ -31,6 +31,7 @@ COMMANDS = {
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
     "restart": Entry("stop:restart_app", "Stop a server and start it again as it was."),
     "doctor": Entry("doctor", "Say what is wrong with a server, and what to do next."),
+    "bundle": Entry("bundle", "Put what a bug report needs into one file, without secrets."),
     "attach": Entry("attach", "Load the agent into a server that runs without it."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
     "patches": Entry("patches", "Defects of vLLM's, and what became of them.", several=True),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import output
-from ..client import caches
+from ..client import archive, caches
 from ..diagnose import caches as judge
 from ..diagnose.findings import Finding, Severity, worst
 from ..errors import Exit, VllmopsError
@@ -62,7 +62,9 @@ def inspect(
     ctx: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(help="A snapshot that --save wrote, instead of a server.", metavar="[FILE]"),
+        typer.Argument(
+            help="What --save wrote, or a bundle, instead of a server.", metavar="[FILE]"
+        ),
     ] = None,
     *,
     target: Target = None,
@@ -92,7 +94,7 @@ def inspect(
     if watch and json_:
         raise usage("--watch is for a person, --json for a script")
     if file is not None:
-        return result(files.load(file, CacheSnapshot), fail_on, keys)
+        return result(saved(file), fail_on, keys)
     # On a full machine the server's work goes first: looking every second must not slow it down.
     os.nice(NICENESS)
     keys_too = keys or save is not None
@@ -122,6 +124,27 @@ def inspect(
 app.command(epilog="Example: vllmops cache compare -t demo --fail-on warning")(compare)
 app.command(epilog="Example: vllmops cache repair -t demo --dry-run")(repair)
 app.command(epilog="Example: vllmops cache reset -t demo --timeout 30")(reset)
+
+
+def saved(file: Path) -> CacheSnapshot:
+    """The caches in a file.
+
+    Raises:
+        VllmopsError: as `files.load` and `bundle.load` do, or ``bundle.no-caches``.
+    """
+    if not archive.is_one(file):
+        return files.load(file, CacheSnapshot)
+    from ..client import bundle  # noqa: PLC0415 - slow, and not for a server
+
+    found = bundle.load(file)
+    if found.caches is None:
+        silent = [each.why for each in found.unseen if each.code.startswith("agent.")]
+        raise VllmopsError(
+            "bundle.no-caches",
+            f"there are no caches in {file}: {(*silent, 'nobody told any')[0]}",
+            f"vllmops doctor {file} tells what there is",
+        )
+    return found.caches
 
 
 def usage(message: str) -> VllmopsError:

@@ -12,9 +12,10 @@ import msgspec
 import typer
 
 from .. import output
-from ..client import paste, pyspy
+from ..client import archive, paste, pyspy
 from ..diagnose import stacks as judge
 from ..diagnose.findings import Severity, worst
+from ..diagnose.progress import PATIENCE_S
 from ..errors import Exit, VllmopsError
 from ..instances.servers import Server
 from ..output import Folded, Line, Result
@@ -41,7 +42,9 @@ def explain(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE | -]", help="Stacks in any form, - for standard input.", allow_dash=True
+            metavar="[FILE | -]",
+            help="Stacks in any form, or a bundle; - for standard input.",
+            allow_dash=True,
         ),
     ] = None,
     *,
@@ -62,10 +65,41 @@ def explain(
 
     It reads what py-spy, faulthandler, gdb and `stacks dump` print or save, of one or more
     processes, once or several times, as it comes out of logs, terminals and mail. Three dumps some
-    seconds apart in one file tell more than one. What it does not know it says.
+    seconds apart in one file tell more than one. What it does not know it says. A bundle is read,
+    too, with the figures that are in it.
     """
     known = facts(fact or ())
+    if file is not None and archive.is_one(file):
+        return result(bundled(file, known), fail_on)
     return result(judge.explain(load(file), known), fail_on)
+
+
+def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
+    """What the stacks in a bundle say.
+
+    Args:
+        file: the bundle.
+        known: what counts more than the figures in it.
+
+    Raises:
+        VllmopsError: as `bundle.load` does, or ``stacks.not-found``.
+    """
+    from ..client import bundle  # noqa: PLC0415 - slow, and not for a paste
+    from ..diagnose import doctor  # noqa: PLC0415 - the same
+
+    snapshot = bundle.load(file)
+    found = doctor.explanation(snapshot)
+    if found is None:
+        whys = [each.why for each in snapshot.unseen if each.part.startswith("stacks")]
+        raise VllmopsError(
+            "stacks.not-found",
+            f"there are no stacks in {file}: {(*whys, 'none were taken')[0]}",
+            f"vllmops doctor {file} tells what there is",
+        )
+    if known:
+        figures = doctor.facts(snapshot.looks, PATIENCE_S)
+        found = judge.explain(Pasted(snapshot.stacks, complete=True), {**figures, **known})
+    return found
 
 
 def result(found: judge.Explanation, fail_on: Severity, *, failed: bool = False) -> Result:

@@ -191,6 +191,46 @@ class Tail:
         return [line.decode(errors="replace") for line in complete]
 
 
+def first(path: Path, *, lines: int, limit: int) -> list[str]:
+    """The first lines of a log, from its oldest rotated part; arguments as for `last`."""
+    number = 1
+    while aside(path, number).exists():
+        number += 1
+    oldest = aside(path, number - 1) if number > 1 else path
+    try:
+        with oldest.open("rb") as file:
+            found = file.read(limit)
+    except OSError:
+        return []
+    return found.decode(errors="replace").splitlines()[:lines]
+
+
+def last(path: Path, *, lines: int, limit: int) -> list[str]:
+    """The last lines of a log, its rotated parts included.
+
+    Args:
+        path: the log; one that is not there has no lines.
+        lines: how many, at most.
+        limit: bytes to read, at most; a line that is cut off by it is left out.
+    """
+    found, number, place = b"", 0, path
+    while len(found) < limit and found.count(b"\n") <= lines:
+        try:
+            with place.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                start = max(size - (limit - len(found)), 0)
+                file.seek(start)
+                found = file.read(size - start) + found
+        except OSError:
+            break
+        if start:
+            found = found.partition(b"\n")[2]
+            break
+        number += 1
+        place = aside(path, number)
+    return found.decode(errors="replace").splitlines()[-lines:]
+
+
 def inode(path: Path) -> int | None:
     try:
         return path.stat().st_ino

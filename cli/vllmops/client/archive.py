@@ -1,0 +1,122 @@
+"""A gzipped tar file of a few small files: written from memory, read without trusting it."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+
+from ..errors import Exit, VllmopsError
+
+MAGIC = b"\x1f\x8b"
+# Bundles of real servers have some MB; what a stranger packed may unfold to any size.
+LIMIT_BYTES = 256 << 20
+LIMIT_FILES = 1000
+MODE = 0o600
+DAMAGE = (
+    *(tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError),
+    *(ValueError, OverflowError, RecursionError),
+)
+
+
+def packed(files: Mapping[str, bytes], at: float) -> bytes:
+    """An archive of files, in their order.
+
+    Args:
+        files: content by name.
+        at: their time, in seconds since the epoch.
+    """
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size, member.mode, member.mtime = len(content), MODE, int(at)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def is_one(path: Path) -> bool:
+    """Whether a file begins as an archive does; not where it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+class Limited(io.RawIOBase):
+    """A stream that refuses to give more than `LIMIT_BYTES`.
+
+    Args:
+        source: what it reads from.
+    """
+
+    def __init__(self, source: gzip.GzipFile) -> None:
+        self.source = source
+        self.left = LIMIT_BYTES
+
+    def read(self, size: int = -1, /) -> bytes:
+        found = self.source.read(size)
+        self.left -= len(found)
+        if self.left < 0:
+            raise tarfile.TarError(f"it unfolds to more than {LIMIT_BYTES >> 20} MiB")
+        return found
+
+
+def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
+    """Files of an archive, in memory: nothing of it comes on the disk.
+
+    Args:
+        path: of the archive.
+        wanted: tells by its name whether a file is to be read.
+
+    Raises:
+        VllmopsError: ``file.missing`` (exit code 5), ``file.unreadable``, or ``bundle.damaged``
+            where it is broken, too large, or holds what no bundle holds: links, devices, names
+            that lead out of it.
+    """
+    found: dict[str, bytes] = {}
+    try:
+        with (
+            gzip.open(path) as unfolded,
+            tarfile.open(fileobj=(stream := Limited(unfolded)), mode="r|") as archive,
+        ):
+            for number, member in enumerate(archive):
+                if number >= LIMIT_FILES:
+                    raise tarfile.TarError(f"it holds more than {LIMIT_FILES} files")
+                if member.isdir():
+                    continue
+                if member.type not in {tarfile.REGTYPE, tarfile.AREGTYPE} or member.issparse():
+                    raise tarfile.TarError(f"{member.name!r} is no plain file")
+                name = PurePosixPath(member.name)
+                if name.is_absolute() or ".." in name.parts or str(name) in found:
+                    raise tarfile.TarError(f"{member.name!r} does not belong in it")
+                if not 0 <= member.size <= LIMIT_BYTES:
+                    raise tarfile.TarError(f"{member.name!r} has {member.size} bytes")
+                if wanted(str(name)) and (file := archive.extractfile(member)):
+                    found[str(name)] = file.read()
+            # To the end, where the checksum stands.
+            while stream.read(tarfile.RECORDSIZE):
+                pass
+    except FileNotFoundError as error:
+        raise VllmopsError(
+            "file.missing", f"there is no file {path}", exit_code=Exit.NOT_FOUND
+        ) from error
+    except DAMAGE as error:
+        raise damaged(path, str(error)) from error
+    except OSError as error:
+        raise VllmopsError(
+            "file.unreadable", f"{path} can't be read: {error.strerror or error}"
+        ) from error
+    return found
+
+
+def damaged(path: Path, why: str) -> VllmopsError:
+    return VllmopsError(
+        "bundle.damaged",
+        f"{path} is no bundle, or a damaged one: {why}",
+        "vllmops bundle makes one",
+    )

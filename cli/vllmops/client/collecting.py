@@ -1,0 +1,466 @@
+"""Captures the parts of a bundle, within a time, whatever hangs.
+
+What changes comes first. Each part is captured in a thread of its own that is left behind when it
+is late; what is not there is told.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from .. import __version__
+from ..diagnose import doctor
+from ..diagnose.findings import Finding
+from ..diagnose.progress import PATIENCE_S
+from ..errors import VllmopsError
+from ..instances import logs
+from ..instances.record import Folder
+from ..instances.servers import Server
+from ..snapshots.bundles import Missing
+from ..snapshots.memory import Recording
+from ..snapshots.server import ServerSnapshot
+from . import agent, examine, http, interpreter, memory, procfacts
+from .redact import secrets
+
+TIMEOUT_S = 20.0
+COLLECT_ENV_S = 20.0
+# Kept for what is read once the server has been looked at; it takes a second.
+REST_S, REST_SHARE = 4.0, 0.25
+STACKS, APART_S = 3, 1.0
+STACKS_SHARE, LEAST_S = 0.2, 0.5  # of the time, for each sample of the stacks
+JUDGE_S = 3.0
+LOOK_S = 0.05
+METRICS_S = 5.0
+LOG_LINES, LOG_BYTES = 5000, 8 << 20
+LOG_BEGINNING = 100  # lines; they tell the version and the configuration
+OUTPUTS = (1, 2)
+PACKAGES = (
+    "import importlib.metadata as m, json, sys; print(json.dumps({'python': sys.version, "
+    "'packages': {str(d.metadata['Name']): d.version for d in m.distributions()}}))"
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part before it is redacted.
+
+    Args:
+        content: text, an object for JSON, or a list of objects for a line of JSON each.
+        seconds: how long it took to capture.
+    """
+
+    content: Any
+    seconds: float
+
+
+@dataclass
+class Contents:
+    """What has been captured.
+
+    Args:
+        server: the server's name, or the pid of its first process.
+        made_at: seconds since the epoch.
+        findings: doctor's, worst first; None where it was not done in time.
+        known: secrets that are known by their place.
+        pieces: by the part's name.
+        missing: what is not there, and why.
+        seconds: how long it took.
+        interrupted: whether somebody broke it off.
+    """
+
+    server: str
+    made_at: float
+    findings: tuple[Finding, ...] | None = None
+    known: list[str] = field(default_factory=list)
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    missing: list[Missing] = field(default_factory=list)
+    seconds: float = 0.0
+    interrupted: bool = False
+
+
+def collect(
+    server: Server,
+    snapshot: ServerSnapshot | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    collect_env_s: float = COLLECT_ENV_S,
+    tell: Callable[[str], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> Contents:
+    """Capture all parts; raises nothing for what hangs, is missing or is forbidden.
+
+    Args:
+        server: as discovery found it; one that is over has a log, and no stacks.
+        snapshot: of that server, where it was taken already.
+        timeout_s: seconds for everything but vLLM's collect_env.
+        collect_env_s: seconds for that, from the same start: it runs beside.
+        tell: is told what is waited for.
+        stop: once it is set nothing is waited for any more, and what there is is the content.
+    """
+    collecting = Collecting(server, timeout_s, collect_env_s, tell, stop or threading.Event())
+    try:
+        collecting.run(snapshot)
+    finally:
+        collecting.end()
+    return collecting.contents(snapshot)
+
+
+class Task:
+    """Something that is made in a thread of its own.
+
+    Args:
+        make: what to do; it may take for ever.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+        self.result: Any = None
+        self.error = ""
+        self.began = time.monotonic()
+        self.seconds = 0.0
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self.make()
+        except VllmopsError as error:
+            self.error = error.message
+        except Exception as error:
+            # A part that fails in a way that nobody foresaw must not cost the others.
+            self.error = f"{type(error).__name__}: {error}"
+        self.seconds = time.monotonic() - self.began
+
+    @property
+    def done(self) -> bool:
+        return not self.thread.is_alive()
+
+
+class Collecting:
+    """Captures the parts of one bundle."""
+
+    def __init__(
+        self,
+        server: Server,
+        timeout_s: float,
+        collect_env_s: float,
+        tell: Callable[[str], None],
+        stop: threading.Event,
+    ) -> None:
+        self.server = server
+        self.timeout_s = timeout_s
+        self.collect_env_s = collect_env_s
+        self.tell = tell
+        self.made_at, self.began = time.time(), time.monotonic()
+        self.stop = stop
+        self.over = False
+        self.tasks: dict[str, Task] = {}
+        self.facts: dict[str, list[str]] = {}
+        self.runs: list[interpreter.Run] = []
+        self.known = Task(lambda: list(known_secrets(server)))
+        looking_s = timeout_s - min(REST_S, REST_SHARE * timeout_s)
+        self.until_looked = self.began + looking_s
+        self.examination = examine.Examination(server, wish(looking_s), quietly)
+
+    def run(self, snapshot: ServerSnapshot | None) -> None:
+        """Capture everything; what is late is left behind."""
+        server, until = self.server, self.began + self.timeout_s
+        until_collected = self.began + self.collect_env_s
+        if server.processes:
+            self.begin("metrics.txt", lambda: metrics(server))
+            if snapshot is None:
+                self.tell(f"looking at {len(server.processes)} processes and their stacks")
+                self.begin("server.json", self.examination.run)
+        self.begin("log.txt", lambda: log(server))
+        if server.record:
+            self.begin("supervisor.txt", lambda: supervisor(server))
+        self.begin("configuration.json", lambda: configuration(server))
+        self.begin("memory.jsonl", lambda: recorded(server, snapshot))
+        self.begin("versions.json", lambda: self.versions(until))
+        # The slowest runs beside, at the lowest priority: it tells nothing that changes.
+        collect_env = self.begin("collect_env.txt", lambda: self.collect_env(until_collected))
+        if "server.json" in self.tasks:
+            self.wait(self.tasks["server.json"], self.until_looked)
+        # Not before: a process that py-spy stops for a moment looks stopped here, too.
+        self.tell("reading /proc")
+        for process in server.processes:
+            self.begin(f"proc/{process.pid}.txt", self.facts_of(process.pid))
+        for task in (self.known, *self.tasks.values()):
+            if task is not collect_env:
+                self.wait(task, until)
+        if not collect_env.done and not self.stop.is_set():
+            left_s = until_collected - time.monotonic()
+            self.tell(f"waiting for vLLM's collect_env, {left_s:.0f} s at most")
+            self.wait(collect_env, until_collected)
+
+    def wait(self, task: Task, until: float) -> None:
+        """Wait until it is done, or until then by the monotonic clock."""
+        while not (task.done or self.stop.is_set()) and (left_s := until - time.monotonic()) > 0:
+            task.thread.join(min(left_s, LOOK_S))
+
+    def begin(self, name: str, make: Callable[[], Any]) -> Task:
+        self.tasks[name] = Task(make)
+        return self.tasks[name]
+
+    def end(self) -> None:
+        """End what was started."""
+        self.over = True
+        for run in self.runs:
+            run.end()
+
+    def ask(self, words: Sequence[str], until: float) -> str:
+        """What the server's interpreter prints, see `interpreter.Run`."""
+        run = interpreter.Run(interpreter.of(self.server), words)
+        self.runs.append(run)
+        if self.over:
+            run.end()
+        return run.wait(until)
+
+    def collect_env(self, until: float) -> str:
+        return self.ask(["-m", "vllm.collect_env"], until)
+
+    def versions(self, until: float) -> dict[str, Any]:
+        """Versions of everything; of the server's environment as its own Python tells them."""
+        packages: dict[str, str] = {}
+        found: dict[str, Any] = {"vllmops": __version__}
+        try:
+            told = msgspec.json.decode(self.ask(["-c", PACKAGES], until))
+            packages = dict(sorted(told["packages"].items(), key=lambda each: each[0].lower()))
+            found["python"] = told["python"]
+        except (VllmopsError, msgspec.MsgspecError) as error:
+            found["problem"] = f"the server's own packages are not known: {error}"
+        for name in ("vllm", "torch"):
+            alike = {name, f"{name}-cpu", f"{name}_cpu"}
+            found[name] = next((packages[each] for each in alike if each in packages), None)
+        return {
+            **found,
+            "kernel": platform.release(),
+            "machine": platform.machine(),
+            "system": system(),
+            "libc": " ".join(platform.libc_ver()),
+            "drivers": drivers(),
+            "packages": packages,
+        }
+
+    def facts_of(self, pid: int) -> Callable[[], None]:
+        """What reads a process's facts, so that those are there that came before one that hangs."""
+        found = self.facts[f"proc/{pid}.txt"] = []
+
+        def make() -> None:
+            for section in procfacts.sections(pid):
+                found.append(section)  # noqa: PERF402 - one by one
+
+        return make
+
+    def contents(self, snapshot: ServerSnapshot | None) -> Contents:
+        """What there is by now."""
+        found = Contents(self.server.label, self.made_at, interrupted=self.stop.is_set())
+        found.known = self.known.result or []
+        if not self.known.done or self.known.error:
+            why = self.known.error or "the server's environment was not read in time"
+            found.missing.append(Missing("known secrets", f"{why}: redacted by form alone"))
+        for name, task in self.tasks.items():
+            done = task.done
+            whole = name not in self.facts
+            content = task.result if whole else "".join(self.facts[name])
+            if content:
+                found.pieces[name] = Piece(content, task.seconds)
+            if not done and not (whole and content):
+                found.missing.append(Missing(name, self.late(name)))
+            elif task.error:
+                found.missing.append(Missing(name, task.error))
+        looked = found.pieces.pop("server.json", None)
+        taken = snapshot or (looked.content if looked else self.examination.so_far(self.why_late()))
+        recording = found.pieces.pop("memory.jsonl", None)
+        self.add(
+            found,
+            msgspec.structs.replace(taken, memory=recording.content if recording else None),
+            looked.seconds if looked else time.monotonic() - self.began,
+        )
+        found.seconds = time.monotonic() - self.began
+        return found
+
+    def late(self, name: str) -> str:
+        """Why a part is not there, or not whole."""
+        if name in self.facts:
+            done = len(self.facts[name])
+            return f"broken off after {done} sections: {self.why_late()}"
+        return self.why_late()
+
+    def why_late(self) -> str:
+        if self.stop.is_set():
+            return "interrupted"
+        return f"not done within {time.monotonic() - self.began:.0f} s"
+
+    def add(self, found: Contents, snapshot: ServerSnapshot, seconds: float) -> None:
+        """Take a snapshot into parts, each in the form that its own command reads."""
+        rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None)
+        found.pieces["server.json"] = Piece(rest, seconds)
+        if snapshot.stacks:
+            taken_s = sum(each.seconds for each in snapshot.stacks)
+            found.pieces["stacks.jsonl"] = Piece(list(snapshot.stacks), taken_s)
+        if snapshot.caches:
+            found.pieces["caches.json"] = Piece(snapshot.caches, seconds)
+        if recording := snapshot.memory:
+            end = [recording.end] if recording.end else []
+            found.pieces["memory.jsonl"] = Piece(
+                [recording.head, *recording.samples, *end], self.tasks["memory.jsonl"].seconds
+            )
+        judging = Task(lambda: doctor.examine(snapshot))
+        judging.thread.join(JUDGE_S)
+        if judging.result:
+            found.findings = judging.result.findings
+            found.pieces["doctor.json"] = Piece(judging.result, judging.seconds)
+            text = told(snapshot, found.findings)
+            found.pieces["doctor.txt"] = Piece(text, judging.seconds)
+        else:
+            found.missing.append(Missing("doctor.json", judging.error or self.why_late()))
+        found.missing += [Missing(each.part, each.why) for each in snapshot.unseen]
+        if not snapshot.stacks and not snapshot.unseen:
+            found.missing.append(Missing("stacks.jsonl", "the server has no process"))
+
+
+def quietly(_: str) -> None:
+    """Not what waiting longer tells, which here is done in any case."""
+
+
+def wish(seconds: float) -> examine.Wish:
+    """How to look at a server that may hang, within a time."""
+    return examine.Wish(
+        patience_s=min(PATIENCE_S, seconds / 2),
+        samples=STACKS,
+        apart_s=APART_S,
+        always=True,
+        timeout_s=max(STACKS_SHARE * seconds, LEAST_S),
+    )
+
+
+def known_secrets(server: Server) -> Iterator[str]:
+    """What is secret for certain: in the environments and on the command lines of a server."""
+    yield from secrets({"VLLM_API_KEY": os.environ.get("VLLM_API_KEY", "")}, ())
+    for process in server.processes:
+        yield from secrets(agent.environ(process.pid), interpreter.words_of(process.pid))
+    if server.record:
+        yield from secrets(server.record.environment, server.record.command)
+
+
+def metrics(server: Server) -> str:
+    """What ``/metrics`` says.
+
+    Raises:
+        VllmopsError: ``bundle.metrics``.
+    """
+    try:
+        answer = http.get(f"{server.url}/metrics", METRICS_S).raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise VllmopsError("bundle.metrics", f"{type(error).__name__}: {error}") from error
+    return answer.text
+
+
+def log(server: Server) -> str:
+    """The beginning and the end of a server's log.
+
+    Raises:
+        VllmopsError: ``bundle.no-log`` where its output goes to no file.
+    """
+    if server.record:
+        return shortened(Folder(server.record.name).log)
+    places = [Path(f"/proc/{server.pid}/fd/{number}") for number in OUTPUTS]
+    whole = {place.resolve(): shortened(place) for place in places if place.is_file()}
+    if not whole:
+        raise VllmopsError(
+            "bundle.no-log",
+            f"vllmops did not start it, and it writes to no file (see ls -l {places[0]})",
+        )
+    return "\n".join(whole.values())
+
+
+def shortened(path: Path) -> str:
+    """A log without its middle, if it is long."""
+    end = logs.last(path, lines=LOG_LINES, limit=LOG_BYTES)
+    if len(end) < LOG_LINES:
+        return "\n".join(end)
+    beginning = logs.first(path, lines=LOG_BEGINNING, limit=LOG_BYTES)
+    return "\n".join([*beginning, "[lines left out, and maybe some twice]", *end])
+
+
+def supervisor(server: Server) -> str:
+    """The end of the log of a server's supervisor."""
+    folder = Folder(server.label)
+    return "\n".join(logs.last(folder.supervisor_log, lines=LOG_LINES, limit=LOG_BYTES))
+
+
+def configuration(server: Server) -> dict[str, Any]:
+    """How a server was started."""
+    return {
+        "server": server.label,
+        "pid": server.pid,
+        "command": interpreter.words_of(server.pid) if server.pid else [],
+        "environment": agent.environ(server.pid) if server.pid else {},
+        # Its processes are told elsewhere, without their command lines.
+        "record": msgspec.to_builtins(
+            server.record and msgspec.structs.replace(server.record, processes=())
+        ),
+    }
+
+
+def recorded(server: Server, snapshot: ServerSnapshot | None) -> Recording | None:
+    """The newest recording of a server's memory."""
+    if snapshot and snapshot.memory:
+        return snapshot.memory
+    record = server.record
+    began = [process.create_time for process in server.processes]
+    found = memory.newest(server.label, min(began, default=record.created_at if record else 0.0))
+    if found is None:
+        raise VllmopsError("bundle.no-memory", "nobody has recorded it: vllmops memory record")
+    return found
+
+
+def system() -> str:
+    """The distribution, as it calls itself."""
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        return ""
+
+
+def drivers() -> dict[str, str]:
+    """The versions of GPU drivers, as far as the kernel tells."""
+    found = {}
+    for name, place in (
+        ("nvidia", Path("/proc/driver/nvidia/version")),
+        ("amdgpu", Path("/sys/module/amdgpu/version")),
+    ):
+        try:
+            found[name] = place.read_text().strip()
+        except OSError:
+            continue
+    return found
+
+
+def told(snapshot: ServerSnapshot, found: Sequence[Finding]) -> str:
+    """Findings as text."""
+    where = f" at {snapshot.url}" if snapshot.url else ""
+    lines = [f"{snapshot.server}{where}, vLLM {snapshot.vllm_version or 'of unknown version'}", ""]
+    for number, finding in enumerate(found, 1):
+        lines += [
+            f"{number}. {finding.severity}: {finding.title} [{finding.code}]",
+            f"   where: {finding.subject}",
+            f"   seen: {finding.evidence}",
+            f"   next: {finding.advice}",
+            *([f"   see: {finding.reference}"] if finding.reference else []),
+            "",
+        ]
+    if not found:
+        lines.append("No findings" + (" in what could be seen." if snapshot.unseen else "."))
+    return "\n".join(lines) + "\n"

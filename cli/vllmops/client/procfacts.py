@@ -1,0 +1,77 @@
+"""What the kernel tells of a process: the facts that stacks of Python code leave out."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+FILES = ("status", "stat", "limits", "cgroup", "wchan", "io", "oom_score", "schedstat")
+# These wait for the process's memory map, which one that hangs in the kernel may hold for ever.
+SLOW = ("smaps_rollup",)
+THREADS = 512
+
+
+def sections(pid: int) -> Iterator[str]:
+    """The facts, one section after the other, those that may take long last."""
+    place = Path(f"/proc/{pid}")
+    for name in FILES:
+        yield section(name, read(place / name))
+    yield section("file descriptors", descriptors(place))
+    yield section("threads", "\n".join(threads(place)))
+    for name in SLOW:
+        yield section(name, read(place / name))
+
+
+def section(title: str, text: str) -> str:
+    return f"== {title}\n{text.strip()}\n\n"
+
+
+def read(path: Path) -> str:
+    """A file of ``/proc``; in its place why it can't be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        return f"({error.strerror})"
+
+
+def descriptors(place: Path) -> str:
+    """How many files of which kind are open; their names may tell what users sent."""
+    kinds: Counter[str] = Counter()
+    try:
+        names = os.listdir(place / "fd")
+    except OSError as error:
+        return f"({error.strerror})"
+    for name in names:
+        try:
+            target = os.readlink(place / "fd" / name)
+        except OSError:
+            continue  # closed meanwhile
+        kinds["/".join(target.split("/")[:2]) if "/" in target else target.partition(":")[0]] += 1
+    told = "\n".join(f"{count:6} {kind}" for kind, count in kinds.most_common())
+    return f"{len(names):6} open\n{told}"
+
+
+def threads(place: Path) -> Iterator[str]:
+    """A line for each thread, below it the kernel's stack where that may be read."""
+    try:
+        tasks = sorted((place / "task").iterdir(), key=lambda task: int(task.name))
+    except OSError as error:
+        yield f"({error.strerror})"
+        return
+    yield f"{'tid':>8} state {'user':>8} {'system':>8}  name, where it waits in the kernel"
+    for task in tasks[:THREADS]:
+        name, _, rest = read(task / "stat").partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if not fields:
+            continue  # gone meanwhile
+        yield (
+            f"{task.name:>8} {fields[0]:5} {fields[11]:>8} {fields[12]:>8}  {name}, "
+            f"{read(task / 'wchan') or '-'}"
+        )
+        stack = read(task / "stack")
+        if not stack.startswith("("):
+            yield from (f"{'':10}{line}" for line in stack.splitlines())
+    if len(tasks) > THREADS:
+        yield f"and {len(tasks) - THREADS} more"

@@ -1,0 +1,176 @@
+"""``vllmops bundle``: everything about a server in one file, without secrets, for a bug report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from .. import output
+from ..client import bundle as bundles
+from ..client.collecting import COLLECT_ENV_S, TIMEOUT_S, collect
+from ..diagnose.findings import Finding
+from ..errors import Exit, VllmopsError
+from ..instances.servers import Server, find, resolve
+from ..output import Json, Progress, Result, command, size, table, typer_app
+from ..snapshots.bundles import Index
+from .options import Target
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+app = typer_app()
+
+
+@app.command(epilog="Example: vllmops bundle -t demo -o hang.tar.gz")
+@command
+def bundle(
+    *,
+    target: Target = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file, or a folder for it; a name with server and time, here.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            help="Seconds for everything but vLLM's collect_env, which has "
+            f"{COLLECT_ENV_S:g} of its own beside.",
+        ),
+    ] = TIMEOUT_S,
+    redact: Annotated[
+        bool, typer.Option("--redact/--no-redact", help="Take keys, tokens and prompts out.")
+    ] = True,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the file if it is there, without asking.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what it would take.")] = False,
+    json_: Json = False,
+) -> Result:
+    """Put what a bug report needs into one file: vLLM's state, and what doctor says of it.
+
+    Stacks three times, caches, metrics, log, configuration, versions and more;
+    what can't be had is told in it. It changes nothing, and each process stands
+    still for some milliseconds. Keys, tokens, prompts and most environment
+    variables are redacted: review it all the same before you share it. Ctrl-C
+    ends it early and keeps what there is. doctor, stacks explain and cache
+    inspect read the file; a server that is over has a log, too.
+    """
+    server = chosen(target)
+    if dry_run:
+        return preview(server, redact=redact)
+    path = place(out, server.label)
+    replace = force
+    if path.exists() and not force:
+        output.confirm(f"{path} exists. Replace it?", "vllmops bundle --force, or another -o FILE")
+        replace = True
+    stop = threading.Event()
+    # Not an exception: what there is must get to the disk, however often Ctrl-C is pressed.
+    signal.signal(signal.SIGINT, lambda *_: stop.set())
+    with Progress(time.time(), quiet=json_) as progress:
+        contents = collect(server, timeout_s=timeout, tell=progress.update, stop=stop)
+        progress.update("writing it")
+        path, index = bundles.write(contents, path, redact=redact, overwrite=replace)
+    found = contents.findings
+    data = {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        **msgspec.to_builtins(index),
+        "findings": found,
+    }
+    if not contents.interrupted:
+        return Result(data, lambda: list(shown(path, index, found)))
+    if not json_:
+        output.show(*shown(path, index, found))
+    raise VllmopsError(
+        "interrupted",
+        f"interrupted; what there was by then is in {path}",
+        exit_code=Exit.INTERRUPTED,
+        data=data,
+    )
+
+
+def chosen(target: str | None) -> Server:
+    """The server, also an instance that is over: it has left a log."""
+    named = target or os.environ.get("VLLMOPS_TARGET")
+    over = [each for each in find() if named and each.name == named and not each.processes]
+    return over[0] if over else resolve(target)
+
+
+def place(out: Path | None, label: str) -> Path:
+    """Where the bundle comes, found out before anything is captured.
+
+    Raises:
+        VllmopsError: ``bundle.not-written``.
+    """
+    name = bundles.file_name(label, time.time())
+    path = Path(name) if out is None else out / name if out.is_dir() else out
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        why = "is not there" if not path.parent.exists() else "can't be written to"
+        raise VllmopsError(
+            "bundle.not-written",
+            f"{path.parent.absolute()} {why}",
+            "choose another place with -o FILE",
+        )
+    return path
+
+
+def preview(server: Server, *, redact: bool) -> Result:
+    """What would be captured."""
+    parts = dict(bundles.PARTS)
+    if not server.processes:
+        alive = {"stacks.jsonl", "caches.json", "metrics.txt"}
+        parts = {name: about for name, about in parts.items() if name not in alive}
+    if not server.record:
+        del parts["supervisor.txt"]
+    for process in server.processes:
+        parts[f"proc/{process.pid}.txt"] = f"{process.role}: {bundles.ABOUT_PROC}"
+    data = {
+        "server": server.label,
+        "parts": [{"name": name, "about": about} for name, about in parts.items()],
+        "redacted": redact,
+    }
+
+    def text() -> list[RenderableType]:
+        listed = table("part", "what")
+        for name, about in parts.items():
+            listed.add_row(name, about)
+        return [listed]
+
+    return Result(data, text)
+
+
+def shown(path: Path, index: Index, found: Sequence[Finding] | None) -> Iterator[RenderableType]:
+    """The index for a person."""
+    from rich.text import Text  # noqa: PLC0415
+
+    listed = table("part", "size", "took", right=("size", "took"))
+    for part in index.parts:
+        listed.add_row(part.name, size(part.bytes), f"{part.seconds:.1f} s")
+    yield listed
+    yield Text()
+    if found is not None:
+        codes = ", ".join(dict.fromkeys(each.code for each in found))
+        yield Text(f"doctor: {codes or 'no findings'}", "bold" if found else "")
+    for missing in index.missing:
+        yield Text(f"not captured: {missing.name}: {missing.why}", "yellow")
+    redactions = ", ".join(f"{count} x {kind}" for kind, count in index.redactions.items())
+    if index.redacted:
+        yield Text(f"redacted: {redactions or 'nothing was found that had to be'}")
+    yield Text(
+        f"{index.note[0].upper()}{index.note[1:]}.", "bold" if index.redacted else "bold red"
+    )
+    yield Text(f"{path}: {size(path.stat().st_size)}, {index.seconds:.1f} s")

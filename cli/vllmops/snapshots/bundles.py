@@ -1,0 +1,68 @@
+"""What a bundle says of itself: its index."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+SCHEMA = 1
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A file in a bundle.
+
+    Args:
+        name: its name.
+        bytes: its size.
+        seconds: how long it took to capture.
+        about: what it holds.
+    """
+
+    name: str
+    bytes: int
+    seconds: float
+    about: str
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """Something that could not be captured, or not as a whole.
+
+    Args:
+        name: the part's.
+        why: in words.
+    """
+
+    name: str
+    why: str
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """The table of contents.
+
+    Args:
+        schema: of this type, and of what a bundle holds.
+        made_at: when capturing began, in seconds since the epoch.
+        seconds: how long it took.
+        vllmops: the version that made it.
+        server: the server's name, or the pid of its first process.
+        redacted: whether secrets and prompts were taken out.
+        interrupted: whether somebody broke capturing off.
+        parts: in their order in the archive.
+        missing: what is not there, and why.
+        redactions: how often what was taken out, by kind.
+        note: what a reader must know before passing it on.
+    """
+
+    kind: Literal["bundle"] = "bundle"
+    schema: int = SCHEMA
+    made_at: float
+    seconds: float
+    vllmops: str
+    server: str
+    redacted: bool
+    interrupted: bool = False
+    parts: tuple[Part, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    redactions: dict[str, int] = {}
+    note: str = ""
