@@ -27,7 +27,7 @@ import pytest
 
 from vllmops import app
 from vllmops.client.http import healthy
-from vllmops.instances import launch, processes
+from vllmops.instances import launch, processes, takedown
 from vllmops.instances.processes import Process, Role, Seen, alive
 from vllmops.instances.record import Folder, Record
 
@@ -412,11 +412,7 @@ class Lab:
         assert len(of.processes) >= 3
         assert of.session
         assert not [p for p in of.processes if alive(p)]
-        assert not [
-            pid
-            for pid, seen in processes.table().items()
-            if not seen.zombie and os.getsid(pid) == of.session
-        ]
+        assert not takedown.members(processes.table(), of.session)
         assert launch.bind("127.0.0.1", of.port) is None
         assert of.segments
         assert not [name for name in of.segments if Path("/dev/shm", name).exists()]
