@@ -284,8 +284,10 @@ class Sql(Backend):
         if query.model is not None:
             conditions.append(f"model = {placed(query.model)}")
         if query.status is not None:
-            # In the text, so that a partial index is seen to fit.
             conditions.append(f"status = '{checked(query.status)}'")
+            if query.status != "completed":
+                # So that the partial index is seen to fit.
+                conditions.append("status <> 'completed'")
         for cursor, newer in (
             (query.after, not query.descending),
             (query.before, query.descending),
