@@ -1,4 +1,4 @@
-"""``doctor`` on a server that is well, and ``stacks explain`` of a long paste, with their start-up."""
+"""``doctor`` on a server that is well, and ``stacks explain`` of a long paste; start-up counts."""
 
 from __future__ import annotations
 
