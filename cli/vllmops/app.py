@@ -40,6 +40,8 @@ COMMANDS = {
     "responses": Entry("responses", "Stored responses.", several=True),
     "completions": Entry("completions", "Print a shell's completion script."),
 }
+    "keygen": Entry("keygen", "Print a fresh key."),
+    "keys": Entry("keys", "The keys that seal what clients carry.", several=True),
 
 
 def build() -> Any:

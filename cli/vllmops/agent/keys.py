@@ -19,7 +19,7 @@ from types import FrameType
 from ..errors import VllmopsError
 from ..keys import file
 from ..keys.ring import Ring, kids
-from ..snapshots.keys import HeldKey, ProcessKeys
+from ..snapshots.keys import ProcessKeys
 from . import found, log
 from .identity import role
 
@@ -145,16 +145,7 @@ def state(*, reload: bool = False) -> ProcessKeys:
         role=role(),
         keyring=None if path is None else str(path),
         source="environment" if path is None else "file",
-        keys=tuple(
-            HeldKey(
-                kid=key.kid,
-                status=key.status,
-                created_at=key.created_at,
-                not_after=key.not_after,
-                fingerprint=key.fingerprint,
-            )
-            for key in (_holder.ring.keys if _holder.ring else ())
-        ),
+        keys=tuple(key.told() for key in (_holder.ring.keys if _holder.ring else ())),
         loaded_at=_holder.loaded_at,
         problem=_holder.problem,
     )

@@ -13,6 +13,7 @@ from typing import NoReturn
 import msgspec
 
 from ..errors import Exit, VllmopsError
+from ..snapshots.keys import HeldKey
 
 VERSION = 1
 SECRET_BYTES = 32  # at least
@@ -114,6 +115,16 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             secret=secret,
         )
 
+    def told(self) -> HeldKey:
+        """The key without its secret."""
+        return HeldKey(
+            kid=self.kid,
+            status=self.status,
+            created_at=self.created_at,
+            not_after=self.not_after,
+            fingerprint=self.fingerprint,
+        )
+
     def over(self, now: float) -> bool:
         """Whether its time is over."""
         return self.not_after is not None and now > self.not_after
@@ -144,6 +155,18 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def primary(self) -> Key | None:
         """The key that seals, None where there is none."""
         return next(iter(self.those(Status.PRIMARY)), None)
+
+    def sealing(self) -> Key:
+        """The key that seals.
+
+        Raises:
+            VllmopsError: ``keys.no-primary``.
+        """
+        if self.primary:
+            return self.primary
+        raise VllmopsError(
+            "keys.no-primary", "the keyring has no key that seals", "vllmops keys rotate"
+        )
 
     @property
     def next(self) -> Key | None:

@@ -155,7 +155,7 @@ def seal(
         VllmopsError: ``keys.no-primary``.
         CarrierError: ``too-large``, or ``malformed`` where JSON can't hold the history.
     """
-    key = primary(ring)
+    key = ring.sealing()
     now = time.time() if now is None else now
     content = {
         "iat": int(now),
@@ -174,7 +174,7 @@ def seal(
 def seal_signed(history: list[Any], ring: Ring) -> str:
     """A carrier of format 1; arguments and errors as of `seal`."""
     payload = base64.b64encode(to_json(history))
-    return f"{OURS}1:{payload.decode()}:{signature(primary(ring), payload)}"
+    return f"{OURS}1:{payload.decode()}:{signature(ring.sealing(), payload)}"
 
 
 def unseal(text: str, ring: Ring, *, model: str, owner: str, now: float | None = None) -> Carrier:
@@ -294,14 +294,6 @@ def same(one: str, other: str) -> bool:
     """Whether two texts are equal, in a time that does not tell where they differ."""
     return hmac.compare_digest(
         one.encode(errors="surrogatepass"), other.encode(errors="surrogatepass")
-    )
-
-
-def primary(ring: Ring) -> Key:
-    if ring.primary:
-        return ring.primary
-    raise VllmopsError(
-        "keys.no-primary", "the keyring has no key that seals", "vllmops keys rotate"
     )
 
 

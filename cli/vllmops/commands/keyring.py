@@ -1,0 +1,120 @@
+"""What the commands on keys share: which keyring, and how it is shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import output
+from ..errors import Exit, VllmopsError
+from ..keys import file
+from ..keys.ring import CARRIER_TTL_S, Ring
+from ..output import Result, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+STYLES = {"primary": "green", "next": "cyan", "verify-only": "", "revoked": "red"}
+
+
+def kids(incomplete: str) -> list[str]:
+    """Names of the keys, for completion."""
+    with suppress(VllmopsError):
+        ring = file.source(os.environ).load()
+        return [key.kid for key in ring.keys if key.kid.startswith(incomplete)]
+    return []
+
+
+def duration(text: str) -> float:
+    """Seconds from what a person wrote: ``30d``, ``12h``, ``90``.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)([smhd]?)", text)
+    if match is None:
+        raise VllmopsError(
+            "usage", f"{text!r} is no time", "write it as 30d, 12h, 5m or 90s", exit_code=Exit.USAGE
+        )
+    return float(match[1]) * UNITS[match[2]]
+
+
+Keyring = Annotated[
+    Path | None,
+    typer.Option(
+        "--keyring",
+        metavar="FILE",
+        help="The keyring; otherwise VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
+        show_default=False,
+    ),
+]
+Kid = Annotated[str, typer.Argument(metavar="KID", help="The key.", autocompletion=kids)]
+Overlap = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME",
+        help="For how long the old primary opens what it sealed: as long as carriers live.",
+    ),
+]
+OVERLAP = f"{CARRIER_TTL_S // UNITS['d']}d"
+
+
+def ring_path(keyring: Path | None) -> Path:
+    """The file that a command changes; a key in the environment is not one."""
+    named = {file.PLACE: os.environ.get(file.PLACE, "")}
+    return file.source(named, keyring).path or file.default_path()
+
+
+def result(
+    ring: Ring, where: str, more: dict[str, Any] | None = None, notes: Sequence[str] = ()
+) -> Result:
+    """A ring as a result.
+
+    Args:
+        ring: its secrets are left out.
+        where: it is kept.
+        more: for ``--json``.
+        notes: lines below it for a person.
+    """
+    from rich.text import Text  # noqa: PLC0415
+
+    data = {"keyring": where, "keys": [key.told() for key in ring.keys], **(more or {})}
+    return Result(data, lambda: [*listing(ring, where), *map(Text, notes)])
+
+
+def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
+    """A line for each key."""
+    from rich.text import Text  # noqa: PLC0415
+
+    if not ring.keys:
+        return [Text(f"{where}: no keys")]
+    shown = table("kid", "status", "created", "until", "fingerprint")
+    for key in ring.keys:
+        shown.add_row(
+            key.kid,
+            Text(key.status, STYLES[key.status]),
+            when(key.created_at),
+            when(key.not_after) + (", over" if key.over(time.time()) else ""),
+            key.fingerprint,
+        )
+    return [Text(where), shown]
+
+
+def when(epoch: float | None) -> str:
+    """A moment for a person, in UTC; a dash where there is none."""
+    return "-" if epoch is None else time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))
+
+
+def said(*lines: str, quiet: bool) -> None:
+    """Print hints, unless ``--json`` is wanted."""
+    for line in lines:
+        if not quiet:
+            output.say(line)

@@ -1,0 +1,88 @@
+"""``vllmops keys verify``: which key sealed a carrier, when, for whom, and whether it is good."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from .. import output
+from ..errors import Exit
+from ..keys import file
+from ..output import Result, command, span, table
+from .keyring import Keyring, when
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..responses.carrier import Carrier
+
+
+@command
+def verify(
+    carrier: Annotated[
+        str,
+        typer.Argument(metavar="CARRIER", help="The `encrypted_content`; - reads it from stdin."),
+    ],
+    *,
+    reveal: Annotated[bool, typer.Option("--reveal", help="Show the conversation, too.")] = False,
+    keyring: Keyring = None,
+    json_: output.Json = False,
+) -> Result:
+    """Say which key sealed a carrier, when and for whom, and whether it is good.
+
+    Exit code 1 where a server that holds this keyring would refuse it.
+    """
+    from ..responses.carrier import CarrierError, genuine, refusal  # noqa: PLC0415
+
+    text = (sys.stdin.read() if carrier == "-" else carrier).strip().strip("\"'")
+    ring = file.source(os.environ, keyring).load()
+    data: dict[str, Any] = {"valid": False, "case": None, "reason": "", "kid": None}
+    try:
+        found = genuine(text, ring)
+    except CarrierError as error:
+        reason = error.message
+        data |= {"case": error.case, "reason": reason}
+        return Result(data, lambda: [verdict(reason)], Exit.FAILED)
+    key = ring.get(found.kid)
+    case, reason = refusal(found, key, time.time()) or (None, "")
+    data |= {"valid": case is None, "case": case, "reason": reason, "key_status": key.status}
+    data |= {**msgspec.to_builtins(found), "items": len(found.history)}
+    if not reveal:
+        del data["history"]
+    code = Exit.OK if case is None else Exit.FAILED
+    return Result(data, lambda: [verdict(reason), *facts(found, data, reveal)], code)
+
+
+def verdict(reason: str) -> RenderableType:
+    """Whether it is good, for a person; a reason is why not."""
+    from rich.text import Text  # noqa: PLC0415
+
+    return Text(f"refused: {reason}", "bold red") if reason else Text("valid", "bold green")
+
+
+def facts(found: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[RenderableType]:
+    """What a genuine carrier says, for a person."""
+    from rich.text import Text  # noqa: PLC0415
+
+    shown = table("", "")
+    shown.show_header = False
+    shown.add_row("key", f"{found.kid} ({data['key_status']})")
+    shown.add_row("format", "2, encrypted" if found.format == 2 else "1, signed, for all to read")
+    if found.issued_at is not None:
+        shown.add_row(
+            "sealed", f"{when(found.issued_at)}, {span(time.time() - found.issued_at)} ago"
+        )
+        shown.add_row("good until", when(found.expires_at))
+        shown.add_row("model", Text(found.model or ""))
+        shown.add_row("owner", Text(found.owner or "nobody: there was no API key"))
+    shown.add_row("history", f"{len(found.history)} items" + ("" if reveal else "; --reveal"))
+    yield shown
+    if reveal:
+        content = msgspec.json.format(msgspec.json.encode(found.history), indent=2).decode()
+        yield output.Verbatim(content)

@@ -1,0 +1,84 @@
+"""How far a rotation is, and its steps; pure, from a ring and what servers hold of it.
+
+Add, wait until every server has loaded the key, promote, and keep the old one for as long as
+carriers live. Each step looks at the ring anew, so that a rotation that was cut off goes on where
+it was, and two at once are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import StrEnum
+
+from ..errors import VllmopsError
+from ..snapshots.keys import ProcessKeys
+from .ring import Key, Ring, Status
+
+
+class Stage(StrEnum):
+    """How far a rotation is."""
+
+    EMPTY = "empty"  # no key seals
+    SPREADING = "spreading"  # a key is next, and not every server has it
+    READY = "ready"  # a key is next, and every server has it
+    LAGGING = "lagging"  # a server holds something else than the file says
+    OVERLAP = "overlap"  # an old key opens what it sealed
+    OVER = "over"  # an old key's time is over
+    STEADY = "steady"
+
+
+def stage(ring: Ring, held: Collection[ProcessKeys], now: float) -> Stage:
+    """How far the rotation of a ring is.
+
+    Args:
+        ring: as its file says.
+        held: what each process that follows it holds.
+        now: seconds since the epoch.
+    """
+    old = ring.those(Status.VERIFY_ONLY)
+    if coming := ring.next:
+        return Stage.SPREADING if lacking(coming.kid, held) else Stage.READY
+    if not ring.primary:
+        return Stage.EMPTY
+    if any(not up_to_date(each, ring) for each in held):
+        return Stage.LAGGING
+    if any(key.over(now) for key in old):
+        return Stage.OVER
+    return Stage.OVERLAP if old else Stage.STEADY
+
+
+def lacking(kid: str, held: Collection[ProcessKeys]) -> list[ProcessKeys]:
+    """The processes that could not open what that key seals."""
+    return [
+        each
+        for each in held
+        if not any(key.kid == kid and key.status != Status.REVOKED for key in each.keys)
+    ]
+
+
+def up_to_date(held: ProcessKeys, ring: Ring) -> bool:
+    """Whether a process holds what the ring says."""
+    own = [(key.kid, key.status, key.not_after) for key in held.keys]
+    return own == [(key.kid, key.status.value, key.not_after) for key in ring.keys]
+
+
+def begin(ring: Ring, fresh: Key, now: float) -> Ring:
+    """The ring with a key that is next, a fresh one if need be, and without what is over."""
+    ring = ring.without_over(now)
+    return ring if ring.next else ring.add(fresh)
+
+
+def finish(ring: Ring, kid: str, now: float, overlap_s: float) -> Ring:
+    """The ring with the key promoted; it may have been by somebody else, too.
+
+    Raises:
+        VllmopsError: ``keys.overtaken`` where it was taken out or revoked meanwhile.
+    """
+    key = ring.find(kid)
+    if key is None or key.status is Status.REVOKED:
+        raise VllmopsError(
+            "keys.overtaken",
+            f"{kid} was {'revoked' if key else 'taken out'} while servers loaded it",
+            "vllmops keys rotate begins anew",
+        )
+    return ring if key.status is not Status.NEXT else ring.promote(kid, now, overlap_s)

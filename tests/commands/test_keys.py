@@ -1,0 +1,346 @@
+"""``vllmops keygen`` and ``vllmops keys``, on real files and real processes that hold keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.instances.processes import Role
+from vllmops.keys import file
+from vllmops.keys.ring import Ring, Status
+from vllmops.responses.carrier import genuine, seal, seal_signed
+
+TEXT = "ab" * 32
+NAME = file.SIGNING_KEY
+Spawn = Callable[..., Any]
+
+# The command, killed before or after a call, as "name:number:before"; that can't be timed from
+# outside.
+KILLED = """
+import os, signal, sys
+name, number, when = sys.argv.pop(1).split(":")
+real, calls = getattr(os, name), 0
+def faulty(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == int(number) and when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    result = real(*args, **kwargs)
+    if calls == int(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr(os, name, faulty)
+from vllmops.app import run
+sys.exit(run())
+"""
+
+
+@pytest.fixture
+def path(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in (file.PLACE, NAME):
+        monkeypatch.delenv(name, raising=False)
+    return home / "keyring.json"
+
+
+def statuses(path: Path) -> list[str]:
+    return [key.status.value for key in file.load(path).keys]
+
+
+def secrets(ring: Ring) -> list[str]:
+    return [key.secret.reveal().hex() for key in ring.keys]
+
+
+# -- keygen ------------------------------------------------------------------------------------
+
+
+def test_keygen(vllmops: Any, path: Path) -> None:
+    answer = vllmops("keygen")
+    assert (answer.code, len(answer.out)) == (0, 65)
+    assert bytes.fromhex(answer.out)
+    assert "keep it secret" in answer.err
+    assert answer.out != vllmops("keygen").out
+    assert vllmops("keygen", "--format", "env").out.startswith(f"{NAME}=")
+    manifest = vllmops("keygen", "--format", "k8s-secret").out.splitlines()
+    assert manifest[:2] == ["apiVersion: v1", "kind: Secret"]
+    assert len(json.loads(manifest[-1].removeprefix(f"  {NAME}: "))) == 64
+    ring = file.decode(vllmops("keygen", "--format", "json").out.encode(), path)
+    assert ring.primary
+    data = vllmops("keygen", "--json").data
+    assert (len(data["key"]), len(data["kid"]), data["path"]) == (64, 8, None)
+
+
+def test_keygen_to_a_file(vllmops: Any, home: Path, path: Path) -> None:
+    out = home / "key"
+    answer = vllmops("keygen", "--out", str(out))
+    assert (answer.code, answer.out) == (0, "")
+    first = out.read_text()
+    assert first.strip() not in answer.err
+    assert out.stat().st_mode & 0o777 == 0o600
+    answer = vllmops("keygen", "--out", str(out), "--json")
+    assert (answer.code, answer.error["code"]) == (2, "keys.exists")
+    assert out.read_text() == first
+    assert vllmops("keygen", "--out", str(out), "--force", "--json").data["key"] is None
+    assert out.read_text() != first
+    assert vllmops("keygen", "--out", "/no/where", "--json").error["code"] == "keys.not-written"
+
+
+# -- key by key --------------------------------------------------------------------------------
+
+
+def test_a_key_through_its_life(vllmops: Any, path: Path) -> None:
+    answer = vllmops("keys", "list", "--json")
+    assert (answer.code, answer.error["code"]) == (5, "keys.no-ring")
+    first = vllmops("keys", "add", "--json").data
+    assert (first["keyring"], first["keys"][0]["status"]) == (str(path), "primary")
+    second = vllmops("keys", "add", "--json").data["kid"]
+    assert statuses(path) == ["primary", "next"]
+    answer = vllmops("keys", "promote", second, "--overlap", "1h", "--json")
+    old, new = answer.data["keys"]
+    assert (old["status"], new["status"]) == ("verify-only", "primary")
+    assert old["not_after"] == pytest.approx(time.time() + 3600 + 60, abs=30)
+    answer = vllmops("keys", "retire", first["kid"], "--json")
+    assert (answer.code, answer.error["code"]) == (1, "keys.in-use")
+    assert vllmops("keys", "retire", second, "--json").error["code"] == "keys.primary"
+    assert vllmops("keys", "retire", first["kid"], "--force").code == 0
+    listed = vllmops("keys", "list", "--json").data
+    assert set(listed["keys"][0]) == {"kid", "status", "created_at", "not_after", "fingerprint"}
+    assert [key["kid"] for key in listed["keys"]] == [second]
+
+
+def test_revoking_asks_and_says_what_breaks(vllmops: Any, path: Path) -> None:
+    kid = vllmops("keys", "add", "--json").data["kid"]
+    answer = vllmops("keys", "revoke", kid, "--json")
+    assert (answer.code, answer.error["code"]) == (2, "unconfirmed")
+    assert "Every conversation" in answer.error["message"]
+    assert answer.error["mend"] == f"vllmops keys revoke {kid} --yes"
+    assert statuses(path) == ["primary"]
+    answer = vllmops("keys", "revoke", kid, "--yes", "--json")
+    assert statuses(path) == ["revoked", "primary"]
+    assert "Every conversation" in answer.data["breaks"]
+    assert vllmops("keys", "revoke", "nobody", "--yes", "--json").error["code"] == "keys.unknown"
+
+
+def test_import_and_export(vllmops: Any, path: Path, home: Path) -> None:
+    given = home / "given"
+    given.write_text(f"export {NAME}='{TEXT}'\n")
+    kid = vllmops("keys", "import", str(given), "--json").data["keys"][0]["kid"]
+    assert statuses(path) == ["primary"]
+    # The key has the name that servers with it in their environment give it.
+    listed = vllmops("keys", "list", "--json", env={NAME: TEXT}).data
+    assert (listed["keyring"], listed["keys"][0]["kid"]) == (NAME, kid)
+    given.write_text("cd" * 32)
+    vllmops("keys", "import", str(given), "--verify-only")
+    assert statuses(path) == ["primary", "verify-only"]
+    answer = vllmops("keys", "export", "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+    out = home / "exported"
+    assert vllmops("keys", "export", "--out", str(out)).code == 0
+    assert out.stat().st_mode & 0o777 == 0o600
+    other = str(home / "other.json")
+    vllmops("keys", "import", str(out), "--keyring", other)
+    assert file.load(Path(other)) == file.load(path)
+    assert vllmops("keys", "export", "--format", "env", "--reveal").out == f"{NAME}={TEXT}\n"
+    assert vllmops("keys", "export", kid, "--format", "hex", "--reveal").out == f"{TEXT}\n"
+    given.write_text("nonsense")
+    assert vllmops("keys", "import", str(given), "--json").error["code"] == "keys.not-hex"
+
+
+def test_no_command_shows_a_secret_unasked(vllmops: Any, path: Path, home: Path) -> None:
+    vllmops("keys", "add")
+    vllmops("keys", "rotate")
+    ring = file.load(path)
+    carrier = seal(["x"], ring, model="m", owner="o")
+    verify_only, primary = (key.kid for key in ring.keys)
+    for words in (
+        ("list",),
+        ("status",),
+        ("rotate", "--dry-run"),
+        ("verify", carrier, "--reveal"),
+        ("promote", verify_only),
+        ("promote", primary),
+        ("retire", verify_only),
+        ("export", "--out", str(home / "e")),
+        ("import", str(home / "e")),
+        ("revoke", verify_only, "--yes"),
+    ):
+        for flags in ((), ("--json",)):
+            answer = vllmops("keys", *words, *flags, env={"VLLMOPS_DEBUG": "1"})
+            assert not [each for each in secrets(ring) if each in answer.out + answer.err], words
+
+
+@pytest.mark.parametrize("text", ["3x", "", "-1d", "1e9d", "d"])
+def test_times_that_are_none(vllmops: Any, path: Path, text: str) -> None:
+    assert vllmops("keys", "rotate", f"--overlap={text}", "--json").error["code"] == "usage"
+    assert not path.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_without_a_home_a_named_keyring_works(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    ring = Path("/tmp") / f"vo-ring-{os.getpid()}"
+    ring.mkdir(mode=0o777)
+    ring.chmod(0o777)
+    user = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "env", "-i"]
+    words = [*user, sys.executable, "-m", "vllmops", "keys"]
+    try:
+        done = subprocess.run(
+            [*words, "add", "--keyring", str(ring / "r")], cwd="/", capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        lost = subprocess.run([*words, "list"], cwd="/", capture_output=True, check=False)
+        assert b"VLLMOPS_HOME" in lost.stderr
+    finally:
+        for each in ring.iterdir():
+            each.unlink()
+        ring.rmdir()
+
+
+# -- carriers ----------------------------------------------------------------------------------
+
+
+def test_verify(vllmops: Any, path: Path) -> None:
+    kid = vllmops("keys", "add", "--json").data["kid"]
+    ring = file.load(path)
+    good = seal(["needle"], ring, model="m", owner="hash")
+    data = vllmops("keys", "verify", good, "--json").data
+    assert (data["valid"], data["kid"], data["model"], data["owner"]) == (True, kid, "m", "hash")
+    assert data["issued_at"] == pytest.approx(time.time(), abs=60)
+    shown = vllmops("keys", "verify", good)
+    assert (shown.code, "needle" in shown.out, kid in shown.out) == (0, False, True)
+    assert "needle" in vllmops("keys", "verify", good, "--reveal").out
+    assert vllmops("keys", "verify", seal_signed(["x"], ring), "--json").data["format"] == 1
+    old = seal([], ring, model="m", owner="", now=time.time() - 10**8)
+    for text, case in ((good[:-1], "tampered"), ("gAAAA", "foreign"), (old, "expired")):
+        answer = vllmops("keys", "verify", text, "--json")
+        assert (answer.code, answer.data["valid"], answer.data["case"]) == (1, False, case)
+    vllmops("keys", "revoke", kid, "--yes")
+    answer = vllmops("keys", "verify", good, "--json")
+    assert (answer.code, answer.data["case"], answer.data["kid"]) == (1, "revoked-key", kid)
+
+
+# -- rotation ----------------------------------------------------------------------------------
+
+
+def test_rotate_without_servers(vllmops: Any, path: Path) -> None:
+    steps = vllmops("keys", "rotate", "--dry-run", "--json").data["steps"]
+    assert steps[0] == "add a fresh key as next"
+    assert not path.exists()
+    for expected in (["primary"], ["verify-only", "primary"]):
+        assert vllmops("keys", "rotate", "--overlap", "0s", "--json").code == 0
+        assert statuses(path) == expected
+    assert vllmops("keys", "status", "--json").data["stage"] == "overlap"
+
+
+def server(spawn: Spawn, home: Path, path: Path) -> Any:
+    return spawn("VLLM::APIServer_0", Role.API, home=home, VLLMOPS_KEYRING=str(path))
+
+
+def test_rotate_waits_for_every_server_and_refuses_none(
+    vllmops: Any, spawn: Spawn, home: Path, path: Path
+) -> None:
+    vllmops("keys", "add")
+    servers = [server(spawn, home, path) for _ in range(2)]
+    before = seal(["x"], file.load(path), model="m", owner="o")
+    stopped = servers[1].process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    answer = vllmops("keys", "rotate", "--timeout", "1", "--json")
+    assert (answer.code, answer.error["code"]) == (3, "keys.not-loaded")
+    assert str(stopped) in answer.error["message"]
+    assert statuses(path) == ["primary", "next"]
+    kid = file.load(path).keys[1].kid
+    answer = vllmops("keys", "promote", kid, "--json")
+    assert (answer.code, answer.error["code"]) == (1, "keys.not-loaded")
+    silent = vllmops("keys", "status", "--json").data["silent"]
+    assert [each["pid"] for each in silent] == [stopped]
+    os.kill(stopped, signal.SIGCONT)
+    data = vllmops("keys", "rotate", "--json").data
+    # It went on with the key that was there.
+    assert (data["kid"], statuses(path)) == (kid, ["verify-only", "primary"])
+    assert (len(data["loaded"]), data["not_loaded"]) == (2, [])
+    status = vllmops("keys", "status", "--json").data
+    assert [each["up_to_date"] for each in status["servers"]] == [True, True]
+    assert status["stage"] == "overlap"
+    after = seal(["x"], file.load(path), model="m", owner="o")
+    for each in servers:
+        for text in (before, after):
+            code = (
+                "from vllmops.agent import keys; from vllmops.responses.carrier import unseal\n"
+                f"out = unseal({text!r}, keys.ring(), model='m', owner='o').history"
+            )
+            assert each.run(code) == "['x']"
+
+
+def test_servers_with_another_ring_are_not_waited_for(
+    vllmops: Any, spawn: Spawn, home: Path, path: Path
+) -> None:
+    vllmops("keys", "add", "--keyring", str(home / "other"))
+    server(spawn, home, home / "other")
+    assert vllmops("keys", "rotate", "--timeout", "1", "--json").data["loaded"] == []
+
+
+def test_status_of_a_broken_ring_still_tells_who_holds_what(
+    vllmops: Any, spawn: Spawn, home: Path, path: Path
+) -> None:
+    kid = vllmops("keys", "add", "--json").data["kid"]
+    server(spawn, home, path)
+    path.write_text("{")
+    answer = vllmops("keys", "status", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "keys.broken")
+    assert [key["kid"] for key in answer.data["servers"][0]["keys"]] == [kid]
+
+
+def test_two_rotations_at_once(vllmops: Any, path: Path) -> None:
+    vllmops("keys", "add")
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "vllmops", "keys", "rotate", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]
+    for each in both:
+        _, err = each.communicate(timeout=60)
+        assert (each.returncode, err) == (0, b"")
+    # One and the same, or one after the other; never two primaries, never a key that is lost.
+    found = statuses(path)
+    assert found.count("primary") == 1
+    assert found.count("verify-only") in {1, 2}
+    assert len(found) == 1 + found.count("verify-only")
+
+
+def test_a_rotation_killed_at_each_step_verifies_what_it_did_and_goes_on(
+    vllmops: Any, path: Path
+) -> None:
+    vllmops("keys", "add")
+    kills = 0
+    for name in ("replace", "fsync"):
+        for number in range(1, 10):
+            before = file.load(path)
+            carrier = seal(["x"], before, model="m", owner="o")
+            fault = f"{name}:{number}:{('before', 'after')[number % 2]}"
+            done = subprocess.run(
+                [sys.executable, "-c", KILLED, fault, "keys", "rotate"],
+                capture_output=True,
+                check=False,
+            )
+            ring = file.load(path)
+            assert ring.primary
+            assert {key.kid for key in before.keys} <= {key.kid for key in ring.keys}
+            assert genuine(carrier, ring).history == ["x"]
+            if done.returncode == 0:
+                break
+            assert done.returncode == -signal.SIGKILL, done.stderr
+            kills += 1
+            assert vllmops("keys", "rotate", "--json").code == 0
+            assert file.load(path).those(Status.NEXT) == ()
+    assert kills >= 8
