@@ -16,12 +16,13 @@ from vllmops.instances.processes import Role
 from vllmops.snapshots.caches import (
     Cache,
     EncoderCache,
-    LruCache,
     ProcessCaches,
     Silent,
     WorkerEncoderCache,
 )
 from vllmops.snapshots.compares import Comparison, Look
+
+from ..diagnose.test_compares import lru
 
 Spawn = Callable[..., Any]
 
@@ -50,31 +51,12 @@ def test_no_time_at_all(option: str) -> None:
     assert compare(option, 0)[1]["code"] == "usage"
 
 
-def lru(side: str, *order: str) -> LruCache:
-    return LruCache(
-        kind="mm-lru",
-        side=side,
-        name="cache",
-        order=list(order),
-        sizes=[1] * len(order),
-        digest="",
-        pinned=[],
-        pinned_only=[],
-        entries=len(order),
-        bytes=len(order),
-        sum_bytes=len(order),
-        capacity_bytes=100,
-        hits=0,
-        queries=0,
-    )
-
-
 def comparison() -> Comparison:
-    front = ProcessCaches(pid=10001, parent=1, role="api", caches=[lru("P0", "a", "b")])
+    front = ProcessCaches(pid=10001, parent=1, role="api", caches=[lru("P0", ["a", "b"])])
     manager = EncoderCache(
         name="m", slots=1, free_slots=1, freeable_slots=1, cached={"a": []}, freeable={}
     )
-    caches: list[Cache] = [lru("P1", "a"), manager]
+    caches: list[Cache] = [lru("P1", ["a"]), manager]
     engine = ProcessCaches(
         pid=10002, parent=10001, role="engine", caches=caches, unfinished=4, step=77
     )
