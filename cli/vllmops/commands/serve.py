@@ -31,6 +31,7 @@ from .options import duration, patch_ids
 
 BEHIND = "vllmops.behind"
 LOG_POLL_S = 0.2
+STORE_TIMEOUT_S = 10.0
 
 
 class PassThrough(TyperCommand):
@@ -209,7 +210,7 @@ def check_store(order: launch.Order) -> None:
     several = option(order.arguments, "--api-server-count") not in {None, "1"}
     if several and found.url.startswith("memory:"):
         raise usage("memory:// is of one process: with several API servers take another --store")
-    asyncio.run(tried(ResponseStore(found)))
+    asyncio.run(tried(ResponseStore(found, deadline_s=STORE_TIMEOUT_S)))
 
 
 async def tried(store: ResponseStore) -> None:

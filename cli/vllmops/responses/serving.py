@@ -24,6 +24,7 @@ from vllm import envs
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import GenerationError
 
 from ..agent import log
 from . import wire
@@ -250,7 +251,13 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             yield failure(response, number, f"The response is not stored: {error.message}")
         except Exception as error:
             log.exception("vllmops: a stream has failed: %r", error)
-            yield failure(response, number + 1, FAILED)
+            yield failure(response, number + 1, self.why(error))
+
+    def why(self, error: Exception) -> str:
+        """What vLLM would have told a client of an error that it finds too late."""
+        cause = error.__context__ if isinstance(error.__context__, GenerationError) else error
+        message: str = self.create_error_response(cause).error.message
+        return message or FAILED
 
     # Running one in the background
 
@@ -306,7 +313,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
                 ended = await work(run)
             except Exception as error:
                 log.exception("vllmops: %s has failed: %r", run.id, error)
-                ended = replace(run, status="failed", error=FAILED)
+                ended = replace(run, status="failed", error=self.why(error))
             # vLLM takes a cancellation for an answer.
             if not (task := asyncio.current_task()) or not task.cancelling():
                 await patiently(partial(self.store.put, ended))

@@ -32,7 +32,10 @@ def backend(environment: Mapping[str, str] = os.environ) -> Backend:
         max_size=int(number(environment, MAX_SIZE, known.max_size)),
         ttl_s=number(environment, TTL, known.ttl_s),
     )
-    return opening.backend(environment.get(STORE, ""), limits)
+    url = environment.get(STORE, "")
+    if named := environment.get(opening.CLASS):
+        return opening.users_own(named)(url, limits)
+    return opening.backend(url, limits)
 
 
 def number(environment: Mapping[str, str], name: str, default: float) -> float:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Self, TypeVar
 
+from ..agent import log
 from .store import Response, ResponseStore, StoreUnavailable
 
 T = TypeVar("T")
@@ -50,6 +51,8 @@ class Writer:
             await asyncio.wait([self.task])
         finally:
             self.task.cancel()
+        if not self.task.cancelled() and (error := self.task.exception()):
+            log.error("vllmops: the events of %s are not all stored: %r", self.run.id, error)
 
     def add(self, number: int, event: bytes) -> None:
         """Have an event written; they come in order."""
