@@ -38,10 +38,10 @@ COMMANDS = {
     "memory": Entry("memory", "Memory of a server's processes over time.", several=True),
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
     "responses": Entry("responses", "Stored responses.", several=True),
-    "completions": Entry("completions", "Print a shell's completion script."),
-}
     "keygen": Entry("keygen", "Print a fresh key."),
     "keys": Entry("keys", "The keys that seal what clients carry.", several=True),
+    "completions": Entry("completions", "Print a shell's completion script."),
+}
 
 
 def build() -> Any:
