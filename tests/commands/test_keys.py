@@ -177,7 +177,7 @@ def test_no_command_shows_a_secret_unasked(vllmops: Any, path: Path, home: Path)
             assert not [each for each in secrets(ring) if each in answer.out + answer.err], words
 
 
-@pytest.mark.parametrize("text", ["3x", "", "-1d", "1e9d", "d"])
+@pytest.mark.parametrize("text", ["3x", "", "-1d", "1e9d", "d", "0", f"{9**40}d"])
 def test_times_that_are_none(vllmops: Any, path: Path, text: str) -> None:
     assert vllmops("keys", "rotate", f"--overlap={text}", "--json").error["code"] == "usage"
     assert not path.exists()
@@ -235,7 +235,7 @@ def test_rotate_without_servers(vllmops: Any, path: Path) -> None:
     assert steps[0] == "add a fresh key as next"
     assert not path.exists()
     for expected in (["primary"], ["verify-only", "primary"]):
-        assert vllmops("keys", "rotate", "--overlap", "0s", "--json").code == 0
+        assert vllmops("keys", "rotate", "--overlap", "1s", "--json").code == 0
         assert statuses(path) == expected
     assert vllmops("keys", "status", "--json").data["stage"] == "overlap"
 
@@ -344,3 +344,35 @@ def test_a_rotation_killed_at_each_step_verifies_what_it_did_and_goes_on(
             assert vllmops("keys", "rotate", "--json").code == 0
             assert file.load(path).those(Status.NEXT) == ()
     assert kills >= 8
+
+
+# -- serve -------------------------------------------------------------------------------------
+
+
+def test_serve_hands_down_where_the_keys_are(vllmops: Any, path: Path, home: Path) -> None:
+    words = ("serve", "org/model", "--dry-run", "--json")
+    # Also before there is one: it may come later.
+    assert vllmops(*words).data["environment"][file.PLACE] == str(path)
+    vllmops("keys", "add")
+    vllmops("keys", "add", "--keyring", str(home / "other"))
+    answer = vllmops(*words, "--keyring", str(home / "other"))
+    assert answer.data["environment"][file.PLACE] == str(home / "other")
+    alone = vllmops(*words, env={NAME: TEXT})
+    assert file.PLACE not in alone.data["environment"]
+    assert TEXT not in alone.out
+
+
+def test_serve_refuses_keys_that_are_none(vllmops: Any, path: Path, home: Path) -> None:
+    words = ("serve", "org/model", "--dry-run", "--json")
+    for text, code in (("x" * 64, "keys.not-hex"), ("ab" * 31, "keys.too-short")):
+        answer = vllmops(*words, env={NAME: text})
+        assert (answer.code, answer.error["code"]) == (1, code)
+        assert text not in answer.out
+    assert vllmops(*words, "--keyring", str(home / "none")).error["code"] == "keys.no-ring"
+    vllmops("keys", "add")
+    path.chmod(0o644)
+    answer = vllmops(*words)
+    assert (answer.code, answer.error["code"]) == (4, "keys.unsafe")
+    answer = vllmops(*words, "--env", f"{NAME}={TEXT}")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+    assert TEXT not in answer.out

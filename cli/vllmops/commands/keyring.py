@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,13 +14,14 @@ import typer
 from .. import output
 from ..errors import Exit, VllmopsError
 from ..keys import file
-from ..keys.ring import CARRIER_TTL_S, Ring
+from ..keys.ring import CARRIER_TTL_S, DAY_S, Ring
 from ..output import Result, table
+from .options import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+LONGEST_S = 36_500 * DAY_S
 STYLES = {"primary": "green", "next": "cyan", "verify-only": "", "revoked": "red"}
 
 
@@ -33,18 +33,15 @@ def kids(incomplete: str) -> list[str]:
     return []
 
 
-def duration(text: str) -> float:
-    """Seconds from what a person wrote: ``30d``, ``12h``, ``90``.
+def overlap_s(text: str) -> float:
+    """Seconds from what was given as ``--overlap``.
 
     Raises:
         VllmopsError: ``usage``.
     """
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)([smhd]?)", text)
-    if match is None:
-        raise VllmopsError(
-            "usage", f"{text!r} is no time", "write it as 30d, 12h, 5m or 90s", exit_code=Exit.USAGE
-        )
-    return float(match[1]) * UNITS[match[2]]
+    if (seconds := duration(text)) > LONGEST_S:
+        raise VllmopsError("usage", "--overlap is over a century", "30d", exit_code=Exit.USAGE)
+    return seconds
 
 
 Keyring = Annotated[
@@ -64,7 +61,7 @@ Overlap = Annotated[
         help="For how long the old primary opens what it sealed: as long as carriers live.",
     ),
 ]
-OVERLAP = f"{CARRIER_TTL_S // UNITS['d']}d"
+OVERLAP = f"{CARRIER_TTL_S // DAY_S}d"
 
 
 def ring_path(keyring: Path | None) -> Path:

@@ -18,7 +18,7 @@ from ..keys.ring import Key, Ring, Status, fresh, from_hex
 from ..output import Result, Verbatim, command, confirm
 from . import keygen
 from .keygen import Force, Format, Out
-from .keyring import OVERLAP, Keyring, Kid, Overlap, duration, result, ring_path, said
+from .keyring import OVERLAP, Keyring, Kid, Overlap, overlap_s, result, ring_path, said
 from .rotate import after, not_loaded, rotate, status
 from .verify import verify
 
@@ -75,15 +75,15 @@ def promote(
     Refused while a running server has not loaded it. A key that is
     verify-only can be gone back to.
     """
-    path, overlap_s = ring_path(keyring), duration(overlap)
-    file.load(path).promote(kid, time.time(), overlap_s)
+    path, seconds = ring_path(keyring), overlap_s(overlap)
+    file.load(path).promote(kid, time.time(), seconds)
     if not force and (why := not_loaded(path, kid)):
         raise VllmopsError(
             "keys.not-loaded",
             f"{kid} would seal what others can't open yet: {'; '.join(why)}",
             "vllmops keys status; servers load within 2 s, and --force does not ask",
         )
-    ring = file.change(path, lambda ring: ring.promote(kid, time.time(), overlap_s))
+    ring = file.change(path, lambda ring: ring.promote(kid, time.time(), seconds))
     return result(ring, str(path), *after(path, ring))
 
 

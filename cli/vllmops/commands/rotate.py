@@ -18,7 +18,7 @@ from ..keys import file, rotation
 from ..keys.ring import Key, Ring, Status, fresh
 from ..keys.rotation import Stage
 from ..output import Progress, Result, command, table
-from .keyring import OVERLAP, Keyring, Overlap, duration, listing, result, ring_path, when
+from .keyring import OVERLAP, Keyring, Overlap, listing, overlap_s, result, ring_path, when
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,10 +57,10 @@ def rotate(
     """
     from rich.text import Text  # noqa: PLC0415
 
-    path, overlap_s = ring_path(keyring), duration(overlap)
+    path, seconds = ring_path(keyring), overlap_s(overlap)
     spare = Key.of(fresh(), Status.NEXT, time.time())
     if dry_run:
-        steps = plan(path, spare, overlap_s)
+        steps = plan(path, spare, seconds)
         return Result(
             {"keyring": str(path), "steps": steps},
             lambda: [Text(f"{n}. {step}") for n, step in enumerate(steps, 1)],
@@ -70,13 +70,13 @@ def rotate(
     kid = ring.next.kid
     with Progress(time.time(), quiet=json_) as progress:
         wait(path, kid, timeout, progress)
-    ring = file.change(path, lambda ring: rotation.finish(ring, kid, time.time(), overlap_s))
+    ring = file.change(path, lambda ring: rotation.finish(ring, kid, time.time(), seconds))
     more, notes = after(path, ring)
     return result(ring, str(path), {"kid": kid, **more}, notes)
 
 
-def plan(path: Path, spare: Key, overlap_s: float) -> list[str]:
-    """The steps of a rotation, in words."""
+def plan(path: Path, spare: Key, seconds: float) -> list[str]:
+    """The steps of a rotation with an overlap of so many seconds, in words."""
     now = time.time()
     ring = file.load(path) if path.exists() else Ring()
     begun = rotation.begin(ring, spare, now)
@@ -93,7 +93,7 @@ def plan(path: Path, spare: Key, overlap_s: float) -> list[str]:
         steps.append(f"wait until these have loaded it: {', '.join(waited)}")
     steps.append("promote it")
     if ring.primary:
-        until = when(now + overlap_s)
+        until = when(now + seconds)
         steps.append(f"keep {ring.primary.kid} to open what it sealed until {until}")
     return steps
 

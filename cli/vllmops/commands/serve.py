@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import shlex
 import signal
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Self
 
@@ -23,10 +23,12 @@ from ..instances import launch, logs
 from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
 from ..instances.record import Failure, Folder, Record, State
 from ..instances.servers import option
+from ..keys import file as keys
 from ..output import Json, Progress, Result, Verbatim, command, show, span, typer_app
 from ..patches.registry import OFF, known
 from ..responses import settings
 from ..responses.store import ResponseStore
+from .keyring import Keyring
 from .options import duration, patch_ids
 
 BEHIND = "vllmops.behind"
@@ -102,6 +104,7 @@ def serve(
             metavar="DURATION", help="How long one is kept after its last use, such as 12h [30d]."
         ),
     ] = None,
+    keyring: Keyring = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the exact command and environment only.")
     ] = False,
@@ -117,11 +120,13 @@ def serve(
     vLLM untouched.
     """
     env = [*(env or []), *unpatched(no_patch or []), *stored(store, store_max_size, store_ttl)]
+    env += sealing(keyring, env)
     order = place(model, demo, name, host, port, detach, env, ctx.meta[BEHIND])
     if dry_run:
         planned = launch.preview(order)
         return Result(instance(planned), lambda: shell_lines(planned))
     launch.check(order)
+    check_store(order)
     reserved = launch.reserve(order)
     wish = Wish(hold=not detach)
     control = start_supervisor(reserved.folder, reserved.lock, wish, launch=True)
@@ -140,7 +145,59 @@ def unpatched(ids: Sequence[str]) -> list[str]:
         known(patch)
     return [f"{OFF}={','.join(ids)}"] if ids else []
 
-    check_store(order)
+
+def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
+    """What the keys add to the environment: where they are, never what they are.
+
+    Raises:
+        VllmopsError: ``usage``, or whatever is wrong with the keyring or the key in use.
+    """
+    if any(word.startswith(f"{keys.SIGNING_KEY}=") for word in env):
+        raise usage(
+            f"--env {keys.SIGNING_KEY} would show the key to whoever sees the command: "
+            "export it before, or name a --keyring"
+        )
+    given = dict(word.split("=", 1) for word in env if "=" in word)
+    source = keys.source({**os.environ, **given}, keyring)
+    if source.path is None or source.path != keys.default_path() or source.path.exists():
+        source.load()
+    return [f"{keys.PLACE}={source.path}"] if source.path else []
+
+
+def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
+    """What the options of the store add to the environment.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    added = {
+        settings.STORE: url,
+        settings.MAX_SIZE: max_size,
+        settings.TTL: ttl and f"{duration(ttl):g}",
+    }
+    return [f"{name}={value}" for name, value in added.items() if value is not None]
+
+
+def check_store(order: launch.Order) -> None:
+    """Refuse a store that can't be one; one that is merely down may come up later.
+
+    Raises:
+        VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
+    """
+    environment = {**os.environ, **order.environment}
+    if not settings.wanted(environment):
+        return
+    found = settings.backend(environment)
+    several = option(order.arguments, "--api-server-count") not in {None, "1"}
+    if several and found.url.startswith("memory:"):
+        raise usage("memory:// is of one process: with several API servers take another --store")
+    asyncio.run(tried(ResponseStore(found, deadline_s=STORE_TIMEOUT_S)))
+
+
+async def tried(store: ResponseStore) -> None:
+    async with store:
+        pass
+
 
 def place(
     model: str | None,
@@ -183,41 +240,6 @@ def place(
         name=name,
         host=behind_host or host or "127.0.0.1",
         port=port,
-def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
-    """What the options of the store add to the environment.
-
-    Raises:
-        VllmopsError: ``usage``.
-    """
-    added = {
-        settings.STORE: url,
-        settings.MAX_SIZE: max_size,
-        settings.TTL: ttl and f"{duration(ttl):g}",
-    }
-    return [f"{name}={value}" for name, value in added.items() if value is not None]
-
-
-def check_store(order: launch.Order) -> None:
-    """Refuse a store that can't be one; one that is merely down may come up later.
-
-    Raises:
-        VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
-    """
-    environment = {**os.environ, **order.environment}
-    if not settings.wanted(environment):
-        return
-    found = settings.backend(environment)
-    several = option(order.arguments, "--api-server-count") not in {None, "1"}
-    if several and found.url.startswith("memory:"):
-        raise usage("memory:// is of one process: with several API servers take another --store")
-    asyncio.run(tried(ResponseStore(found, deadline_s=STORE_TIMEOUT_S)))
-
-
-async def tried(store: ResponseStore) -> None:
-    async with store:
-        pass
-
-
         environment=environment,
         detached=detach,
         default_name="demo" if demo else "",
