@@ -13,6 +13,8 @@ from vllmops.errors import Exit, VllmopsError
 from vllmops.instances import launch
 from vllmops.instances.launch import Order, check_model, check_port, free_port, preview, reserve
 from vllmops.instances.record import Folder
+from vllmops.responses.opening import CLASS
+from vllmops.responses.settings import STORE
 
 
 def refusal(code: str, check: Any, *arguments: Any) -> VllmopsError:
@@ -104,6 +106,29 @@ def test_the_users_plugins_are_kept(
     environment = preview(Order("M", environment=given)).environment
     assert environment.get("VLLM_PLUGINS") == planned
     assert environment["VLLMOPS_HOME"] == str(home)
+
+
+@pytest.mark.parametrize(
+    ("ambient", "given", "planned"),
+    [
+        ({}, {}, "sqlite:///{home}/instances/m/responses.db"),
+        ({STORE: "memory://"}, {}, "memory://"),
+        ({STORE: "memory://"}, {STORE: "none"}, "none"),
+        ({CLASS: "a.B"}, {}, None),
+        ({CLASS: "a.B"}, {STORE: "redis://r"}, "redis://r"),
+    ],
+)
+def test_where_responses_are_kept(
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ambient: dict[str, str],
+    given: dict[str, str],
+    planned: str | None,
+) -> None:
+    for name, value in ambient.items():
+        monkeypatch.setenv(name, value)
+    found = preview(Order("M", environment=given)).environment.get(STORE)
+    assert found == (planned and planned.format(home=home))
 
 
 def test_the_command(home: Path) -> None:
