@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import signal
 import statistics
-import subprocess
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -28,7 +25,8 @@ LOOKS_S = 3.0  # until the first look, some hundred milliseconds
 def measure(setting: Setting) -> Iterator[Figure]:
     entries, rounds = (500, 2) if setting.short else (20_000, 30)
     server = setting.vision
-    inspect = (VLLMOPS, "cache", "inspect", "-t", str(server.pid), "--json")
+    look = (VLLMOPS, "cache", "inspect", "-t", str(server.pid))
+    inspect = (*look, "--json")
     server.load([server.request(PATH, chat([0]))], 1)
     empty = [setting.seconds(*inspect) for _ in range(5)]
     fill(server, entries)
@@ -53,7 +51,9 @@ def measure(setting: Setting) -> Iterator[Figure]:
     taken: dict[str, list[float]] = {"without": [], "with": []}
     if not setting.short:
         taken["again"] = []
-    with every_second(setting, server) as watch:
+    with setting.meanwhile(*look, "--watch", "--interval", "1", warm_up_s=LOOKS_S) as watch:
+        # Told to go on for each block that is measured with it.
+        watch.send_signal(signal.SIGSTOP)
 
         def block(name: str) -> float:
             """A few requests: short blocks by turns, so that a machine's moods fall on all."""
@@ -91,27 +91,3 @@ def check(setting: Setting, inspect: tuple[str, ...], entries: int) -> None:
     held = {each["side"]: each["entries"] for each in caches if each["kind"] == "mm-lru"}
     if held != {"P0": entries, "P1": entries}:
         raise RuntimeError(f"{entries} entries were sent, and the caches hold {held}")
-
-
-@contextlib.contextmanager
-def every_second(setting: Setting, server: Server) -> Iterator[subprocess.Popen[bytes]]:
-    """What looks into the caches every second; stopped, until it is told to go on."""
-    words = ("cache", "inspect", "-t", str(server.pid), "--watch", "--interval", "1")
-    complaints = setting.home / "every-second"
-    with complaints.open("wb") as file:
-        watch = subprocess.Popen(
-            (VLLMOPS, *words),
-            env=setting.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=file,
-        )
-        try:
-            time.sleep(LOOKS_S)
-            watch.send_signal(signal.SIGSTOP)
-            yield watch
-            if watch.poll() is not None:
-                raise RuntimeError(f"{' '.join(words)}: {complaints.read_text()}")
-        finally:
-            watch.kill()
-            watch.wait()

@@ -87,6 +87,32 @@ class Setting:
         return time.perf_counter() - began
 
     @contextlib.contextmanager
+    def meanwhile(self, *words: str, warm_up_s: float) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a command until it is not needed any more; one that ends before that is shown.
+
+        Args:
+            words: the command.
+            warm_up_s: seconds until it does what it does from then on.
+        """
+        complaints = self.home / "meanwhile.log"
+        with complaints.open("wb") as file:
+            command = subprocess.Popen(
+                words,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+            )
+            try:
+                time.sleep(warm_up_s)
+                yield command
+                if command.poll() is not None:
+                    raise RuntimeError(f"{' '.join(words)}: {complaints.read_text()}")
+            finally:
+                command.kill()
+                command.wait()
+
+    @contextlib.contextmanager
     def server(self, kind: demo.Kind, *arguments: str, agent: bool = True) -> Iterator[Server]:
         """A demo model, served as ``vllmops serve`` would, but in this session.
 
