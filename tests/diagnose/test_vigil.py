@@ -1,0 +1,148 @@
+"""When looks at a server amount to a stall; the looks are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllmops.diagnose.progress import Stall
+from vllmops.diagnose.vigil import ASK_S, Vigil
+from vllmops.snapshots.metrics import Metrics
+from vllmops.snapshots.server import Look
+
+from .servers import look
+from .test_progress import BLIND, HANDED, beats, engine
+
+AGENTS: dict[str, Any] = {"metrics": None, "health": None}
+ALL_WELL = beats(api={"loop_s": 0.0})
+
+
+def seen(vigil: Vigil, *looks: Look) -> list[list[Stall]]:
+    return [vigil.see(each) for each in looks]
+
+
+def stuck(at_s: float, since_s: float = 0.0, **fields: Any) -> Look:
+    """A look at an engine that has stood since a moment."""
+    pulses = beats(api={"loop_s": 0.0, "handed": 2}, engine=engine(at_s - since_s))
+    return look(at_s, pulses=pulses, **{**AGENTS, **fields})
+
+
+def test_it_takes_patience_and_several_looks() -> None:
+    told = seen(Vigil(), *(stuck(2.0 * n) for n in range(8)))
+    # It stands from the second look on, and has for ten seconds at the sixth.
+    assert [bool(each) for each in told] == [False] * 5 + [True] * 3
+    told = seen(Vigil(checks=7), *(stuck(2.0 * n) for n in range(9)))
+    assert [bool(each) for each in told] == [False] * 7 + [True] * 2
+    told = seen(Vigil(patience_s=5, checks=2), *(stuck(2.0 * n) for n in range(4)))
+    assert [bool(each) for each in told] == [False] * 3 + [True]
+
+
+def test_what_stood_before_it_came_needs_its_looks_too() -> None:
+    told = seen(Vigil(), *(stuck(2.0 * n, since_s=-100) for n in range(6)))
+    assert [bool(each) for each in told] == [False] * 4 + [True] * 2
+
+
+def test_a_token_in_between_begins_it_anew() -> None:
+    vigil = Vigil()
+    seen(vigil, *(stuck(2.0 * n) for n in range(5)))
+    assert vigil.row == 4
+    assert not vigil.see(stuck(10.0, since_s=10.0))
+    assert (vigil.row, vigil.standing) == (0, False)
+
+
+def test_a_machine_that_was_suspended_comes_to_itself() -> None:
+    vigil = Vigil()
+    late = beats(api={"handed": 1, "age_s": 60}, engine={"age_s": 60}, worker={"age_s": 60})
+    assert not vigil.see(look(0.0, pulses=late, **AGENTS))
+    assert not vigil.see(look(2.0, pulses=ALL_WELL, **AGENTS))
+    assert not vigil.standing
+
+
+def test_a_server_that_is_well_is_asked_nothing() -> None:
+    vigil = Vigil()
+    for number in range(100):
+        vigil.see(look(2.0 * number, pulses=ALL_WELL, **AGENTS))
+        step = vigil.step()
+        assert (step.after_s, step.ask) == (2.0, False)
+
+
+def test_it_is_asked_once_something_has_stood_for_a_while() -> None:
+    vigil = Vigil()
+    asked = []
+    for number in range(5):
+        vigil.see(stuck(2.0 * number))
+        asked.append(vigil.step().ask)
+    assert asked == [False, False, False, True, True]
+
+
+def test_an_older_agent_does_not_tell_of_the_event_loop() -> None:
+    vigil = Vigil()
+    asked: list[bool] = []
+    for number in range(60):
+        told = {"health": 200} if asked[-1:] == [True] else {"health": None}
+        vigil.see(look(2.0 * number, pulses=beats(), metrics=None, **told))
+        asked.append(vigil.step().ask)
+    assert 6 <= sum(asked) <= 2 * 60 / ASK_S
+
+
+def test_an_api_server_that_takes_connections_only_is_asked_at_once_again() -> None:
+    vigil = Vigil()
+    vigil.see(look(0.0, pulses=beats(), metrics=None, health=0))
+    assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
+    told = seen(
+        vigil, *(look(2.0 * n, pulses=beats(), metrics=None, health=0) for n in range(1, 7))
+    )
+    assert [each.code for each in told[-1]] == ["api.silent"]
+
+
+def test_without_agents_it_is_asked_seldom_while_it_is_well() -> None:
+    vigil = Vigil()
+    vigil.see(look(0.0, pulses=()))
+    assert (vigil.step().after_s, vigil.step().ask) == (ASK_S, True)
+    vigil.see(look(15.0, **BLIND))
+    assert vigil.step().after_s == ASK_S
+    vigil.see(look(30.0, **BLIND))
+    assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
+    told = seen(vigil, *(look(30.0 + 2 * n, **BLIND) for n in range(1, 9)))
+    assert [bool(each) for each in told] == [False] * 7 + [True]
+
+
+def test_what_was_dismissed_is_left_in_peace_until_it_changes() -> None:
+    vigil = Vigil()
+    *_, found = seen(vigil, *(look(2.0 * n, **BLIND) for n in range(17)))
+    assert [each.doubt for each in found] == ["idle"]
+    vigil.dismiss(found)
+    assert not any(seen(vigil, *(look(34.0 + 15 * n, **BLIND) for n in range(60))))
+    assert vigil.step().after_s == ASK_S
+    changed = {**BLIND, "metrics": Metrics(running=1, tokens=7)}
+    told = seen(vigil, *(look(1000.0 + 2 * n, **changed) for n in range(17)))
+    assert told[-1]
+    # Back where it was, it is not known any more.
+    assert seen(vigil, *(look(1100.0 + 2 * n, **BLIND) for n in range(17)))[-1]
+
+
+def test_compiling_is_waited_for_however_long_it_takes() -> None:
+    vigil, told = Vigil(), []
+    for number in range(60):
+        # Compilers are looked for where it is asked.
+        ask = vigil.looks and vigil.step().ask
+        told += vigil.see(stuck(2.0 * number, compilers=("cc1plus",) if ask else ()))
+    assert told == []
+
+
+def test_a_fresh_start_forgets() -> None:
+    vigil = Vigil()
+    seen(vigil, *(look(2.0 * n, pulses=HANDED, **AGENTS) for n in range(5)))
+    assert vigil.row
+    vigil.begin()
+    assert not vigil.see(look(10.0, pulses=HANDED, **AGENTS))
+    assert vigil.row == 0
+
+
+@pytest.mark.parametrize("patience_s", [1.0, 10.0, 120.0])
+def test_it_remembers_as_much_as_it_needs(patience_s: float) -> None:
+    vigil = Vigil(patience_s=patience_s)
+    told = seen(vigil, *(look(2.0 * n, **BLIND) for n in range(400)))
+    assert bool(told[-1])
+    assert len(vigil.looks) <= 3 * (patience_s + ASK_S) / 2 + 1
