@@ -98,7 +98,7 @@ def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_session_whose_user_says_nothing_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler()
-    monkeypatch.setattr(engine.found, "latest", lambda _: scheduler)
+    monkeypatch.setattr(found, "latest", lambda _: scheduler)
     progress = engine.Progress()
     scheduler.waiting.append(SimpleNamespace(request_id="talk"))
     scheduler.num_waiting_for_streaming_input = 1
