@@ -279,6 +279,58 @@ def test_rotate_waits_for_every_server_and_refuses_none(
             assert each.run(code) == "['x']"
 
 
+# In a process that holds keys: seals all the time, and opens what all of them have sealed.
+CONVERSING = """
+import glob, os, threading, time
+from vllmops.agent import keys
+from vllmops.responses.carrier import seal, unseal
+turns, refused, folder, own = [0], [], {folder!r}, f"{{os.getpid()}}"
+def converse():
+    while not os.path.exists(folder + "/stop"):
+        text = seal([own], keys.ring(), model="m", owner="o")
+        with open(f"{{folder}}/{{own}}.new", "w") as file:
+            file.write(text)
+        os.replace(f"{{folder}}/{{own}}.new", f"{{folder}}/{{own}}.carrier")
+        for path in glob.glob(folder + "/*.carrier"):
+            with open(path) as file:
+                text = file.read()
+            try:
+                unseal(text, keys.ring(), model="m", owner="o")
+                turns[0] += 1
+            except Exception as error:
+                refused.append(repr(error))
+        time.sleep(0.002)
+thread = threading.Thread(target=converse)
+thread.start()
+"""
+
+
+def test_no_turn_is_refused_while_keys_are_rotated(
+    vllmops: Any, spawn: Spawn, home: Path, path: Path, tmp_path: Path
+) -> None:
+    vllmops("keys", "add")
+    servers = [server(spawn, home, path) for _ in range(3)]
+    for each in servers:
+        each.run(CONVERSING.format(folder=str(tmp_path)))
+    for _ in range(3):
+        assert vllmops("keys", "rotate", "--json").code == 0
+    (tmp_path / "stop").touch()
+    for each in servers:
+        assert each.run("thread.join(); out = refused") == "[]"
+        assert int(each.run("out = turns[0]")) > 100
+    assert statuses(path) == ["verify-only"] * 3 + ["primary"]
+
+
+def test_names_of_keys_are_completed(path: Path, vllmops: Any) -> None:
+    from vllmops.commands.keyring import kids
+
+    assert kids("") == []
+    kid = vllmops("keys", "add", "--json").data["kid"]
+    assert kids(kid[:2]) == [kid]
+    path.write_text("{")
+    assert kids("") == []
+
+
 def test_servers_with_another_ring_are_not_waited_for(
     vllmops: Any, spawn: Spawn, home: Path, path: Path
 ) -> None:
