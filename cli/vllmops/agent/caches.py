@@ -118,7 +118,6 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
     vLLM's threads wait while this one computes, so with 20,000 entries every pass counts: sets
     are made only where there is something to tell apart.
     """
-    name = type(holder).__name__
     cache = holder._cache
     sized = cache._Cache__size
     own, order, data, sizes, pinned = at_once(
@@ -141,9 +140,9 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
             "sized_only": list(sizes.keys() - having),
         }
     return LruCache(
-        kind="mm-processor-only" if "ProcessorOnly" in name else "mm-lru",
+        kind=kind(holder),
         side=side(holder),
-        name=name,
+        name=type(holder).__name__,
         order=order if keys else None,
         sizes=list(map(sizes.get, order)) if keys else None,
         # With something in flight the sides are not compared, and vLLM's threads need the time.
@@ -160,6 +159,11 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
         hits=own["_hits"],
         queries=own["_total"],
     )
+
+
+def kind(holder: Any) -> str:
+    """Whether a cache over an LRUCache has another side: ``mm-lru``, else ``mm-processor-only``."""
+    return "mm-processor-only" if "ProcessorOnly" in type(holder).__name__ else "mm-lru"
 
 
 def side(holder: Any) -> str:

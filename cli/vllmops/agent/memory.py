@@ -80,14 +80,14 @@ def multimodal(holder: Any) -> Held | None:
     name = type(holder).__name__
     own = vars(holder)
     if "_cache" in own:
-        cache, mirrored = own["_cache"], "ProcessorOnly" not in name
+        cache, kind = own["_cache"], caches.kind(holder)
         return Held(
-            kind="mm-lru" if mirrored else "mm-processor-only",
+            kind=kind,
             name=name,
             entries=len(cache._Cache__data),
             bytes=int(cache._Cache__currsize),
             # The front end's mirror has the sizes alone.
-            here=not mirrored or caches.side(holder) == "P1",
+            here=kind != "mm-lru" or caches.side(holder) == "P1",
         )
     if "_shm_cache" in own:
         storage = holder._shm_cache
