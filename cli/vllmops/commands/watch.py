@@ -1,0 +1,203 @@
+"""``vllmops watch``: tell when a server stalls, with the evidence at hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from .. import output
+from ..client.messenger import Hook, Messenger, Webhook
+from ..client.watch import Diary, Plan, Watch
+from ..client.watched import Watched, stranger
+from ..diagnose.progress import PATIENCE_S
+from ..diagnose.vigil import CHECKS, INTERVAL_S
+from ..errors import Exit, VllmopsError
+from ..home import home
+from ..instances.logs import WATCH
+from ..instances.record import Folder
+from ..instances.servers import Server, resolve
+from ..output import Json, Result, command, span, typer_app
+from ..snapshots.watch import Event
+from .options import Target
+
+app = typer_app()
+
+LOUD = {"stalled", "failed", "trouble"}
+
+
+@app.command(epilog="Example: vllmops watch -t demo --exec 'sh -c \"mail -s stalled ops < $1\"'")
+@command
+def watch(
+    *,
+    target: Target = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = INTERVAL_S,
+    checks: Annotated[
+        int, typer.Option(min=1, help="Looks in a row in which nothing moves.")
+    ] = CHECKS,
+    patience: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds without a token that are no stall yet."),
+    ] = PATIENCE_S,
+    once: Annotated[
+        bool, typer.Option("--once", help="End with the first stall: exit code 1.")
+    ] = False,
+    for_: Annotated[
+        float | None,
+        typer.Option("--for", min=0, help="End after so many seconds.", show_default=False),
+    ] = None,
+    exec_: Annotated[
+        str | None,
+        typer.Option(
+            "--exec",
+            metavar="CMD",
+            help="Run this with each event: VLLMOPS_EVENT, VLLMOPS_TEXT, VLLMOPS_BUNDLE and more "
+            "in its environment, JSON on its input.",
+            show_default=False,
+        ),
+    ] = None,
+    webhook: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Post each event there as JSON.", show_default=False),
+    ] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Repair what is proved to be broken, and can be.")
+    ] = False,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Restart a stalled instance, once the evidence is kept."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Folder for the evidence; bundles/ in VLLMOPS_HOME.",
+            show_default=False,
+        ),
+    ] = None,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
+    json_: Json = False,
+) -> Result:
+    """Tell when a server stalls: requests are there, and none gets a token further.
+
+    On a stall it first keeps the evidence, a bundle with three samples of all
+    stacks, caches, metrics, heartbeats and the log; then it says what is stuck,
+    and it says when the server goes on. Idle, paused, sleeping, loading and
+    compiling are no stalls. While all is well it reads a few files.
+
+    Events are stalled, recovered, repaired, restarting, failed, ended, away,
+    ready and trouble. Exit code 1 where there was a stall or a failure.
+    """
+    receivers: list[Callable[[Event], None]] = []
+    if exec_:
+        receivers.append(Hook(exec_))
+    if webhook:
+        receivers.append(Webhook(webhook))
+    server = resolve(target)
+    if restart and server.record is None:
+        raise stranger(server)
+    plan = Plan(
+        folder=(out or home() / "bundles").absolute(),
+        interval_s=interval,
+        checks=checks,
+        patience_s=patience,
+        once=once,
+        for_s=for_,
+        repair=repair,
+        restart=restart,
+    )
+    stop = threading.Event()
+    # Not an exception: evidence that is being written must get to the disk.
+    signal.signal(signal.SIGINT, lambda *_: stop.set())
+    paper = Log(Folder(server.label)) if supervised else Screen()
+    messenger = Messenger(receivers, lambda text: paper.write([text], "WARNING"))
+
+    def tell(event: Event) -> None:
+        paper.write(list(lines(event)), "WARNING" if event.event in LOUD else "INFO")
+        messenger.send(event)
+
+    began = time.monotonic()
+    paper.write([beginning(server, plan)], "INFO")
+    pinned = bool(target and target.isdigit() and not server.record)
+    subject = Watched(server, follow=not (supervised or pinned))
+    watching = Watch(subject, plan, tell, stop=stop, flush=messenger.flush)
+    diary = watching.run()
+    messenger.flush()
+    data = {
+        "server": server.label,
+        "seconds": round(time.monotonic() - began, 3),
+        "stalls": diary.counts["stalled"],
+        "failures": diary.counts["failed"],
+        "events": list(diary.events),
+    }
+    if stop.is_set() and not (once and diary.bad):
+        raise VllmopsError(
+            "interrupted", "interrupted", exit_code=Exit.INTERRUPTED, data=msgspec.to_builtins(data)
+        )
+    return Result(
+        data,
+        lambda: [summary(diary, time.monotonic() - began)],
+        Exit.FAILED if diary.bad else Exit.OK,
+    )
+
+
+class Screen:
+    """Standard error, with the time before each event."""
+
+    def write(self, told: list[str], level: str) -> None:
+        now = time.strftime("%H:%M:%S")
+        for number, line in enumerate(told):
+            output.say(f"{now if not number else ' ' * len(now)}  {line}", STYLES[level])
+
+
+STYLES = {"INFO": "", "WARNING": "bold yellow"}
+
+
+class Log:
+    """The log of the server, in which a stall stands among the server's own lines.
+
+    Opened each time: the supervisor renames it when the server is started anew.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+
+    def write(self, told: list[str], level: str) -> None:
+        head = f"({WATCH} pid={os.getpid()}) {level} {time.strftime('%m-%d %H:%M:%S')} [watch]"
+        said = "".join(f"{head} {line}\n" for line in told)
+        with suppress(OSError), self.folder.log.open("a") as file:
+            file.write(said)
+
+
+def beginning(server: Server, plan: Plan) -> str:
+    return (
+        f"watching {server.label} every {plan.interval_s:g} s; a stall is {plan.patience_s:g} s "
+        f"without a token while requests wait, seen {plan.checks} times in a row"
+    )
+
+
+def lines(event: Event) -> Iterator[str]:
+    """An event for a person."""
+    yield event.text
+    if event.evidence:
+        yield f"  seen: {event.evidence}"
+    if event.advice:
+        yield f"  next: {event.advice}"
+    if event.reference:
+        yield f"  see: {event.reference}"
+    if event.bundle:
+        yield f"  evidence: {event.bundle}"
+
+
+def summary(diary: Diary, seconds: float) -> str:
+    counts = [f"{diary.counts[kind]} {kind}" for kind in ("stalled", "recovered", "failed")]
+    return f"watched for {span(seconds)}: {', '.join(counts)}"
