@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..errors import Exit, VllmopsError
-from ..instances.logs import Tail, aside, role_of
+from ..instances.logs import WATCH, Tail, aside, parse, role_of
 from ..instances.processes import Role
 from ..instances.record import Folder
 from ..instances.servers import find, resolve
@@ -28,6 +28,7 @@ class Part(StrEnum):
     API = "api"
     ENGINE = "engine"
     WORKER = "worker"
+    WATCH = "watch"
 
 
 @app.command(epilog="Example: vllmops logs demo -f --process engine")
@@ -52,15 +53,14 @@ def logs(
             exit_code=Exit.USAGE,
         )
     folder = Folder(instance_name(name or target))
-    wanted = Role(part) if part else None
     tail = Tail(folder.log)
-    said = select([*rotated(folder.log), *tail.lines()], wanted)
+    said = select([*rotated(folder.log), *tail.lines()], part)
     chosen = list(said if lines is None else deque(said, maxlen=lines))
     if follow:
         show(*map(Verbatim, chosen))
         while running(folder):
             time.sleep(POLL_S)
-            show(*map(Verbatim, select(tail.lines(), wanted)))
+            show(*map(Verbatim, select(tail.lines(), part)))
         chosen = []
     data = {"name": folder.name, "file": str(folder.log), "lines": chosen}
     return Result(data, lambda: list(map(Verbatim, chosen)))
@@ -93,8 +93,14 @@ def rotated(path: Path) -> Iterator[str]:
         yield from Tail(aside(path, older)).lines()
 
 
-def select(lines: list[str], wanted: Role | None) -> Iterator[str]:
-    return (line for line in lines if wanted is None or role_of(line) is wanted)
+def select(lines: list[str], part: Part | None) -> Iterator[str]:
+    return (line for line in lines if part is None or belongs(line, part))
+
+
+def belongs(line: str, part: Part) -> bool:
+    if part is Part.WATCH:
+        return parse(line).process == WATCH
+    return role_of(line) is Role(part)
 
 
 def running(folder: Folder) -> bool:

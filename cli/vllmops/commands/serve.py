@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shlex
 import signal
@@ -111,6 +112,22 @@ def serve(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Do not follow the log in the foreground.")
     ] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Run `vllmops watch` beside it; it writes to the log."),
+    ] = False,
+    watch_exec: Annotated[
+        str | None, typer.Option(metavar="CMD", help="Watch it, with --exec CMD.")
+    ] = None,
+    watch_webhook: Annotated[
+        str | None, typer.Option(metavar="URL", help="Watch it, with --webhook URL.")
+    ] = None,
+    watch_repair: Annotated[
+        bool, typer.Option("--watch-repair", help="Watch it, with --repair.")
+    ] = False,
+    watch_restart: Annotated[
+        bool, typer.Option("--watch-restart", help="Watch it, with --restart.")
+    ] = False,
     json_: Json = False,
 ) -> Result:
     """Launch a vLLM server and keep hold of all its processes.
@@ -122,6 +139,8 @@ def serve(
     env = [*(env or []), *unpatched(no_patch or []), *stored(store, store_max_size, store_ttl)]
     env += sealing(keyring, env)
     order = place(model, demo, name, host, port, detach, env, ctx.meta[BEHIND])
+    beside = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
+    order = dataclasses.replace(order, watch=beside)
     if dry_run:
         planned = launch.preview(order)
         return Result(instance(planned), lambda: shell_lines(planned))
@@ -131,8 +150,31 @@ def serve(
     wish = Wish(hold=not detach)
     control = start_supervisor(reserved.folder, reserved.lock, wish, launch=True)
     session = Session(reserved.folder, control, wish)
-    record = stay(session, reserved.record, detach=detach, log=not (quiet or json_), quiet=json_)
+    record = stay(session, reserved.record, detach=detach, log=not quiet, quiet=json_)
     return Result(instance(record), lambda: summary(record) if detach else ())
+
+
+def watching(
+    watch: bool, command: str | None, webhook: str | None, repair: bool, restart: bool
+) -> tuple[str, ...] | None:
+    """What `vllmops watch` is to be given, None where it is not to run.
+
+    Raises:
+        VllmopsError: as `Hook` and `Webhook` do.
+    """
+    words: list[str] = []
+    if command or webhook:
+        from ..client.messenger import Hook, Webhook  # noqa: PLC0415 - slow, and seldom needed
+
+        if command:
+            Hook(command)
+            words += ["--exec", command]
+        if webhook:
+            Webhook(webhook)
+            words += ["--webhook", webhook]
+    words += ["--repair"] if repair else []
+    words += ["--restart"] if restart else []
+    return tuple(words) if watch or words else None
 
 
 def unpatched(ids: Sequence[str]) -> list[str]:
@@ -259,14 +301,15 @@ def stay(
         session: the instance's.
         record: as it was before this start.
         detach: whether to leave it once it is ready.
-        log: whether to follow its log.
+        log: whether to follow its log; else only what a watch says in it.
         quiet: whether to show nothing at all.
 
     Raises:
         VllmopsError: ``serve.failed``, or ``interrupted`` after Ctrl-C.
     """
     folder, before = session.folder, record.started_at
-    follower = LogFollower(folder) if log and not detach else None
+    told = not (detach or quiet) and (log or record.watch is not None)
+    follower = LogFollower(folder, whole=log) if told else None
     terminal = sys.stderr.isatty()
     with Signals(session) as signals, Progress(time.time(), quiet=quiet) as progress:
         for seen in session.records():
@@ -325,9 +368,10 @@ class Signals:
 
 
 class LogFollower:
-    """Copies a server's log to stdout as it grows."""
+    """Copies a server's log to stdout as it grows; where not whole, what a watch says in it."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, *, whole: bool) -> None:
+        self.whole = whole
         self.tail = logs.Tail(folder.log)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -349,9 +393,12 @@ class LogFollower:
         while not last:
             last = self.ended.wait(LOG_POLL_S)
             try:
-                show(*map(Verbatim, self.tail.lines()))
+                show(*map(Verbatim, filter(self.wanted, self.tail.lines())))
             except OSError:
                 return
+
+    def wanted(self, line: str) -> bool:
+        return self.whole or logs.parse(line).process == logs.WATCH
 
 
 def instance(record: Record) -> dict[str, Any]:
@@ -367,6 +414,7 @@ def instance(record: Record) -> dict[str, Any]:
         "command": record.command,
         "environment": record.environment,
         "directory": record.directory,
+        "watch": record.watch,
         "failure": record.failure,
         "note": record.note,
     }
@@ -375,9 +423,11 @@ def instance(record: Record) -> dict[str, Any]:
 def summary(record: Record) -> list[str]:
     """What a person wants to know of a server that has just come up."""
     took = span((record.ready_at or 0.0) - (record.started_at or 0.0))
+    watch = [f"  watch:       vllmops logs --process watch {record.name}"]
     return [
         f"[bold]{record.name}[/bold] is ready at [bold]{record.url}[/bold] after {took}",
         f"  log:         vllmops logs -f {record.name}",
+        *(watch if record.watch is not None else ()),
         f"  look inside: vllmops cache inspect -t {record.name}",
         f"  stop:        vllmops stop {record.name}" + ("" if record.detached else ", or Ctrl-C"),
     ]

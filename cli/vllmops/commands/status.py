@@ -11,6 +11,7 @@ from ..client import agent
 from ..client import http as client_http
 from ..client.caches import ROLES
 from ..instances.processes import Role
+from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, command, size, table, typer_app
 from ..snapshots.caches import LruCache, ShmCache
@@ -115,6 +116,9 @@ def screen(
         facts.add_row("supervision", "its supervisor had died; another has just taken over")
     elif seen.supervised is None:
         facts.add_row("supervision", "none: vllmops did not start it")
+    if record and record.watch is not None:
+        running = Folder(record.name).watched()
+        facts.add_row("watch", "on" if running else "not running yet, or not any more")
     return [*listing([seen]), "", facts]
 
 

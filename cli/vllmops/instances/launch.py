@@ -43,6 +43,7 @@ class Order:
         name: None picks one after the model.
         port: None picks a free one.
         environment: added to ours.
+        watch: what `vllmops watch` is given that runs beside it; None for none.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Order:
     environment: Mapping[str, str] = field(default_factory=dict)
     detached: bool = False
     default_name: str = ""
+    watch: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -193,12 +195,12 @@ def command(order: Order, port: int) -> tuple[str, ...]:
 def environment(order: Order, name: str) -> dict[str, str]:
     """What is added to the environment: the caller's wishes, our home, our plug-in, a store."""
     added = {"VLLMOPS_HOME": str(home()), **order.environment}
-    allowed = added.get("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS"))
-    if allowed is not None:
     wishes = {**os.environ, **added}
     if wishes.get(STORE) or not wishes.get(CLASS):
         # Written down, so that a restart from another shell finds the same.
         added[STORE] = wishes.get(STORE) or f"sqlite:///{named(name).path}/responses.db"
+    allowed = added.get("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS"))
+    if allowed is not None:
         kept = [name for name in allowed.split(",") if name]
         added["VLLM_PLUGINS"] = ",".join(kept if PLUGIN in kept else [*kept, PLUGIN])
     return added
@@ -216,6 +218,7 @@ def plan(order: Order, name: str, port: int) -> Record:
         port=port,
         scheme="https" if option(order.arguments, "--ssl-certfile") else "http",
         detached=order.detached,
+        watch=order.watch,
         created_at=now,
         stage_at=now,
     )

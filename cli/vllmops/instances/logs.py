@@ -19,6 +19,8 @@ STAGES = ("launching", "launched", "loading weights", "profiling", "warming up",
 LINE = re.compile(
     r"^\((?P<process>[\w.-]+) pid=(?P<pid>\d+)\) (?:(?P<level>[A-Z]+) \S+ \S+ \[[^]]*\] ?)?"
 )
+# What a watch says stands in the server's log, under this name.
+WATCH = "Watch"
 UVICORN = re.compile(r"^(INFO|WARNING|ERROR):\s")
 NAMES = {
     Role.API: ("APIServer", "ApiServer"),

@@ -68,6 +68,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         processes: the tree, root first.
         segments: names in ``/dev/shm`` that processes of the tree have mapped.
         exit_code: of the root process, negative for a signal, None where unknown.
+        watch: what `vllmops watch` is given that runs beside it; None where none does.
     """
 
     schema: int = SCHEMA
@@ -93,6 +94,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     segments: tuple[str, ...] = ()
     failure: Failure | None = None
     exit_code: int | None = None
+    watch: tuple[str, ...] | None = None
 
     @property
     def url(self) -> str:
@@ -131,6 +133,14 @@ class Folder:
     def supervisor_log(self) -> Path:
         return self.path / "supervisor.log"
 
+    @property
+    def watch_lock(self) -> Path:
+        return self.path / "watch.lock"
+
+    def watched(self) -> bool:
+        """Whether `vllmops watch` runs beside it, as ``serve --watch`` has it."""
+        return held(self.watch_lock)
+
     def read(self) -> Record | None:
         """The record, None where there is none.
 
@@ -164,11 +174,16 @@ class Folder:
 
     def supervised(self) -> bool:
         """Whether a supervisor (or a ``serve`` about to start one) is alive."""
-        try:
-            with (self.path / "lock").open("rb") as file:
-                return asked(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
-        except OSError:
-            return False
+        return held(self.path / "lock")
+
+
+def held(path: Path) -> bool:
+    """Whether somebody holds a lock."""
+    try:
+        with path.open("rb") as file:
+            return asked(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
+    except OSError:
+        return False
 
 
 def root() -> Path:

@@ -28,7 +28,7 @@ import msgspec
 import psutil
 
 from ..client import http as client_http
-from . import logs, processes, shm, takedown
+from . import logs, processes, shm, takedown, watcher
 from .control import Wish
 from .processes import VITAL, Process, Role, alive
 from .record import Failure, Folder, Record, State
@@ -36,6 +36,7 @@ from .record import Failure, Folder, Record, State
 TICK_S = 0.25
 SCAN_STARTING_S = 0.5
 SCAN_READY_S = 5.0
+WATCH_S = 10.0  # between two starts of a watch
 HEALTH_TIMEOUT_S = 2.0
 HOLDER_GRACE_S = 10.0
 LOG_LIMIT_BYTES = int(os.environ.get("VLLMOPS_LOG_MAX_BYTES", str(64 * 2**20)))
@@ -69,6 +70,7 @@ class Supervisor:
         self.tail = logs.Tail(folder.log)
         self.recent: deque[tuple[float, str]] = deque(maxlen=4000)
         self.scanned = 0.0
+        self.watch_due = 0.0
         self.unsaved = False
 
     # -- clients -----------------------------------------------------------------------------
@@ -219,9 +221,23 @@ class Supervisor:
             self.publish(state=State.READY, stage="ready", stage_at=now, ready_at=now)
         if self.unsaved:
             self.publish()
+        if self.record.state is State.READY:
+            self.watch()
         logs.rotate(self.folder.log, limit=LOG_LIMIT_BYTES, keep=LOGS_KEPT)
         with contextlib.suppress(TimeoutError):
             await self.obey(await asyncio.wait_for(self.wishes.get(), TICK_S))
+
+    def watch(self) -> None:
+        """See to it that it is watched, if that is wished."""
+        now = time.monotonic()
+        if self.record.watch is None or now < self.watch_due:
+            return
+        self.watch_due = now + WATCH_S
+        self.reap()
+        try:
+            watcher.start(self.folder, self.record.watch)
+        except OSError as error:
+            log(f"no watch: {error}")
 
     def healthy(self) -> bool:
         """Whether it serves: it, and not another server that was faster to take the port."""
