@@ -1,0 +1,205 @@
+"""Healthy load of every kind: ``python -m tests.live.soak --minutes 10``.
+
+A server works, idles, sleeps and wakes, and nothing may be said to be wrong with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from vllmops.demo.inputs import chat
+
+from .conftest import SOAKED, Cli, Live
+from .hangs import Asked
+
+MODEL = "demo-vision"
+TIMEOUT_S = 60.0
+WORK_S, IDLE_S, ASLEEP_S = 12.0, 4.0, 3.0
+
+
+@dataclass
+class Soak:
+    """Clients of a server, one of each kind at a time.
+
+    Args:
+        url: of the server.
+        done: requests that ended as they should, by kind.
+        failed: what the others ended with.
+    """
+
+    url: str
+    done: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=lambda: count(10_000))
+
+    def __post_init__(self) -> None:
+        # The server closes a connection that idles for 5 s, perhaps just as it is used again.
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        self.client = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, limits=fresh)
+        self.kinds: tuple[Callable[[int], None], ...] = (
+            self.text, self.images, self.same_images, self.long_prompt, self.stream,
+            self.aborted, self.aborted_stream, self.background, self.structured,
+        )  # fmt: skip
+
+    def text(self, number: int) -> None:
+        self.ask(f"Tell me of {number}.")
+
+    def images(self, number: int) -> None:
+        self.post("/v1/chat/completions", chat([number, number + 1], max_tokens=5))
+
+    def same_images(self, number: int) -> None:
+        self.post("/v1/chat/completions", chat([number % 3, 7], max_tokens=5))
+
+    def long_prompt(self, number: int) -> None:
+        self.ask(f"{number} " + "z" * 1800)
+
+    def stream(self, number: int) -> None:
+        assert "[DONE]" in list(self.lines(number))[-1]
+
+    def aborted(self, number: int) -> None:
+        asked = Asked(self.url, asking(f"Stop {number}.", 1500))
+        time.sleep(0.2)
+        asked.abort()
+
+    def aborted_stream(self, number: int) -> None:
+        next(self.lines(number, 1500))
+
+    def background(self, number: int) -> None:
+        body = {"model": MODEL, "input": f"Think of {number}.", "max_output_tokens": 20}
+        made = self.post("/v1/responses", {**body, "background": True, "store": True})
+        until = time.monotonic() + TIMEOUT_S
+        while made["status"] in {"queued", "in_progress"} and time.monotonic() < until:
+            time.sleep(0.2)
+            made = self.client.get(f"/v1/responses/{made['id']}").raise_for_status().json()
+        assert made["status"] in {"completed", "incomplete"}, made["status"]
+
+    def structured(self, number: int) -> None:
+        pattern = f"{number}-[a-f]{{8}}"  # one that is not compiled yet
+        made = self.ask("A number?", 50, structured_outputs={"regex": pattern})
+        assert re.fullmatch(pattern, made["choices"][0]["message"]["content"])
+
+    def ask(self, text: str, tokens: int = 20, **fields: Any) -> Any:
+        return self.post("/v1/chat/completions", {**asking(text, tokens), **fields})
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        return self.client.post(path, json=body).raise_for_status().json()
+
+    def lines(self, number: int, tokens: int = 30) -> Iterator[str]:
+        body = {**asking(f"Go on with {number}.", tokens), "stream": True}
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            answer.raise_for_status()
+            yield from (line for line in answer.iter_lines() if line)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Requests of all kinds, until the end of the block and of what is still in flight."""
+        over = threading.Event()
+
+        def work(kind: Callable[[int], None]) -> None:
+            while not over.is_set():
+                self.one(kind)
+                over.wait(random.random())
+
+        threads = [threading.Thread(target=work, args=(kind,)) for kind in self.kinds]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+    def one(self, kind: Callable[[int], None]) -> None:
+        try:
+            kind(next(self.numbers))
+            self.done[kind.__name__] += 1
+        except (httpx.HTTPError, AssertionError, ValueError, LookupError) as error:
+            self.failed.append(f"{kind.__name__}: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def sleeping(self) -> Iterator[None]:
+        """Asleep until the end of the block, with a request that has to wait for that."""
+        self.client.post("/sleep", params={"level": 1}).raise_for_status()
+        waiting = threading.Thread(target=self.one, args=(self.text,))
+        waiting.start()
+        try:
+            yield
+        finally:
+            self.client.post("/wake_up").raise_for_status()
+            waiting.join()
+            self.done["sleep"] += 1
+
+    def run(self, minutes: float, look: Callable[[], None]) -> None:
+        """Work, idle and sleep in turn.
+
+        Args:
+            minutes: for how long; a turn that has begun is brought to its end.
+            look: is called in each of the three.
+        """
+        end = time.monotonic() + 60 * minutes
+        while time.monotonic() < end:
+            with self.working():
+                spent(look, WORK_S)
+            spent(look, IDLE_S)
+            with self.sleeping():
+                spent(look, ASLEEP_S)
+
+
+def asking(text: str, tokens: int) -> dict[str, Any]:
+    return {**chat([], text, max_tokens=tokens), "ignore_eos": tokens > 1000}
+
+
+def spent(look: Callable[[], None], seconds: float) -> None:
+    """Look, and let the rest of some time pass."""
+    began = time.monotonic()
+    look()
+    time.sleep(max(began + seconds - time.monotonic(), 0.0))
+
+
+def alarms(server: Live) -> list[str]:
+    """What is said to be wrong with a server."""
+    ran = server.cli("stacks", "dump", "--explain", "--json", "-t", server.name)
+    found = [each for each in ran.data["findings"] if each["severity"] != "info"]
+    return [f"{each['code']}: {each['evidence']}" for each in found]
+
+
+def main() -> int:
+    """Load a server of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    minutes = parser.parse_args().minutes
+    with tempfile.TemporaryDirectory(prefix="vllmops-") as home:
+        cli = Cli(Path(home))
+        server = cli.serve("soak", "--demo", "vision", *SOAKED)
+        soak, told, looks = Soak(server.url), list[str](), count()
+
+        def look() -> None:
+            told.extend(alarms(server))
+            sys.stderr.write(f"look {next(looks)}: {sum(soak.done.values())} requests, {told}\n")
+
+        try:
+            soak.run(minutes, look)
+        finally:
+            cli("stop", "soak", "--force")
+    sys.stdout.write(f"{dict(soak.done)}\nfailed: {soak.failed}\nalarms: {told}\n")
+    return 1 if told or soak.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
