@@ -3,17 +3,20 @@
 tests/live starts the real one; here are the faults and the corner cases.
 """
 
+import asyncio
 import fcntl
 import json
 import os
 import pty
 import signal
+import sqlite3
 import subprocess
 import sys
 import termios
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ import pytest
 
 from vllmops.instances.processes import alive
 from vllmops.instances.record import Folder
+from vllmops.responses.opening import backend
+from vllmops.responses.store import ResponseStore
 
 LOGS = Path(__file__).parents[1] / "instances" / "logs"
 NOBODY = 65534
@@ -78,6 +83,47 @@ def healthy(url: str) -> bool:
         return bool(urllib.request.urlopen(f"{url}/health").status == 200)
     except OSError:
         return False
+
+
+def test_where_responses_are_kept(lab: Any) -> None:
+    words = ("--store", "memory://", "--store-max-size", "7", "--store-ttl", "1.5h", "--dry-run")
+    environment = lab.vllmops(*lab.words("a", *words), "--json").data["environment"]
+    assert environment["VLLMOPS_RESPONSES_STORE"] == "memory://"
+    assert environment["VLLM_RESPONSES_API_STORE_MAX_SIZE"] == "7"
+    assert environment["VLLMOPS_RESPONSES_STORE_TTL"] == "5400"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--store", "nonsense"), "is no store"),
+        (("--store-ttl", "soon"), "is no duration"),
+        (("--store", "memory://", "--", "--api-server-count", "2"), "of one process"),
+        (("--env", "VLLM_RESPONSES_STORE_BACKEND=a.B"), "No module named 'a'"),
+    ],
+)
+def test_a_store_that_can_not_be(lab: Any, words: tuple[str, ...], message: str) -> None:
+    answer = lab.vllmops(*lab.words("a", *words))
+    assert answer.code == 2
+    assert message in answer.err
+    assert not (lab.home / "instances" / "a").exists()
+
+
+def test_a_store_of_a_newer_version(lab: Any, tmp_path: Path) -> None:
+    database = tmp_path / "responses.db"
+    url = f"sqlite:///{database}"
+    asyncio.run(make(url))
+    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        connection.execute("UPDATE vllmops_meta SET value = 99 WHERE key = 'schema'")
+    answer = lab.vllmops(*lab.words("a", "--store", url))
+    assert answer.code == 1
+    assert "schema 99" in answer.err
+    assert "pip install" in answer.err
+
+
+async def make(url: str) -> None:
+    async with ResponseStore(backend(url)):
+        pass
 
 
 def test_a_dry_run_needs_no_vllm(vllmops: Any, model: Path, monkeypatch: Any) -> None:
