@@ -51,9 +51,9 @@ def bundle(
             f"{COLLECT_ENV_S:g} of its own beside.",
         ),
     ] = TIMEOUT_S,
-    redact: Annotated[
-        bool, typer.Option("--redact/--no-redact", help="Take keys, tokens and prompts out.")
-    ] = True,
+    no_redact: Annotated[
+        bool, typer.Option("--no-redact", help="Leave keys, tokens and prompts in it.")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the file if it is there, without asking.")
     ] = False,
@@ -71,7 +71,7 @@ def bundle(
     """
     server = chosen(target)
     if dry_run:
-        return preview(server, redact=redact)
+        return preview(server, redact=not no_redact)
     path = place(out, server.label)
     replace = force
     if path.exists() and not force:
@@ -83,7 +83,7 @@ def bundle(
     with Progress(time.time(), quiet=json_) as progress:
         contents = collect(server, timeout_s=timeout, tell=progress.update, stop=stop)
         progress.update("writing it")
-        path, index = bundles.write(contents, path, redact=redact, overwrite=replace)
+        path, index = bundles.write(contents, path, redact=not no_redact, overwrite=replace)
     found = contents.findings
     data = {
         "file": str(path),

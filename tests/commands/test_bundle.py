@@ -1,0 +1,235 @@
+"""``vllmops bundle``, with a stand-in for vLLM (see instances/standin.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.client import bundle
+from vllmops.client.collecting import collect, log
+from vllmops.errors import VllmopsError
+from vllmops.instances.processes import Process, Role
+from vllmops.instances.servers import Server, resolve
+
+OTHER = Path(__file__).parent.parent / "client" / "logs" / "other.log"
+KEY = "0123456789abcdef" * 4
+SECRETS = {
+    "VLLM_API_KEY": "PLANTED-key-of-the-server",
+    "HF_TOKEN": "hf_PLANTEDplantedPLANTEDplanted",
+    "MY_STORE": "postgresql://vllm:PLANTED-password@db/x",
+    "SOMETHING": "PLANTED of no known kind",
+}
+
+
+def parts(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as found:
+        return {each.name: found.extractfile(each).read().decode() for each in found}  # type: ignore[union-attr]
+
+
+@pytest.fixture(autouse=True)
+def folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where bundles come that are given no place."""
+    place = home / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    yield place
+    # Before the state directory goes.
+    os.chdir("/")
+
+
+def test_everything_in_one_file_without_secrets(
+    lab: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_RESPONSES_STATE_SIGNING_KEY", KEY)
+    env = [word for name, value in SECRETS.items() for word in ("--env", f"{name}={value}")]
+    words = ("--", "--api-key", "PLANTED-argument", "PLANTED-second", "--max-num-seqs", "16")
+    record = lab.serve("a", *env, *words, says=str(OTHER))
+    assert lab.vllmops("memory", "record", "--interval", "0.1", "--duration", "0.3").code == 0
+    answer = lab.vllmops("bundle", "--json")
+    assert answer.code == 0, answer
+    (path,) = folder.iterdir()
+    assert Path(answer.data["file"]).absolute() == path
+    assert path.name.startswith("vllmops-bundle-a-")
+    assert path.name.endswith("Z.tar.gz")
+    assert path.stat().st_mode & 0o777 == 0o600
+    found = parts(path)
+    for name, text in found.items():
+        for word in ("PLANTED", "UExBTlRFR", KEY):
+            assert word not in text, name
+    pids = {process.pid for process in record.processes}
+    # Its supervisor may have had nothing to say.
+    assert set(found) - {"supervisor.txt"} == {
+        *("index.json", "doctor.json", "doctor.txt", "server.json", "stacks.jsonl"),
+        *("memory.jsonl", "metrics.txt", "log.txt", "configuration.json"),
+        *("versions.json", *(f"proc/{pid}.txt" for pid in pids)),
+    }
+    index = json.loads(found["index.json"])
+    assert [each["name"] for each in index["parts"]] == list(found)[1:]
+    missing = {each["name"]: each["why"] for each in index["missing"]}
+    assert "No module named vllm.collect_env" in missing["collect_env.txt"]
+    assert any("has no agent" in why for why in missing.values())
+    assert index["redactions"]["environment variable"] > len(SECRETS)
+    assert index["redactions"]["prompt or answer"] > 5
+    assert answer.data["redactions"] == index["redactions"]
+    configuration = json.loads(found["configuration.json"])
+    assert set(SECRETS) <= set(configuration["environment"])
+    assert configuration["command"][-5:] == [
+        "--api-key",
+        *["[redacted]"] * 2,
+        *("--max-num-seqs", "16"),
+    ]
+    assert json.loads(found["versions.json"])["kernel"] == os.uname().release
+    assert "vllm:num_requests_running" in found["metrics.txt"]
+    assert "kept, what comes after" in found["log.txt"]
+    assert found["doctor.txt"].startswith(f"a at {record.url}, vLLM ")
+    # Others may leave segments on this machine.
+    findings = json.loads(found["doctor.json"])["findings"]
+    assert {each["code"] for each in findings} <= {"machine.shm-leftovers"}
+    assert len(found["stacks.jsonl"].splitlines()) == 3
+    for pid in pids:
+        for word in ("== status", "Threads:", "== limits", "== cgroup", "== smaps_rollup", "Pss:"):
+            assert word in found[f"proc/{pid}.txt"]
+    # And it is read as a server is.
+    assert lab.vllmops("doctor", str(path), "--json").data["findings"] == findings
+    assert lab.vllmops("stacks", "explain", str(path), "--json").code == 0
+    assert len(lab.vllmops("memory", "report", str(path), "--json").data["samples"]) >= 2
+    assert lab.vllmops("cache", "inspect", str(path), "--json").error["code"] == "bundle.no-caches"
+
+
+def test_what_a_person_sees(lab: Any, folder: Path) -> None:
+    lab.serve("a", "--env", "HF_TOKEN=hf_PLANTED")
+    preview = lab.vllmops("bundle", "--dry-run", columns=60)
+    assert preview.code == 0
+    for word in ("index.json", "stacks.jsonl", "collect_env.txt", "proc/"):
+        assert word in preview.out
+    assert max(map(len, preview.out.splitlines())) <= 60
+    listed = lab.vllmops("bundle", "--dry-run", "--json").data
+    assert [each["name"] for each in listed["parts"]][:2] == ["index.json", "doctor.txt"]
+    assert list(folder.iterdir()) == []
+    answer = lab.vllmops("bundle", "-o", "b.tar.gz", "--no-redact", "--timeout", "2")
+    assert answer.code == 0, answer
+    assert "looking at 3 processes" in answer.err
+    told = " ".join(answer.out.split())
+    assert "doctor: " in told
+    assert "not captured: collect_env.txt: " in told
+    assert "Nothing is redacted: keys, tokens and prompts may be in it." in told
+    assert "b.tar.gz: " in told
+    assert "hf_PLANTED" in parts(folder / "b.tar.gz")["configuration.json"]
+    again = lab.vllmops("bundle", "-o", "b.tar.gz", "--json")
+    assert (again.code, again.error["code"]) == (2, "unconfirmed")
+    assert "--force" in again.error["mend"]
+    assert lab.vllmops("bundle", "-o", "b.tar.gz", "--force", "--timeout", "1").code == 0
+    assert "[redacted]" in parts(folder / "b.tar.gz")["configuration.json"]
+    nowhere = lab.vllmops("bundle", "-o", "none/b.tar.gz", "--json")
+    assert (nowhere.code, nowhere.error["code"]) == (1, "bundle.not-written")
+
+
+def test_interrupted_it_keeps_what_there_is(lab: Any, folder: Path) -> None:
+    lab.serve("a")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "vllmops", "bundle", "-o", "b.tar.gz"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stderr is not None
+    assert "looking at" in running.stderr.readline()
+    time.sleep(1)
+    for _ in range(3):  # as people do
+        running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 130, err
+    assert "what there was by then is in b.tar.gz" in " ".join(err.split())
+    found = parts(folder / "b.tar.gz")
+    index = json.loads(found["index.json"])
+    assert index["interrupted"]
+    assert "interrupted" in {each["why"] for each in index["missing"]}
+    assert {"log.txt", "configuration.json", "server.json"} <= set(found)
+    assert bundle.load(folder / "b.tar.gz").looks
+    assert "log.txt" in out
+
+
+def test_whatever_hangs_it_ends_in_time(lab: Any, folder: Path) -> None:
+    """All processes stopped: nothing answers, and py-spy waits for each of them."""
+    record = lab.serve("a")
+    for process in record.processes:
+        lab.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    answer = lab.vllmops("bundle", "--timeout", "6", "--json")
+    took_s = time.monotonic() - began
+    for process in record.processes:
+        lab.kill(process.pid, signal.SIGCONT)
+    assert answer.code == 0, answer
+    assert answer.data["seconds"] < 7
+    assert took_s < 20  # what hangs inside has an end of its own
+    codes = {each["code"] for each in answer.data["findings"]}
+    assert "process.stopped" in codes
+    missing = {each["name"]: each["why"] for each in answer.data["missing"]}
+    assert "Timeout" in missing["metrics.txt"]
+    seen = bundle.load(Path(answer.data["file"]))
+    assert {state.state for look in seen.looks for state in look.processes} == {"T"}
+    found = parts(Path(answer.data["file"]))
+    assert all("T (stopped)" in text for name, text in found.items() if "proc/" in name)
+
+
+def test_a_server_that_is_over_has_a_log(lab: Any, folder: Path) -> None:
+    lab.serve("a", says=str(OTHER))
+    assert lab.vllmops("stop", "a", "--force").code == 0
+    answer = lab.vllmops("bundle", "-t", "a", "-o", str(folder / "b.tar.gz"), "--json")
+    assert answer.code == 0, answer
+    found = parts(folder / "b.tar.gz")
+    assert "kept, what comes after" in found["log.txt"]
+    assert "PLANTED" not in "".join(found.values())
+    assert json.loads(found["configuration.json"])["record"]["state"] == "stopped"
+    assert "stacks.jsonl" in {each["name"] for each in answer.data["missing"]}
+    assert lab.vllmops("doctor", str(folder / "b.tar.gz")).code == 0
+
+
+def test_the_log_of_a_server_that_others_started(tmp_path: Path) -> None:
+    with (tmp_path / "nohup.out").open("wb") as file:
+        for out in (file, subprocess.PIPE):
+            popen = subprocess.Popen(
+                [sys.executable, "-c", "print('kept', flush=True); input()"],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.DEVNULL,
+            )
+            server = Server(name=None, processes=(Process(Role.API, popen.pid, 0.0),))
+            try:
+                if out is file:
+                    while not (tmp_path / "nohup.out").stat().st_size:
+                        time.sleep(0.01)
+                    assert log(server) == "kept"
+                else:
+                    with pytest.raises(VllmopsError) as caught:
+                        log(server)
+                    assert "writes to no file" in caught.value.message
+            finally:
+                popen.communicate()
+
+
+def test_a_snapshot_that_was_taken_before(lab: Any, folder: Path) -> None:
+    """As a watch has it: it is not taken again."""
+    lab.serve("a")
+    server = resolve("a")
+    first = bundle.load(bundle.capture(server, folder / "a.tar.gz", timeout_s=5))
+    began = time.monotonic()
+    again = bundle.capture(server, folder / "b.tar.gz", first, timeout_s=5)
+    assert time.monotonic() - began < 6
+    assert bundle.load(again) == first
+    stop = threading.Event()
+    stop.set()
+    contents = collect(server, stop=stop)
+    assert contents.interrupted
+    assert contents.seconds < 3

@@ -1,0 +1,35 @@
+"""A bundle of a real server."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+from .conftest import Live
+
+
+def test_all_of_a_healthy_server_in_its_time(vision_server: Live, tmp_path: Path) -> None:
+    path = tmp_path / "b.tar.gz"
+    ran = vision_server.cli("bundle", "-t", vision_server.name, "-o", str(path), "--json")
+    assert ran.code == 0, ran.err
+    assert ran.data["seconds"] < 22
+    with tarfile.open(path) as found:
+        parts = {each.name: found.extractfile(each).read() for each in found}  # type: ignore[union-attr]
+    pids = vision_server.pids()
+    assert {f"proc/{pid}.txt" for pid in pids.values()} <= set(parts)
+    # Nothing but a recording, which nobody has made, is missing.
+    assert [each["name"] for each in ran.data["missing"]] == ["memory.jsonl"]
+    versions = json.loads(parts["versions.json"])
+    assert versions["vllm"]
+    assert versions["torch"]
+    assert f"vLLM Version                 : {versions['vllm']}".encode() in parts["collect_env.txt"]
+    assert b"vllm:num_requests_running" in parts["metrics.txt"]
+    assert b"Application startup complete" in parts["log.txt"]
+    for words in (("doctor",), ("stacks", "explain"), ("cache", "inspect")):
+        read = vision_server.cli(*words, str(path), "--json")
+        assert read.code == 0, (words, read.out)
+    live = vision_server.cli("cache", "inspect", "-t", vision_server.name, "--json").data
+    kept = vision_server.cli("cache", "inspect", str(path), "--json").data
+    assert [each["kind"] for each in kept["caches"]] == [each["kind"] for each in live["caches"]]
+    assert vision_server.row["state"] == "ready"
