@@ -15,7 +15,7 @@ from vllmops.diagnose.findings import Severity
 from vllmops.snapshots.server import ServerSnapshot, Unseen
 from vllmops.snapshots.stacks import StacksSnapshot
 
-from .servers import PIDS, healthy, looks, metrics, process, pulse
+from .servers import PIDS, healthy, look, looks, metrics, process, pulse
 
 SAMPLES = Path(__file__).with_name("stacks")
 
@@ -64,6 +64,20 @@ def test_metrics_that_stand_still_while_all_is_idle_are_stale() -> None:
     told = looks(*[NO_AGENTS] * 40)
     assert found(healthy(looks=told)) == ["engine.no-progress"]
     assert found(healthy(looks=told, stacks=stacks("idle-spin-normal.txt"))) == []
+
+
+def test_steps_without_tokens_are_told_to_the_stacks() -> None:
+    def paces(step: int, **fields: float) -> dict[str, str]:
+        seen = [
+            look(at_s, pulses=(pulse("engine", current_step=at, waiting=1, **fields),))
+            for at_s, at in ((0.0, 5), (4.0, step))
+        ]
+        known = doctor.facts(seen, 10.0)
+        return {name: known[name] for name in ("steps", "still") if name in known}
+
+    assert paces(900, still_s=4.2) == {"steps": "moving", "still": "4"}
+    assert paces(5, still_s=4.2) == {"steps": "frozen", "still": "4"}
+    assert paces(900, still_s=4.2, age_s=20.0) == {}, "a late heartbeat says nothing of now"
 
 
 def test_a_stopped_process_hides_what_it_causes() -> None:

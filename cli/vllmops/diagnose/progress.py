@@ -22,6 +22,8 @@ METRICS_FACTOR = 3.0
 LATE_S = 3.0
 # Pictures are fetched and decoded before the engine hears of a request.
 RENDERING_S = 5.0
+# An engine that is dead stays so: this is for a server that is just being taken down.
+UNHEALTHY_S = 3.0
 DEAD = {"", "Z"}  # states of a process
 VITAL = {"launcher", "api", "engine", "worker", "coordinator"}
 STACKS = "see which code it is stuck in: vllmops stacks dump --explain"
@@ -62,7 +64,13 @@ ENDED = Rule(
     "a process of the server has ended, and the others live on",
     "its last words: vllmops logs; then vllmops restart",
 )
-RULES = (NO_PROGRESS, UNREACHED, NO_PYTHON, API_SILENT, RENDERING, ENDED)
+UNHEALTHY = Rule(
+    "api.unhealthy",
+    Severity.ERROR,
+    "/health says that the engine is dead",
+    "vllmops logs --process engine; then vllmops restart",
+)
+RULES = (NO_PROGRESS, UNREACHED, NO_PYTHON, API_SILENT, RENDERING, ENDED, UNHEALTHY)
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -117,6 +125,7 @@ def stalls(looks: Sequence[Look], patience_s: float = PATIENCE_S) -> list[Stall]
         return []
     mute = [*silent(looks, patience_s)]
     found = [*frozen(looks, patience_s), *mute, *ended(looks, patience_s)]
+    found += unhealthy(looks, patience_s)
     # Where the front end does not read answers, what it has handed over seems to be on the way.
     found += [] if mute else unreached(looks, patience_s)
     found += pythonless(looks, patience_s, bool(found))
@@ -211,6 +220,16 @@ def silent(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
         subject = ", ".join(f"api {process.pid}" for process in apis)
         evidence = f"/health takes connections, and has not answered for {since_s:.0f} s"
         yield Stall(API_SILENT.code, subject, since_s, evidence)
+
+
+def unhealthy(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+    """API servers whose engine is dead, by their own word."""
+    asked = [look for look in looks if look.health is not None]
+    since_s = lasting(asked, lambda look: look.health == 503 or None) if asked else None
+    if since_s is not None and since_s >= min(patience_s, UNHEALTHY_S):
+        apis = [process for process in looks[-1].processes if process.role == "api"]
+        subject = ", ".join(f"api {process.pid}" for process in apis) or "the server"
+        yield Stall(UNHEALTHY.code, subject, since_s, "/health answers 503")
 
 
 def ended(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from ..snapshots.patches import State
 from ..snapshots.server import Disk, ProcessState, ServerSnapshot
 from .findings import Finding, Rule, Severity
-from .progress import NO_PYTHON, PATIENCE_S, late, named
+from .progress import NO_PYTHON, PATIENCE_S, UNHEALTHY, late, named
 from .stacks import STOPPED
 
 INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
@@ -52,12 +52,6 @@ ORPHANS = Rule(
     "processes are left of a server that is gone",
     "they keep their memory, a GPU's too: kill them",
     "https://github.com/vllm-project/vllm/issues/55510",
-)
-UNHEALTHY = Rule(
-    "api.unhealthy",
-    ERROR,
-    "/health says that the engine is dead",
-    "vllmops logs --process engine; then vllmops restart",
 )
 FAILED = Rule(
     "server.failed",
@@ -243,7 +237,7 @@ def missing(snapshot: ServerSnapshot) -> Iterator[Finding]:
         if last.health == 503 or len(roles) == len(apis):
             yield ENGINE_MISSING.at(snapshot.server, seen)
     elif last.health == 503:
-        yield UNHEALTHY.at(snapshot.server, "/health answers 503")
+        yield UNHEALTHY.at(", ".join(map(called, apis)), "/health answers 503")
     if "engine" in roles and (wanted := workers(snapshot)) > (here := roles.count("worker")) > 0:
         yield WORKER_MISSING.at(snapshot.server, f"{here} workers of {wanted}")
     for process in last.processes:

@@ -86,8 +86,8 @@ class Vigil:
         last = self.looks[-1]
         told = [pulse.beat for pulse in last.pulses]
         blind = not any(beat.still_s is not None for beat in told)
-        if self.standing or last.health == 0:
-            ask = blind or last.health == 0 or bool(self.after(self.patience_s / 2))
+        if self.standing or last.health in {0, 503}:
+            ask = blind or last.health in {0, 503} or bool(self.after(self.patience_s / 2))
             return Step(self.interval_s, ask)
         if blind:
             return Step(max(self.interval_s, ASK_S), ask=True)
