@@ -180,6 +180,15 @@ def test_a_livelock_is_told_by_its_steps() -> None:
     assert "steps go on" not in stalls(looks[-1:])[0].evidence
 
 
+def test_steps_before_it_stood_still_are_no_livelock() -> None:
+    looks = [
+        look(2.0 * n, pulses=beats(engine=engine(max(2.0 * n - 20, 0.0), current_step=min(n, 10))))
+        for n in range(20)
+    ]
+    (found,) = stalls(looks)
+    assert "steps go on" not in found.evidence
+
+
 def doubtful(looks: list[Look]) -> Stall:
     (found,) = stalls(looks)
     assert found.mark

@@ -20,6 +20,7 @@ PATIENCE_S = 10.0
 METRICS_FACTOR = 3.0
 # A beat is due every second, and a busy machine may be late with it.
 LATE_S = 3.0
+SAME_BEAT_S = 0.1
 # Pictures are fetched and decoded before the engine hears of a request.
 RENDERING_S = 5.0
 # An engine that is dead stays so: this is for a server that is just being taken down.
@@ -164,9 +165,14 @@ def frozen(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
 
 
 def stepping(looks: Sequence[Look], pulse: Pulse) -> bool:
-    """Whether an engine's steps went on from the first look to the last."""
+    """Whether an engine's steps go on although its requests stand still."""
+    # The beat that saw the last token is left out: its step may have been on the way.
+    began_s = looks[-1].at_s - pulse.age_s - (pulse.beat.still_s or 0.0) + SAME_BEAT_S
     steps = {
-        each.beat.current_step for look in looks for each in look.pulses if each.pid == pulse.pid
+        each.beat.current_step
+        for look in looks
+        for each in look.pulses
+        if each.pid == pulse.pid and look.at_s - each.age_s >= began_s
     }
     return len(steps) > 1
 
