@@ -75,9 +75,9 @@ def test_steps_without_tokens_are_told_to_the_stacks() -> None:
         known = doctor.facts(seen, 10.0)
         return {name: known[name] for name in ("steps", "still") if name in known}
 
-    assert paces(900, still_s=4.2) == {"steps": "moving", "still": "4"}
-    assert paces(5, still_s=4.2) == {"steps": "frozen", "still": "4"}
-    assert paces(900, still_s=4.2, age_s=20.0) == {}, "a late heartbeat says nothing of now"
+    assert paces(900, still_s=8.2) == {"steps": "moving", "still": "8"}
+    assert paces(5, still_s=8.2) == {"steps": "frozen", "still": "8"}
+    assert paces(900, still_s=8.2, age_s=20.0) == {}, "a late heartbeat says nothing of now"
 
 
 def test_a_stopped_process_hides_what_it_causes() -> None:

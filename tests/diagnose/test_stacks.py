@@ -118,6 +118,18 @@ def test_one_dump_cannot_tell_a_livelock_from_work(name: str) -> None:
     assert "one dump can't tell" in finding.sure
 
 
+@pytest.mark.parametrize(
+    ("name", "running"), [("schedule-livelock.cpu", "1"), ("admission-deadlock.cpu", "0")]
+)
+def test_who_still_spins_lost_no_message(name: str, running: str) -> None:
+    """Most of a livelock's time goes into the round trip of empty batches."""
+    alone = Pasted(read(sample(name)).samples, complete=True)
+    assert explain(alone).verdict == "unknown"
+    known = {"running": running, "waiting": "2", "kv_usage": "0", "steps": "moving", "still": "6"}
+    assert told(explain(alone, known)) == [(f"stack.{name.partition('.')[0]}", "sure")]
+    assert explain(alone, {**known, "deferred": "2"}).verdict == "unknown", "a transfer, perhaps"
+
+
 # What tells the one is a native frame, the other who holds the GIL.
 LACKS = {"launch-queue-full": WITHOUT_NATIVE, "gil-held": WITHOUT_GIL}
 PASTED = [

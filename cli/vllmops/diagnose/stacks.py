@@ -52,7 +52,7 @@ STATS = re.compile(
     r"(?:Engine(?P<id>\d+):)?Avgpromptthroughput:(?P<prompt>[\d.]+)tokens/s,"
     r"Avggenerationthroughput:(?P<generation>[\d.]+)tokens/s,"
     r"Running:(?P<running>\d+)reqs,Waiting:(?P<waiting>\d+)reqs"
-    r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?GPUKVcacheusage:(?P<kv>[\d.]+)%"
+    r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?KVcacheusage:(?P<kv>[\d.]+)%"
 )
 
 
