@@ -100,12 +100,11 @@ def test() -> None:
     run("ruff", "format", "--check", ".")
     run("ruff", "check", ".")
     run("mypy")
-    # The fast ones wait more than they work; the live ones share servers.
-    fast, live = ("--ignore", "tests/live"), ("tests/live",)
-    for words in (("--numprocesses", "2", *fast), live):
-        if attempt("pytest", *words):
+    # Tests wait more than they work, for servers to start above all; a file's live ones share some.
+    for way, which in (("load", ("--ignore", "tests/live")), ("loadfile", ("tests/live",))):
+        if attempt("pytest", "--numprocesses", "2", "--dist", way, *which):
             # Time-outs are for a machine that does nothing else: what failed is run alone, once.
-            run("pytest", "--last-failed", *(live if words is live else fast))
+            run("pytest", "--last-failed", *which)
     run("python", "benchmarks/run.py", "--short")
 
 
