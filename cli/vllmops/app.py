@@ -32,6 +32,7 @@ COMMANDS = {
     "restart": Entry("stop:restart_app", "Stop a server and start it again as it was."),
     "doctor": Entry("doctor", "Say what is wrong with a server, and what to do next."),
     "bundle": Entry("bundle", "Put what a bug report needs into one file, without secrets."),
+    "watch": Entry("watch", "Tell when a server stalls, with the evidence at hand."),
     "attach": Entry("attach", "Load the agent into a server that runs without it."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
     "patches": Entry("patches", "Defects of vLLM's, and what became of them.", several=True),

@@ -1,0 +1,338 @@
+"""``vllmops watch`` and ``serve --watch`` on real processes with vLLM's titles.
+
+What they are stuck in is made up; tests/live has real hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.client import bundle, pyspy, watched
+from vllmops.diagnose.doctor import examine
+from vllmops.instances.processes import Role
+from vllmops.instances.record import Folder
+from vllmops.instances.servers import resolve
+
+Spawn = Callable[..., Any]
+QUICK = ("--interval", "0.2", "--checks", "3", "--patience", "1.5")
+SCHEDULER = """
+from types import SimpleNamespace as Made
+from vllmops.agent import found
+class Scheduler(Made):
+    __hash__ = object.__hash__
+scheduler = Scheduler(running=[], waiting=[], current_step=7)
+found.remember("scheduler", scheduler)
+"""
+
+
+@pytest.fixture
+def engine(spawn: Spawn, home: Path) -> Any:
+    """An engine whose scheduler is a toy: requests come and go as it is told."""
+    child = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
+    child.run(SCHEDULER)
+    return child
+
+
+def stick(engine: Any) -> None:
+    engine.run("scheduler.waiting.append(Made(request_id='a'))")
+
+
+def let_go(engine: Any) -> None:
+    engine.run("scheduler.waiting.clear()")
+
+
+class Watching:
+    """A watch in a process of its own, and what it has said so far."""
+
+    def __init__(self, place: Path, *words: object) -> None:
+        self.err = place / f"watch-{time.monotonic_ns()}.err"
+        with self.err.open("wb") as err:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "vllmops", "watch", *map(str, words)],
+                env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+            )
+        self.says("watching")
+
+    @property
+    def said(self) -> str:
+        return self.err.read_text()
+
+    def says(self, words: str, timeout_s: float = 40) -> None:
+        deadline = time.monotonic() + timeout_s
+        while words not in self.said:
+            assert self.popen.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.02)
+
+    def end(self, timeout_s: float = 40) -> tuple[int, str]:
+        out, _ = self.popen.communicate(timeout=timeout_s)
+        return self.popen.returncode, out
+
+
+Begin = Callable[..., Watching]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    made: list[Watching] = []
+
+    def start(*words: object) -> Watching:
+        made.append(Watching(tmp_path, *words))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.popen.kill()
+        each.popen.communicate()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 40) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def bundles(home: Path) -> list[Path]:
+    return sorted((home / "bundles").glob("*.tar.gz"))
+
+
+def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: Begin) -> None:
+    hook = home / "hook.sh"
+    hook.write_text(f"cat >> {home}/events; echo >> {home}/events; echo heard $VLLMOPS_EVENT")
+    watch = begin("-t", engine.process.pid, *QUICK, "--exec", f"sh {hook}", "--json")
+    time.sleep(3)
+    assert (watch.popen.poll(), bundles(home)) == (None, [])
+    stick(engine)
+    watch.says("has stalled")
+    (kept,) = bundles(home)
+    assert kept.stat().st_mode & 0o077 == 0
+    snapshot = bundle.load(kept)
+    assert len(snapshot.stacks) == 3
+    assert "engine.no-progress" in {each.code for each in examine(snapshot, 1.5).findings}
+    assert str(kept) in watch.said
+    let_go(engine)
+    watch.says("goes on again")
+    watch.popen.send_signal(signal.SIGINT)
+    code, out = watch.end()
+    assert code == 130
+    data = json.loads(out)["data"]
+    assert (data["stalls"], data["failures"]) == (1, 0)
+    told = [each["event"] for each in data["events"]]
+    assert told == ["stalled", "recovered"]
+    heard = [json.loads(line) for line in (home / "events").read_text().splitlines()]
+    assert [each["event"] for each in heard] == told
+    assert heard[0]["bundle"] == str(kept)
+    assert heard[0]["code"] == "engine.no-progress"
+    # Not on standard output, which has the envelope.
+    assert "heard stalled" in watch.said
+    assert len(bundles(home)) == 1
+
+
+def test_once(engine: Any, home: Path, vllmops: Any) -> None:
+    target = ("-t", str(engine.process.pid))
+    answer = vllmops("watch", *target, *QUICK, "--once", "--for", "3")
+    assert (answer.code, answer.out) == (0, "watched for 3s: 0 stalled, 0 recovered, 0 failed\n")
+    stick(engine)
+    answer = vllmops("watch", *target, *QUICK, "--once", "-o", str(home / "kept"), "--json")
+    assert answer.code == 1
+    (event,) = answer.data["events"]
+    assert event["bundle"] == str(next((home / "kept").iterdir()))
+    assert answer.envelope["status"] == "findings"
+
+
+def test_a_stopped_process_is_a_stall_where_it_holds_up_work(
+    engine: Any, spawn: Spawn, home: Path, begin: Begin
+) -> None:
+    stick(engine)
+    time.sleep(1.5)
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    watch = begin("-t", engine.process.pid, *QUICK, "--once")
+    code, out = watch.end()
+    os.kill(engine.process.pid, signal.SIGCONT)
+    assert code == 1
+    assert "process.stopped" in watch.said
+    assert f"kill -CONT {engine.process.pid}" in watch.said
+    assert "1 stalled" in out
+    idle = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
+    os.kill(idle.process.pid, signal.SIGSTOP)
+    watch = begin("-t", idle.process.pid, *QUICK, "--once", "--for", "5")
+    code, _ = watch.end()
+    os.kill(idle.process.pid, signal.SIGCONT)
+    assert code == 0
+
+
+def test_the_server_ends(engine: Any, begin: Begin) -> None:
+    watch = begin("-t", engine.process.pid, *QUICK)
+    time.sleep(1)
+    engine.popen.kill()
+    engine.popen.wait()
+    code, out = watch.end()
+    assert (code, "0 stalled" in out) == (0, True)
+    assert f"{engine.process.pid} has ended: its processes are gone" in watch.said
+
+
+def test_a_full_disk_is_told_and_watching_goes_on(
+    full_disk: Callable[[], None], engine: Any, begin: Begin
+) -> None:
+    stick(engine)
+    watch = begin("-t", engine.process.pid, *QUICK)
+    full_disk()
+    watch.says("No space left on device")
+    watch.says("has stalled")
+    # Heartbeats get to a full disk, too: their place is there.
+    let_go(engine)
+    watch.says("goes on again")
+    assert watch.popen.poll() is None
+
+
+def test_evidence_is_there_in_time_whatever_hangs(
+    engine: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = home / "py-spy"
+    script.write_text("#!/bin/sh\nexec sleep 600\n")
+    script.chmod(0o755)
+    # A py-spy that hangs can't be had otherwise.
+    monkeypatch.setattr(pyspy, "find", lambda: str(script))
+    stick(engine)
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    server = watched.Watched(resolve(str(engine.process.pid)))
+    began = time.monotonic()
+    snapshot = server.capture([], 10.0, threading.Event())
+    kept = server.save(snapshot, home / "bundles")
+    # And some time for a machine that does other things, too.
+    assert time.monotonic() - began < 20 + 10
+    assert watched.LOOKING_S + watched.WRITING_S <= 20
+    assert {"stacks.timeout", "agent.timeout"} <= {each.code for each in snapshot.unseen}
+    assert bundle.load(kept).looks
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "error"),
+    [
+        (("--exec", "no-such-program"), 2, "watch.no-command"),
+        (("--webhook", "ftp://x"), 2, "usage"),
+        (("--interval", "0"), 2, "usage"),
+        (("--checks", "0"), 2, "usage"),
+        (("--restart",), 1, "restart.stranger"),
+    ],
+)
+def test_command_lines_that_are_wrong(
+    engine: Any, vllmops: Any, words: tuple[str, ...], exit_code: int, error: str
+) -> None:
+    answer = vllmops("watch", "-t", str(engine.process.pid), *words, "--json")
+    assert (answer.code, answer.error["code"]) == (exit_code, error)
+
+
+# -- instances ---------------------------------------------------------------------------
+
+
+def hang(lab: Any, name: str) -> subprocess.Popen[bytes]:
+    """A request that its gauge counts, and that gets nowhere."""
+    return subprocess.Popen(
+        ["curl", "-s", f"{lab.record(name).url}/slow/600"], stdout=subprocess.DEVNULL
+    )
+
+
+def test_without_agents_and_with_a_restart(lab: Any, begin: Begin) -> None:
+    before = lab.serve("a")
+    with hang(lab, "a") as request:
+        watch = begin("-t", "a", *QUICK, "--restart")
+        watch.says("a is restarted; it had stalled")
+        request.wait(20)
+    watch.says("a is ready; watching it")
+    assert watch.said.index("evidence:") < watch.said.index("is restarted")
+    assert lab.record("a").session != before.session
+    assert len(bundles(lab.home)) == 1
+    lab.vllmops("stop", "a")
+    watch.says("a has ended")
+    assert watch.popen.poll() is None
+    lab.vllmops("restart", "a")
+    until(lambda: watch.said.count("a is ready; watching it") == 2)
+
+
+def test_an_engine_that_dies_is_a_failure_with_evidence(lab: Any, begin: Begin) -> None:
+    lab.serve("a")
+    watch = begin("-t", "a", *QUICK, "--once")
+    lab.kill(lab.process("a", "engine").pid)
+    code, out = watch.end()
+    assert (code, "1 failed" in out) == (1, True)
+    assert "engine" in watch.said
+    assert "died" in watch.said
+    assert len(bundles(lab.home)) == 1
+
+
+def said(lab: Any, name: str) -> list[str]:
+    lines = lab.vllmops("logs", name, "--process", "watch", "--json").data["lines"]
+    return [str(line).partition("[watch] ")[2] for line in lines]
+
+
+def test_serve_watches_until_its_end(lab: Any) -> None:
+    record = lab.serve("a", "--watch-exec", "true")
+    assert record.watch == ("--exec", "true")
+    lab.until(lambda: said(lab, "a"))
+    assert said(lab, "a")[0].startswith("watching a")
+    assert "watch" in lab.vllmops("status", "a").out
+    first = holder(lab)
+    lab.kill(first)
+    lab.until(lambda: len(said(lab, "a")) == 2)
+    assert Folder("a").watched()
+    lab.vllmops("stop", "a")
+    lab.until(lambda: not Folder("a").watched())
+    assert said(lab, "a")[-1].startswith("a has ended")
+
+
+def holder(lab: Any) -> int:
+    """The pid of the watch beside an instance."""
+    return int(lines_of(lab)[-1].split("pid=")[1].split(")")[0])
+
+
+def lines_of(lab: Any) -> list[str]:
+    return list(lab.vllmops("logs", "a", "--process", "watch", "--json").data["lines"])
+
+
+def test_it_survives_the_supervisor_and_there_is_one(lab: Any) -> None:
+    lab.serve("a", "--watch")
+    lab.until(lambda: said(lab, "a"))
+    first = holder(lab)
+    lab.kill_supervisor("a")
+    assert Folder("a").watched()
+    lab.vllmops("ps")
+    lab.until(lambda: lab.supervisor("a"))
+    time.sleep(1.5)
+    assert (holder(lab), len(said(lab, "a"))) == (first, 1)
+    lab.vllmops("stop", "a")
+    lab.until(lambda: not Folder("a").watched())
+
+
+def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
+    popen = lab.hold("a", "--watch", "--quiet")
+    lab.until(lambda: said(lab, "a"))
+    time.sleep(0.5)
+    popen.send_signal(signal.SIGINT)
+    out, _ = popen.communicate(timeout=40)
+    (line,) = [each for each in out.splitlines() if each]
+    assert "(Watch pid=" in line
+    assert "watching a" in line
+
+
+@pytest.mark.parametrize("words", [("--watch-exec", "no-such-program"), ("--watch-webhook", "x")])
+def test_serve_refuses_what_watch_would(lab: Any, words: tuple[str, ...]) -> None:
+    answer = lab.vllmops(*lab.words("a", "--json", *words))
+    assert answer.code == 2
+    assert lab.state("a") is None
