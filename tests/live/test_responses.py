@@ -1,0 +1,509 @@
+"""Stored responses of a real vLLM with two API servers, by OpenAI's own client.
+
+Each connection may reach either server, so what is asked a few times has been asked of both.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from vllmops.client import agent
+from vllmops.instances.processes import Process, Role
+
+from .conftest import Cli, Live, kill, until
+
+MODEL = "demo-text"
+# Renders all that a message may hold, so that what is missing makes a shorter prompt.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['reasoning'] or '' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] or [] %}{{ part['text'] }}{% endfor %}{% endif %}"
+    "{% for call in m['tool_calls'] or [] %}"
+    "{{ call['function']['name'] }} {{ call['function']['arguments'] }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+TOOL = {
+    "type": "function",
+    "name": "lamp",
+    "parameters": {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    },
+}
+SLOW: dict[str, Any] = {"max_output_tokens": 1800, "extra_body": {"ignore_eos": True}}
+# Nothing can be generated so, which vLLM notices once it has answered.
+HOPELESS = {"extra_body": {"logit_bias": {"99999999": 1}}}
+STORE: tuple[str, ...] = ()
+
+
+@pytest.fixture(scope="module")
+def kept(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    template = tmp_path_factory.mktemp("template") / "all.jinja"
+    template.write_text(TEMPLATE)
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    shape = ("--chat-template", str(template), *tools)
+    words = ("--api-server-count", "2", "--api-key", "one", "two", *shape)
+    made = cli.serve("kept", "--demo", "text", *STORE, "--", *words)
+    try:
+        yield made
+    finally:
+        cli("stop", made.name, "--force")
+
+
+@pytest.fixture(scope="module")
+def base(kept: Live) -> str:
+    return f"{kept.url}/v1"
+
+
+def connect(base: str, key: str = "one") -> Any:
+    """OpenAI's client, with a connection for each request; its unions of types say too little."""
+    each = {"Connection": "close"}
+    return openai.OpenAI(
+        base_url=base, api_key=key, max_retries=0, timeout=120, default_headers=each
+    )
+
+
+@pytest.fixture(scope="module")
+def client(base: str) -> Any:
+    return connect(base)
+
+
+@pytest.fixture(scope="module")
+def stranger(base: str) -> Any:
+    return connect(base, "two")
+
+
+def ask(base: str, path: str, method: str = "GET", key: str = "one", **options: Any) -> Any:
+    return httpx.request(
+        method,
+        f"{base}/responses{path}",
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=60,
+        **options,
+    )
+
+
+def say(client: Any, text: Any = "hello", **options: Any) -> Any:
+    given = {"max_output_tokens": 4, **options}
+    return client.responses.create(model=MODEL, input=text, **given)
+
+
+def ended(client: Any, response_id: str) -> Any:
+    def look() -> Any:
+        found = client.responses.retrieve(response_id)
+        return found if found.status not in {"queued", "in_progress"} else None
+
+    return until(look, 30)
+
+
+def background(client: Any, **options: Any) -> Any:
+    return say(client, background=True, **{**SLOW, **options})
+
+
+def following(client: Any, **options: Any) -> tuple[Any, str]:
+    """A background stream that has begun, and the id of its response."""
+    stream = background(client, stream=True, **options)
+    return stream, next(iter(stream)).response.id
+
+
+# -- what becomes of a response ---------------------------------------------------------
+
+
+def test_each_server_knows_each_response(client: Any) -> None:
+    made = say(client)
+    for _ in range(8):
+        assert client.responses.retrieve(made.id) == made
+        turn = say(client, "and then?", previous_response_id=made.id)
+        assert turn.previous_response_id == made.id
+    run = background(client)
+    for _ in range(8):
+        assert client.responses.cancel(run.id).status == "cancelled"
+
+
+def test_a_failed_generation_is_told_as_failed(client: Any) -> None:
+    run = say(client, background=True, **HOPELESS)
+    failed = ended(client, run.id)
+    assert failed.status == "failed"
+    assert "logit_bias" in failed.error.message
+    last = list(say(client, background=True, stream=True, **HOPELESS))[-1]
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    foreground = list(say(client, stream=True, **HOPELESS))[-1]
+    assert foreground.type == "response.failed"
+
+
+def test_what_is_deleted_while_it_runs_stays_so(client: Any, base: str) -> None:
+    run = background(client, max_output_tokens=600)
+    assert ask(base, f"/{run.id}", "DELETE").json() == {
+        "id": run.id,
+        "object": "response",
+        "deleted": True,
+    }
+    stream, deleted = following(client, max_output_tokens=600)
+    client.responses.delete(deleted)
+    assert list(stream)[-1].type == "error"
+    time.sleep(3)  # as long as it would have run
+    for _ in range(4):
+        for response_id in (run.id, deleted):
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(response_id)
+
+
+def test_an_id_that_is_taken_is_refused(client: Any, stranger: Any) -> None:
+    mine = say(client, extra_body={"request_id": "resp_mine"})
+    for who in (client, stranger):
+        for options in ({}, {"background": True}, {"stream": True}):
+            with pytest.raises(openai.ConflictError) as caught:
+                list(say(who, extra_body={"request_id": "resp_mine"}, **options))
+            assert caught.value.param == "request_id"
+    assert client.responses.retrieve("resp_mine") == mine
+
+
+def test_nobody_else_gets_at_a_response(client: Any, stranger: Any, base: str) -> None:
+    made, run = say(client), background(client)
+    attempts: list[Callable[[], Any]] = [
+        lambda: stranger.responses.retrieve(made.id),
+        lambda: stranger.responses.delete(made.id),
+        lambda: stranger.responses.cancel(run.id),
+        lambda: stranger.responses.input_items.list(made.id),
+        lambda: say(stranger, previous_response_id=made.id),
+    ]
+    for attempt in attempts:
+        with pytest.raises(openai.NotFoundError):
+            attempt()
+    seen = [each["id"] for each in ask(base, "?limit=100", key="two").json()["data"]]
+    assert not {made.id, run.id} & set(seen)
+    assert client.responses.retrieve(run.id).status != "cancelled"
+
+
+def test_cancelling_tells_what_it_can_not_cancel(client: Any) -> None:
+    run = background(client)
+    began = time.monotonic()
+    assert client.responses.cancel(run.id).status == "cancelled"
+    assert client.responses.cancel(run.id).status == "cancelled"
+    assert client.responses.retrieve(run.id).status == "cancelled"
+    assert time.monotonic() - began < 2
+    finished = background(client, max_output_tokens=3)
+    ended(client, finished.id)
+    with pytest.raises(openai.BadRequestError, match="incomplete"):
+        client.responses.cancel(finished.id)
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        client.responses.cancel(say(client).id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel("resp_unknown")
+
+
+def test_a_cancelled_run_stops_where_it_runs(kept: Live, client: Any) -> None:
+    (engine,) = reach(kept, "engine")
+    runs = [background(client) for _ in range(4)]
+    until(lambda: engine.engine().running == 4, 3)
+    for run in runs:
+        client.responses.cancel(run.id)
+    until(lambda: engine.engine().running == 0, 1)
+
+
+def reach(server: Live, role: str) -> list[agent.Agent]:
+    """The agents in the processes of a role."""
+    pids = [row["pid"] for row in server.row["processes"] if row["role"] == role]
+    born = [psutil.Process(pid).create_time() for pid in pids]
+    return [agent.reach(Process(Role(role), *each)) for each in zip(pids, born, strict=True)]
+
+
+# -- streams ----------------------------------------------------------------------------
+
+
+def test_a_cancelled_stream_ends(client: Any) -> None:
+    stream, response_id = following(client)
+    client.responses.cancel(response_id)
+    began = time.monotonic()
+    last = list(stream)[-1]
+    assert time.monotonic() - began < 1
+    # The client does not know this event, so its response is a plain dict.
+    assert (last.type, last.response["status"]) == ("response.cancelled", "cancelled")
+    for _ in range(4):
+        again = list(client.responses.retrieve(response_id, stream=True))
+        assert again[-1].type == "response.cancelled"
+
+
+def test_a_stream_is_resumed_anywhere(client: Any) -> None:
+    stream, response_id = following(client, max_output_tokens=200)
+    stream.close()
+    for _ in range(4):  # while it runs, and after
+        events = list(client.responses.retrieve(response_id, stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[0].type == "response.created"
+        assert events[-1].type == "response.incomplete"
+    whole = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert events[-1].response.output_text == whole
+    for after in (0, 7, len(events) - 2):
+        rest = list(client.responses.retrieve(response_id, stream=True, starting_after=after))
+        assert rest == events[after + 1 :]
+    at_the_end = client.responses.retrieve(response_id, stream=True, starting_after=len(events) - 1)
+    assert list(at_the_end) == []
+
+
+@pytest.mark.parametrize("after", ["-1", "-3", "100000", "99999999999999999999", "x", "1.5"])
+def test_a_number_to_resume_from_that_is_none(client: Any, base: str, after: str) -> None:
+    stream, response_id = following(client, max_output_tokens=5)
+    list(stream)
+    answer = ask(base, f"/{response_id}?stream=true&starting_after={after}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
+
+
+def test_what_was_no_background_stream_can_not_be_resumed(client: Any) -> None:
+    for made in (say(client), background(client), say(client, background=True)):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.retrieve(made.id, stream=True)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_unknown", stream=True)
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_what_is_incomplete_is_told_as_incomplete(client: Any, store: bool) -> None:
+    last = list(say(client, stream=True, store=store))[-1]
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+
+
+def test_a_stream_in_the_foreground_is_kept(client: Any) -> None:
+    last = list(say(client, stream=True))[-1]
+    assert client.responses.retrieve(last.response.id) == last.response
+
+
+# -- conversations ----------------------------------------------------------------------
+
+
+def test_tool_calls_and_reasoning_stay_in_the_conversation(client: Any) -> None:
+    thought = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "the lamp is what is meant"}],
+    }
+    asked: list[Any] = [{"role": "user", "content": "on"}, thought]
+    asked.append({"role": "assistant", "content": "I see"})
+    asked.append({"role": "user", "content": "do it"})
+    forced = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 300}
+
+    def called() -> Any:  # the model may fill its answer with blanks, and never come to an end
+        made = say(client, asked, instructions="you are a lamp", **forced)
+        return made if made.output[-1].type == "function_call" else None
+
+    first = until(called)
+    call = first.output[-1]
+    done = {"type": "function_call_output", "call_id": call.call_id, "output": "it is on"}
+    second = say(client, [done], previous_response_id=first.id, tools=[TOOL])
+    third = say(client, "thanks", previous_response_id=second.id)
+    sent: list[Any] = [*asked, *first.output, done, *second.output]
+    thanks = {"role": "user", "content": "thanks"}
+    explicit = say(client, [*sent, thanks], store=False)
+    assert third.usage.input_tokens == explicit.usage.input_tokens
+    listed = [item.type for item in client.responses.input_items.list(second.id)]
+    assert listed == ["function_call_output"]
+
+
+def test_a_turn_that_is_gone_or_not_over(client: Any) -> None:
+    first = say(client)
+    second = say(client, previous_response_id=first.id)
+    client.responses.delete(first.id)
+    for previous in (first.id, second.id):
+        for options in ({}, {"store": False}, {"stream": True}):
+            with pytest.raises(openai.NotFoundError):
+                say(client, previous_response_id=previous, **options)
+    run = background(client)
+    with pytest.raises(openai.BadRequestError, match="still"):
+        say(client, previous_response_id=run.id)
+    client.responses.cancel(run.id)
+
+
+# -- lists ------------------------------------------------------------------------------
+
+
+def test_lists(client: Any, base: str) -> None:
+    key = "two"
+    who = connect(base, key)
+    mine = [say(who).id for _ in range(5)]
+
+    def page(query: str) -> Any:
+        return ask(base, f"?{query}", key=key).json()
+
+    newest = page("limit=2")
+    assert [each["id"] for each in newest["data"]] == mine[:-3:-1]
+    assert (newest["object"], newest["has_more"]) == ("list", True)
+    assert (newest["first_id"], newest["last_id"]) == (mine[4], mine[3])
+    rest = page(f"after={newest['last_id']}&limit=2")
+    assert [each["id"] for each in rest["data"]] == [mine[2], mine[1]]
+    assert [each["id"] for each in page(f"order=asc&after={mine[2]}")["data"]] == mine[3:]
+    assert [each["id"] for each in page(f"before={mine[2]}&limit=2")["data"]] == mine[:2:-1]
+    assert page("status=failed&model=demo-text")["data"] == []
+    assert page("model=demo-text&status=incomplete&limit=5")["data"][0]["id"] == mine[4]
+    assert page("model=another")["data"] == []
+
+
+def test_input_items(client: Any) -> None:
+    given: list[Any] = [{"role": "user", "content": str(n)} for n in range(7)]
+    made = say(client, given)
+    found = list(client.responses.input_items.list(made.id, limit=3, order="asc"))
+    assert [item.content[0].text for item in found] == [str(n) for n in range(7)]
+    assert len({item.id for item in found}) == 7
+    newest = client.responses.input_items.list(made.id, limit=1)
+    assert newest.data[0].content[0].text == "6"
+    assert newest.has_more
+    (one,) = client.responses.input_items.list(say(client, "words").id)
+    assert (one.role, one.content[0].type, one.content[0].text) == ("user", "input_text", "words")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "?limit=0",
+        "?limit=101",
+        "?limit=x",
+        "?order=sideways",
+        "?after=resp_unknown",
+        "?before=%00",
+        "?status=odd",
+        "/resp_unknown",
+        "/%00",
+        "/" + "x" * 5000,
+        "/resp_unknown/input_items",
+        "/resp_unknown?stream=perhaps",
+    ],
+)
+def test_bad_questions(base: str, path: str) -> None:
+    answer = ask(base, path)
+    assert answer.status_code in {400, 404}
+    error = answer.json()["error"]
+    assert (error["code"], bool(error["message"])) == (answer.status_code, True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"previous_response": {"id": "resp_1"}},
+        {"conversation": "conv_1"},
+        {"background": True, "store": False},
+        {"background": True, "store": "false"},
+        {"previous_response_id": ""},
+        {"previous_response_id": "a\0b"},
+        {"previous_response_id": "\ud800"},
+        {"previous_response_id": 7},
+        {"request_id": ""},
+        {"request_id": "a/b"},
+        {"request_id": "a\0b"},
+        {"request_id": "x" * 300},
+        {"input": [{"type": "message", "role": "assistant", "content": []}]},
+        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        {"input": None},
+    ],
+)
+def test_bad_requests(base: str, body: dict[str, Any]) -> None:
+    content = json.dumps({"model": MODEL, "input": "x", **body})
+    headers = {"Authorization": "Bearer one", "Content-Type": "application/json"}
+    answer = httpx.post(f"{base}/responses", content=content, headers=headers, timeout=60)
+    assert answer.status_code in {400, 404, 422}, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_parameters_of_openais_do_no_harm(client: Any) -> None:
+    assert say(client, safety_identifier="me", prompt_cache_key="k").status == "incomplete"
+
+
+# -- what it costs, and what goes wrong --------------------------------------------------
+
+
+def test_a_server_keeps_nothing_of_what_it_has_stored(kept: Live, client: Any) -> None:
+    list(following(client, max_output_tokens=5)[0])
+    say(client)
+    held = [each.memory().store for each in reach(kept, "api")]
+    assert len(held) == 2
+    assert {(each.responses, each.messages, each.events) for each in held if each} == {(0, 0, 0)}
+
+
+LOCK = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def locked(database: Path) -> Iterator[None]:
+    """Another process writes, for ever, and dies of it."""
+    words = [sys.executable, "-c", LOCK, str(database)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout
+        assert writer.stdout.readline() == b"locked\n"
+        try:
+            yield
+        finally:
+            writer.kill()
+
+
+def test_a_store_that_is_down(kept: Live, client: Any, base: str) -> None:
+    run = background(client, max_output_tokens=100)
+    stream, _ = following(client, max_output_tokens=600)
+    with locked(kept.home / "instances" / kept.name / "responses.db"):
+        for options in ({}, {"background": True}, {"background": True, "stream": True}):
+            began = time.monotonic()
+            with pytest.raises(openai.InternalServerError) as caught:
+                say(client, extra_body={"request_id": "resp_lost"}, **options)
+            assert caught.value.status_code == 503
+            assert int(caught.value.response.headers["Retry-After"]) >= 1
+            assert time.monotonic() - began < 4
+        last = list(say(client, stream=True))[-1]
+        assert last.type == "response.failed"
+        assert "not stored" in last.response.error.message
+        began = time.monotonic()
+        assert say(client, store=False).status == "incomplete"
+        assert time.monotonic() - began < 1.5
+        time.sleep(1)
+    events = list(stream)
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].sequence_number == len(events)
+    assert ended(client, run.id).status == "incomplete"
+    until(lambda: ask(base, "", "POST", json={"model": MODEL, "input": "x"}).status_code == 200, 5)
+
+
+def test_what_was_acknowledged_outlives_every_process(kept: Live, client: Any) -> None:
+    acknowledged: list[Any] = []
+
+    def work() -> None:
+        try:
+            while True:
+                acknowledged.append(say(client, max_output_tokens=1))
+        except openai.OpenAIError:
+            pass
+
+    run = background(client)
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    until(lambda: len(acknowledged) > 40)
+    for pid in kept.footprint().pids:
+        kill(pid)
+    for worker in workers:
+        worker.join()
+    until(lambda: kept.row["state"] in {"failed", "stopped"})
+    assert kept.cli("restart", kept.name).code == 0
+    again = connect(f"{kept.url}/v1")
+    for made in acknowledged:
+        assert again.responses.retrieve(made.id) == made
+    failed = ended(again, run.id)
+    assert failed.status == "failed"
+    assert "gone" in failed.error.message
