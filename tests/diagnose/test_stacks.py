@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -128,6 +129,14 @@ def test_who_still_spins_lost_no_message(name: str, running: str) -> None:
     known = {"running": running, "waiting": "2", "kv_usage": "0", "steps": "moving", "still": "6"}
     assert told(explain(alone, known)) == [(f"stack.{name.partition('.')[0]}", "sure")]
     assert explain(alone, {**known, "deferred": "2"}).verdict == "unknown", "a transfer, perhaps"
+
+
+def test_who_spins_may_wait_for_the_gil_as_it_is_looked_at() -> None:
+    """As it does while the agent's threads answer."""
+    name = "mm-cache-eviction-spin.cpu"
+    text = re.sub(r'\(active\S*\)(?=: "Thread-5)', "(idle)", sample(name), count=1)
+    assert text != sample(name)
+    assert told(answer(text)) == told(answer(sample(name)))
 
 
 # What tells the one is a native frame, the other who holds the GIL.
