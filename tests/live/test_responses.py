@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import pytest
 from vllmops.client import agent
 from vllmops.instances.processes import Process, Role
 
-from .conftest import Cli, Live, kill, until
+from .conftest import Cli, Live, until
 
 MODEL = "demo-text"
 # Renders all that a message may hold, so that what is missing makes a shorter prompt.
@@ -48,7 +47,6 @@ TOOL = {
 SLOW: dict[str, Any] = {"max_output_tokens": 1800, "extra_body": {"ignore_eos": True}}
 # Nothing can be generated so, which vLLM notices once it has answered.
 HOPELESS = {"extra_body": {"logit_bias": {"99999999": 1}}}
-STORE: tuple[str, ...] = ()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +56,7 @@ def kept(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     shape = ("--chat-template", str(template), *tools)
     words = ("--api-server-count", "2", "--api-key", "one", "two", *shape)
-    made = cli.serve("kept", "--demo", "text", *STORE, "--", *words)
+    made = cli.serve("kept", "--demo", "text", "--", *words)
     try:
         yield made
     finally:
@@ -478,32 +476,3 @@ def test_a_store_that_is_down(kept: Live, client: Any, base: str) -> None:
     assert events[-1].sequence_number == len(events)
     assert ended(client, run.id).status == "incomplete"
     until(lambda: ask(base, "", "POST", json={"model": MODEL, "input": "x"}).status_code == 200, 5)
-
-
-def test_what_was_acknowledged_outlives_every_process(kept: Live, client: Any) -> None:
-    acknowledged: list[Any] = []
-
-    def work() -> None:
-        try:
-            while True:
-                acknowledged.append(say(client, max_output_tokens=1))
-        except openai.OpenAIError:
-            pass
-
-    run = background(client)
-    workers = [threading.Thread(target=work) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    until(lambda: len(acknowledged) > 40)
-    for pid in kept.footprint().pids:
-        kill(pid)
-    for worker in workers:
-        worker.join()
-    until(lambda: kept.row["state"] in {"failed", "stopped"})
-    assert kept.cli("restart", kept.name).code == 0
-    again = connect(f"{kept.url}/v1")
-    for made in acknowledged:
-        assert again.responses.retrieve(made.id) == made
-    failed = ended(again, run.id)
-    assert failed.status == "failed"
-    assert "gone" in failed.error.message
