@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +57,27 @@ def test_the_writer_is_killed(shared_url: str, writer: Callable[..., Any]) -> No
             await check(store, acknowledged)
 
     asyncio.run(look())
+
+
+def test_somebody_looks_into_the_file(tmp_path: Path) -> None:
+    """SQLite's locks are the process's, not the descriptor's: closing any takes them all away.
+
+    Whoever closes the file last deletes its log, and would find no lock that tells of us; what is
+    written after that is in no file that has a name.
+    """
+    path = tmp_path / "r.db"
+    look = f"import sqlite3; c = sqlite3.connect({str(path)!r}); "
+    look += "c.execute('SELECT count(*) FROM vllmops_responses').fetchall(); c.close()"
+    response = Response(id="a", owner=OWNER, model="m", status="completed", body=b"{}")
+
+    async def beside() -> None:
+        async with ResponseStore(opening.backend(f"sqlite:///{path}")) as store:
+            assert await store.create(response)
+            assert await store.get(OWNER, "a")
+            await asyncio.to_thread(subprocess.run, [sys.executable, "-c", look], check=True)
+            assert await asyncio.to_thread(Path(f"{path}-wal").exists)
+
+    asyncio.run(beside())
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "redis"])
