@@ -20,7 +20,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `benchmarks` as a package
 
-from benchmarks import agent, cache, doctor, memory, patches, stacks, startup
+from benchmarks import agent, cache, doctor, memory, patches, stacks, startup, watch
 from benchmarks.figure import Figure
 from benchmarks.setting import setting
 from vllmops import output
@@ -32,6 +32,7 @@ GROUPS = {
     "doctor": doctor.measure,
     "cache": cache.measure,
     "memory": memory.measure,
+    "watch": watch.measure,
     "patches": patches.measure,
 }
 

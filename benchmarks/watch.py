@@ -1,0 +1,70 @@
+"""What ``watch`` costs while all is well: of a core, and what requests feel of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+
+from .figure import Figure, Limit, ratio
+from .memory import cores
+from .setting import VLLMOPS, Setting
+
+WARM_UP_S = 6.0  # until it has found the server and asked it once
+PATH = "/v1/completions"
+BODY = {"model": "demo-vision", "prompt": "The quick brown", "max_tokens": 1}
+CONNECTIONS, BURST = 8, 48
+WATCHED, ALONE, AGAIN = BLOCKS = ("watched", "alone", "alone again")
+OFTEN_S = 0.2  # ten times as often as by default, for a block of requests is short
+
+
+def measure(setting: Setting) -> Iterator[Figure]:
+    watch = (VLLMOPS, "watch", "-t", str(setting.vision.pid))
+    window_s = 10.0 if setting.short else 120.0
+    with setting.meanwhile(*watch, warm_up_s=WARM_UP_S) as command:
+        spent = cores([command.pid], window_s)
+    yield Figure(
+        "watch, a server of three processes that is well",
+        "cores",
+        spent,
+        "one",
+        1.0,
+        Limit(0.1) if setting.short else Limit(0.005),
+        1,
+    )
+    words = (*watch, "--interval", str(OFTEN_S))
+    with setting.meanwhile(*words, warm_up_s=WARM_UP_S) as command:
+        yield felt(setting, command.pid)
+
+
+def felt(setting: Setting, pid: int) -> Figure:
+    """What requests feel of a watch, which is stopped and let go on by turns."""
+    server, choice = setting.vision, random.Random(1)
+    burst = [server.request(PATH, BODY)] * BURST
+    values: dict[str, list[float]] = {name: [] for name in BLOCKS}
+    for number in range(15 if setting.short else 300):
+        for name in choice.sample(BLOCKS, len(BLOCKS)):
+            os.kill(pid, signal.SIGCONT if name == WATCHED else signal.SIGSTOP)
+            began = time.perf_counter()
+            server.load(burst, CONNECTIONS)
+            if number >= 5:  # the first ones are slow
+                values[name].append((time.perf_counter() - began) / BURST)
+    pairs = zip(values[ALONE], values[AGAIN], strict=True)
+    alone = [math.sqrt(one * other) for one, other in pairs]
+    rival = statistics.median(alone)
+    times, *ends = (rival * each for each in ratio(values[WATCHED], alone))
+    return Figure(
+        f"time per request, 1 token, watched every {OFTEN_S:g} s",
+        "s",
+        times,
+        "not watched",
+        rival,
+        Limit(2) if setting.short else Limit(1.01),
+        BURST * len(alone),
+        control=rival * ratio(values[AGAIN], values[ALONE])[0],
+        interval=(ends[0], ends[1]),
+    )
