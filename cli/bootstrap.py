@@ -101,8 +101,11 @@ def test() -> None:
     run("ruff", "check", ".")
     run("mypy")
     # Tests wait more than they work, for servers to start above all; a file's live ones share some.
-    for way, which in (("load", ("--ignore", "tests/live")), ("loadfile", ("tests/live",))):
-        if attempt("pytest", "--numprocesses", "2", "--dist", way, *which):
+    for workers, way, which in (
+        ("4", "worksteal", ("--ignore", "tests/live")),
+        ("2", "loadfile", ("tests/live",)),
+    ):
+        if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
             # Time-outs are for a machine that does nothing else: what failed is run alone, once.
             run("pytest", "--last-failed", *which)
     run("python", "benchmarks/run.py", "--short")

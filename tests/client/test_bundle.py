@@ -363,6 +363,7 @@ def test_a_size_that_no_file_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"\x1f\x8b", b"\x1f\x8bnonsense", gzip.compress(b""), gzip.compress(b"x" * 5000)],
+    ids=["empty", "a beginning", "nonsense", "nothing packed", "no tar"],  # each worker's alike
 )
 def test_what_is_no_archive(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "b.tar.gz"

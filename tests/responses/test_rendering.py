@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from typing import Any
-
-from vllm.entrypoints.openai.responses.harmony import response_input_to_harmony
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
 from vllmops.responses import wire
 from vllmops.responses.store import Response
+
+RESPONSES = "vllm.entrypoints.openai.responses"
 
 OUTPUT = [
     {
@@ -37,15 +36,22 @@ def turn(given: Any, output: list[Any]) -> Response:
     return Response(id="r", owner="", model="m", status="completed", body=body, input=items)
 
 
+def vllm(module: str) -> Any:
+    """A module of vLLM's; whoever only collects tests need not wait for it."""
+    return import_module(f"{RESPONSES}.{module}")
+
+
 def parsed(*, harmony: bool) -> list[Any]:
     history = [turn("light, please", OUTPUT), turn([RESULT], [])]
     items = wire.earlier(history, harmony=harmony)
-    found: list[Any] = ResponsesRequest.input_item_parsing({"input": items})["input"]
+    request = vllm("protocol").ResponsesRequest
+    found: list[Any] = request.input_item_parsing({"input": items})["input"]
     return found
 
 
 def test_for_a_chat_model() -> None:
-    messages = construct_input_messages(request_input=parsed(harmony=False))
+    construct = vllm("utils").construct_input_messages
+    messages = construct(request_input=parsed(harmony=False))
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
     assert messages[0]["content"] == "light, please"
     said = messages[1]
@@ -58,7 +64,7 @@ def test_for_gpt_oss() -> None:
     before: list[Any] = []
     messages = []
     for item in parsed(harmony=True):
-        messages.append(response_input_to_harmony(item, before))
+        messages.append(vllm("harmony").response_input_to_harmony(item, before))
         before.append(item)
     told = [(m.author.role.value, m.channel, m.recipient, m.content[0].text) for m in messages]
     assert told == [
