@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +243,15 @@ def test_command_lines_that_are_wrong(
 # -- instances ---------------------------------------------------------------------------
 
 
-def hang(lab: Any, name: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def hang(lab: Any, name: str) -> Iterator[subprocess.Popen[bytes]]:
     """A request that its gauge counts, and that gets nowhere."""
-    return subprocess.Popen(
-        ["curl", "-s", f"{lab.record(name).url}/slow/600"], stdout=subprocess.DEVNULL
-    )
+    url = f"{lab.record(name).url}/slow/600"
+    with subprocess.Popen(["curl", "-s", url], stdout=subprocess.DEVNULL) as request:
+        try:
+            yield request
+        finally:
+            request.kill()
 
 
 def test_without_agents_and_with_a_restart(lab: Any, begin: Begin) -> None:

@@ -243,6 +243,8 @@ class Watched:
             raise stranger(self.server)
         connection = control.connect(self.folder)
         connection.send(Wish(restart=0.0))
+        # A Unix socket that is closed before all is read takes what it has sent with it.
+        next((each for each in connection.records() if each.state is not State.READY), None)
         connection.close()
 
 
