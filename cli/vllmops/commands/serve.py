@@ -72,7 +72,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port to listen on; a free one from 8000 otherwise."),
+        typer.Option(metavar="N", help="Port to listen on; a free one from 8000 otherwise."),
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return once it is ready; it goes on serving.")
@@ -97,12 +97,12 @@ def serve(
         ),
     ] = None,
     store_max_size: Annotated[
-        int | None, typer.Option(min=1, help="Responses that are kept [10000].")
+        int | None, typer.Option(metavar="N", help="Responses that are kept [10000].")
     ] = None,
     store_ttl: Annotated[
         str | None,
         typer.Option(
-            metavar="DURATION", help="How long one is kept after its last use, such as 12h [30d]."
+            metavar="TIME", help="How long one is kept after its last use, such as 12h [30d]."
         ),
     ] = None,
     keyring: Keyring = None,
@@ -212,6 +212,8 @@ def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
     Raises:
         VllmopsError: ``usage``.
     """
+    if max_size is not None and max_size < 1:
+        raise usage(f"--store-max-size {max_size}: a store keeps one response at least")
     added = {
         settings.STORE: url,
         settings.MAX_SIZE: max_size,
@@ -258,6 +260,8 @@ def place(
     """
     if (model is None) == (demo is None):
         raise usage("give either a MODEL or --demo text|vision|audio")
+    if port is not None and not 1 <= port <= 65535:
+        raise usage(f"--port {port}: ports go from 1 to 65535")
     for word in env:
         if not word.partition("=")[0] or "=" not in word:
             raise usage(f"--env {word}: write it as K=V")
