@@ -64,7 +64,10 @@ def serve(
     ] = None,
     demo: Annotated[
         demos.Kind | None,
-        typer.Option(help="Build a tiny random-weight model on the spot, and serve it."),
+        typer.Option(
+            metavar="KIND",
+            help="Build a tiny random-weight model, of text, vision or audio, and serve it.",
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the instance; made from the model's otherwise.")
