@@ -76,7 +76,8 @@ class Cli:
 
     def serve(self, name: str, *words: str) -> Live:
         """Start a detached server and wait until it is ready."""
-        ran = self("serve", "--detach", "--name", name, *words)
+        # Two test processes have two homes, and could choose the same port in the same second.
+        ran = self("serve", "--detach", "--name", name, "--port", str(free_port()), *words)
         assert ran.code == 0, ran.err
         return Live(self, name)
 
@@ -149,6 +150,14 @@ class Footprint:
 
     def wait_gone(self, timeout_s: float = 30) -> None:
         until(lambda: not self.left(), timeout_s, self.left)
+
+
+def free_port() -> int:
+    """A port that nobody listens on, of those that the kernel gives in turn."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port: int = trial.getsockname()[1]
+    return port
 
 
 def alive(pid: int) -> bool:
