@@ -210,9 +210,7 @@ class Launched:
 
 def launch(cli: Cli, log: Path, environment: dict[str, str], *words: str) -> Launched:
     """Start the demo vision model as anybody does who knows nothing of vllmops."""
-    with socket.socket() as trial:  # not one that `serve` would take meanwhile
-        trial.bind(("127.0.0.1", 0))
-        port = str(trial.getsockname()[1])
+    port = str(free_port())  # not one that `serve` would take meanwhile
     options = ("--demo", "vision", "--port", port, "--dry-run", "--json", "--")
     plan = cli("serve", *options, *words).data
     command = plan["command"][plan["command"].index("serve") + 1 :]
