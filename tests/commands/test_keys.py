@@ -16,8 +16,8 @@ import pytest
 
 from vllmops.instances.processes import Role
 from vllmops.keys import file
+from vllmops.keys.carrier import genuine, seal, seal_signed
 from vllmops.keys.ring import Ring, Status
-from vllmops.responses.carrier import genuine, seal, seal_signed
 
 TEXT = "ab" * 32
 NAME = file.SIGNING_KEY
@@ -273,7 +273,7 @@ def test_rotate_waits_for_every_server_and_refuses_none(
     for each in servers:
         for text in (before, after):
             code = (
-                "from vllmops.agent import keys; from vllmops.responses.carrier import unseal\n"
+                "from vllmops.agent import keys; from vllmops.keys.carrier import unseal\n"
                 f"out = unseal({text!r}, keys.ring(), model='m', owner='o').history"
             )
             assert each.run(code) == "['x']"
@@ -283,7 +283,7 @@ def test_rotate_waits_for_every_server_and_refuses_none(
 CONVERSING = """
 import glob, os, threading, time
 from vllmops.agent import keys
-from vllmops.responses.carrier import seal, unseal
+from vllmops.keys.carrier import seal, unseal
 turns, refused, folder, own = [0], [], {folder!r}, f"{{os.getpid()}}"
 def converse():
     while not os.path.exists(folder + "/stop"):

@@ -20,7 +20,7 @@ from .keyring import Keyring, when
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ..responses.carrier import Carrier
+    from ..keys.carrier import Carrier
 
 
 @command
@@ -38,7 +38,7 @@ def verify(
 
     Exit code 1 where a server that holds this keyring would refuse it.
     """
-    from ..responses.carrier import CarrierError, genuine, refusal  # noqa: PLC0415
+    from ..keys.carrier import CarrierError, genuine, refusal  # noqa: PLC0415
 
     text = (sys.stdin.read() if carrier == "-" else carrier).strip().strip("\"'")
     ring = file.source(os.environ, keyring).load()

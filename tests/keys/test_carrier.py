@@ -20,9 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
-from vllmops.keys.ring import Key, Ring, Secret, Status, only
-from vllmops.responses import carrier
-from vllmops.responses.carrier import (
+from vllmops.keys import carrier
+from vllmops.keys.carrier import (
     Carrier,
     CarrierError,
     Case,
@@ -31,6 +30,7 @@ from vllmops.responses.carrier import (
     seal_signed,
     unseal,
 )
+from vllmops.keys.ring import Key, Ring, Secret, Status, only
 
 NOW = 1_800_000_000
 DAY_S = 24 * 3600

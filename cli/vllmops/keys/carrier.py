@@ -58,7 +58,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import VllmopsError
-from ..keys.ring import CARRIER_TTL_S, KID, Key, Ring, Status
+from .ring import CARRIER_TTL_S, KID, Key, Ring, Status
 
 OURS = "vllm:"
 SUITE = "a256gcm-zlib"
