@@ -136,6 +136,14 @@ def test_prompts_and_answers_as_vllm_logs_them(prompt: str) -> None:
         absent(Redactor().log(line))
 
 
+def test_a_prompt_that_begins_like_a_call() -> None:
+    for prompt in ("f()PLANTED", "main() PLANTED", "x = PLANTED", "print(1) # PLANTED"):
+        told = Redactor().log(
+            f"(APIServer pid=7) DEBUG 11-20 19:05:17 [c.py:1] Input prompt: {prompt}"
+        )
+        assert told.endswith("Input prompt: [redacted]")
+
+
 @given(word)
 def test_tokens_by_their_place(token: str) -> None:
     for line in (
@@ -223,6 +231,8 @@ def test_collect_env_prints_the_environment_too() -> None:
         "OS : Linux\n[pip3] torch==2.13.0\nVLLM_X=1\nNO_COLOR=[redacted]\nVLLM_API_KEY=[redacted]\n"
     )
     assert Redactor().assignments(text) == told
+    secret = "Qx7=7xQ"
+    assert Redactor([secret]).assignments(f"VLLM_X=1\n{secret}\n") == f"VLLM_X=1\n{MARK}\n"
 
 
 def test_a_secret_of_several_lines() -> None:

@@ -177,6 +177,8 @@ class Redactor:
         """A line without what was said, and whether that ended with the line."""
         found, whole, at = [], True, 0
         while whole and (match := SAID.search(line, at)):
+            if WHOLE.match(line, match.start()):
+                break  # it looks like a call, and may be one in a prompt's first words
             end = value_end(line, match.end())
             if not NOTHING.fullmatch(line, match.end(), end):
                 self.counts["prompt or answer"] += 1
@@ -266,6 +268,8 @@ class Redactor:
 
     def assignments(self, text: str) -> str:
         """A text without secrets that has lines ``NAME=value``, as vLLM's collect_env prints."""
+        # First what is known: with a sign of equality in it, it is taken for a variable itself.
+        text = self.literal(text)
         text = ASSIGNMENT.sub(lambda match: f"{match[1]}={self.variable(match[1], match[2])}", text)
         return self.text(text)
 
