@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from vllmops.agent import compare, engine
-from vllmops.agent.gate import Gate
+from vllmops.agent.gate import Arrival, Gate
 from vllmops.snapshots.caches import ProcessCaches, WorkerEncoderCache
 from vllmops.snapshots.compares import CompareWish
 
@@ -93,10 +93,10 @@ def test_two_looks_at_both_sides(client: Client) -> None:
 def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
     client: Client, gate: Gate
 ) -> None:
-    early, later = object(), object()
-    gate.rendering.add(early)
-    threading.Timer(0.1, gate.rendering.add, (later,)).start()
-    threading.Timer(0.4, gate.rendering.discard, (early,)).start()
+    early, later = (Arrival(0.0, rendering=True) for _ in range(2))
+    gate.arrivals.add(early)
+    threading.Timer(0.1, gate.arrivals.add, (later,)).start()
+    threading.Timer(0.4, gate.arrivals.discard, (early,)).start()
     found = compare.compare(wish())
     assert found.settled
     assert 0.3 < found.waited_s < 2
@@ -104,7 +104,7 @@ def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
 
 
 def test_one_that_does_not_come_is_not_waited_for_for_ever(client: Client, gate: Gate) -> None:
-    gate.rendering.add(object())
+    gate.arrivals.add(Arrival(0.0, rendering=True))
     found = compare.compare(wish(1))
     assert len(found.looks) == 2
     assert not found.settled

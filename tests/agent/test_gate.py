@@ -42,7 +42,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def scope(path: str = "/v1/completions", kind: str = "http") -> dict[str, Any]:
-    return {"type": kind, "path": path}
+    return {"type": kind, "path": path, "method": "POST"}
 
 
 async def answer(app: App, asked: dict[str, Any]) -> list[dict[str, Any]]:

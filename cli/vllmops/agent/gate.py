@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import time
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from time import monotonic
 from types import ModuleType
 from typing import Any
 
@@ -19,44 +20,59 @@ MARK = "vllmops.counted"
 UNCOUNTED = frozenset({"/health", "/ping", "/metrics"})
 
 
-@dataclass(eq=False)
 class Arrival:
-    """An HTTP request that came at a moment, by the monotonic clock."""
+    """A request that came.
 
-    at: float = field(default_factory=time.monotonic)
+    Args:
+        at: when, by the monotonic clock, in seconds.
+        rendering: whether it is on its way to the engine.
+    """
+
+    __slots__ = ("at", "rendering")
+
+    def __init__(self, at: float, *, rendering: bool) -> None:
+        self.at = at
+        self.rendering = rendering
 
 
 @dataclass
 class Gate:
-    """The counters; changed on the event loop's thread alone, so they need no lock.
+    """Who is there; changed on the event loop's thread alone, so it needs no lock.
 
     Args:
-        in_flight: HTTP requests being answered.
-        started: HTTP requests so far.
+        arrivals: requests being answered.
+        started: requests so far.
         draining: whether new ones are refused.
         installed: whether anything is counted.
-        rendering: those in flight that have not reached the engine, an `Arrival` each; a
-            WebSocket's token, which is none, may bring more at any time and is always among them.
     """
 
-    in_flight: int = 0
+    arrivals: set[Arrival] = field(default_factory=set)
     started: int = 0
     draining: bool = False
     installed: bool = False
-    rendering: set[object] = field(default_factory=set)
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are being answered."""
+        return len(self.arrivals)
+
+    @property
+    def rendering(self) -> set[Arrival]:
+        """Those that have not reached the engine; a WebSocket, which may bring more, is always."""
+        return {each for each in list(self.arrivals) if each.rendering}
 
     def handed_over(self) -> None:
         """The HTTP request that this runs for has reached the engine."""
-        self.rendering.discard(_current.get())
+        if came := _current.get():
+            came.rendering = False
 
     def longest(self, now: float) -> float:
         """For how many seconds an HTTP request is on its way to the engine at most."""
-        came = [each.at for each in list(self.rendering) if isinstance(each, Arrival)]
-        return now - min(came, default=now)
+        return max(0.0, now - min((each.at for each in self.rendering), default=now))
 
 
 gate = Gate()
-_current: ContextVar[object] = ContextVar("vllmops.request", default=None)
+_current: ContextVar[Arrival | None] = ContextVar("vllmops.request", default=None)
 
 
 def install(module: ModuleType) -> None:
@@ -75,20 +91,22 @@ def install(module: ModuleType) -> None:
         if gate.draining and path != "/metrics":
             await refuse(scope, send)
             return
+        if path in UNCOUNTED:
+            await call(self, scope, receive, send)
+            return
         scope[MARK] = True
-        counted = path not in UNCOUNTED
-        http = scope["type"] == "http"
-        token = Arrival() if http else object()
-        if not http or scope.get("method") == "POST":
-            gate.rendering.add(token)
-        _current.set(token if http else None)
-        gate.started += counted
-        gate.in_flight += counted
+        if scope["type"] == "http":
+            came = Arrival(monotonic(), rendering=scope["method"] == "POST")
+            _current.set(came)
+        else:
+            # What a WebSocket has waited for nobody knows.
+            came = Arrival(math.inf, rendering=True)
+        gate.started += 1
+        gate.arrivals.add(came)
         try:
             await call(self, scope, receive, send)
         finally:
-            gate.in_flight -= counted
-            gate.rendering.discard(token)
+            gate.arrivals.discard(came)
 
     module.FastAPI.__call__ = __call__
     gate.installed = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -192,15 +193,13 @@ def count(requests: list[asyncio.Task[Any]]) -> None:
     """
 
     def ended(came: Arrival, _: asyncio.Task[Any]) -> None:
-        gate.in_flight -= 1
-        gate.rendering.discard(came)
+        gate.arrivals.discard(came)
 
     def begin() -> None:
         for task in requests:
             if not task.done():
-                came = Arrival()
-                gate.in_flight += 1
-                gate.rendering.add(came)
+                came = Arrival(time.monotonic(), rendering=True)
+                gate.arrivals.add(came)
                 task.add_done_callback(partial(ended, came))
 
     if requests:
