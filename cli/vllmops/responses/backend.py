@@ -241,6 +241,10 @@ class Backend(ABC):
         self.url = url
         self.limits = limits
 
+    async def there(self) -> bool:
+        """Whether somebody has made a store there, as far as can be told; makes none by asking."""
+        return True
+
     @abstractmethod
     async def open(self) -> None:
         """Connect, and bring the schema up to date; called again after it has failed.

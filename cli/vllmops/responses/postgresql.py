@@ -43,6 +43,13 @@ class Postgresql(Sql):
         self.name = name
         self.pool: asyncpg.Pool[asyncpg.Record] | None = None
 
+    async def there(self) -> bool:
+        connection = await asyncpg.connect(self.url)
+        try:
+            return bool(await connection.fetchval("SELECT to_regclass($1)", f"{self.name}_meta"))
+        finally:
+            await connection.close()
+
     async def open(self) -> None:
         if self.pool:
             self.pool.terminate()

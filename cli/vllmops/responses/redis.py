@@ -66,6 +66,9 @@ class Redis(Backend):
         """Run an operation of the script."""
         return await self.script(keys=[self.root], args=[operation, repr(time.time()), *values])
 
+    async def there(self) -> bool:
+        return bool(await self.client.exists(f"{self.root}schema"))
+
     async def open(self) -> None:
         found = await self.call("open", SCHEMA)
         if found > SCHEMA:

@@ -123,6 +123,9 @@ class Sqlite(Sql):
         self.reader: Worker | None = None
         self.writer: Worker | None = None
 
+    async def there(self) -> bool:
+        return self.path.exists()
+
     async def open(self) -> None:
         if sqlite3.sqlite_version_info < LEAST_VERSION:
             raise VllmopsError(
