@@ -86,6 +86,12 @@ def version(url: str) -> str | None:
         return None
 
 
+def authorization() -> dict[str, str]:
+    """The header with the API key that the environment has, if any."""
+    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def one_token(url: str, timeout_s: float) -> Canary:
     """Ask a server for one token, as a user would.
 
@@ -94,8 +100,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
         timeout_s: for everything.
     """
     began = time.monotonic()
-    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = authorization()
 
     def told(outcome: Outcome, detail: str) -> Canary:
         return Canary(outcome, time.monotonic() - began, detail)

@@ -1,0 +1,343 @@
+"""``vllmops responses cancel``, ``delete`` and ``purge``: what stops runs and what deletes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from .. import output
+from ..errors import VllmopsError
+from ..output import Json, Progress, Result, command
+from ..responses.backend import FINISHED, RUNNING, StoreUnavailable
+from .options import Target
+from .sources import (
+    TRIES,
+    Counting,
+    Model,
+    OlderThan,
+    Statuses,
+    Store,
+    Wish,
+    age,
+    ended,
+    every_id,
+    judged,
+    running_id,
+    source,
+    spread,
+    usage,
+    walk,
+    wish,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from ..client.responses import Outcome
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which it would be.")]
+
+
+class Found(NamedTuple):
+    """As much of a response as has to be remembered of very many."""
+
+    id: str
+    status: str
+    model: str
+    created_at: float
+    previous_id: str | None
+
+
+@command
+def cancel(
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="What to stop.", autocompletion=running_id),
+    ] = None,
+    *,
+    target: Target = None,
+    store: Store = None,
+    all_running: Annotated[
+        bool, typer.Option("--all-running", help="All that run, or are queued.")
+    ] = False,
+    older_than: OlderThan = None,
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> Result:
+    """Stop responses in the background, wherever they run.
+
+    Those named, or all that run; with --older-than those that were made before
+    that. On the store itself they are marked, and whoever runs them stops
+    within a second. Once more does no harm; what has finished stays as it is,
+    which is a failure where it was named.
+    """
+    wanted = wish(None, None, None, older_than)
+    picked = all_running or older_than is not None
+    if bool(ids) == picked:
+        raise usage(
+            "name what to stop, or ask for all that runs; not both"
+            if ids
+            else "it is not said what to stop",
+            "vllmops responses cancel ID, or --all-running",
+        )
+    outcomes: list[Outcome] = []
+    with Progress(time.time(), quiet=json_) as progress:
+        counting = Counting(progress, "cancelled")
+
+        async def run() -> list[str]:
+            async with source(target, store) as responses:
+                chosen = list(dict.fromkeys(ids or ()))
+                if picked:
+                    looked = Counting(progress, "looked at")
+                    running = Wish(RUNNING, None, 0.0, wanted.older)
+                    chosen = [each.id for each in await gathered(responses, running, looked)]
+                counting.total = len(chosen)
+                if not dry_run:
+                    await each_of(chosen, responses.cancel, outcomes, counting)
+                return chosen
+
+        chosen = finished(run, outcomes, counting)
+    if dry_run:
+        return would(chosen, "stop")
+    if picked:  # what has ended by itself meanwhile is as was wished
+        outcomes = [over(each) for each in outcomes]
+    return told(outcomes, "cancelled", as_json=json_)
+
+
+def over(outcome: Outcome) -> Outcome:
+    """An outcome that is none of a failure where nobody named the response."""
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    if outcome.code not in {"responses.refused", "responses.unknown"}:
+        return outcome
+    return replace(outcome, done=True, told="ended by itself", code="", exit_code=0)
+
+
+@command
+def delete(
+    ids: Annotated[
+        list[str], typer.Argument(metavar="ID...", help="What to delete.", autocompletion=every_id)
+    ],
+    *,
+    target: Target = None,
+    store: Store = None,
+    json_: Json = False,
+) -> Result:
+    """Delete responses; what runs is stopped.
+
+    Conversations can't be gone on with from a turn that is deleted, nor from
+    one after it.
+    """
+    outcomes: list[Outcome] = []
+    chosen = list(dict.fromkeys(ids))
+    with Progress(time.time(), quiet=json_) as progress:
+        counting = Counting(progress, "deleted", len(chosen))
+
+        async def run() -> list[str]:
+            async with source(target, store) as responses:
+                await each_of(chosen, responses.delete, outcomes, counting)
+            return chosen
+
+        finished(run, outcomes, counting)
+    return told(outcomes, "deleted", as_json=json_)
+
+
+@command
+def purge(
+    *,
+    target: Target = None,
+    store: Store = None,
+    older_than: OlderThan = None,
+    status: Statuses = None,
+    model: Model = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> Result:
+    """Delete all responses of an age, a status or a model, once it is confirmed.
+
+    What runs is left alone unless its status is named. A server deletes those
+    of one API key, which is taken from VLLM_API_KEY; on the store itself it is
+    everybody's.
+    """
+    wanted = wish(status, model, None, older_than)
+    if wanted.any:
+        raise usage(
+            "it is not said which responses are to go",
+            "--older-than 30d, --status failed, or --older-than 1s for all",
+        )
+    wanted = Wish(wanted.statuses or FINISHED, wanted.model, 0.0, wanted.older)
+    outcomes: list[Outcome] = []
+    with Progress(time.time(), quiet=json_) as progress:
+        counting = Counting(progress, "deleted")
+
+        async def look() -> tuple[str, list[Found]]:
+            async with source(target, store) as responses:
+                looked = Counting(progress, "looked at")
+                return responses.name, await gathered(responses, Wish(), looked)
+
+        async def run() -> list[str]:
+            async with source(target, store) as responses:
+                await each_of([each.id for each in chosen], responses.delete, outcomes, counting)
+            return []
+
+        name, every = asyncio.run(look())
+        chosen = [each for each in every if wanted.fits(each)]
+        counting.total = len(chosen)
+        broken = cut(every, {each.id for each in chosen})
+        progress.stop()
+        if dry_run or not chosen:
+            return would([each.id for each in chosen], "delete", summary(chosen, broken))
+        if not yes:
+            for line in summary(chosen, broken):
+                output.say(line)
+            question = f"Delete {len(chosen):,} of {len(every):,} responses of {name}?"
+            output.confirm(question, "the same with --yes")
+        finished(run, outcomes, counting)
+    gone = [each for each in outcomes if each.code == "responses.unknown"]
+    outcomes = [over(each) for each in outcomes]
+    return told(outcomes, "deleted", as_json=json_, more={"gone_before": len(gone)}, brief=True)
+
+
+def cut(every: Sequence[Found], chosen: set[str]) -> int:
+    """How many that stay go on from one that is to go."""
+    return sum(each.previous_id in chosen and each.id not in chosen for each in every)
+
+
+def summary(chosen: Sequence[Found], broken: int) -> list[str]:
+    """What is to go, in a few lines."""
+    if not chosen:
+        return []
+    counts = Counter(each.status for each in chosen)
+    lines = [", ".join(f"{count:,} {status}" for status, count in counts.most_common())]
+    dates = [each.created_at for each in chosen]
+    lines.append(f"the newest {age(max(dates))} old, the oldest {age(min(dates))}")
+    if broken:
+        lines.append(f"{broken:,} that stay go on from one of them, and can't be gone on with then")
+    return lines
+
+
+async def gathered(responses: Any, wanted: Wish, counting: Counting) -> list[Found]:
+    """All that are meant, the oldest first."""
+    found = []
+    # A source that is asked for several at once gives all: each by itself is fewer pages.
+    for status in sorted(wanted.statuses) or [""]:
+        part = Wish(frozenset({status} - {""}), wanted.model, 0.0, wanted.older)
+        async for page in walk(responses, part.query(descending=False)):
+            counting.add(len(page))
+            found += [
+                Found(each.id, each.status, each.model, each.created_at, each.previous_id)
+                for each in page
+                if part.fits(each)
+            ]
+    return found
+
+
+async def each_of(
+    ids: Iterable[str],
+    act: Callable[[str], Awaitable[Outcome]],
+    outcomes: list[Outcome],
+    counting: Counting,
+) -> None:
+    """Do something to each, and note what becomes of it.
+
+    Raises:
+        VllmopsError: it can be done to none: there is no route, say, or nobody answers.
+    """
+
+    async def one(response_id: str) -> None:
+        outcomes.append(await surely(partial(act, response_id)))
+        counting.add()
+
+    await spread(ids, one)
+
+
+async def surely(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
+    """Do something though the store may be unavailable for a while.
+
+    Raises:
+        StoreUnavailable: it still is.
+    """
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    tried = 0
+    while True:
+        try:
+            outcome = await act()
+        except StoreUnavailable as error:
+            tried += 1
+            if tried > TRIES:
+                raise
+            await asyncio.sleep(error.retry_after_s)
+            continue
+        if tried and outcome.code == "responses.unknown":
+            # It may have been our doing, the time before.
+            return replace(outcome, done=True, told="gone", code="", exit_code=0)
+        return outcome
+
+
+def finished(run: Callable[[], Any], outcomes: list[Outcome], counting: Counting) -> Any:
+    """Run it to its end.
+
+    Raises:
+        VllmopsError: what ended it, with what was done until then.
+    """
+    try:
+        return asyncio.run(run())
+    except KeyboardInterrupt as error:
+        raise counting.interrupted({"responses": outcomes}) from error
+    except VllmopsError as error:
+        if outcomes:
+            error.message += f"; {counting.far} {counting.what} until then"
+            error.data = {"responses": outcomes}
+        raise
+
+
+def would(ids: list[str], act: str, lines: Sequence[str] = ()) -> Result:
+    """What a dry run has found."""
+    head = f"would {act} {len(ids):,} responses" if ids else f"nothing to {act}"
+    return Result(
+        {"responses": [{"id": each} for each in ids], "dry_run": bool(ids)},
+        lambda: [head, *lines, *([] if lines else map(output.Verbatim, ids))],
+    )
+
+
+def told(
+    outcomes: list[Outcome],
+    what: str,
+    *,
+    as_json: bool,
+    more: dict[str, Any] | None = None,
+    brief: bool = False,
+) -> Result:
+    """What became of each.
+
+    Args:
+        outcomes: of each.
+        what: was to be done to them.
+        as_json: whether ``--json`` is wanted.
+        more: for that.
+        brief: tell a person of failures only.
+
+    Raises:
+        VllmopsError: it was not done to all.
+    """
+    good = sum(each.done for each in outcomes)
+    data = {"responses": outcomes, what: good, **(more or {})}
+
+    def text() -> list[RenderableType]:
+        shown = [each for each in outcomes if not each.done] if brief else outcomes
+        lines: list[RenderableType] = [f"{good:,} responses {what}"] if brief else []
+        if not outcomes:
+            return [f"nothing to do: 0 responses {what}"]
+        return lines + [output.Verbatim(f"{each.id}  {each.told}") for each in shown]
+
+    return ended(Result(data, text), judged(outcomes, what), as_json=as_json)

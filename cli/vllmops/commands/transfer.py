@@ -1,0 +1,355 @@
+"""``vllmops responses export`` and ``import``: from one store to another, by way of a file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from .. import output
+from ..errors import Exit, VllmopsError
+from ..output import Json, Progress, Result, Verbatim, command
+from ..responses import archive
+from ..responses.backend import EVERYBODY, Limits, Response
+from .options import Target
+from .sources import (
+    Counting,
+    Model,
+    Since,
+    Statuses,
+    Store,
+    Wish,
+    either,
+    ended,
+    patiently,
+    source,
+    spread,
+    usage,
+    walk,
+    wish,
+)
+
+if TYPE_CHECKING:
+    from ..client.responses import Source
+
+SHOWN = 10  # broken lines
+
+
+class Exported(msgspec.Struct):
+    """How far an export is: responses written, and those left out because they run."""
+
+    count: int = 0
+    running: int = 0
+
+
+@command
+def export(
+    *,
+    target: Target = None,
+    store: Store = None,
+    status: Statuses = None,
+    model: Model = None,
+    since: Since = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write it there.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    json_: Json = False,
+) -> Result:
+    """Write responses with their input and events, a line of JSON for each.
+
+    What runs is left out. `import` takes it into any store; only what came from
+    the store itself is the same there to the byte, and everybody's. A server
+    gives those of one API key, which is taken from VLLM_API_KEY.
+    """
+    if json_ and out is None:
+        raise usage("--json prints one envelope: the lines have to go elsewhere", "--out FILE")
+    wanted = wish(status, model, since)
+    done = Exported()
+    with Progress(time.time(), quiet=json_) as progress:
+        counting = Counting(progress, "exported")
+        with sink(out, force=force) as write:
+            try:
+                asyncio.run(exported(source(target, store), wanted, write, done, counting))
+            except KeyboardInterrupt as error:
+                failure = counting.interrupted()
+                failure.mend = "what was written is no whole export" if out is None else ""
+                raise failure from error
+    if not json_:
+        told(done, out)
+    return Result({**msgspec.structs.asdict(done), "path": str(out) if out else None})
+
+
+def told(done: Exported, out: Path | None) -> None:
+    output.say(f"{done.count:,} responses exported" + (f" to {out}" if out else ""), "dim")
+    if done.running:
+        output.say(f"{done.running:,} that run are left out: export again once they are over")
+
+
+@contextmanager
+def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], None]]:
+    """Where lines go: stdout, or a file that is there once it is whole.
+
+    Raises:
+        VllmopsError: ``responses.exists`` (exit code 2) or ``responses.not-written``.
+    """
+    if out is None:
+        yield lambda lines: output.show(Verbatim(b"\n".join(lines).decode()))
+        return
+    exists = VllmopsError(
+        "responses.exists",
+        f"{out} is there already",
+        "another --out, or --force to replace it",
+        exit_code=Exit.USAGE,
+    )
+    if out.exists() and not force:
+        raise exists
+    name = ""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
+        with open(descriptor, "wb") as file:
+            yield lambda lines: file.writelines(each + b"\n" for each in lines)
+            file.flush()
+            os.fsync(descriptor)
+        if force:
+            os.replace(name, out)
+        else:
+            os.link(name, out)
+    except FileExistsError as error:
+        raise exists from error
+    except OSError as error:
+        raise VllmopsError(
+            "responses.not-written",
+            f"{out} can't be written: {error.strerror or error}",
+            "choose another place with --out",
+        ) from error
+    finally:
+        if name:
+            Path(name).unlink(missing_ok=True)
+
+
+async def exported(
+    place: Source,
+    wanted: Wish,
+    write: Callable[[list[bytes]], None],
+    done: Exported,
+    counting: Counting,
+) -> None:
+    """Write all that are meant, the oldest first, but what is made from now on.
+
+    Raises:
+        VllmopsError: as `source` and its methods.
+    """
+    began = time.time()
+    async with place as responses:
+        owner = "" if responses.whole else await responses.owner()  # type: ignore[attr-defined]
+        async for page in walk(responses, wanted.query(descending=False)):
+            chosen = [each for each in page if wanted.fits(each) and each.created_at < began]
+            over = [each for each in chosen if not each.running]
+            done.running += len(chosen) - len(over)
+            lines = dict.fromkeys((each.id for each in over), b"")
+
+            async def one(each: Response, lines: dict[str, bytes] = lines) -> None:
+                lines[each.id] = await line(responses, each, owner)
+
+            await spread(over, one)
+            if over:
+                write(list(lines.values()))
+            done.count += len(over)
+            counting.add(len(over))
+            if page and page[-1].created_at >= began:
+                return
+
+
+async def line(responses: Source, response: Response, owner: str) -> bytes:
+    """All there is of one response, as a line."""
+    from ..client.responses import decoded  # noqa: PLC0415
+
+    head = decoded(response.body)
+    events = []
+    if head and head.background:
+        events = await patiently(lambda: responses.events(response))
+    items = await patiently(lambda: responses.items(response))
+    whole = msgspec.structs.replace(response, input=items)
+    if not responses.whole:
+        whole = msgspec.structs.replace(whole, owner=owner)
+    return archive.encode(whole, events)
+
+
+class Imported(msgspec.Struct):
+    """How far an import is.
+
+    Args:
+        count: responses that are there now and were not before.
+        replaced: others that were there, and have made room.
+        skipped: those that were there, and have not.
+        broken: numbers of lines, from 1, and what is wrong with them.
+    """
+
+    count: int = 0
+    replaced: int = 0
+    skipped: int = 0
+    broken: dict[int, str] = {}
+
+    @property
+    def looked(self) -> int:
+        return self.count + self.replaced + self.skipped + len(self.broken)
+
+
+@command
+def import_(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What `export` wrote; - reads stdin.")
+    ],
+    *,
+    target: Target = None,
+    store: Store = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is there, but what runs.")
+    ] = False,
+    json_: Json = False,
+) -> Result:
+    """Take responses into a store, which may be new, or that of a server.
+
+    A server has no route for that: with -t it is its store that is opened. What
+    is there stays, so that a second time does no harm. A line that is broken is
+    named, and the others are taken.
+    """
+    if store:
+        either(target)
+    url = store or store_behind(target)
+    done = Imported()
+    with Progress(time.time(), quiet=json_) as progress, lines_of(file) as lines:
+        counting = Counting(progress, "lines taken in")
+        try:
+            name, count = asyncio.run(imported(url, lines, done, counting, overwrite=overwrite))
+        except KeyboardInterrupt as error:
+            raise counting.interrupted(done) from error
+    data = {"store": name, **msgspec.structs.asdict(done)}
+    data["broken"] = [{"line": n, "reason": why} for n, why in sorted(done.broken.items())]
+    most = Limits().max_size
+    if count > most and not json_:
+        output.say(
+            f"it holds {count:,} now: a server keeps {most:,} of them, unless it is started with "
+            f"--store-max-size {count}",
+            "yellow",
+        )
+    failure = None
+    if done.broken:
+        failure = VllmopsError(
+            "responses.broken",
+            f"{len(done.broken):,} of {done.looked:,} lines are broken",
+            "export them again; the others are in the store",
+        )
+    return ended(Result(data, lambda: list(summary(name, done))), failure, as_json=json_)
+
+
+def summary(name: str, done: Imported) -> Iterator[str]:
+    """What an import has come to, for a person."""
+    yield Verbatim(f"{done.count:,} responses imported into {name}")
+    if done.replaced:
+        yield f"{done.replaced:,} replaced"
+    if done.skipped:
+        yield f"{done.skipped:,} skipped: there is one by that id already"
+    for number, why in sorted(done.broken.items())[:SHOWN]:
+        yield Verbatim(f"line {number}: {why}")
+    if len(done.broken) > SHOWN:
+        yield f"and {len(done.broken) - SHOWN:,} others"
+
+
+def store_behind(target: str | None) -> str:
+    """The URL of a server's store.
+
+    Raises:
+        VllmopsError: as `place`, or ``usage`` where it is not known.
+    """
+    from ..client.responses import place  # noqa: PLC0415 - brings httpx
+
+    server = place(target)
+    if server.store is None:
+        raise usage(
+            f"{server.name} has no route that takes responses in, and where its store is, is not "
+            "known here",
+            "--store URL",
+        )
+    return server.store
+
+
+@contextmanager
+def lines_of(file: Path) -> Iterator[IO[bytes]]:
+    """A file's lines.
+
+    Raises:
+        VllmopsError: ``responses.unreadable``.
+    """
+    if str(file) == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        opened = file.open("rb")
+    except OSError as error:
+        raise VllmopsError(
+            "responses.unreadable",
+            f"{file}: {error.strerror or error}",
+            "the name of a file that vllmops responses export wrote",
+        ) from error
+    with opened:
+        yield opened
+
+
+async def imported(
+    url: str, lines: Iterable[bytes], done: Imported, counting: Counting, *, overwrite: bool
+) -> tuple[str, int]:
+    """Take lines into a store; its name, and how many it holds then.
+
+    Raises:
+        VllmopsError: as `Storage`.
+    """
+    from ..client.storage import Storage  # noqa: PLC0415
+
+    async with Storage(url, create=True) as responses:
+
+        async def one(numbered: tuple[int, bytes]) -> None:
+            number, text = numbered
+            if text.strip():
+                await taken(responses.store, number, text, done, overwrite=overwrite)
+                counting.add()
+
+        await spread(enumerate(lines, 1), one)
+        return responses.name, (await responses.stats()).count
+
+
+async def taken(store: Any, number: int, text: bytes, done: Imported, *, overwrite: bool) -> None:
+    """Take one line into a store."""
+    try:
+        response, events = archive.decode(text)
+    except ValueError as error:
+        done.broken[number] = f"{error}"
+        return
+    new = await patiently(lambda: store.create(response))
+    if not new:
+        there = await patiently(lambda: store.get(EVERYBODY, response.id)) if overwrite else None
+        if there is None or there.running:
+            done.skipped += 1
+            return
+        await patiently(lambda: store.delete(EVERYBODY, response.id))
+        if not await patiently(lambda: store.create(response)):
+            done.skipped += 1
+            return
+    for part in events:
+        await patiently(partial(store.append, response, part.first, part.events))
+    if new:
+        done.count += 1
+    else:
+        done.replaced += 1
