@@ -20,7 +20,18 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `benchmarks` as a package
 
-from benchmarks import agent, cache, doctor, memory, patches, stacks, startup, watch
+from benchmarks import (
+    agent,
+    cache,
+    doctor,
+    memory,
+    patches,
+    responses,
+    stacks,
+    startup,
+    storage,
+    watch,
+)
 from benchmarks.figure import Figure
 from benchmarks.setting import setting
 from vllmops import output
@@ -34,6 +45,8 @@ GROUPS = {
     "memory": memory.measure,
     "watch": watch.measure,
     "patches": patches.measure,
+    "storage": storage.measure,
+    "responses": responses.measure,
 }
 
 

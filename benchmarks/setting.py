@@ -113,13 +113,20 @@ class Setting:
                 command.wait()
 
     @contextlib.contextmanager
-    def server(self, kind: demo.Kind, *arguments: str, agent: bool = True) -> Iterator[Server]:
+    def server(
+        self,
+        kind: demo.Kind,
+        *arguments: str,
+        agent: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> Iterator[Server]:
         """A demo model, served as ``vllmops serve`` would, but in this session.
 
         Args:
             kind: which model.
             arguments: for vLLM.
             agent: whether with the agent, or stock.
+            environment: more of it.
         """
         port = free_port()
         command = (
@@ -137,6 +144,7 @@ class Setting:
                     **self.environment,
                     **demo.serve_environment(),
                     "VLLMOPS_DISABLE": "" if agent else "1",
+                    **(environment or {}),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -170,10 +178,11 @@ class Server:
     def processes(self) -> tuple[Process, ...]:
         return processes.tree(processes.table(), [self.pid])
 
-    def request(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """A POST, ready to be sent."""
-        content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+    def request(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """A POST of a body, or a GET, ready to be sent."""
+        content = json.dumps(body).encode() if body else b""
+        head = f"{'POST' if body else 'GET'} {path} HTTP/1.1\r\nHost: {HOST}\r\n"
+        head += "Content-Type: application/json\r\n" if body else ""
         return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
     def load(self, requests: Sequence[bytes], connections: int) -> list[float]:
