@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import util
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from tests.modules import installed, lru_module
 
 from vllmops.agent import found, repair
 from vllmops.patches import mm_lru_ghost_keys, mm_lru_stale_eviction
@@ -24,7 +24,7 @@ PATCHED = ("touch", "popitem")
 
 def measure(setting: Setting) -> Iterator[Figure]:
     rounds = 4 if setting.short else 40
-    module = lru_module()
+    module = lru_module(installed())
     stock = {name: vars(module.LRUCache)[name] for name in PATCHED}
     for patch in (mm_lru_ghost_keys, mm_lru_stale_eviction):
         patch.apply(module)
@@ -70,20 +70,6 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
 class Receiver(SimpleNamespace):
     """Stands in for what holds the cache in vLLM."""
-
-
-def lru_module() -> ModuleType:
-    """The module ``vllm.utils.cache``, loaded anew and without torch."""
-    vllm = util.find_spec("vllm")
-    if vllm is None or vllm.origin is None:
-        raise RuntimeError("vLLM is not installed")
-    path = Path(vllm.origin).parent / "utils/cache.py"
-    spec = util.spec_from_file_location("vllm.utils.cache", path)
-    if spec is None or spec.loader is None:
-        raise RuntimeError(f"{path} can't be loaded")
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def full(module: ModuleType) -> Any:

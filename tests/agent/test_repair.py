@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,15 @@ from vllmops.client.agent import reach
 from vllmops.snapshots.repairs import Fault, Wish
 
 Spawn = Callable[..., Any]
+ROOT = str(Path(__file__).parents[2])
 
-# The class that vLLM has, without all that `import vllm` brings.
 SETUP = """
 import sys, threading
-from importlib import util
 from types import SimpleNamespace
 from vllmops.agent import found
-spec = util.spec_from_file_location("vllm.utils.cache", {path!r})
-module = sys.modules["vllm.utils.cache"] = util.module_from_spec(spec)
-spec.loader.exec_module(module)
+sys.path.insert(0, {root!r})
+from tests import modules
+module = sys.modules["vllm.utils.cache"] = modules.lru_module(modules.installed())
 class LruKeyReplicatedReceiverCache(SimpleNamespace): pass
 class LruKeyReplicatedSenderCache(SimpleNamespace): pass
 cache = module.LRUCache({capacity}, getsizeof=lambda value: value)
@@ -48,11 +46,8 @@ def child(spawn: Spawn) -> Callable[..., Any]:
     def start(
         entries: int = 20, capacity: float = 200, kind: str = "LruKeyReplicatedReceiverCache"
     ) -> Any:
-        spec = find_spec("vllm")
-        assert spec is not None, "vLLM is not installed: pip install -e '.[cpu,dev]'"
-        path = str(Path(str(spec.origin)).parent / "utils/cache.py")
         made = spawn()
-        made.run(SETUP.format(path=path, capacity=capacity, entries=entries, kind=kind))
+        made.run(SETUP.format(root=ROOT, capacity=capacity, entries=entries, kind=kind))
         return made
 
     return start

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from importlib import util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from .. import modules
 
 OLD = ("0.14.0", "0.15.1", "0.23.0")
 INSTALLED = "installed"
@@ -38,10 +39,7 @@ def code(pytestconfig: pytest.Config) -> Callable[[str], Path]:
 
     def folder(version: str) -> Path:
         if version == INSTALLED:
-            spec = util.find_spec("vllm")
-            assert spec is not None, "vLLM is not installed: pip install -e '.[cpu,dev]'"
-            assert spec.origin is not None
-            return Path(spec.origin).parents[1]
+            return modules.installed()
         kept = pytestconfig.cache.mkdir("vllm-code") / version
         if not kept.is_dir():
             unpack(version, kept)
@@ -65,18 +63,8 @@ def unpack(version: str, kept: Path) -> None:
 
 @pytest.fixture
 def lru_module(code: Callable[[str], Path]) -> Callable[[str], ModuleType]:
-    """A version's ``vllm.utils.cache``, loaded anew, and without torch."""
-
-    def load(version: str) -> ModuleType:
-        path = code(version) / "vllm/utils/cache.py"
-        spec = util.spec_from_file_location("vllm.utils.cache", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    """A version's ``vllm.utils.cache``."""
+    return lambda version: modules.lru_module(code(version))
 
 
 class Vllm:
