@@ -291,6 +291,24 @@ def test_a_file_that_can_not_grow_is_told_and_the_recording_goes_on(
     assert 1 <= len(kept) < len(envelope["data"]["samples"])
 
 
+def test_recordings_of_what_is_gone_do_not_pile_up(engine: Any, state: Path) -> None:
+    place = state / "memory"
+    place.mkdir(parents=True)
+    # Numbers that no process has; one has a new owner.
+    gone = [*range(1 << 22, (1 << 22) + memory.KEPT + 2), os.getpid()]
+    (state / "instances" / str(1 << 23)).mkdir(parents=True)
+    others = ["demo", str(1 << 23), str(os.getppid())]
+    for age, name in enumerate([*gone, *others]):
+        path = place / f"{name}.jsonl"
+        path.touch()
+        at = time.time() if name in others else 1e9 - age
+        os.utime(path, (at, at))
+    label = str(engine.process.pid)
+    assert run("record", "-t", label, "--interval", "0.1", "--duration", "0.3").returncode == 0
+    left = {path.stem for path in place.glob("*.jsonl")}
+    assert left == {label, *others, *map(str, gone[: memory.KEPT])}
+
+
 def test_the_newest_recording_is_kept_for_doctor_and_bundle(engine: Any, state: Path) -> None:
     label, began = str(engine.process.pid), engine.process.create_time
     assert memory.newest(label, began) is None

@@ -17,6 +17,7 @@ from ..errors import Exit, VllmopsError
 from ..files import take
 from ..home import home
 from ..instances.processes import CLOCK_SLACK_S, VITAL, Process
+from ..instances.record import Folder
 from ..instances.servers import Server
 from ..snapshots import files
 from ..snapshots.files import Journal, not_written
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 FULL_S = 60.0
 FULL_TIMES = 5  # at least
 SILENCE_S = 10.0  # for which a silent agent is left in peace
+KEPT = 20  # recordings of processes that are gone
 SETTLE_S = 10.0
 SETTLED_S = 0.2  # what the engine lets go of after its last answer
 LOOK_S = 0.1
@@ -66,9 +68,29 @@ def keep(label: str, head: RecordingHead) -> Journal:
         raise not_written(path, error) from error
     assert gate is not None  # it was waited for
     try:
+        prune(path.parent)
         return Journal(path, head)
     finally:
         os.close(gate)
+
+
+def prune(place: Path) -> None:
+    """Of recordings of processes that are gone, leave the newest."""
+    with suppress(OSError):  # to make room is no condition
+        over = sorted(filter(gone, place.glob("*.jsonl")), key=lambda path: path.stat().st_mtime)
+        for path in over[:-KEPT]:
+            path.unlink()
+
+
+def gone(path: Path) -> bool:
+    """Whether a recording is of a process, not of an instance, and that has ended."""
+    label = path.stem
+    if not label.isdecimal() or Folder(label).path.exists():
+        return False
+    try:
+        return psutil.Process(int(label)).create_time() > path.stat().st_mtime + CLOCK_SLACK_S
+    except psutil.NoSuchProcess:
+        return True
 
 
 def newest(label: str, since: float) -> Recording | None:
