@@ -133,7 +133,7 @@ class Scene:
         return self.looks(self.time)
 
     def capture(
-        self, looks: Sequence[Look], patience_s: float, stop: threading.Event
+        self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot:
         self.captured.append(self.time)
         self.time += self.takes_s
@@ -148,7 +148,7 @@ class Scene:
             machine=Machine(memory_total=4, memory_available=4),
         )
 
-    def save(self, snapshot: ServerSnapshot, folder: Path) -> Path:
+    def save(self, folder: Path) -> Path:
         if self.disk_full:
             raise VllmopsError("bundle.not-written", "the disk is full", "choose another place")
         self.done.append("save")

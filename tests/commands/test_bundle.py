@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from vllmops.client import bundle
-from vllmops.client.collecting import collect, log
+from vllmops.client import bundle, examine
+from vllmops.client.collecting import Collecting, collect, log, quietly, wish
 from vllmops.errors import VllmopsError
 from vllmops.instances.processes import Process, Role
 from vllmops.instances.servers import Server, resolve
@@ -219,17 +219,23 @@ def test_the_log_of_a_server_that_others_started(tmp_path: Path) -> None:
                 popen.communicate()
 
 
-def test_a_snapshot_that_was_taken_before(lab: Any, folder: Path) -> None:
-    """As a watch has it: it is not taken again."""
+def test_what_is_looked_at_first(lab: Any, folder: Path) -> None:
+    """As a watch has it, which may not want the rest."""
     lab.serve("a")
     server = resolve("a")
-    first = bundle.load(bundle.capture(server, folder / "a.tar.gz", timeout_s=5))
-    began = time.monotonic()
-    again = bundle.capture(server, folder / "b.tar.gz", first, timeout_s=5)
-    assert time.monotonic() - began < 6
-    assert bundle.load(again) == first
+    looking = examine.Examination(server, wish(4.0), quietly)
+    collecting = Collecting(looking, 6.0, 6.0, quietly, threading.Event())
+    seen = collecting.look(alone=True)
+    assert set(collecting.tasks) == {"server.json"}
+    path, index = bundle.write(collecting.contents(), folder / "a.tar.gz", redact=False)
+    assert bundle.load(path) == seen
+    assert {"log.txt", "metrics.txt"} <= {each.name for each in index.parts}
+
+
+def test_once_it_is_not_wanted_any_more(lab: Any) -> None:
+    lab.serve("a")
     stop = threading.Event()
     stop.set()
-    contents = collect(server, stop=stop)
+    contents = collect(resolve("a"), stop=stop)
     assert contents.interrupted
     assert contents.seconds < 3

@@ -1,10 +1,8 @@
 """A bundle: what one attaches to a bug report, in one file, without secrets.
 
-`capture` makes one; who has something to show meanwhile takes its two steps one by one::
+One is made in two steps::
 
-    path = bundle.capture(server, path, snapshot)  # snapshot: where it was taken already
-
-    contents = collecting.collect(server, snapshot, tell=…)
+    contents = collecting.collect(server, tell=…)
     path, index = bundle.write(contents, path)
 
 `load` puts a ServerSnapshot together again, with its stacks, caches and memory.
@@ -25,14 +23,13 @@ import msgspec
 from .. import __version__
 from ..errors import VllmopsError
 from ..files import write_atomically
-from ..instances.servers import Server
 from ..snapshots import files
 from ..snapshots.bundles import Index, Missing, Part
 from ..snapshots.caches import CacheSnapshot
 from ..snapshots.server import ServerSnapshot
 from ..snapshots.stacks import StacksSnapshot
 from . import archive, memory
-from .collecting import LOG_LINES, STACKS, TIMEOUT_S, Contents, Piece, collect
+from .collecting import LOG_LINES, STACKS, Contents, Piece
 from .redact import Redactor
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -64,33 +61,6 @@ CONTROL = re.compile(
     rb"(\\\\)|\\u00(?:0[0-8b-fB-F]|1[0-9a-fA-F]|7[fF]|[89][0-9a-fA-F])|\\[bfr]"
     rb"|\x7f|\xc2[\x80-\x9f]"
 )
-
-
-def capture(
-    server: Server,
-    path: Path,
-    snapshot: ServerSnapshot | None = None,
-    *,
-    timeout_s: float = TIMEOUT_S,
-    redact: bool = True,
-) -> Path:
-    """Write a bundle of a server.
-
-    Args:
-        server: as discovery found it.
-        path: the file; ``-2`` and so on is added where there is one.
-        snapshot: of that server, where it was taken already.
-        timeout_s: seconds for everything before it is written, vLLM's collect_env included.
-        redact: whether to take secrets and prompts out.
-
-    Returns:
-        Where it is.
-
-    Raises:
-        VllmopsError: ``bundle.not-written``.
-    """
-    contents = collect(server, snapshot, timeout_s=timeout_s, collect_env_s=timeout_s)
-    return write(contents, path, redact=redact)[0]
 
 
 def write(

@@ -37,7 +37,7 @@ COLLECT_ENV_S = 20.0
 # Kept for what is read once the server has been looked at; it takes a second.
 REST_S, REST_SHARE = 4.0, 0.25
 STACKS, APART_S = 3, 1.0
-STACKS_SHARE, LEAST_S = 0.2, 0.5  # of the time, for each sample of the stacks
+STACKS_SHARE = 0.85  # of the time in which the server is looked at
 JUDGE_S = 3.0
 LOOK_S = 0.05
 METRICS_S = 5.0
@@ -90,7 +90,6 @@ class Contents:
 
 def collect(
     server: Server,
-    snapshot: ServerSnapshot | None = None,
     *,
     timeout_s: float = TIMEOUT_S,
     collect_env_s: float = COLLECT_ENV_S,
@@ -101,18 +100,16 @@ def collect(
 
     Args:
         server: as discovery found it; one that is over has a log, and no stacks.
-        snapshot: of that server, where it was taken already.
         timeout_s: seconds for everything but vLLM's collect_env.
         collect_env_s: seconds for that, from the same start: it runs beside.
         tell: is told what is waited for.
         stop: once it is set nothing is waited for any more, and what there is is the content.
     """
-    collecting = Collecting(server, timeout_s, collect_env_s, tell, stop or threading.Event())
-    try:
-        collecting.run(snapshot)
-    finally:
-        collecting.end()
-    return collecting.contents(snapshot)
+    looking = examine.Examination(server, wish(looking_s(timeout_s)), quietly)
+    stop = stop or threading.Event()
+    collecting = Collecting(looking, timeout_s, collect_env_s, tell, stop)
+    collecting.look()
+    return collecting.contents()
 
 
 class Task:
@@ -147,61 +144,94 @@ class Task:
 
 
 class Collecting:
-    """Captures the parts of one bundle."""
+    """Captures the parts of one bundle: first the server, then, or meanwhile, the rest.
+
+    Args:
+        looking: at the server.
+        timeout_s: seconds for everything but vLLM's collect_env, from now on.
+        collect_env_s: seconds for that.
+        tell: is told what is waited for.
+        stop: once it is set nothing is waited for any more.
+    """
 
     def __init__(
         self,
-        server: Server,
+        looking: examine.Examination,
         timeout_s: float,
         collect_env_s: float,
         tell: Callable[[str], None],
         stop: threading.Event,
     ) -> None:
-        self.server = server
-        self.timeout_s = timeout_s
-        self.collect_env_s = collect_env_s
+        self.looking = looking
+        self.server = looking.server
         self.tell = tell
         self.made_at, self.began = time.time(), time.monotonic()
+        self.until_looked = self.began + looking_s(timeout_s)
+        self.until = self.began + timeout_s
+        self.until_collected = self.began + collect_env_s
         self.stop = stop
         self.over = False
         self.tasks: dict[str, Task] = {}
         self.facts: dict[str, list[str]] = {}
         self.runs: list[interpreter.Run] = []
-        self.known = Task(lambda: list(known_secrets(server)))
-        looking_s = timeout_s - min(REST_S, REST_SHARE * timeout_s)
-        self.until_looked = self.began + looking_s
-        self.examination = examine.Examination(server, wish(looking_s), quietly)
+        self.known = Task(lambda: list(known_secrets(self.server)))
 
-    def run(self, snapshot: ServerSnapshot | None) -> None:
-        """Capture everything; what is late is left behind."""
-        server, until = self.server, self.began + self.timeout_s
-        until_collected = self.began + self.collect_env_s
+    def look(self, *, alone: bool = False) -> ServerSnapshot:
+        """Look at the server.
+
+        Args:
+            alone: whether all else is left to `contents`, which may not be wanted then.
+
+        Returns:
+            What was seen in the time that is for that.
+        """
+        looked = None
+        if self.server.processes:
+            self.tell(f"looking at {len(self.server.processes)} processes and their stacks")
+            looked = self.begin("server.json", self.looking.run)
+        if not alone:
+            self.begin_rest()
+        if looked:
+            self.wait(looked, self.until_looked)
+        return self.seen()
+
+    def seen(self) -> ServerSnapshot:
+        """What has been seen of the server by now."""
+        looked = self.tasks.get("server.json")
+        found: ServerSnapshot | None = looked.result if looked else None
+        return found or self.looking.so_far(self.why_late())
+
+    def begin_rest(self) -> None:
+        """Begin with all else, unless that is done."""
+        server = self.server
+        if "log.txt" in self.tasks:
+            return
         if server.processes:
             self.begin("metrics.txt", lambda: metrics(server))
-            if snapshot is None:
-                self.tell(f"looking at {len(server.processes)} processes and their stacks")
-                self.begin("server.json", self.examination.run)
         self.begin("log.txt", lambda: log(server))
         if server.record:
             self.begin("supervisor.txt", lambda: supervisor(server))
         self.begin("configuration.json", lambda: configuration(server))
-        self.begin("memory.jsonl", lambda: recorded(server, snapshot))
-        self.begin("versions.json", lambda: self.versions(until))
+        self.begin("memory.jsonl", lambda: recorded(server))
+        self.begin("versions.json", lambda: self.versions(self.until))
         # The slowest runs beside, at the lowest priority: it tells nothing that changes.
-        collect_env = self.begin("collect_env.txt", lambda: self.collect_env(until_collected))
-        if "server.json" in self.tasks:
-            self.wait(self.tasks["server.json"], self.until_looked)
+        self.begin("collect_env.txt", lambda: self.collect_env(self.until_collected))
+
+    def wait_rest(self) -> None:
+        """Capture everything else; what is late is left behind."""
+        self.begin_rest()
         # Not before: a process that py-spy stops for a moment looks stopped here, too.
         self.tell("reading /proc")
-        for process in server.processes:
+        for process in self.server.processes:
             self.begin(f"proc/{process.pid}.txt", self.facts_of(process.pid))
+        collect_env = self.tasks["collect_env.txt"]
         for task in (self.known, *self.tasks.values()):
             if task is not collect_env:
-                self.wait(task, until)
+                self.wait(task, self.until)
         if not collect_env.done and not self.stop.is_set():
-            left_s = until_collected - time.monotonic()
+            left_s = self.until_collected - time.monotonic()
             self.tell(f"waiting for vLLM's collect_env, {left_s:.0f} s at most")
-            self.wait(collect_env, until_collected)
+            self.wait(collect_env, self.until_collected)
 
     def wait(self, task: Task, until: float) -> None:
         """Wait until it is done, or until then by the monotonic clock."""
@@ -262,8 +292,12 @@ class Collecting:
 
         return make
 
-    def contents(self, snapshot: ServerSnapshot | None) -> Contents:
-        """What there is by now."""
+    def contents(self) -> Contents:
+        """What there is, once all that comes in time has come."""
+        try:
+            self.wait_rest()
+        finally:
+            self.end()
         found = Contents(self.server.label, self.made_at, interrupted=self.stop.is_set())
         found.known = self.known.result or []
         if not self.known.done or self.known.error:
@@ -280,11 +314,10 @@ class Collecting:
             elif task.error:
                 found.missing.append(Missing(name, task.error))
         looked = found.pieces.pop("server.json", None)
-        taken = snapshot or (looked.content if looked else self.examination.so_far(self.why_late()))
         recording = found.pieces.pop("memory.jsonl", None)
         self.add(
             found,
-            msgspec.structs.replace(taken, memory=recording.content if recording else None),
+            msgspec.structs.replace(self.seen(), memory=recording.content if recording else None),
             looked.seconds if looked else time.monotonic() - self.began,
         )
         found.seconds = time.monotonic() - self.began
@@ -334,14 +367,19 @@ def quietly(_: str) -> None:
     """Not what waiting longer tells, which here is done in any case."""
 
 
-def wish(seconds: float) -> examine.Wish:
+def looking_s(timeout_s: float) -> float:
+    """Seconds of them all in which the server is looked at."""
+    return timeout_s - min(REST_S, REST_SHARE * timeout_s)
+
+
+def wish(seconds: float, patience_s: float = PATIENCE_S) -> examine.Wish:
     """How to look at a server that may hang, within a time."""
     return examine.Wish(
-        patience_s=min(PATIENCE_S, seconds / 2),
+        patience_s=min(patience_s, seconds / 2),
         samples=STACKS,
         apart_s=APART_S,
         always=True,
-        timeout_s=max(STACKS_SHARE * seconds, LEAST_S),
+        stacks_s=STACKS_SHARE * seconds,
     )
 
 
@@ -414,10 +452,12 @@ def configuration(server: Server) -> dict[str, Any]:
     }
 
 
-def recorded(server: Server, snapshot: ServerSnapshot | None) -> Recording | None:
-    """The newest recording of a server's memory."""
-    if snapshot and snapshot.memory:
-        return snapshot.memory
+def recorded(server: Server) -> Recording:
+    """The newest recording of a server's memory.
+
+    Raises:
+        VllmopsError: ``bundle.no-memory``.
+    """
     record = server.record
     began = [process.create_time for process in server.processes]
     found = memory.newest(server.label, min(began, default=record.created_at if record else 0.0))

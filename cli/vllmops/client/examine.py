@@ -41,6 +41,7 @@ from .caches import ROLES
 from .gpu import Gpus
 
 LOOK_S = 1.0
+LEAST_S = 0.5  # for a sample of the stacks
 CANARY_S = 15.0
 SEGMENTS = ("psm_", "vllm")
 COMPILERS = frozenset(
@@ -65,7 +66,7 @@ class Wish:
         apart_s: seconds between them.
         always: whether to take them all in any case.
         canary: whether to send one request for one token.
-        timeout_s: for the stacks of all processes.
+        stacks_s: seconds for the stacks, all samples together.
     """
 
     interval_s: float = 1.0
@@ -74,7 +75,7 @@ class Wish:
     apart_s: float = 1.0
     always: bool = False
     canary: bool = False
-    timeout_s: float = 10.0
+    stacks_s: float = 20.0
 
 
 def take(
@@ -91,19 +92,35 @@ def take(
 
 
 class Examination:
-    """One look at one server."""
+    """One look at one server.
 
-    def __init__(self, server: Server, wish: Wish, tell: Callable[[str], None]) -> None:
+    Args:
+        server: as discovery found it.
+        wish: how thoroughly.
+        tell: is told what is waited for.
+        looks: that were taken before, and belong to it.
+        began: when the first of them was, by the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        wish: Wish,
+        tell: Callable[[str], None],
+        looks: Sequence[Look] = (),
+        began: float | None = None,
+    ) -> None:
         self.server = server
         self.wish = wish
         self.tell = tell
-        self.began = time.monotonic()
-        self.looks: list[Look] = []
+        self.taken_at = time.time()
+        self.began = time.monotonic() if began is None else began
+        self.until_sampled = time.monotonic() + wish.stacks_s
+        self.looks = list(looks)
         self.samples: list[StacksSnapshot] = []
         self.unseen: list[Unseen] = []
 
     def run(self) -> ServerSnapshot:
-        taken_at = time.time()
         with ThreadPoolExecutor(8) as pool:
             bird = pool.submit(canary, self.server) if self.wish.canary else None
             parts = Parts(pool, self.server)
@@ -118,7 +135,7 @@ class Examination:
                 self.tell("waiting for an answer to one request for one token")
                 time.sleep(LOOK_S)
                 self.look()
-            return self.snapshot(taken_at, parts, bird.result() if bird else None)
+            return self.snapshot(parts, bird.result() if bird else None)
 
     @property
     def age(self) -> float:
@@ -131,7 +148,7 @@ class Examination:
         """Take the stacks once."""
         try:
             found = pyspy.capture(
-                self.server.processes, timeout_s=self.wish.timeout_s, server=self.server.name
+                self.server.processes, timeout_s=self.patience_s(), server=self.server.name
             )
         except VllmopsError as error:
             self.miss(Unseen("stacks", error.code, error.message, error.mend))
@@ -147,6 +164,15 @@ class Examination:
                         problem.mend,
                     )
                 )
+
+    def patience_s(self) -> float:
+        """How long the next sample may take: half of what is left of their time, the last all.
+
+        On a busy machine the first takes longest, and only with all of them some hangs are sure.
+        """
+        more = max(self.wish.samples - len(self.samples) - 1, 0)
+        left_s = self.until_sampled - time.monotonic() - more * self.wish.apart_s
+        return max(left_s / 2 if more else left_s, LEAST_S)
 
     def miss(self, what: Unseen) -> None:
         if what not in self.unseen:
@@ -189,9 +215,11 @@ class Examination:
             why: it is not seen to the end, in words.
         """
         server, record = self.server, self.server.record
-        rest = Unseen("agents, caches, patches and machine", "cut-short", why)
+        rest = [Unseen("agents, caches, patches and machine", "cut-short", why)]
+        if self.wish.always and (missing := self.wish.samples - len(self.samples)):
+            rest.append(Unseen(f"{missing} of {self.wish.samples} stacks", "cut-short", why))
         return ServerSnapshot(
-            taken_at=time.time() - self.age,
+            taken_at=self.taken_at,
             vllmops=__version__,
             server=server.label,
             url=server.url,
@@ -201,10 +229,10 @@ class Examination:
             looks=tuple(self.looks),
             stacks=tuple(self.samples),
             machine=Machine(memory_total=0, memory_available=0),
-            unseen=(*self.unseen, *([rest] if server.processes else [])),
+            unseen=(*self.unseen, *(rest if server.processes else [])),
         )
 
-    def snapshot(self, taken_at: float, parts: Parts, bird: Canary | None) -> ServerSnapshot:
+    def snapshot(self, parts: Parts, bird: Canary | None) -> ServerSnapshot:
         server, record = self.server, self.server.record
         told, silent = parts.agents.result()
         patches = parts.patches.result()
@@ -214,14 +242,14 @@ class Examination:
         began = min((process.create_time for process in server.processes), default=None)
         version = next((each.hello.vllm_version for each in told if each.hello.vllm_version), None)
         return ServerSnapshot(
-            taken_at=taken_at,
+            taken_at=self.taken_at,
             vllmops=__version__,
             server=server.label,
             url=server.url,
             model=server.model,
             state=record.state.value if record else "",
             stage=record.stage if record else "",
-            uptime_s=None if began is None else max(taken_at - began, 0.0),
+            uptime_s=None if began is None else max(self.taken_at - began, 0.0),
             vllm_version=version or (http.version(server.url) if server.url else None),
             looks=tuple(self.looks),
             told=tuple(told),

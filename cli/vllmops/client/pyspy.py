@@ -32,11 +32,13 @@ from ..snapshots.stacks import (
 )
 from .ptrace import refusal, rights, status
 
+SURE_SHARE = 0.8
 # A killed process ends at once, unless the kernel itself is stuck in it.
 KILL_WAIT_S = 1.0
 
 NOT_PYTHON = ("Failed to find python version", "Failed to find a python interpreter")
 STOPPED = "it is stopped by a signal"
+UNSTOPPED = "read without stopping it"
 REFUSED = ("Permission denied", "Permission Denied", "EPERM", "Operation not permitted")
 
 
@@ -224,11 +226,13 @@ def _attempts(
     """The stacks, as asked or else by a way that demands less, and a note where it does.
 
     A process that can't be stopped (in a driver call, say, or held by a debugger) can still be
-    read, and native frames are no reason to go without Python's. Each try but the last gets half
-    of the time that is left.
+    read, and native frames are no reason to go without Python's. One that stands already is not
+    tried to be stopped: py-spy would wait for that in vain. Each try but the last leaves something
+    of the time that is left: half, or where it will hardly be in vain, little.
     """
     ways: list[tuple[str, ...]] = [("--nonblocking",)]
-    if not options.nonblocking:
+    halted = "" if options.nonblocking else _held(process.pid, "tT")
+    if not (options.nonblocking or halted):
         ways.insert(0, ())
         if options.native:
             ways.insert(0, ("--native",))
@@ -237,14 +241,16 @@ def _attempts(
     first: VllmopsError | None = None
     for way in ways:
         left_s = max(deadline - time.monotonic(), 0.0)
-        limit_s = left_s if way is ways[-1] else left_s / 2
+        sure = "--native" not in way and not _held(process.pid)
+        limit_s = left_s * (1.0 if way is ways[-1] else SURE_SHARE if sure else 0.5)
         command = (program, "dump", "--json", "--pid", str(process.pid), *way, *locals_)
         try:
             threads = parse(_run(command, process, limit_s), with_locals=options.locals)
         except VllmopsError as error:
             first = first or error
             continue
-        return threads, _note(process, way, first) if first else ""
+        note = f"{UNSTOPPED}: {halted}" if halted else ""
+        return threads, _note(process, way, first) if first else note
     assert first is not None
     if isinstance(first, _LateError):
         held = _held(process.pid)
@@ -262,16 +268,22 @@ def _note(process: Process, way: Iterable[str], error: VllmopsError) -> str:
     if "--nonblocking" not in way:
         return f"without native frames: {error.message}"
     if held := _held(process.pid):
-        return f"read without stopping it: {held}"
-    return f"read without stopping it, so frames may not fit together: {error.message}"
+        return f"{UNSTOPPED}: {held}"
+    return f"{UNSTOPPED}, so frames may not fit together: {error.message}"
 
 
-def _held(pid: int) -> str:
-    """Why a process can't be stopped by us just now; empty where no reason is seen."""
+def _held(pid: int, states: str = "tTD") -> str:
+    """Why a process can't be stopped by us just now; empty where no reason is seen.
+
+    Args:
+        pid: of the process.
+        states: the kernel's letters of those that count.
+    """
     try:
         for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
             fields = status(f"{pid}/task/{task.name}")
-            match fields["State"][0]:
+            letter = fields["State"][0]
+            match letter if letter in states else "":
                 case "t":
                     return f"it is being debugged by pid {fields['TracerPid']}"
                 case "T":

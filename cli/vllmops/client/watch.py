@@ -73,9 +73,9 @@ class Subject(Protocol):
     def phase(self) -> Phase: ...
     def look(self, *, ask: bool) -> Look: ...
     def capture(
-        self, looks: Sequence[Look], patience_s: float, stop: threading.Event
+        self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot: ...
-    def save(self, snapshot: ServerSnapshot, folder: Path) -> Path: ...
+    def save(self, folder: Path) -> Path: ...
     def repair(self) -> Report: ...
     def restart(self) -> None: ...
 
@@ -193,7 +193,8 @@ class Watch:
 
     def failed(self, looks: Sequence[Look]) -> None:
         """It ended, and nobody wanted that: what it left is evidence, too."""
-        kept = self.keep(self.subject.capture(looks, self.plan.patience_s, self.stop))
+        self.subject.capture(looks, self.plan.patience_s, self.stop, sure=True)
+        kept = self.keep()
         label, why = self.subject.server.label, self.subject.why
         advice = f"vllmops logs {label}; then vllmops restart {label}"
         text = f"{label} has ended: {why}"
@@ -228,7 +229,10 @@ class Watch:
         """Keep the evidence, explain it, tell, and act if that is wished."""
         began = self.now() - max(each.since_s for each in found)
         before = len(self.vigil.looks)
-        snapshot = self.subject.capture(self.vigil.looks, self.plan.patience_s, self.stop)
+        sure = not all(each.doubt for each in found)
+        snapshot = self.subject.capture(
+            self.vigil.looks, self.plan.patience_s, self.stop, sure=sure
+        )
         if any(look.compilers for look in snapshot.looks[before:]):
             self.vigil.row = 0
             return
@@ -237,7 +241,7 @@ class Watch:
             self.vigil.dismiss(found)
             self.doubt_until = self.now() + DOUBT_S
             return
-        kept = self.keep(snapshot)
+        kept = self.keep()
         number = self.diary.counts["stalled"] + 1
         self.ongoing = Ongoing(number, began, kept=bool(kept))
         seconds = self.now() - began
@@ -264,10 +268,10 @@ class Watch:
 
     # -- acting ------------------------------------------------------------------------------
 
-    def keep(self, snapshot: ServerSnapshot) -> str:
+    def keep(self) -> str:
         """Write a bundle; returns where it is, empty where it could not be written."""
         try:
-            return str(self.subject.save(snapshot, self.plan.folder))
+            return str(self.subject.save(self.plan.folder))
         except VllmopsError as error:
             self.trouble(error)
             return ""

@@ -10,7 +10,6 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
-from .. import __version__
 from ..diagnose.progress import DEAD
 from ..errors import VllmopsError
 from ..instances import control, processes
@@ -18,15 +17,12 @@ from ..instances.control import Wish
 from ..instances.processes import VITAL
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find
-from ..snapshots.server import Look, Machine, ServerSnapshot, Unseen
-from . import bundle, examine, repairs
-from .collecting import collect
+from ..snapshots.server import Look, ServerSnapshot
+from . import bundle, collecting, examine, repairs
+from .collecting import Collecting
 
 FIND_S = 10.0  # the process table takes long to read
-# For evidence, together at most 20 s.
-LOOKING_S, WRITING_S = 14.0, 5.0
-STACKS_S = 3.0  # each sample
-JOIN_S = 0.05
+CAPTURE_S = 18.0  # for evidence; it is judged and written in two more
 
 
 class Phase(StrEnum):
@@ -56,6 +52,7 @@ class Watched:
         self.found_at = 0.0
         self.dead = not server.processes
         self.whole = False
+        self.collecting: Collecting | None = None
 
     # -- where it is -------------------------------------------------------------------------
 
@@ -173,61 +170,39 @@ class Watched:
     # -- doing -------------------------------------------------------------------------------
 
     def capture(
-        self, looks: Sequence[Look], patience_s: float, stop: threading.Event
+        self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot:
-        """All that can be seen of it, within `LOOKING_S`, whatever hangs.
+        """All that can be seen of it, whatever hangs; `save` takes what else is evidence.
 
         Args:
             looks: that were taken before, and belong to it.
             patience_s: how long a server may show no sign.
             stop: once it is set nothing is waited for any more.
+            sure: whether all else will be wanted, too, and may be taken meanwhile.
         """
-        wish = examine.Wish(patience_s=patience_s, always=True, timeout_s=STACKS_S)
-        looking = examine.Examination(self.server, wish, lambda _: None)
-        looking.looks, looking.began = list(looks), self.began
-        done: list[ServerSnapshot] = []
-        taken_at = time.time()
-        if self.server.processes:
-            # Reading a file of a stuck process may last for ever; such a thread is left behind.
-            thread = threading.Thread(target=lambda: done.append(looking.run()), daemon=True)
-            thread.start()
-            until = time.monotonic() + LOOKING_S
-            while thread.is_alive() and not stop.is_set() and time.monotonic() < until:
-                thread.join(JOIN_S)
-        return done[0] if done else self.partly(looking, taken_at)
-
-    def partly(self, looking: examine.Examination, taken_at: float) -> ServerSnapshot:
-        """What was seen where looking at it did not come to its end, or there is no process."""
-        server, record = self.server, self.server.record
-        late = Unseen("agents, caches, patches and machine", "cut-short", "it took too long")
-        return ServerSnapshot(
-            taken_at=taken_at,
-            vllmops=__version__,
-            server=server.label,
-            url=server.url,
-            model=server.model,
-            state=record.state.value if record else "",
-            stage=record.stage if record else "",
-            looks=tuple(looking.looks),
-            stacks=tuple(looking.samples),
-            machine=Machine(memory_total=0, memory_available=0),
-            unseen=(*looking.unseen, *([late] if server.processes else [])),
+        if self.collecting:
+            self.collecting.end()
+        wish = collecting.wish(collecting.looking_s(CAPTURE_S), patience_s)
+        looking = examine.Examination(self.server, wish, collecting.quietly, looks, self.began)
+        self.collecting = collecting.Collecting(
+            looking, CAPTURE_S, CAPTURE_S, collecting.quietly, stop
         )
+        return self.collecting.look(alone=not sure)
 
-    def save(self, snapshot: ServerSnapshot, folder: Path) -> Path:
-        """Write a bundle into a folder, which is made where it is missing.
+    def save(self, folder: Path) -> Path:
+        """Write what was captured into a folder, which is made where it is missing.
 
         Raises:
             VllmopsError: ``bundle.not-written``.
         """
-        path = folder / bundle.file_name(snapshot.server, snapshot.taken_at)
+        assert self.collecting
+        path = folder / bundle.file_name(self.server.label, self.collecting.made_at)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
+            self.collecting.end()
             raise bundle.not_written(path, error) from error
-        # vLLM's own report takes long, and tells nothing that goes away.
-        contents = collect(self.server, snapshot, timeout_s=WRITING_S, collect_env_s=0.0)
-        return bundle.write(contents, path)[0]
+        return bundle.write(self.collecting.contents(), path)[0]
 
     def repair(self) -> repairs.Report:
         """Repair its caches; raises as `repairs.repair` does."""
