@@ -16,6 +16,7 @@ from vllmops.client.redact import MARK, Redactor, secrets
 
 LOGS = Path(__file__).with_name("logs")
 SERVER, OTHER = ((LOGS / name).read_text() for name in ("server.log", "other.log"))
+STARTS = sorted((LOGS.parent.parent / "instances" / "logs").glob("*.log"))
 HASH = "4dfb04f3173c1f2e" * 4
 
 
@@ -68,10 +69,68 @@ def test_every_other_form() -> None:
         assert kept in told, kept
 
 
+def test_of_a_server_s_own_lines_all_are_kept() -> None:
+    for text in (SERVER, *(path.read_text() for path in STARTS)):
+        redactor = Redactor()
+        assert redactor.tail(text) == Redactor().log(text)
+        assert redactor.counts["log line of no known form"] == 0
+
+
+def test_what_applications_log_in_their_own_way() -> None:
+    lines = {
+        "the user asked: PLANTED": MARK,
+        "(APIServer pid=7) said PLANTED": f"(APIServer pid=7) {MARK}",
+        "INFO:myapp.chat:PLANTED": f"INFO:{MARK}",
+        "INFO:     chat with PLANTED": f"INFO:     {MARK}",
+        "2026-11-20 19:05:17,123 - ERROR - PLANTED": f"2026-11-20 19:05:17,123 - ERROR - {MARK}",
+        "2026-11-20T19:05:17Z [INFO] app: PLANTED": f"2026-11-20T19:05:17Z [INFO] {MARK}",
+        '{"level": "info", "logger": "app", "message": "PLANTED"}': MARK,
+        "  PLANTED, the second line of it": MARK,
+        "Answer: PLANTED": MARK,
+    }
+    redactor = Redactor()
+    assert redactor.tail("\n".join(lines)).split("\n") == list(lines.values())
+    assert redactor.counts["log line of no known form"] == len(lines)
+
+
+def test_lines_of_known_forms() -> None:
+    for line in (
+        'INFO:     10.0.0.7:5000 - "POST /v1/responses HTTP/1.1" 200 OK',
+        'INFO:     [::1]:5000 - "GET /health HTTP/1.1" 200 OK',
+        "ERROR:    Exception in ASGI application",
+        "2026-11-20 19:05:17,123 INFO vllm.v1.engine.async_llm: Added request r",
+        '{"asctime": "2026-11-20", "name": "vllm.engine", "message": "Added request r"}',
+        "[rank0]:[W1120 19:05:23.123456789 ProcessGroupNCCL.cpp:1538] Warning: x",
+        "node1:10:11 [0] NCCL INFO Bootstrap: Using eth0",
+        "/venv/lib/x.py:12: UserWarning: resource_tracker: leaked",
+        "(Watch pid=9) WARNING 11-20 19:05:17 [watch] demo has stalled",
+        "Fatal Python error: Segmentation fault",
+        "Thread 0x00007f1 (most recent call first):",
+        '  File "/venv/vllm/x.py", line 12 in spin',
+        "Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 55.40it/s]",
+    ):
+        assert Redactor().tail(line) == line
+
+
+def test_a_traceback_is_kept_to_its_end_and_no_further() -> None:
+    known = (
+        "(EngineCore pid=8) Traceback (most recent call last):\n"
+        '(EngineCore pid=8)   File "/srv/app.py", line 3, in reply\n'
+        "(EngineCore pid=8)     answer(user)\n"
+        "(EngineCore pid=8)     ^^^^^^^^^^^^\n"
+        "(EngineCore pid=8) torch.OutOfMemoryError: CUDA out of memory"
+    )
+    told = Redactor().tail(f"{known}\n(EngineCore pid=8) PLANTED\n(EngineCore pid=8)   PLANTED")
+    assert told == f"{known}\n(EngineCore pid=8) {MARK}\n(EngineCore pid=8) {MARK}"
+    # Of another process, in the midst of it.
+    mixed = known.replace("\n", "\nAnswer: PLANTED\n", 1)
+    assert Redactor().tail(mixed) == known.replace("\n", f"\n{MARK}\n", 1)
+
+
 def test_what_is_redacted_stays_as_it_is() -> None:
-    once = Redactor().log(SERVER + OTHER)
-    again = Redactor()
-    assert again.log(once) == once
+    for way in (Redactor.log, Redactor.tail):
+        once = way(Redactor(), SERVER + OTHER)
+        assert way(Redactor(), once) == once
 
 
 def test_it_is_quick_whatever_the_text() -> None:
@@ -95,7 +154,7 @@ def test_it_is_quick_whatever_the_text() -> None:
         "\n" * size,
     ):
         began = time.monotonic()
-        Redactor(["planted-secret"]).log(text)
+        Redactor(["planted-secret"]).tail(text)
         assert time.monotonic() - began < 5, text[:20]
 
 

@@ -55,7 +55,6 @@ PARTS = {
 }
 ABOUT_PROC = "status, limits, cgroup, files, threads with their place in the kernel, memory"
 READ = {INDEX, "server.json", "stacks.jsonl", "caches.json", "memory.jsonl"}
-LOGS = {"log.txt", "supervisor.txt"}
 # In JSON, what a terminal would take for a command; a stranger's bundle may hold some.
 CONTROL = re.compile(
     rb"(\\\\)|\\u00(?:0[0-8b-fB-F]|1[0-9a-fA-F]|7[fF]|[89][0-9a-fA-F])|\\[bfr]"
@@ -178,9 +177,14 @@ def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
 
 
 def redacted_text(name: str, text: str, redactor: Redactor) -> str:
-    if name in LOGS:
-        return redactor.log(text)
-    return redactor.assignments(text) if name == "collect_env.txt" else redactor.text(text)
+    match name:
+        case "log.txt":
+            return redactor.tail(text)
+        case "supervisor.txt":
+            return redactor.log(text)
+        case "collect_env.txt":
+            return redactor.assignments(text)
+    return redactor.text(text)
 
 
 def configured(found: dict[str, Any], redactor: Redactor) -> dict[str, Any]:

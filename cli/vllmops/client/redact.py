@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+from .loglines import Lines
+
 MARK = "[redacted]"
 # Shorter ones stand in too many words; where they are expected their place tells them.
 LEAST = 6
@@ -171,6 +173,17 @@ class Redactor:
             hiding.pop(process, None)
             if not whole:
                 hiding[process] = head
+        return "\n".join(lines)
+
+    def tail(self, text: str) -> str:
+        """A server's log as `log`, and without what anybody may have written in it."""
+        lines, known = [], Lines()
+        for line in self.log(text).split("\n"):
+            kept = known.kept(line)
+            if kept < len(line) and line[kept:] != MARK:
+                self.counts["log line of no known form"] += 1
+                line = line[:kept] + MARK  # noqa: PLW2901
+            lines.append(line)
         return "\n".join(lines)
 
     def quoted(self, line: str) -> tuple[str, bool]:
