@@ -57,6 +57,20 @@ def test_a_port_that_is_taken(listener: int) -> None:
     check_port("127.0.0.1", free)
 
 
+def test_a_port_that_others_may_share() -> None:
+    """As vLLM binds where it has several API servers: nobody would be told of the other."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        # Its model is loading.
+        assert str(port) in refusal("port.taken", check_port, "127.0.0.1", port).message
+        server.listen()
+        error = refusal("port.taken", check_port, "127.0.0.1", port)
+        assert f"pid {os.getpid()}" in error.message
+
+
 def test_a_port_that_is_taken_on_every_address() -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
         refusal("port.taken", check_port, "127.0.0.1", server.getsockname()[1])
@@ -216,6 +230,29 @@ def test_many_at_once_get_different_names_and_ports(home: Path) -> None:
         pipe.send(None)
     assert len(taken) == 12
     assert {name for name, _ in taken} == {"m", *(f"m-{n}" for n in range(2, 13))}
+    assert len({port for _, port in taken}) == 12
+
+
+def take_elsewhere(pipe: Any, place: Path) -> None:
+    os.environ["VLLMOPS_HOME"] = str(place)
+    take_one(pipe)
+
+
+def test_many_homes_at_once_get_different_ports(home: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    pipes = []
+    for number in range(12):
+        ours, theirs = fork.Pipe()
+        words = (theirs, home / str(number))
+        fork.Process(target=take_elsewhere, args=words, daemon=True).start()
+        pipes.append(ours)
+    taken = [pipe.recv() for pipe in pipes if pipe.poll(20)]
+    error = refusal("port.taken", reserve, Order("M", port=taken[0][1]))
+    assert "another instance's" in error.message
+    for pipe in pipes:
+        pipe.send(None)
+    assert len(taken) == 12
+    assert {name for name, _ in taken} == {"m"}
     assert len({port for _, port in taken}) == 12
 
 

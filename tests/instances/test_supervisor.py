@@ -16,7 +16,7 @@ import msgspec
 import psutil
 import pytest
 
-from vllmops.instances import control
+from vllmops.instances import control, ports
 from vllmops.instances.control import Wish
 from vllmops.instances.processes import Process, Role, alive
 from vllmops.instances.record import Folder, State
@@ -113,6 +113,24 @@ def test_serving_goes_on_without_the_supervisor_of_a_detached_server(lab: Any) -
     lab.nothing_left(record)
 
 
+def test_a_port_is_its_instance_s_for_as_long_as_that_is_supervised(lab: Any) -> None:
+    port = lab.serve("a").port
+    assert ports.claim(port) is None
+    lab.kill_supervisor("a")
+    successor = control.connect(Folder("a"))
+    next(successor.records())
+    assert ports.claim(port) is None
+    successor.close()
+    assert lab.vllmops("restart", "a").code == 0
+    assert ports.claim(port) is None
+    assert lab.vllmops("stop", "a", "--force").code == 0
+    held = ports.claim(port)
+    assert held is not None
+    again = lab.vllmops("restart", "a", "--json")
+    assert (again.code, again.error["code"]) == (1, "port.taken")
+    os.close(held)
+
+
 def test_stop_works_without_the_supervisor(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill_supervisor("a")
@@ -202,6 +220,15 @@ def test_a_client_that_only_watches_does_not(lab: Any) -> None:
     time.sleep(0.6)
     assert lab.state("a") == "ready"
     assert all(map(alive, record.processes))
+
+
+def test_who_still_listens_at_the_end_is_let_go_in_order(lab: Any) -> None:
+    lab.serve("a")
+    watchers = [control.connect(Folder("a")) for _ in range(3)]
+    assert lab.vllmops("stop", "a", "--force").code == 0
+    assert [list(each.records())[-1].state for each in watchers] == [State.STOPPED] * 3
+    lab.until(lambda: not Folder("a").supervised())
+    assert "Traceback" not in Folder("a").supervisor_log.read_text()
 
 
 # -- full disk -----------------------------------------------------------------------------

@@ -151,7 +151,9 @@ def serve(
     check_store(order)
     reserved = launch.reserve(order)
     wish = Wish(hold=not detach)
-    control = start_supervisor(reserved.folder, reserved.lock, wish, launch=True)
+    control = start_supervisor(
+        reserved.folder, reserved.lock, wish, launch=True, port=reserved.port
+    )
     session = Session(reserved.folder, control, wish)
     record = stay(session, reserved.record, detach=detach, log=not quiet, quiet=json_)
     return Result(instance(record), lambda: summary(record) if detach else ())

@@ -95,13 +95,14 @@ def restart(
     lock = folder.lock()
     if lock is not None and (record.state.over or not any(map(alive, record.processes))):
         launch.check_port(record.host, record.port)
+        port = launch.claimed(record.host, record.port)
         fresh = launch.again(record)
         try:
             folder.write(fresh)
         except OSError as error:
             os.close(lock)
             raise launch.full(error) from error
-        session = Session(folder, start_supervisor(folder, lock, NOTHING, launch=True))
+        session = Session(folder, start_supervisor(folder, lock, NOTHING, launch=True, port=port))
     else:
         if lock is not None:
             os.close(lock)

@@ -99,7 +99,9 @@ class Session:
         self.control.close()
 
 
-def start_supervisor(folder: Folder, lock: int, wish: Wish, *, launch: bool) -> Control:
+def start_supervisor(
+    folder: Folder, lock: int, wish: Wish, *, launch: bool, port: int | None = None
+) -> Control:
     """Start a supervisor that owns ``lock``; returns the connection it serves from birth.
 
     Args:
@@ -107,12 +109,14 @@ def start_supervisor(folder: Folder, lock: int, wish: Wish, *, launch: bool) -> 
         lock: an open file that holds the folder's lock; it is closed here.
         wish: the first word to it: whether the connection holds the instance.
         launch: start the recorded command; otherwise take over what runs.
+        port: an open file that holds the instance's port; it is closed here.
     """
     ours, theirs = socket.socketpair()
     command = [
         *(sys.executable, "-P", "-m", "vllmops.instances.supervisor", folder.name),
         *("--lock", str(lock), "--client", str(theirs.fileno())),
         *(["--launch"] if launch else []),
+        *(["--port", str(port)] if port is not None else []),
     ]
     try:
         log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -125,12 +129,14 @@ def start_supervisor(folder: Folder, lock: int, wish: Wish, *, launch: bool) -> 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=(lock, theirs.fileno()),
+            pass_fds=(lock, theirs.fileno(), *([port] if port is not None else [])),
             start_new_session=True,
         )
     finally:
         os.close(log)
         os.close(lock)
+        if port is not None:
+            os.close(port)
         theirs.close()
     control = Control(ours)
     control.send(wish)

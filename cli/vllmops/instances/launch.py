@@ -23,9 +23,10 @@ from ..files import take
 from ..home import home
 from ..responses.opening import CLASS
 from ..responses.settings import STORE
+from . import ports
 from .processes import alive
 from .record import NAME, Folder, Record, State, create_root, folders, named
-from .servers import option
+from .servers import find, option
 
 FIRST_PORT, LAST_PORT = 8000, 8999
 PLUGIN = "vllmops"
@@ -59,11 +60,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Reserved:
-    """An instance whose name and port nobody else gets: its record is written, its lock held."""
+    """An instance whose name and port nobody else gets: its record is written, both are held."""
 
     folder: Folder
     record: Record
     lock: int
+    port: int
 
 
 def check(order: Order) -> None:
@@ -128,7 +130,11 @@ def check_port(host: str, port: int) -> None:
     """Raises ``port.taken`` where nobody could listen there, naming who does."""
     problem = bind(host, port)
     if problem is None:
-        return
+        # A server that loads its model is bound, and shares the port where it has several API
+        # servers. What lingers of connections looks the same, but the kernel lists it.
+        problem = bind(host, port, strict=True)
+        if problem is None or lingering(port):
+            return
     if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
         raise VllmopsError(
             "host.unknown", f"{host!r} is not an address of this machine", "--host 127.0.0.1"
@@ -137,6 +143,26 @@ def check_port(host: str, port: int) -> None:
         "port.taken",
         f"nothing can listen on {host}:{port}: {problem.strerror}{holder(port)}",
         f"take a free one: --port {free_port(host, set())}, or leave --port out",
+    )
+
+
+def claimed(host: str, port: int) -> int:
+    """Take a port that was asked for; returns an open file that holds it.
+
+    Raises:
+        VllmopsError: ``port.taken`` where it is another instance's.
+    """
+    held = ports.claim(port)
+    if held is None:
+        raise another(host, port, set())
+    return held
+
+
+def another(host: str, port: int, claimed: set[int]) -> VllmopsError:
+    return VllmopsError(
+        "port.taken",
+        f"port {port} is another instance's, which is starting{holder(port)}",
+        f"take a free one: --port {free_port(host, claimed)}",
     )
 
 
@@ -160,7 +186,15 @@ def bind(host: str, port: int, *, strict: bool = False) -> OSError | None:
     return None
 
 
+def lingering(port: int) -> bool:
+    """Whether connections are known that have, or had, a port."""
+    with contextlib.suppress(psutil.Error):
+        return any(each.laddr and each.laddr.port == port for each in psutil.net_connections("tcp"))
+    return False
+
+
 def holder(port: int) -> str:
+    """Who listens on a port, or is a server that is about to; empty where nobody tells."""
     with contextlib.suppress(psutil.Error):
         for found in psutil.net_connections("tcp"):
             address = found.laddr
@@ -168,13 +202,33 @@ def holder(port: int) -> str:
                 if found.pid is None:
                     break
                 return f" ({psutil.Process(found.pid).name()}, pid {found.pid}, has it)"
-    return ""
+    pids = [server.pid for server in find() if server.processes and server.port == port]
+    return f" (a vLLM server, pid {pids[0]}, was started with it)" if pids else ""
 
 
 def free_port(host: str, claimed: set[int]) -> int:
+    """A port that is free now; raises as `take_port`."""
+    port, held = take_port(host, claimed)
+    os.close(held)
+    return port
+
+
+def take_port(host: str, claimed: set[int]) -> tuple[int, int]:
+    """A free port, and an open file that holds it.
+
+    Args:
+        host: the address.
+        claimed: ports that are instances', of which perhaps nobody holds them.
+
+    Raises:
+        VllmopsError: ``port.none``.
+    """
     for port in range(FIRST_PORT, LAST_PORT + 1):
-        if port not in claimed and bind(host, port, strict=True) is None:
-            return port
+        if port in claimed or bind(host, port, strict=True) is not None:
+            continue
+        held = ports.claim(port)
+        if held is not None:
+            return port, held
     raise VllmopsError(
         "port.none", f"no port from {FIRST_PORT} to {LAST_PORT} is free on {host}", "--port N"
     )
@@ -235,28 +289,32 @@ def reserve(order: Order) -> Reserved:
     """Take a name and a port, against everybody who does so at the same time.
 
     Raises:
-        VllmopsError: ``name.taken``, ``name.invalid``, ``home.unusable``, ``home.full``,
-            ``home.path-too-long``.
+        VllmopsError: ``name.taken``, ``name.invalid``, ``port.taken``, ``port.none``,
+            ``home.unusable``, ``home.full``, ``home.path-too-long``.
     """
     gate = take(create_root() / ".lock", wait=True)
     assert gate is not None
     try:
-        claimed = {record.port for record in live_records()}
-        if order.port in claimed:
-            raise VllmopsError(
-                "port.taken",
-                f"port {order.port} is another instance's, which is starting",
-                f"take a free one: --port {free_port(order.host, claimed)}",
-            )
-        port = order.port if order.port is not None else free_port(order.host, claimed)
-        folder, lock = folder_for(order)
+        ours = {record.port for record in live_records()}
+        if order.port is None:
+            port, held = take_port(order.host, ours)
+        elif order.port in ours:
+            raise another(order.host, order.port, ours)
+        else:
+            port, held = order.port, claimed(order.host, order.port)
+        try:
+            folder, lock = folder_for(order)
+        except VllmopsError:
+            os.close(held)
+            raise
         record = plan(order, folder.name, port)
         try:
             folder.write(record)
         except OSError as error:
             os.close(lock)
+            os.close(held)
             raise full(error) from error
-        return Reserved(folder, record, lock)
+        return Reserved(folder, record, lock, held)
     finally:
         os.close(gate)
 

@@ -28,7 +28,7 @@ import msgspec
 import psutil
 
 from ..client import http as client_http
-from . import logs, processes, shm, takedown, watcher
+from . import logs, ports, processes, shm, takedown, watcher
 from .control import Wish
 from .processes import VITAL, Process, Role, alive
 from .record import Failure, Folder, Record, State
@@ -59,12 +59,24 @@ class Ending:
 
 
 class Supervisor:
-    def __init__(self, folder: Folder, record: Record, lock: int) -> None:
+    """Holds one instance.
+
+    Args:
+        folder: the instance's.
+        record: as it is there.
+        lock: an open file that holds its lock.
+        port: one that holds its port, None where another instance does.
+    """
+
+    def __init__(self, folder: Folder, record: Record, lock: int, port: int | None) -> None:
         self.lock = lock
+        self.port = port
         self.folder = folder
         self.record = record
         self.clients: set[asyncio.StreamWriter] = set()
         self.holders: set[asyncio.StreamWriter] = set()
+        self.server: asyncio.Server | None = None
+        self.serving: set[asyncio.Task[Any]] = set()
         self.wishes: asyncio.Queue[Ending] = asyncio.Queue()
         self.child: subprocess.Popen[bytes] | None = None
         self.tail = logs.Tail(folder.log)
@@ -79,12 +91,15 @@ class Supervisor:
         with contextlib.suppress(OSError):
             self.folder.control.unlink()
         try:
-            await asyncio.start_unix_server(self.serve, self.folder.control)
+            self.server = await asyncio.start_unix_server(self.serve, self.folder.control)
             self.folder.control.chmod(0o600)
         except OSError as error:  # a full disk: what was asked for at birth still works
             log(f"no control socket: {error}")
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task
+        self.serving.add(task)
         self.clients.add(writer)
         self.send(writer)
         with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
@@ -95,6 +110,7 @@ class Supervisor:
             self.holders.discard(writer)
             self.wishes.put_nowait(Ending())
         writer.close()
+        self.serving.discard(task)
 
     async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Take in one wish; False where the client has gone."""
@@ -137,7 +153,7 @@ class Supervisor:
         await self.listen()
         reader, writer = await asyncio.open_unix_connection(sock=client)
         await self.hear(reader, writer)  # whether it holds the instance
-        birth = asyncio.create_task(self.serve(reader, writer))
+        self.serving.add(asyncio.create_task(self.serve(reader, writer)))
         if launch:
             await self.launch()
         else:
@@ -149,7 +165,6 @@ class Supervisor:
                 traceback.print_exc()
                 await asyncio.sleep(1)
         await self.goodbye()
-        birth.cancel()
 
     async def launch(self) -> None:
         logs.start_new(self.folder.log)
@@ -363,12 +378,19 @@ class Supervisor:
         self.publish(state=state, ended_at=time.time(), failure=failure, exit_code=code, note=notes)
 
     async def goodbye(self) -> None:
-        """Let the clients read the last record; when they see the end, the name is free."""
+        """Let the clients read the last record; when they see the end, name and port are free."""
         os.close(self.lock)
+        if self.port is not None:
+            os.close(self.port)
+        if self.server:
+            self.server.close()
         for writer in list(self.clients):
             with contextlib.suppress(OSError):
                 await asyncio.wait_for(writer.drain(), HEALTH_TIMEOUT_S)
-                writer.close()
+            writer.close()
+        # Who is still served when the loop ends is cancelled, and asyncio logs that as an error.
+        if self.serving:
+            await asyncio.wait(self.serving, timeout=HEALTH_TIMEOUT_S)
         self.folder.control.unlink(missing_ok=True)
 
 
@@ -378,15 +400,20 @@ def main() -> None:
     parser.add_argument("--lock", type=int, required=True)
     parser.add_argument("--client", type=int, required=True)
     parser.add_argument("--launch", action="store_true")
+    parser.add_argument("--port", type=int)
     given = parser.parse_args()
     os.set_inheritable(given.lock, False)
+    if given.port is not None:
+        os.set_inheritable(given.port, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     folder = Folder(given.name)
     record = folder.read()
     assert record is not None
     client = socket.socket(fileno=given.client)
-    asyncio.run(Supervisor(folder, record, given.lock).run(launch=given.launch, client=client))
+    port = ports.claim(record.port) if given.port is None else given.port
+    supervisor = Supervisor(folder, record, given.lock, port)
+    asyncio.run(supervisor.run(launch=given.launch, client=client))
 
 
 if __name__ == "__main__":
