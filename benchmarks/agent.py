@@ -116,7 +116,11 @@ def compare(setting: Setting, names: Sequence[str], values: Values) -> None:
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name in names:
-            servers[name] = stack.enter_context(setting.server(Kind.TEXT, agent=name == AGENT))
+            if setting.short:
+                servers[name] = setting.text if name == AGENT else setting.stock
+            else:
+                own = setting.server(Kind.TEXT, agent=name == AGENT)
+                servers[name] = stack.enter_context(own)
             values[name, "start"].append(servers[name].start_s)
         for server in servers.values():
             server.load([server.request(PATH, body(1))] * WARM_UP, CONNECTIONS)

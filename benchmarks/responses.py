@@ -31,7 +31,6 @@ STOCK, GATEWAY = "stock, in memory", "agentic-api, SQLite"
 # The least that each may reach of the stock server's requests per second.
 SHARES = {"memory": 0.98, "sqlite": 0.93, "postgresql": 0.90, "redis": 0.90}
 OF_GATEWAY = 1.3  # of the gateway's requests per second, with SQLite
-SHORT = ("sqlite",)
 TURNS, LONG = 20, 100
 
 Times = dict[str, list[float]]
@@ -39,8 +38,7 @@ Times = dict[str, list[float]]
 
 def measure(setting: Setting) -> Iterator[Figure]:
     with contextlib.ExitStack() as stack:
-        kinds = SHORT if setting.short else tuple(SHARES)
-        servers = dict(started(setting, stack, kinds))
+        servers = dict(started(setting, stack))
         for server in servers.values():
             server.load([server.request(PATH, BODY)] * (48 if setting.short else 480), CONNECTIONS)
         yield from created(setting, servers)
@@ -49,23 +47,19 @@ def measure(setting: Setting) -> Iterator[Figure]:
         yield stored_bytes(servers["sqlite"], setting.home / "responses.db")
 
 
-def started(
-    setting: Setting, stack: contextlib.ExitStack, kinds: Sequence[str]
-) -> Iterator[tuple[str, Server]]:
-    """A server for each backend, a stock one, and the gateway in front of that."""
-    stock = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
-    rival = stack.enter_context(setting.server(Kind.TEXT, agent=False, environment=stock))
-    yield STOCK, rival
-    urls = {"memory": "memory://", "sqlite": f"sqlite:///{setting.home}/responses.db"}
-    if databases := [each for each in kinds if each not in urls]:
-        folder = folder_for_servers()
-        programs = Servers(postgres_parts(folder))
-        stack.callback(programs.end)
-        urls |= {each: programs.add(each).url for each in databases}
-    for kind in kinds:
-        store = {settings.STORE: urls[kind]}
+def started(setting: Setting, stack: contextlib.ExitStack) -> Iterator[tuple[str, Server]]:
+    """A stock server, the gateway in front of it, and a server for each backend."""
+    yield STOCK, setting.stock
+    yield GATEWAY, stack.enter_context(gateway(setting, setting.stock))
+    yield "sqlite", setting.text
+    if setting.short:
+        return
+    programs = Servers(postgres_parts(folder_for_servers()))
+    stack.callback(programs.end)
+    urls = {each: programs.add(each).url for each in ("postgresql", "redis")}
+    for kind, url in {"memory": "memory://", **urls}.items():
+        store = {settings.STORE: url}
         yield kind, stack.enter_context(setting.server(Kind.TEXT, environment=store))
-    yield GATEWAY, stack.enter_context(gateway(setting, rival))
 
 
 @contextlib.contextmanager
@@ -78,9 +72,7 @@ def gateway(setting: Setting, behind: Server) -> Iterator[Server]:
         *("--db-url", f"sqlite://{setting.home}/gateway.db?mode=rwc"),
     )
     with (setting.home / "gateway.log").open("wb") as log:
-        process = subprocess.Popen(
-            (program, *words), env=setting.environment, stdout=log, stderr=log
-        )
+        process = subprocess.Popen(words, env=setting.environment, stdout=log, stderr=log)
     began = time.perf_counter()
     try:
         while not healthy(port):

@@ -38,6 +38,7 @@ ROOM = (
     *("--mm-processor-cache-gb", "4"),
 )
 PYTHON = sys.executable
+STOCK_STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 VLLMOPS = str(Path(PYTHON).with_name("vllmops"))
 
 
@@ -59,6 +60,19 @@ class Setting:
     def vision(self) -> Server:
         """A vision server that measurements share, with room for many images; starts on demand."""
         return self.started.enter_context(self.server(demo.Kind.VISION, *ROOM))
+
+    @cached_property
+    def text(self) -> Server:
+        """A text server with stored responses in SQLite, for measurements of the short form."""
+        store = {"VLLMOPS_RESPONSES_STORE": f"sqlite:///{self.home}/responses.db"}
+        return self.started.enter_context(self.server(demo.Kind.TEXT, environment=store))
+
+    @cached_property
+    def stock(self) -> Server:
+        """As `text`, without the agent, and with vLLM's own stored responses."""
+        return self.started.enter_context(
+            self.server(demo.Kind.TEXT, agent=False, environment=STOCK_STORE)
+        )
 
     @property
     def environment(self) -> dict[str, str]:

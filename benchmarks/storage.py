@@ -203,6 +203,7 @@ async def lists(setting: Setting, kind: str, url: str) -> Figure:
 async def fill(store: ResponseStore, count: int) -> None:
     """Put many small responses into a store, past what would take them one by one."""
     backend, packed = store.backend, await store.packed(response(0))
+    now = time.time()
     small = [packed.owner, packed.model, packed.status]
     if isinstance(backend, Sql):
         statement = backend.text(
@@ -215,12 +216,12 @@ async def fill(store: ResponseStore, count: int) -> None:
                 (
                     f"r{n:09d}",
                     *small,
-                    float(n),
+                    now + n,
                     None,
                     "",
                     packed.input,
                     packed.input,
-                    float(n),
+                    now,
                     None,
                 )
                 for n in range(start, min(start + 10_000, count))
@@ -236,7 +237,7 @@ async def fill(store: ResponseStore, count: int) -> None:
                     owner=OWNER,
                     model="demo",
                     status="completed",
-                    created_at=float(n),
+                    created_at=now + n,
                     body=packed.input,
                     input=packed.input,
                 )

@@ -320,10 +320,27 @@ def servers(cli: Cli, plug_in: PlugIn) -> Ahead[Live]:
 def server(servers: Ahead[Live], request: pytest.FixtureRequest) -> Iterator[Live]:
     """A test's own server, of the text model unless the marker ``serve`` says otherwise."""
     made = servers.take(request)
+    marker = request.node.get_closest_marker("serve")
     try:
         yield made
+        if role := marker and marker.kwargs.get("loses"):
+            lose(made, role)
     finally:
         made.cli("stop", made.name, "--force")
+
+
+def lose(server: Live, role: str) -> None:
+    """Kill one of a server's processes: that is told, and nothing of it is left."""
+    footprint = server.footprint()
+    assert {"api", "engine", "worker"} <= server.pids().keys()
+    assert footprint.segments
+    kill(server.pids()[role])
+    until(lambda: server.row["state"] == "failed")
+    assert footprint.left() == []
+    assert role in server.row["failure"].lower()
+    told = server.cli("status", server.name)
+    assert told.code == 5
+    assert "failed" in told.err
 
 
 @pytest.fixture(scope="session")

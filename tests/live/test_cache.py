@@ -228,7 +228,7 @@ def test_engine_state(vision_server: Any) -> None:
     assert not pulse.late
 
 
-@pytest.mark.serve("vision", "--", "--mm-processor-cache-gb", FEW_IMAGES_GB)
+@pytest.mark.serve("vision", "--", "--mm-processor-cache-gb", FEW_IMAGES_GB, loses="engine")
 def test_a_small_cache_evicts_oldest_first(server: Live) -> None:
     keys = []
     for seed in range(12):
@@ -295,7 +295,7 @@ def register():
 """
 
 
-@pytest.mark.serve("audio", plug_in=("old_order", OLD_ORDER))
+@pytest.mark.serve("audio", plug_in=("old_order", OLD_ORDER), loses="worker")
 def test_a_patched_whisper_ends_with_an_empty_worker_cache(server: Live) -> None:
     for seed in range(3):
         assert transcribe(server.url, seed).status_code == 200
@@ -311,7 +311,7 @@ def show_three(server: Live) -> None:
         assert ask(server.url, seed).status_code == 200
 
 
-@pytest.mark.serve("vision", "--", "--mm-processor-cache-type", "shm")
+@pytest.mark.serve("vision", "--", "--mm-processor-cache-type", "shm", loses="api")
 def test_a_server_whose_cache_is_in_shared_memory(server: Live) -> None:
     show_three(server)
     data = told_as(server, "shm", {"mm-shm", "mm-processor-only", "encoder"})
