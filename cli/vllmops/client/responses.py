@@ -142,18 +142,13 @@ class Place:
         url: of its API, without ``/v1``.
         name: how messages name it.
         store: the URL of its store, where a record tells.
-        instance: its name, where vllmops has started it.
+        local: whether it is on this machine.
     """
 
     url: str
     name: str
     store: str | None = None
-    instance: str | None = None
-
-    @property
-    def local(self) -> bool:
-        """Whether it is on this machine."""
-        return self.instance is not None or bool(LOCAL.fullmatch(urlsplit(self.url).hostname or ""))
+    local: bool = True
 
     @property
     def or_store(self) -> str:
@@ -167,9 +162,15 @@ def place(target: str | None) -> Place:
     Raises:
         VllmopsError: as `resolve` does, or ``responses.no-url``.
     """
-    if target and urlsplit(target).scheme in {"http", "https"}:
+    if target and target.startswith(("http://", "https://")):
         url = target.rstrip("/").removesuffix("/v1")
-        return Place(url, url)
+        try:
+            httpx.URL(url)
+            return Place(url, url, local=bool(LOCAL.fullmatch(urlsplit(url).hostname or "")))
+        except (ValueError, httpx.InvalidURL) as error:
+            raise VllmopsError(
+                "usage", f"{target}: {error}", "-t http://HOST:PORT", exit_code=Exit.USAGE
+            ) from error
     try:
         server = resolve(target)
     except VllmopsError as error:
@@ -184,7 +185,7 @@ def place(target: str | None) -> Place:
             exit_code=Exit.NOT_FOUND,
         )
     store = store_of(server.record) if server.record else None
-    return Place(server.url, server.label, store, server.name)
+    return Place(server.url, server.label, store)
 
 
 def last(target: str | None) -> Record | None:

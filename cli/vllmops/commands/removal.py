@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from msgspec.structs import replace
 
 from .. import output
 from ..errors import VllmopsError
@@ -108,17 +109,15 @@ def cancel(
     if dry_run:
         return would(chosen, "stop")
     if picked:  # what has ended by itself meanwhile is as was wished
-        outcomes = [over(each) for each in outcomes]
+        outcomes = [over(each, "ended by itself") for each in outcomes]
     return told(outcomes, "cancelled", as_json=json_)
 
 
-def over(outcome: Outcome) -> Outcome:
-    """An outcome that is none of a failure where nobody named the response."""
-    from msgspec.structs import replace  # noqa: PLC0415
-
+def over(outcome: Outcome, told: str) -> Outcome:
+    """An outcome that is no failure where nobody named the response: it ended, or went, before."""
     if outcome.code not in {"responses.refused", "responses.unknown"}:
         return outcome
-    return replace(outcome, done=True, told="ended by itself", code="", exit_code=0)
+    return replace(outcome, done=True, told=told, code="", exit_code=0)
 
 
 @command
@@ -202,9 +201,7 @@ def purge(
             question = f"Delete {len(chosen):,} of {len(every):,} responses of {name}?"
             output.confirm(question, "the same with --yes")
         finished(run, outcomes, counting)
-    gone = [each for each in outcomes if each.code == "responses.unknown"]
-    outcomes = [over(each) for each in outcomes]
-    return told(outcomes, "deleted", as_json=json_, more={"gone_before": len(gone)}, brief=True)
+    return told([over(each, "gone") for each in outcomes], "deleted", as_json=json_, brief=True)
 
 
 def cut(every: Sequence[Found], chosen: set[str]) -> int:
@@ -238,11 +235,11 @@ async def gathered(responses: Any, wanted: Wish, counting: Counting) -> list[Fou
                 for each in page
                 if part.fits(each)
             ]
-    return found
+    return sorted(found, key=lambda each: each.created_at)
 
 
 async def each_of(
-    ids: Iterable[str],
+    ids: Sequence[str],
     act: Callable[[str], Awaitable[Outcome]],
     outcomes: list[Outcome],
     counting: Counting,
@@ -258,6 +255,8 @@ async def each_of(
         counting.add()
 
     await spread(ids, one)
+    places = {response_id: place for place, response_id in enumerate(ids)}
+    outcomes.sort(key=lambda each: places[each.id])
 
 
 async def surely(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
@@ -266,8 +265,6 @@ async def surely(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
     Raises:
         StoreUnavailable: it still is.
     """
-    from msgspec.structs import replace  # noqa: PLC0415
-
     tried = 0
     while True:
         try:
@@ -310,34 +307,26 @@ def would(ids: list[str], act: str, lines: Sequence[str] = ()) -> Result:
     )
 
 
-def told(
-    outcomes: list[Outcome],
-    what: str,
-    *,
-    as_json: bool,
-    more: dict[str, Any] | None = None,
-    brief: bool = False,
-) -> Result:
+def told(outcomes: list[Outcome], what: str, *, as_json: bool, brief: bool = False) -> Result:
     """What became of each.
 
     Args:
         outcomes: of each.
         what: was to be done to them.
         as_json: whether ``--json`` is wanted.
-        more: for that.
-        brief: tell a person of failures only.
+        brief: count what is as was wished, rather than tell a person of each.
 
     Raises:
         VllmopsError: it was not done to all.
     """
-    good = sum(each.done for each in outcomes)
-    data = {"responses": outcomes, what: good, **(more or {})}
 
     def text() -> list[RenderableType]:
-        shown = [each for each in outcomes if not each.done] if brief else outcomes
-        lines: list[RenderableType] = [f"{good:,} responses {what}"] if brief else []
-        if not outcomes:
-            return [f"nothing to do: 0 responses {what}"]
-        return lines + [output.Verbatim(f"{each.id}  {each.told}") for each in shown]
+        counts = Counter(each.told for each in outcomes if each.done)
+        sums = [f"{count:,} {told}" for told, count in counts.most_common()] if brief else []
+        shown = [each for each in outcomes if not (brief and each.done)]
+        lines = [", ".join(sums)] if sums else []
+        lines += [output.Verbatim(f"{each.id}  {each.told}") for each in shown]
+        return [*(lines or [f"nothing had to be {what}"])]
 
-    return ended(Result(data, text), judged(outcomes, what), as_json=as_json)
+    result = Result({"responses": outcomes, "done": sum(each.done for each in outcomes)}, text)
+    return ended(result, judged(outcomes, what), as_json=as_json)

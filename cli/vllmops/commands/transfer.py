@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -294,7 +295,11 @@ def lines_of(file: Path) -> Iterator[IO[bytes]]:
         VllmopsError: ``responses.unreadable``.
     """
     if str(file) == "-":
-        yield sys.stdin.buffer
+        # All of it first: whoever waits for a pipe does not hear of Ctrl-C in an event loop.
+        with tempfile.TemporaryFile() as spooled:
+            shutil.copyfileobj(sys.stdin.buffer, spooled)
+            spooled.seek(0)
+            yield spooled
         return
     try:
         opened = file.open("rb")
