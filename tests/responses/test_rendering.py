@@ -6,7 +6,9 @@ import json
 from importlib import import_module
 from typing import Any
 
-from vllmops.responses import wire
+import pytest
+
+from vllmops.responses import carried, wire
 from vllmops.responses.store import Response
 
 RESPONSES = "vllm.entrypoints.openai.responses"
@@ -41,17 +43,37 @@ def vllm(module: str) -> Any:
     return import_module(f"{RESPONSES}.{module}")
 
 
-def parsed(*, harmony: bool) -> list[Any]:
+def stored(*, harmony: bool) -> list[Any]:
+    """What a store holds of the turns."""
     history = [turn("light, please", OUTPUT), turn([RESULT], [])]
-    items = wire.earlier(history, harmony=harmony)
+    return wire.earlier(history, harmony=harmony)
+
+
+def sealed(*, harmony: bool) -> list[Any]:
+    """What a carrier holds of them."""
+    said = map(carried.lean, wire.spoken(OUTPUT, harmony=harmony))
+    return [{"role": "user", "content": "light, please"}, *said, RESULT]
+
+
+def signed(*, harmony: bool) -> list[Any]:
+    """What a carrier of format 1 holds of them."""
+    messages = import_module("vllmops.responses.parsing").messages(sealed(harmony=harmony))
+    return carried.from_messages(json.loads(json.dumps(messages)))
+
+
+WAYS = [stored, sealed, signed]
+
+
+def parsed(items: list[Any]) -> list[Any]:
     request = vllm("protocol").ResponsesRequest
     found: list[Any] = request.input_item_parsing({"input": items})["input"]
     return found
 
 
-def test_for_a_chat_model() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_for_a_chat_model(way: Any) -> None:
     construct = vllm("utils").construct_input_messages
-    messages = construct(request_input=parsed(harmony=False))
+    messages = construct(request_input=parsed(way(harmony=False)))
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
     assert messages[0]["content"] == "light, please"
     said = messages[1]
@@ -60,10 +82,11 @@ def test_for_a_chat_model() -> None:
     assert (messages[2]["tool_call_id"], messages[2]["content"]) == ("c", "it is on")
 
 
-def test_for_gpt_oss() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_for_gpt_oss(way: Any) -> None:
     before: list[Any] = []
     messages = []
-    for item in parsed(harmony=True):
+    for item in parsed(way(harmony=True)):
         messages.append(vllm("harmony").response_input_to_harmony(item, before))
         before.append(item)
     told = [(m.author.role.value, m.channel, m.recipient, m.content[0].text) for m in messages]
@@ -74,3 +97,18 @@ def test_for_gpt_oss() -> None:
         ("assistant", "commentary", "functions.lamp", "{}"),
         ("tool", "commentary", "assistant", "it is on"),
     ]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    ],
+)
+def test_images_and_sounds_come_as_they_were(part: Any) -> None:
+    item = {"role": "user", "content": [part, {"type": "input_text", "text": "what is it?"}]}
+    messages = import_module("vllmops.responses.parsing").messages([item])
+    for items in ([item], carried.from_messages(messages)):
+        (made,) = vllm("utils").construct_input_messages(request_input=parsed(items))
+        assert made["content"] == item["content"]

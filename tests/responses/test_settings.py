@@ -1,4 +1,4 @@
-"""What a server is told of its store."""
+"""What a server is told of its store and of carriers."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ def test_the_limits() -> None:
     assert isinstance(backend, Memory)
     assert (backend.limits.max_size, backend.limits.ttl_s) == (12, 60.5)
     assert settings.backend({settings.STORE: "memory://"}).limits.max_size == 10_000
+
+
+def test_carriers() -> None:
+    assert settings.carriers({}) == (settings.Format.V2, 30 * 24 * 3600)
+    given = {settings.CARRIER: "signed-v1", settings.CARRIER_TTL: "60"}
+    assert settings.carriers(given) == (settings.Format.SIGNED_V1, 60)
+
+
+@pytest.mark.parametrize(
+    "given", [{settings.CARRIER: "v1"}, {settings.CARRIER_TTL: "x"}, {settings.CARRIER_TTL: "0"}]
+)
+def test_carriers_that_can_not_be(given: dict[str, str]) -> None:
+    with pytest.raises(VllmopsError) as caught:
+        settings.carriers(given)
+    assert (caught.value.code, caught.value.exit_code) == ("usage", 2)
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])

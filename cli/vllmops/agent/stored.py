@@ -24,7 +24,7 @@ def swap(module: ModuleType) -> None:
     try:
         from ..responses import routes, settings  # noqa: PLC0415 - they import vLLM
 
-        routes.install(module, settings.backend())
+        routes.install(module, settings.backend(), settings.carriers())
     except VllmopsError as error:
         found.report(f"responses are not stored: {error.message}")
     except Exception as error:

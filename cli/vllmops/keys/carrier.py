@@ -19,8 +19,10 @@ event loop.
                  "iat", "exp"  when it was sealed and from when on it is refused: whole seconds
                                since the epoch
                  "model"       what serves the conversation
-                 "owner"       whose it is: a hash of the API key, "" where there are no keys
-                 "history"     array: the items of the conversation
+                 "owner"       whose it is: the SHA-256 of the API key as 64 lower-case hex
+                               characters, "" where the server asks for no key
+                 "history"     array: the items of the conversation, the oldest first, as in the
+                               input and the output of the Responses API; no instructions
 
 ``secret`` is the key's 32 or more bytes, ``salt`` is random for each carrier, HKDF is RFC 5869. A
 body is refused unless its base64url is the one that encoding its bytes gives. The kid tells which
@@ -29,7 +31,8 @@ key of the ring; it and the suite are under the tag as all the rest is.
 **Format 1** is signed and not encrypted: anybody can read it. It is always read::
 
     carrier    = "vllm:1:" payload ":" signature
-    payload    = base64 (RFC 4648, section 4) of JSON: an array, the history
+    payload    = base64 (RFC 4648, section 4) of JSON: an array, the history, as messages of the
+                 Chat Completions API; for gpt-oss #35903 has Harmony's, which are read, too
     signature  = HMAC-SHA-256(secret, ASCII of the payload), 64 lower-case hex characters
 
 It names no key, so each one is tried; it tells no time, no model and no owner, so none is checked.
@@ -115,7 +118,7 @@ class Carrier(msgspec.Struct, frozen=True, kw_only=True):
         expires_at: seconds since the epoch.
         model: what it was made for.
         owner: whose it is.
-        history: the items of the conversation.
+        history: the items of the conversation; of format 1 messages.
     """
 
     format: int
@@ -172,9 +175,18 @@ def seal(
 
 
 def seal_signed(history: list[Any], ring: Ring) -> str:
-    """A carrier of format 1; arguments and errors as of `seal`."""
+    """A carrier of format 1, its history as messages; arguments and errors as of `seal`."""
     payload = base64.b64encode(to_json(history))
     return f"{OURS}1:{payload.decode()}:{signature(ring.sealing(), payload)}"
+
+
+def check(history: list[Any]) -> int:
+    """See whether a carrier can hold a history, and how many bytes it is as JSON.
+
+    Raises:
+        CarrierError: ``too-large``, or ``malformed`` where JSON can't hold it.
+    """
+    return len(to_json(history))
 
 
 def unseal(text: str, ring: Ring, *, model: str, owner: str, now: float | None = None) -> Carrier:

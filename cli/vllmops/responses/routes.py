@@ -26,6 +26,7 @@ from ..errors import VllmopsError
 from . import store
 from .backend import Backend, CursorUnknown
 from .serving import StoredResponses, owner
+from .settings import Carriers
 from .wire import Frame, Refused
 
 router = APIRouter()
@@ -43,18 +44,20 @@ cancelled: Callable[[Handler], Handler] = with_cancellation
 counted: Callable[[Handler], Handler] = load_aware_call
 
 
-def install(module: ModuleType, backend: Backend) -> None:
+def install(module: ModuleType, backend: Backend, carriers: Carriers) -> None:
     """Put this in the place of vLLM's, before vLLM makes its own.
 
     Args:
         module: ``vllm.entrypoints.openai.responses.api_router``.
         backend: what keeps the responses.
+        carriers: how those are written that clients keep.
 
     Raises:
         Exception: this vLLM has another shape; nothing has changed.
     """
     check(module)
     StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
+    StoredResponses.carriers = carriers
     ours = {key(route) for route in router.routes}
     module.router.routes[:] = [
         *router.routes,
@@ -118,7 +121,7 @@ def answered(handler: Handler) -> Handler:
         try:
             return await handler(*args, **kwargs)
         except Refused as error:
-            return refusal(error.status, error.message, error.param)
+            return refusal(error.status, error.message, error.param, error.code)
         except store.StoreUnavailable as error:
             made = refusal(503, error.message)
             made.headers["Retry-After"] = str(math.ceil(error.retry_after_s) or 1)
@@ -132,9 +135,11 @@ def answered(handler: Handler) -> Handler:
     return wrapper
 
 
-def refusal(status: int, message: str, param: str | None = None) -> JSONResponse:
+def refusal(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> JSONResponse:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": param, "code": status}
+    error = {"message": message, "type": kind, "param": param, "code": code or status}
     return JSONResponse({"error": error}, status)
 
 

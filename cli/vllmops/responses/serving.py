@@ -15,20 +15,29 @@ from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 from fastapi import Request
 from msgspec.structs import replace
+from openai.types.responses import (
+    ResponseOutputItemAddedEvent,
+    ResponseOutputItemDoneEvent,
+    ResponseReasoningItem,
+)
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from vllm import envs
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
 
 from ..agent import log
-from . import wire
+from . import carried, sealing, wire
 from .backend import EVERYBODY
+from .carried import Brought, Item
+from .parsing import messages, parsed
+from .settings import Carriers, Format
 from .store import (
     ConversationBroken,
     Query,
@@ -46,6 +55,7 @@ STOPPED = "The server that ran this response was stopped."
 # Parameters of OpenAI's that vLLM does not know do no harm when nobody heeds them, but for the one
 # that names a conversation, which the answer would be without.
 HARMLESS = frozenset(ResponseCreateParamsBase.__annotations__) - {"conversation"}
+KNOWN = HARMLESS | {carried.PREVIOUS}
 
 
 class Turn:
@@ -56,15 +66,32 @@ class Turn:
         owner: whose it is.
         items: what it adds to the conversation, a JSON array.
         history: the turns before it, the oldest first; None where it names none.
+        hidden: whether something in the items is encrypted.
+        brought: the carrier that it brings.
+        sealing: whether its answer is to have one.
     """
 
     def __init__(
-        self, request: Any, owner: str, items: bytes, history: list[Response] | None
+        self,
+        request: Any,
+        owner: str,
+        items: bytes,
+        *,
+        history: list[Response] | None = None,
+        hidden: bool = False,
+        brought: Brought | None = None,
+        sealing: bool = False,
     ) -> None:
         self.request = request
         self.owner = owner
         self.items = items
         self.history = history
+        self.hidden = hidden
+        self.brought = brought
+        self.sealing = sealing
+        # All items so far, and how many bytes they are, where a carrier is to hold them.
+        self.whole: list[Item] = []
+        self.weight = 0
         self.began = time.time()
         # What vLLM wanted to remember last.
         self.latest: Any = None
@@ -116,6 +143,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
 
     # Set by whoever puts this class in vLLM's place: it is vLLM that makes the instance.
     open_store: Callable[[], ResponseStore]
+    carriers = Carriers()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -153,8 +181,13 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             Refused: it can't be answered so.
             StoreUnavailable: the store is down, and the response is not stored.
         """
-        if request.model_extra and (unknown := request.model_extra.keys() - HARMLESS):
+        if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
             raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
+        if response_before(request) is not None:
+            if request.background:
+                message = "background can't be used with previous_response, which stores nothing"
+                raise Refused(400, message, "background")
+            request.store = False
         if request.background and not request.store:
             raise Refused(400, "background can only be used when store is true", "background")
         turn = await self.turn(request, raw_request)
@@ -170,17 +203,29 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             return self.follow(run.owner, run.id) if request.stream else run.body
         if not isinstance(answer, ResponsesResponse):
             return self.streamed(turn, answer)
+        if item := await self.seal(turn, answer):
+            answer.output.append(item)
         return await self.kept(turn, answer)
 
     async def turn(self, request: Any, raw_request: Request) -> Turn | None:
         """What has to be known before vLLM begins; None where the store has no part in it.
 
         Raises:
-            Refused: the id can't be had, or the turn before this one can't be followed.
+            Refused: the id can't be had, the turn before this one can't be followed, or a carrier
+                is missing, or one too many.
             StoreUnavailable: the store is down.
         """
-        if not request.store and request.previous_response_id is None:
+        response, given = response_before(request), request.input
+        hidden = not isinstance(given, str) and any(map(hides, given))
+        wants = not request.store and carried.WANTED in (request.include or ()) and sealing.seals()
+        followed = (request.previous_response_id, response) != (None, None)
+        if not (request.store or followed or hidden or wants):
             return None
+        items = wire.added(await raw_request.body())
+        brought = None
+        if hidden or response is not None:
+            brought = carried.brought(wire.ITEMS.decode(items), response)
+        check_one(request, brought, wants=wants)
         who = owner(raw_request)
         if request.store and "request_id" in request.model_fields_set:
             if not valid(request.request_id) or "/" in request.request_id:
@@ -198,25 +243,86 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             if history[-1].running:
                 message = f"Response with id '{previous}' is still {history[-1].status}."
                 raise Refused(400, message, "previous_response_id")
-        return Turn(request, who, wire.added(await raw_request.body()), history)
+        return Turn(
+            request,
+            who,
+            items,
+            history=history,
+            hidden=hidden,
+            brought=brought,
+            sealing=wants,
+        )
 
-    async def _render_resolved_response_inputs(
-        self, request: Any, prev_response: Any, **options: Any
-    ) -> Any:
-        # All turns as the items that they were, so vLLM needs no messages of before: tool calls
-        # and reasoning are rendered as they would be had the client sent them again.
-        if prev_response is not None:
-            given = request.input
-            own = [{"role": "user", "content": given}] if isinstance(given, str) else given
-            before = wire.earlier(prev_response, harmony=self.use_harmony)
-            parsed = ResponsesRequest.input_item_parsing({"input": before})
-            request.input = [*parsed["input"], *own]
+    async def _render_resolved_response_inputs(self, request: Any, *_: Any, **options: Any) -> Any:
         try:
+            if turn := _turn.get():
+                await self.resolve(turn)
             return await super()._render_resolved_response_inputs(request, None, **options)
-        except (AttributeError, IndexError, KeyError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
             # Of an item that is valid and empty, say; vLLM's answer would be a 500.
             log.warning("vllmops: an input can't be rendered: %r", error)
             raise Refused(400, "The input can't be rendered.", "input") from error
+
+    async def resolve(self, turn: Turn) -> None:
+        """Put what was before a turn into the input of its request.
+
+        All turns as the items that they were, so vLLM needs no messages of before: tool calls and
+        reasoning are rendered as they would be had the client sent them again.
+
+        Raises:
+            Refused: the carrier is not to be taken, or the answer's can't hold so much.
+        """
+        if not (turn.history or turn.hidden or turn.brought or turn.sealing):
+            return
+        request, given = turn.request, turn.request.input
+        own = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        items = wire.ITEMS.decode(turn.items)
+        kept, weight = list(range(len(items))), len(turn.items)
+        stored, brought = list[Item](), list[Item]()
+        if turn.history:
+            stored = wire.earlier(turn.history, harmony=self.use_harmony)
+            weight += sum(len(each.body) + len(each.input) for each in turn.history)
+        if turn.brought:
+            model = self.models.model_name(self._maybe_get_adapters(request))
+            brought = await sealing.opened(turn.brought, model=model, owner=turn.owner)
+            brought, kept = carried.whole(brought, items, turn.brought.at)
+            weight += sealing.SHRINKS * len(turn.brought.text)
+        new = [(n, item) for n in kept if (item := carried.readable(items[n]))]
+        if brought or turn.hidden:
+            turn.items = wire.ENCODE([*brought, *(item for _, item in new)])
+        later = [own[n] if item is items[n] else parsed([item])[0] for n, item in new]
+        before = [item for each in (*stored, *brought) if (item := carried.readable(each))]
+        if before or turn.hidden:
+            request.input = [*parsed(before), *later]
+        turn.whole = [*before, *(item for _, item in new)]
+        if turn.sealing:
+            turn.weight = await sealing.checked(turn.whole, weight)
+
+    async def seal(self, turn: Turn | None, response: Any) -> Any:
+        """The item that carries a conversation up to an answer, None where none is wanted.
+
+        Raises:
+            Refused: the conversation has become too large.
+        """
+        if not (turn and turn.sealing):
+            return None
+        output = [each.model_dump(mode="json", by_alias=True) for each in response.output]
+        said = map(carried.lean, wire.spoken(output, harmony=self.use_harmony))
+        history: list[Any] = [*turn.whole, *said]
+        if self.carriers.format is Format.SIGNED_V1:
+            history = messages(history)
+        text = await sealing.sealed(
+            history, turn.weight, self.carriers, model=response.model, owner=turn.owner
+        )
+        if text is None:
+            return None
+        return ResponseReasoningItem(
+            id=f"rs_{uuid4().hex}",
+            type="reasoning",
+            summary=[],
+            encrypted_content=text,
+            status="completed",
+        )
 
     async def kept(self, turn: Turn | None, response: Any) -> bytes:
         """A finished response as JSON, once it is stored if it is to be.
@@ -241,13 +347,19 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             async for event in events:
                 number = event.sequence_number
                 if event.type == "response.completed":
+                    if item := await self.seal(turn, event.response):
+                        for frame in appended(item, event.response.output, number):
+                            yield frame
+                            number += 1
                     body = await self.kept(turn, event.response)
                     yield wire.terminal(event.response.status, number, body)
                     return
                 if event.type == "response.created":
                     response = event.response
                 yield Frame(event.type, dump(event))
-        except (Refused, StoreUnavailable) as error:
+        except Refused as error:
+            yield failure(response, number, error.message)
+        except StoreUnavailable as error:
             yield failure(response, number, f"The response is not stored: {error.message}")
         except Exception as error:
             log.exception("vllmops: a stream has failed: %r", error)
@@ -458,6 +570,65 @@ def owner(raw_request: Request) -> str:
         return ""
     key = raw_request.headers.get("Authorization", "").partition(" ")[2]
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def response_before(request: Any) -> Any:
+    """What a request has as ``previous_response``, of which vLLM knows nothing, or None."""
+    return (request.model_extra or {}).get(carried.PREVIOUS)
+
+
+def hides(item: Any) -> bool:
+    """Whether something in an item, as vLLM reads it, is encrypted."""
+    if isinstance(item, dict):
+        return bool(carried.encrypted(item))
+    return bool(getattr(item, "encrypted_content", None))
+
+
+def check_one(request: Any, brought: Brought | None, *, wants: bool) -> None:
+    """See that a conversation comes in one way only.
+
+    Raises:
+        Refused: it comes in two.
+    """
+    if brought and request.previous_response_id is not None:
+        other = (
+            "previous_response"
+            if response_before(request) is not None
+            else "a carrier in the input"
+        )
+        message = f"previous_response_id can't be used with {other}: give one of them"
+        raise Refused(400, message, "previous_response_id")
+    if (brought or wants) and request.previous_input_messages:
+        message = "previous_input_messages can't be carried: give them as items of the input"
+        raise Refused(400, message, "previous_input_messages")
+
+
+def appended(item: Any, output: list[Any], number: int) -> list[Frame]:
+    """Put an item behind an answer's, and the events that tell of it.
+
+    Args:
+        item: the item.
+        output: the answer's items.
+        number: the sequence number of the first event.
+    """
+    index = len(output)
+    output.append(item)
+    begun = item.model_copy(update={"encrypted_content": None, "status": "in_progress"})
+    events = (
+        ResponseOutputItemAddedEvent(
+            type="response.output_item.added",
+            item=begun,
+            output_index=index,
+            sequence_number=number,
+        ),
+        ResponseOutputItemDoneEvent(
+            type="response.output_item.done",
+            item=item,
+            output_index=index,
+            sequence_number=number + 1,
+        ),
+    )
+    return [Frame(event.type, dump(event)) for event in events]
 
 
 def dump(model: Any) -> bytes:

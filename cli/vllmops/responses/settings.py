@@ -1,18 +1,42 @@
-"""What a server is told of its store, by its environment."""
+"""What a server is told of its store and of carriers, by its environment."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple
 
-from ..errors import VllmopsError
+from ..errors import Exit, VllmopsError
+from ..keys.ring import CARRIER_TTL_S
 from . import opening
 from .backend import Backend, Limits
 
 STORE = "VLLMOPS_RESPONSES_STORE"
 MAX_SIZE = "VLLM_RESPONSES_API_STORE_MAX_SIZE"
 TTL = "VLLMOPS_RESPONSES_STORE_TTL"
+CARRIER = "VLLMOPS_CARRIER"
+CARRIER_TTL = "VLLMOPS_CARRIER_TTL"
 OFF = "none"
+
+
+class Format(StrEnum):
+    """How a carrier is written."""
+
+    V2 = "v2"  # encrypted
+    SIGNED_V1 = "signed-v1"  # as #35903 has it, for all to read
+
+
+class Carriers(NamedTuple):
+    """How a server writes carriers.
+
+    Args:
+        format: which each server reads anyhow.
+        ttl_s: for how long one is taken back; format 1 does not tell.
+    """
+
+    format: Format = Format.V2
+    ttl_s: float = CARRIER_TTL_S
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -38,6 +62,23 @@ def backend(environment: Mapping[str, str] = os.environ) -> Backend:
     return opening.backend(url, limits)
 
 
+def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:
+    """How carriers are to be written.
+
+    Raises:
+        VllmopsError: ``usage`` where there is no such format, or a number is none.
+    """
+    name = environment.get(CARRIER) or Format.V2
+    if name not in set(Format):
+        raise VllmopsError(
+            "usage",
+            f"{CARRIER} is {name!r}",
+            f"{CARRIER}={' or '.join(Format)}",
+            exit_code=Exit.USAGE,
+        )
+    return Carriers(Format(name), number(environment, CARRIER_TTL, CARRIER_TTL_S))
+
+
 def number(environment: Mapping[str, str], name: str, default: float) -> float:
     text = environment.get(name, "")
     try:
@@ -45,5 +86,7 @@ def number(environment: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         found = 0.0
     if not 0 < found < float("inf"):
-        raise VllmopsError("usage", f"{name} is {text!r}", f"{name}={default:g}")
+        raise VllmopsError(
+            "usage", f"{name} is {text!r}", f"{name}={default:g}", exit_code=Exit.USAGE
+        )
     return found

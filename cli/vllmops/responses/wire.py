@@ -21,13 +21,17 @@ class Refused(Exception):  # noqa: N818 - said as it is told
         status: of HTTP.
         message: for the client.
         param: the parameter to blame.
+        code: a word for it, where there is one; the status is told otherwise.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.code = code
 
 
 class Frame(NamedTuple):
@@ -94,11 +98,16 @@ def earlier(history: list[Response], *, harmony: bool) -> list[dict[str, Any]]:
         harmony: whether they are for vLLM's renderer for gpt-oss, which knows fewer.
     """
     items: list[dict[str, Any]] = []
-    kept = TURNS - {"custom_tool_call"} if harmony else TURNS
     for turn in history:
         items += ITEMS.decode(turn.input)
-        items += (each for each in OUTPUT.decode(turn.body).output if speaks(each, kept))
+        items += spoken(OUTPUT.decode(turn.body).output, harmony=harmony)
     return items
+
+
+def spoken(output: list[dict[str, Any]], *, harmony: bool) -> list[dict[str, Any]]:
+    """The items of an answer that can be said again; arguments as of `earlier`."""
+    kept = TURNS - {"custom_tool_call"} if harmony else TURNS
+    return [each for each in output if speaks(each, kept)]
 
 
 def speaks(item: dict[str, Any], kept: frozenset[str]) -> bool:
