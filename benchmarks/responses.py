@@ -26,6 +26,8 @@ from .setting import HOST, PYTHON, START_TIMEOUT_S, Server, Setting, free_port, 
 PATH = "/v1/responses"
 ITEM = {"role": "user", "content": "The quick brown"}
 BODY = {"model": "demo-text", "input": [ITEM], "max_output_tokens": 1}
+# The gateway refuses a turn whose answer was empty, as a token by itself can be.
+TURN = {**BODY, "max_output_tokens": 4, "temperature": 0}
 CONNECTIONS, BURST = 8, 48
 STOCK, GATEWAY = "stock, in memory", "agentic-api, SQLite"
 # The least that each may reach of the stock server's requests per second.
@@ -189,7 +191,7 @@ def chain(
     with contextlib.closing(connection):
         for _ in range(turns):
             before = {"previous_response_id": found[-1][1]["id"]} if found else {}
-            body = json.dumps({**BODY, **({} if stored_apart else before)})
+            body = json.dumps({**TURN, **({} if stored_apart else before)})
             began = time.perf_counter()
             connection.request("POST", PATH, body, {"Content-Type": "application/json"})
             answer = json.loads(connection.getresponse().read())

@@ -11,8 +11,10 @@ import zlib
 
 PLAIN, DEFLATED = b"\x00", b"\x01"
 LEVEL = 1
-# From here on packing takes milliseconds, and is done beside the event loop.
-LARGE = 1 << 16
+# Below the one it takes longer than it saves; from the other on it takes milliseconds, and is done
+# beside the event loop.
+SHORT, LARGE = 96, 1 << 16
+SOON_UNPACKED = LARGE // 4
 # What is frequent stands at the end, where it costs least.
 DICTIONARY = (
     b'{"type":"response.output_text.delta","sequence_number":1,"item_id":"msg_","output_index":0,'
@@ -51,7 +53,9 @@ DICTIONARY = (
 
 
 def deflate(data: bytes) -> bytes:
-    """Packed, or as it is behind one byte where that is shorter."""
+    """Packed, or as it is behind one byte where that is shorter, or not worth the time."""
+    if len(data) < SHORT:
+        return PLAIN + data
     packer = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS, zdict=DICTIONARY)
     packed = packer.compress(data) + packer.flush()
     return DEFLATED + packed if len(packed) < len(data) else PLAIN + data
@@ -77,4 +81,4 @@ async def pack(data: bytes) -> bytes:
 
 async def unpack(data: bytes) -> bytes:
     """`inflate` without holding the event loop up."""
-    return inflate(data) if len(data) < LARGE // 4 else await asyncio.to_thread(inflate, data)
+    return inflate(data) if len(data) < SOON_UNPACKED else await asyncio.to_thread(inflate, data)

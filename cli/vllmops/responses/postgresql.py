@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import asyncpg
 
 from .backend import Chunk, Limits, Response
 from .sql import META, META_GET, Dialect, Sql
 
+if TYPE_CHECKING:
+    Connection: TypeAlias = asyncpg.Connection[asyncpg.Record]
+
 CONNECTIONS = 8
+# Longer than that, and something on the way may have forgotten the connection.
+IDLE_S = 300.0
 WORDS = {
     "text": 'TEXT COLLATE "C"',
     "float": "DOUBLE PRECISION",
     "bytes": "BYTEA",
-    "now": "CAST(extract(epoch FROM clock_timestamp()) AS DOUBLE PRECISION)",
+    # As of the statement, so that an index can be asked.
+    "now": "CAST(extract(epoch FROM statement_timestamp()) AS DOUBLE PRECISION)",
     "false": "FALSE",
     "most": "greatest",
     "skip": "FOR UPDATE SKIP LOCKED",
@@ -38,10 +46,13 @@ class Postgresql(Sql):
     )
 
     def __init__(self, url: str, limits: Limits, name: str) -> None:
-        steady = f"pg_postmaster_start_time() < clock_timestamp() - interval '{limits.lease_s:f} s'"
+        lease = f"interval '{limits.lease_s:f} s'"
+        steady = f"pg_postmaster_start_time() < statement_timestamp() - {lease}"
         super().__init__(url, limits, name, Dialect(words={**WORDS, "steady": steady}))
         self.name = name
-        self.pool: asyncpg.Pool[asyncpg.Record] | None = None
+        # Nobody uses these, since when. asyncpg's own pool takes as long as a small statement.
+        self.idle: list[tuple[Connection, float]] | None = None
+        self.slots = asyncio.Semaphore(CONNECTIONS)
 
     async def there(self) -> bool:
         connection = await asyncpg.connect(self.url)
@@ -51,21 +62,14 @@ class Postgresql(Sql):
             await connection.close()
 
     async def open(self) -> None:
-        if self.pool:
-            self.pool.terminate()
-        self.pool = await asyncpg.create_pool(
-            self.url,
-            min_size=0,
-            max_size=CONNECTIONS,
-            reset=nothing,
-            server_settings={"application_name": "vllmops"},
-        )
+        self.let_go()
+        self.idle = []
         async with self.connection() as connection:
             await connection.execute("BEGIN")
             await self.upgrade(connection)
             await connection.execute("COMMIT")  # without it the connection is not used again
 
-    async def upgrade(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
+    async def upgrade(self, connection: Connection) -> None:
         # Several processes start at once, and one of them makes the tables.
         await connection.execute("SELECT pg_advisory_xact_lock(hashtext($1))", self.name)
         await connection.execute(self.text(META))
@@ -76,14 +80,20 @@ class Postgresql(Sql):
             await connection.execute(self.text(UNPACKED))
 
     async def close(self) -> None:
-        if self.pool is None:
+        if self.idle is None:
             return
         try:
             await super().close()
-            await self.pool.close()
+            for connection, _ in self.idle:
+                await connection.close()
         finally:
-            self.pool.terminate()
-            self.pool = None
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Of all connections; one that is in use goes when that is over."""
+        for connection, _ in self.idle or ():
+            connection.terminate()
+        self.idle = None
 
     async def append(self, response: Response, chunk: Chunk) -> bool:
         try:
@@ -101,20 +111,23 @@ class Postgresql(Sql):
             await connection.executemany(statement, values)
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
-        """One of the pool's, which does not get it back after any trouble."""
-        assert self.pool
-        pool = self.pool
-        connection = await pool.acquire()
-        try:
-            yield connection
-        except BaseException:
-            # The pool would wait until a server that does not answer has stopped the statement, and
-            # would hand out a connection whose server has just said that it goes down.
-            connection.terminate()
-            raise
-        finally:
-            await pool.release(connection)
+    async def connection(self) -> AsyncIterator[Connection]:
+        """A connection; after any trouble it is not used again."""
+        async with self.slots:
+            idle = self.idle
+            assert idle is not None
+            connection = rested(idle) or await asyncpg.connect(
+                self.url, server_settings={"application_name": "vllmops"}
+            )
+            try:
+                yield connection
+            except BaseException:
+                connection.terminate()
+                raise
+            if idle is self.idle:
+                idle.append((connection, time.monotonic()))
+            else:
+                connection.terminate()
 
     async def caveats(self) -> list[str]:
         rows = await self.fetch(
@@ -126,5 +139,11 @@ class Postgresql(Sql):
         ]
 
 
-async def nothing(_: object) -> None:
-    """Connections come back as they were taken, so there is nothing to reset."""
+def rested(idle: list[tuple[Connection, float]]) -> Connection | None:
+    """The connection that was used last, if there is one that can be trusted."""
+    while idle:
+        connection, since = idle.pop()
+        if not connection.is_closed() and time.monotonic() - since < IDLE_S:
+            return connection
+        connection.terminate()
+    return None

@@ -82,7 +82,7 @@ from .backend import (
     Swap,
     Swept,
 )
-from .packing import pack, unpack
+from .packing import SOON_UNPACKED, inflate, pack, unpack
 
 __all__ = [
     "EVERYBODY",
@@ -453,6 +453,8 @@ def document(response: Response) -> bytes:
 
 
 async def unpacked(response: Response) -> Response:
+    if len(response.body) + len(response.input) < SOON_UNPACKED:
+        return replace(response, body=inflate(response.body), input=inflate(response.input))
     return replace(response, body=await unpack(response.body), input=await unpack(response.input))
 
 
