@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.diagnose.compares import drift, notes, pairs
+from vllmops.diagnose.compares import drift, notes, pairs, undecided
 from vllmops.snapshots.caches import (
     EncoderCache,
     LruCache,
@@ -114,6 +114,17 @@ def test_what_may_have_been_used_meanwhile_is_not_judged() -> None:
     assert codes(compared(front("abc", 5), front("bcad", 7), engine("ac"))) == ["front-only"]
     assert codes(compared(front("abc", 5), front("bcad", 7), engine("bca"))) == []
     assert codes(compared(front("abc", 5), front("bcad", 7), engine("cba"))) == ["order-drift"]
+
+
+def test_what_is_left_open_is_told_where_nothing_was_decided() -> None:
+    def left(comparison: Comparison) -> list[str]:
+        return [note.code for note in undecided(comparison)]
+
+    assert left(compared(front("abc", 5), front("bcad", 7), engine("abc"))) == []
+    assert left(compared(front("ab", 5), front("cd", 9), engine("xy"))) == ["in-use"]
+    assert left(compared(front("a"), front("a"), engine("a"), settled=False)) == ["unsettled"]
+    assert left(compared(front("a", 5), front("", 0), engine(""))) == ["reset"]
+    assert left(compared(front(""), front(""), engine(""))) == []
 
 
 def test_with_all_used_meanwhile_nothing_is_judged() -> None:

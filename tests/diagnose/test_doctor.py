@@ -16,6 +16,7 @@ from vllmops.snapshots.server import ServerSnapshot, Unseen
 from vllmops.snapshots.stacks import StacksSnapshot
 
 from .servers import PIDS, healthy, look, looks, metrics, process, pulse
+from .test_compares import compared, engine, front
 
 SAMPLES = Path(__file__).with_name("stacks")
 
@@ -49,6 +50,15 @@ def test_a_healthy_server_has_no_findings() -> None:
     assert (told.findings, told.stalls) == ((), ())
     assert told.explanation
     assert told.explanation.verdict == "idle"
+
+
+def test_drift_of_a_server_at_work() -> None:
+    """Its caches alone don't tell it while requests are in flight."""
+    same = compared(front("abc", 7), front("abc", 7), engine("abc"))
+    drifted = compared(front("abc", 7), front("abc", 7), engine("ab"))
+    assert found(healthy(comparisons=(same,))) == []
+    # Several API servers may tell of the same engine.
+    assert found(healthy(comparisons=(drifted, drifted))) == ["mm-cache.front-only"]
 
 
 def test_what_the_stacks_say_comes_before_what_shows_it() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.diagnose.progress import Stall, stalls, suspicious
+from vllmops.diagnose.progress import Stall, at_work, stalls, suspicious
 from vllmops.snapshots.metrics import Metrics
 from vllmops.snapshots.server import Look, Pulse
 
@@ -33,6 +33,15 @@ def over(seconds: float, every_s: float = 2.0, **fields: Any) -> list[Look]:
 
 def states(**roles: str) -> tuple[Any, ...]:
     return tuple(process(role, roles.get(role, "S")) for role in PIDS)
+
+
+def test_who_is_at_work() -> None:
+    assert at_work(beats())
+    assert at_work(beats(engine=engine(1.0)))
+    assert not at_work(beats(engine=engine(5.0)))
+    assert not at_work(beats(worker={"age_s": 4.0}))
+    assert not at_work(beats(engine={"still_s": None}))
+    assert not at_work([])
 
 
 BLIND: dict[str, Any] = {"pulses": (), "metrics": BUSY}

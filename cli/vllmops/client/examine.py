@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from .. import __version__
+from ..diagnose import compares as judge
 from ..diagnose import progress, stacks
 from ..errors import VllmopsError
 from ..home import home
@@ -20,6 +21,7 @@ from ..instances import processes, shm
 from ..instances.processes import Process, Role
 from ..instances.servers import Server, roots
 from ..snapshots.caches import CacheSnapshot, Silent
+from ..snapshots.compares import CompareWish, Comparison
 from ..snapshots.pasted import Pasted
 from ..snapshots.patches import ProcessPatches
 from ..snapshots.server import (
@@ -36,10 +38,14 @@ from ..snapshots.server import (
     Unseen,
 )
 from ..snapshots.stacks import StacksSnapshot
-from . import agent, caches, http, memory, pyspy
+from . import agent, caches, compares, http, memory, pyspy
 from .caches import ROLES
 from .gpu import Gpus
 
+# Hardly longer than the second in which the server is looked at in any case.
+COMPARE = CompareWish(apart_s=0.2, timeout_s=1.2)
+COMPARE_LONGER = "vllmops cache compare waits for longer"
+SIDES = "drift between the sides of caches"
 LOOK_S = 1.0
 LEAST_S = 0.5  # for a sample of the stacks
 CANARY_S = 15.0
@@ -121,7 +127,7 @@ class Examination:
         self.unseen: list[Unseen] = []
 
     def run(self) -> ServerSnapshot:
-        with ThreadPoolExecutor(8) as pool:
+        with ThreadPoolExecutor(9) as pool:  # for each a thread
             bird = pool.submit(canary, self.server) if self.wish.canary else None
             parts = Parts(pool, self.server)
             sample = pool.submit(self.sample)
@@ -237,8 +243,11 @@ class Examination:
         told, silent = parts.agents.result()
         patches = parts.patches.result()
         held = parts.caches.result()
-        for each in (*silent, *parts.silent):
+        compared = parts.comparisons.result()
+        for each in silent:
             self.miss(Unseen(f"agent of {each.role} {each.pid}", each.code, each.why, each.mend))
+        for part in parts.unseen:
+            self.miss(part)
         began = min((process.create_time for process in server.processes), default=None)
         version = next((each.hello.vllm_version for each in told if each.hello.vllm_version), None)
         return ServerSnapshot(
@@ -254,6 +263,7 @@ class Examination:
             looks=tuple(self.looks),
             told=tuple(told),
             caches=held,
+            comparisons=compared,
             patches=tuple(patches),
             stacks=tuple(self.samples),
             memory=None if began is None else memory.newest(server.label, began),
@@ -269,13 +279,14 @@ class Parts:
 
     def __init__(self, pool: ThreadPoolExecutor, server: Server) -> None:
         self.server = server
-        self.silent: list[Silent] = []
+        self.unseen: list[Unseen] = []
         own = server.of(*ROLES)
         self.agents: Future[tuple[list[Told], list[Silent]]] = pool.submit(
             agent.side_by_side, own, told
         )
         self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
         self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
+        self.comparisons: Future[tuple[Comparison, ...]] = pool.submit(self.compared)
         self.machine: Future[Machine] = pool.submit(machine, server)
         self.guard: Future[Guard] = pool.submit(guard, server)
 
@@ -288,6 +299,34 @@ class Parts:
             return caches.take(caches.Agents(self.server))
         except VllmopsError:
             return None  # who did not tell is told with the agents
+
+    def compared(self) -> tuple[Comparison, ...]:
+        """Both sides of its caches, where it is at work and they can't be judged as they are.
+
+        The engine is asked between two steps; one that may hang is not.
+        """
+        found = self.caches.result()
+        sample = found.samples[-1] if found else None
+        # Who did not tell is told with the agents.
+        if sample is None or sample.silent or not judge.worthwhile(sample):
+            return ()
+        if not progress.at_work(list(pulses(self.server))):
+            why = "the engine is in a long step, or hangs: it is not asked"
+            self.unseen.append(Unseen(SIDES, "compare.standing", why))
+            return ()
+        try:
+            told, silent = compares.take(self.server, COMPARE)
+        except VllmopsError as error:
+            late = error.code == "compare.timeout"
+            why = "the engine's steps are too long to be waited for" if late else error.message
+            mend = COMPARE_LONGER if late else error.mend
+            self.unseen.append(Unseen(SIDES, error.code, why, mend))
+            return ()
+        for each in silent:
+            self.unseen.append(Unseen(f"{SIDES} of api {each.pid}", "compare.silent", each.why))
+        for note in dict.fromkeys(note for each in told for note in judge.undecided(each)):
+            self.unseen.append(Unseen(SIDES, f"compare.{note.code}", note.text, COMPARE_LONGER))
+        return tuple(told)
 
 
 def told(process: Process) -> Told:

@@ -63,6 +63,22 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     judged: int
 
 
+def worthwhile(sample: Sample) -> bool:
+    """Whether a server at work, as a sample found it, has two sides that could drift apart."""
+    setup = setup_of(sample)
+    return not sample.quiet and setup is not None and bool(setup.multimodal)
+
+
+def undecided(comparison: Comparison) -> Iterator[Note]:
+    """Why nothing at all was decided about front end and engine; nothing where something was."""
+    told = [note for note in notes(comparison) if note.code in PARTLY]
+    yield from told if not any(each.judged for each in mirrors(comparison)) else ()
+
+
+def mirrors(comparison: Comparison) -> Iterator[Pair]:
+    yield from (each for each in pairs(comparison) if each.kind == "mm-lru")
+
+
 def drift(comparison: Comparison) -> list[Finding]:
     """What differs, worst first; what scheduler and worker differ in must do so in every look."""
     *earlier, last = (list(encoders(sample(each))) for each in comparison.looks)

@@ -10,7 +10,7 @@ from ..snapshots.engine import Beat
 from ..snapshots.pasted import Pasted
 from ..snapshots.server import Look, ServerSnapshot
 from ..snapshots.stacks import StacksSnapshot
-from . import caches, memory, progress, server, stacks
+from . import caches, compares, memory, progress, server, stacks
 from .findings import Finding, Severity
 from .signatures import catalogue
 
@@ -69,6 +69,8 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
     found = [*stalls(stopped), *hung(explained), *server.diagnose(snapshot)]
     if snapshot.caches:
         found += caches.diagnose(snapshot.caches)
+    for comparison in snapshot.comparisons:
+        found += compares.drift(comparison)
     if snapshot.memory:
         found += memory.diagnose(snapshot.memory, memory.trends(snapshot.memory))
     return Diagnosis(tuple(ranked(found)), tuple(stopped), explained)

@@ -141,6 +141,15 @@ def suspicious(looks: Sequence[Look]) -> bool:
     return bool(stalls(looks, patience_s=0.0)) and len(looks) > 1
 
 
+def at_work(pulses: Sequence[Pulse]) -> bool:
+    """Whether every process gives signs, and its engines get on: who asks them gets an answer."""
+    engines = [pulse for pulse in pulses if pulse.beat.still_s is not None]
+    return bool(engines) and all(
+        pulse.age_s < LATE_S and pulse.age_s + (pulse.beat.still_s or 0.0) < LATE_S
+        for pulse in pulses
+    )
+
+
 def living(look: Look) -> list[Pulse]:
     """The heartbeats of processes that live; one's file may outlive it."""
     dead = {process.pid for process in look.processes if process.state in DEAD}

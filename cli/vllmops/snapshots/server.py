@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from .caches import CacheSnapshot
+from .compares import Comparison
 from .engine import SCHEMA, Beat, EngineState, Hello, Traffic
 from .memory import Recording
 from .metrics import Metrics
@@ -233,6 +234,8 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         looks: some time apart, in their order.
         told: what the agents said.
         caches: None where no agent told any.
+        comparisons: of both sides of its caches, by each API server; none of a quiet one, whose
+            `caches` tell as much.
         patches: by process.
         stacks: samples, in their order.
         memory: the newest recording of it, None without one.
@@ -256,6 +259,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     looks: tuple[Look, ...] = ()
     told: tuple[Told, ...] = ()
     caches: CacheSnapshot | None = None
+    comparisons: tuple[Comparison, ...] = ()
     patches: tuple[ProcessPatches, ...] = ()
     stacks: tuple[StacksSnapshot, ...] = ()
     memory: Recording | None = None
