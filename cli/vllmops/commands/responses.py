@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
+    from rich.table import Table
 
     from ..client.responses import Source
     from ..responses.store import Events
@@ -52,6 +53,7 @@ STYLES = {"failed": "red", "cancelled": "yellow", "queued": "cyan", "in_progress
 # From here on a line has room for all there is to tell.
 WIDE = 100
 OWNER_LETTERS = 8
+AT_A_TIME = 500
 
 
 @app.callback()
@@ -145,6 +147,21 @@ def listing(found: Sequence[Entry], *, more: bool) -> list[RenderableType]:
         columns.insert(4, "owner")
     if output.console().width < WIDE:
         del columns[5:]
+    # A table is laid out as a whole, which takes its time: of very many the first are shown sooner.
+    shown: list[RenderableType] = [
+        rows(found[start : start + AT_A_TIME], columns) for start in range(0, len(found), AT_A_TIME)
+    ]
+    if len(owners) == 1 and (owner := owners.pop()):
+        shown.append(Text(f"all of API key {owner[:OWNER_LETTERS]}…, by its SHA-256", style="dim"))
+    if more:
+        shown.append(Text(f"there are more: --all, or --after {found[-1].id}", style="dim"))
+    return shown
+
+
+def rows(found: Sequence[Entry], columns: list[str]) -> Table:
+    """Some of the lines, with a head of their own."""
+    from rich.text import Text  # noqa: PLC0415
+
     table = output.table(*columns, right=["age", "tokens", "size"])
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for each in found:
@@ -158,12 +175,7 @@ def listing(found: Sequence[Entry], *, more: bool) -> list[RenderableType]:
             "size": Text(size(each.bytes)),
         }
         table.add_row(*(cells[name] for name in columns))
-    shown: list[RenderableType] = [table]
-    if len(owners) == 1 and (owner := owners.pop()):
-        shown.append(Text(f"all of API key {owner[:OWNER_LETTERS]}…, by its SHA-256", style="dim"))
-    if more:
-        shown.append(Text(f"there are more: --all, or --after {found[-1].id}", style="dim"))
-    return shown
+    return table
 
 
 def tokens(each: Entry) -> str:
