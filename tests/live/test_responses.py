@@ -476,3 +476,67 @@ def test_a_store_that_is_down(kept: Live, client: Any, base: str) -> None:
     assert events[-1].sequence_number == len(events)
     assert ended(client, run.id).status == "incomplete"
     until(lambda: ask(base, "", "POST", json={"model": MODEL, "input": "x"}).status_code == 200, 5)
+
+
+# -- vllmops responses -------------------------------------------------------------------
+
+
+def test_the_command_sees_and_ends_what_runs(
+    kept: Live, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "one")
+    store = ("--store", f"sqlite:///{kept.home}/instances/{kept.name}/responses.db")
+    here = ("-t", kept.name)
+
+    def command(*words: str) -> Any:
+        ran = kept.cli("responses", *words, "--json")
+        assert ran.code == 0, ran
+        return ran.data
+
+    (engine,) = reach(kept, "engine")
+    process = psutil.Process(kept.pids()["engine"])
+    made = say(client, "a question")
+    for way, named in ((here, False), (store, True), (here, True)):
+        run = background(client)
+        # Or it could be over before a command on a busy machine has begun.
+        process.suspend()
+        try:
+            newest = command("list", "-n", "2", *way)["responses"]
+            assert [each["id"] for each in newest] == [run.id, made.id]
+            assert newest[0]["status"] in {"queued", "in_progress"}
+            command("cancel", run.id if named else "--all-running", *way)
+        finally:
+            process.resume()
+        until(lambda: engine.engine().running == 0, 3)
+        assert client.responses.retrieve(run.id).status == "cancelled"
+        command("delete", run.id, *way)
+    shown = command("show", made.id, "--input", *here)
+    assert shown["response"]["output"][0]["type"] == "message"
+    assert shown["input"][0]["content"][0]["text"] == "a question"
+    assert command("stats", *here)["count"] <= command("stats", *store)["count"]
+    monkeypatch.delenv("VLLM_API_KEY")
+    ran = kept.cli("responses", "list", "--json", *here)
+    assert (ran.code, ran.error["code"]) == (4, "responses.not-authorised")
+    assert store[1] in ran.error["mend"]
+
+
+def test_responses_move_to_another_store(
+    kept: Live, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "two")
+    who = connect(f"{kept.url}/v1", "two")
+    first = say(who, "a question")
+    stream, _ = following(who, max_output_tokens=20)
+    list(stream)
+    file, other = str(tmp_path / "responses.jsonl"), f"sqlite:///{tmp_path}/other.db"
+    cli, here = kept.cli, ("-t", kept.name, "--json")
+    count = cli("responses", "export", "-o", file, *here).data["count"]
+    assert cli("responses", "import", file, "--store", other, "--json").data["count"] == count >= 2
+    # Its server's store has them, and keeps them.
+    assert cli("responses", "import", file, *here).data["skipped"] == count
+    who.responses.delete(first.id)
+    assert cli("responses", "import", file, *here).data["count"] == 1
+    assert who.responses.retrieve(first.id).output == first.output
+    assert say(who, "and then?", previous_response_id=first.id).previous_response_id == first.id
+    lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    assert any(len(part["events"]) > 10 for line in lines for part in line["events"])
