@@ -22,6 +22,7 @@ from vllmops.responses import settings
 
 from .figure import Figure, Limit, ratio
 from .setting import HOST, PYTHON, START_TIMEOUT_S, Server, Setting, free_port, healthy
+from .setting import LONG as ROOM
 
 PATH = "/v1/responses"
 ITEM = {"role": "user", "content": "The quick brown"}
@@ -61,7 +62,7 @@ def started(setting: Setting, stack: contextlib.ExitStack) -> Iterator[tuple[str
     urls = {each: programs.add(each).url for each in ("postgresql", "redis")}
     for kind, url in {"memory": "memory://", **urls}.items():
         store = {settings.STORE: url}
-        yield kind, stack.enter_context(setting.server(Kind.TEXT, environment=store))
+        yield kind, stack.enter_context(setting.server(Kind.TEXT, *ROOM, environment=store))
 
 
 @contextlib.contextmanager
@@ -118,7 +119,7 @@ def chained(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]
     for _ in range(2 if setting.short else 30):
         for name in choice.sample(list(servers), len(servers)):
             whole[name].append(sum(seconds for seconds, _ in chain(servers[name], TURNS)))
-    for _ in range(1 if setting.short else 8):
+    for _ in range(2 if setting.short else 8):
         for name in choice.sample(list(servers), len(servers)):
             seconds = [each for each, _ in chain(servers[name], LONG)]
             last[name].append(statistics.median(seconds[-10:]))

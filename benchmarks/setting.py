@@ -38,6 +38,7 @@ ROOM = (
     *("--mm-processor-cache-gb", "4"),
 )
 PYTHON = sys.executable
+LONG = ("--max-model-len", "4096")  # of which a conversation of 100 turns takes half
 STOCK_STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 VLLMOPS = str(Path(PYTHON).with_name("vllmops"))
 
@@ -65,13 +66,13 @@ class Setting:
     def text(self) -> Server:
         """A text server with stored responses in SQLite, for measurements of the short form."""
         store = {"VLLMOPS_RESPONSES_STORE": f"sqlite:///{self.home}/responses.db"}
-        return self.started.enter_context(self.server(demo.Kind.TEXT, environment=store))
+        return self.started.enter_context(self.server(demo.Kind.TEXT, *LONG, environment=store))
 
     @cached_property
     def stock(self) -> Server:
         """As `text`, without the agent, and with vLLM's own stored responses."""
         return self.started.enter_context(
-            self.server(demo.Kind.TEXT, agent=False, environment=STOCK_STORE)
+            self.server(demo.Kind.TEXT, *LONG, agent=False, environment=STOCK_STORE)
         )
 
     @property

@@ -11,6 +11,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +58,9 @@ class Worker:
     def __init__(self, connect: Callable[[], sqlite3.Connection], name: str) -> None:
         self.connect = connect
         self.jobs: SimpleQueue[tuple[Job, asyncio.Future[Any]] | None] = SimpleQueue()
+        # What is done and not told yet: while the event loop is busy, one word is enough for many.
+        self.done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self.telling = False
         self.thread = threading.Thread(target=self.work, name=name, daemon=True)
         self.thread.start()
 
@@ -82,10 +86,19 @@ class Worker:
                 result = patiently(job, connection)
             except BaseException as caught:
                 error = caught
-            with suppress(RuntimeError):  # that loop is closed
-                future.get_loop().call_soon_threadsafe(settle, future, result, error)
+            self.done.append((future, result, error))
+            if not self.telling:
+                self.telling = True
+                with suppress(RuntimeError):  # that loop is closed
+                    future.get_loop().call_soon_threadsafe(self.tell)
         if connection:
             connection.close()
+
+    def tell(self) -> None:
+        """Give what is done to whoever waits for it, on the event loop."""
+        self.telling = False  # before the look: what comes after it is told by another call
+        while self.done:
+            settle(*self.done.popleft())
 
 
 def patiently(job: Callable[[sqlite3.Connection], T], connection: sqlite3.Connection) -> T:
