@@ -227,7 +227,8 @@ class Backend(ABC):
     Each method is atomic. ``owner`` scopes it: another owner's response is as none at all, save
     that its id is taken; `EVERYBODY` sees all. A response that runs has a lease: `create`, `put`
     with a status that runs, and `running` with ``renew`` extend it to ``limits.lease_s`` from now.
-    Once it has lapsed, whoever reads the response first makes it ``failed`` with `GONE`.
+    Once it has lapsed, whoever reads the response first makes it ``failed`` with `GONE`. That is a
+    conclusion, not an outcome: a run that only could not reach the store still puts its own.
 
     Args:
         url: as the user gave it.
@@ -272,7 +273,8 @@ class Backend(ABC):
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
         """Replace body, status and error of a response that is there; its input stays.
 
-        False, and nothing done, where that run is gone or its status is one of `unless_status`.
+        False, and nothing done, where that run is gone or its status is one of `unless_status`,
+        of which ``failed`` with `GONE` is none.
         """
 
     @abstractmethod
@@ -317,7 +319,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
-        """Those of the ids that run; the others were cancelled, deleted, evicted, or lapsed."""
+        """Those of the ids that run or have lapsed; the rest were cancelled, deleted or evicted.
+
+        What has lapsed is not renewed: it stays ``failed`` until its outcome comes.
+        """
 
     @abstractmethod
     async def append(self, response: Response, chunk: Chunk) -> bool:

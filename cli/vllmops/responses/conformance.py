@@ -457,7 +457,15 @@ async def leases(bench: Bench) -> None:
     failed = (await store.page(ANN, Query(status="failed"))).responses
     same(sorted(ids(failed)), ["followed", "listed", "queued"], "the list of what failed")
     same([each async for each in store.follow(ANN, "followed")], [], "its events end")
-    same(await store.put(replace(made["queued"], status="completed")), False, "completing it")
+    same(await store.backend.running(names, renew=True), set(names), "what may yet tell its end")
+    same(await status_of(store, made["queued"]), "failed", "what lapsed, until it does")
+    ended = replace(made["queued"], status="completed")
+    same(await store.put(ended), True, "its own end")
+    same(await store.get(ANN, "queued"), ended, "how it ended")
+    same(await store.put(replace(ended, status="failed")), False, "another end of it")
+    await store.delete(ANN, "listed")
+    same(await store.put(replace(made["listed"], status="completed")), False, "what was deleted")
+    same(await store.backend.running(["queued", "listed"], renew=True), set(), "what has ended")
     same(await status_of(store, made["kept"]), "in_progress", "what was renewed")
     same(await store.put(replace(made["kept"], status="completed")), True, "completing that")
 

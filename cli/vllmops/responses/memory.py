@@ -76,7 +76,7 @@ class Memory(Backend):
 
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
         now = self.run(response)
-        if now is None or now.status in unless_status:
+        if now is None or (now.status in unless_status and not lapsed(now)):
             return False
         self.keep(replace(now, body=response.body, status=response.status, error=response.error))
         return True
@@ -149,11 +149,12 @@ class Memory(Backend):
                 self.use(found)
 
     async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
-        found = {each for each in ids if self.find(EVERYBODY, each) and each in self.under_way}
+        found = [each for name in ids if (each := self.find(EVERYBODY, name))]
         if renew:
             for each in found:
-                self.lease(each)
-        return found
+                if each.running:
+                    self.lease(each.id)
+        return {each.id for each in found if each.running or lapsed(each)}
 
     async def append(self, response: Response, chunk: Chunk) -> bool:
         if self.run(response) is None:
@@ -179,7 +180,7 @@ class Memory(Backend):
 
     async def sweep(self) -> Swept:
         before = self.evictions
-        lapsed = [each for each in list(self.leases) if self.lapse(each)]
+        failed = [each for each in list(self.leases) if self.lapse(each)]
         oldest = time.time() - self.limits.ttl_s
         expired = []
         for each in self.finished:
@@ -193,7 +194,7 @@ class Memory(Backend):
         written = time.monotonic() - self.limits.events_kept_s
         for each in [i for i, at in self.written.items() if at < written and i in self.finished]:
             self.forget_log(each)
-        return Swept(len(expired), self.evictions - before, len(lapsed))
+        return Swept(len(expired), self.evictions - before, len(failed))
 
     async def stats(self, owner: str) -> Stats:
         await self.sweep()
@@ -282,3 +283,8 @@ class Memory(Backend):
         if found is None:
             raise CursorUnknown(response_id)
         return found.created_at, found.id
+
+
+def lapsed(response: Response) -> bool:
+    """Whether it was taken for lost, and its outcome may yet come."""
+    return response.status == "failed" and response.error == GONE

@@ -106,6 +106,12 @@ local function run(id, owner, created_at)
   return nil
 end
 
+-- Whether it was taken for lost, and its outcome may yet come.
+local function lapsed(id, gone)
+  local found = redis.call('HMGET', key('r:', id), 'status', 'error')
+  return found[1] == 'failed' and found[2] == gone
+end
+
 local commands = {}
 
 function commands.create(id, owner, model, status, created_at, previous_id, error, body, input,
@@ -124,9 +130,10 @@ function commands.create(id, owner, model, status, created_at, previous_id, erro
   return 1
 end
 
-function commands.put(id, owner, created_at, unless, status, error, body, lease_s, events_kept_s)
+function commands.put(id, owner, created_at, unless, status, error, body, lease_s, events_kept_s,
+                      gone)
   local from = run(id, owner, created_at)
-  if not from or one_of(from, unless) then return 0 end
+  if not from or (one_of(from, unless) and not lapsed(id, gone)) then return 0 end
   redis.call('HSET', key('r:', id), 'error', error, 'body', body)
   turn(id, from, status, created_at, tonumber(lease_s), tonumber(events_kept_s))
   return 1
@@ -227,11 +234,13 @@ function commands.touch(owner, ...)
   return 1
 end
 
-function commands.running(renewed_s, ...)
+function commands.running(renewed_s, gone, ...)
   local found = {}
   for _, id in ipairs({...}) do
     if redis.call('ZSCORE', root .. 'leases', id) then
       if renewed_s ~= '' then lease(id, tonumber(renewed_s)) end
+      found[#found + 1] = id
+    elseif lapsed(id, gone) then
       found[#found + 1] = id
     end
   end

@@ -113,8 +113,7 @@ class Redis(Backend):
             response.status,
             response.error,
             response.body,
-            self.limits.lease_s,
-            self.limits.events_kept_s,
+            *self.judged,
         )
         return bool(done)
 
@@ -191,7 +190,7 @@ class Redis(Backend):
             await self.call("touch", owner, *given[start : start + BATCH])
 
     async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
-        found = await self.call("running", self.limits.lease_s if renew else "", *ids)
+        found = await self.call("running", self.limits.lease_s if renew else "", GONE, *ids)
         return {each.decode() for each in found}
 
     async def append(self, response: Response, chunk: Chunk) -> bool:

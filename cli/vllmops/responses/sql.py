@@ -91,7 +91,8 @@ CREATE = f"""INSERT INTO {{name}}_responses ({ALL}, accessed_at, lease)
     ON CONFLICT (id) DO NOTHING RETURNING 1"""
 PUT = """UPDATE {name}_responses
     SET status = $4, error = $5, body = $6, accessed_at = $7, lease = {now} + $8
-    WHERE id = $1 AND owner = $2 AND created_at = $3 AND status NOT IN (%s) RETURNING 1"""
+    WHERE id = $1 AND owner = $2 AND created_at = $3
+    AND (status NOT IN (%s) OR (status = 'failed' AND error = $9)) RETURNING 1"""
 SET_STATUS = f"""UPDATE {{name}}_responses SET status = $3, error = $4, lease = {{now}} + $5
     WHERE id = $1 AND $2 IN ('*', owner) AND status IN (%s) RETURNING {ALL}"""
 GET = f"""SELECT {ALL}, {{lapsed}} FROM {{name}}_responses
@@ -106,9 +107,11 @@ CONVERSATION = f"""WITH RECURSIVE turns (turn, previous, age) AS (
         WHERE $2 IN ('*', owner) AND age < {LONGEST}
     )
     SELECT {ALL}, {{lapsed}} FROM turns JOIN {{name}}_responses ON id = turn ORDER BY age DESC"""
-RUNNING_AMONG = "SELECT id FROM {name}_responses WHERE id {among} AND lease IS NOT NULL"
-RENEW = """UPDATE {name}_responses SET lease = {now} + $2
-    WHERE id {among} AND lease IS NOT NULL RETURNING id"""
+RUNNING_AMONG = """SELECT id FROM {name}_responses
+    WHERE id {among} AND (lease IS NOT NULL OR (status = 'failed' AND error = $2))"""
+# Nothing and some seconds are nothing.
+RENEW = """UPDATE {name}_responses SET lease = lease - lease + {now} + $3
+    WHERE id {among} AND (lease IS NOT NULL OR (status = 'failed' AND error = $2)) RETURNING id"""
 APPEND = """INSERT INTO {name}_events (response_id, first, last, written_at, events)
     SELECT id, CAST($4 AS BIGINT), CAST($5 AS BIGINT), {now}, CAST($6 AS {bytes})
     FROM {name}_responses WHERE id = $1 AND owner = $2 AND created_at = $3
@@ -237,6 +240,7 @@ class Sql(Backend):
             response.body,
             time.time(),
             self.lease(response.status),
+            GONE,
         )
         return bool(done)
 
@@ -317,9 +321,9 @@ class Sql(Backend):
 
     async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
         if renew:
-            rows = await self.fetch(self.text(RENEW), list(ids), self.limits.lease_s)
+            rows = await self.fetch(self.text(RENEW), list(ids), GONE, self.limits.lease_s)
         else:
-            rows = await self.fetch(self.text(RUNNING_AMONG), list(ids))
+            rows = await self.fetch(self.text(RUNNING_AMONG), list(ids), GONE)
         return {row[0] for row in rows}
 
     async def append(self, response: Response, chunk: Chunk) -> bool:

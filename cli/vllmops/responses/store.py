@@ -24,14 +24,15 @@ as ``queued``::
     await store.put(replace(run, status="completed", body=…))   # False: cancelled, deleted, evicted
     store.leave(run)
 
-`put` writes only what still runs, so what was cancelled is never completed, and what was deleted
-never comes back, on whichever replica that happened. Keep `run`: its ``created_at`` tells it from a
-later one under the same id.
+`put` writes only what still runs or was taken for lost, so what was cancelled is never completed,
+and what was deleted never comes back, on whichever replica that happened. Keep `run`: its
+``created_at`` tells it from a later one under the same id.
 
 **Cancelling** is ``set_status(owner, id, "cancelled")``, on any replica: ``changed`` or already
 ``cancelled`` is success, another finished status is a 400, None a 404. Whoever attends the run has
 `BEAT_S` to notice. Deleting and evicting stop a run likewise. A run whose server dies is told as
-``failed`` with `GONE` from `Limits.lease_s` after.
+``failed`` with `GONE` from `Limits.lease_s` after; so is one whose store was out of its reach for
+so long, until it puts how it ended.
 
 **A conversation** is the turn that ``previous_response_id`` names after all before it, in one
 query. ConversationBroken where an earlier one is gone (404), an empty list where the turn itself
