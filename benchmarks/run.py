@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `benchmar
 from benchmarks import (
     agent,
     cache,
+    carrier,
     doctor,
     memory,
     patches,
@@ -45,6 +46,7 @@ GROUPS = {
     "memory": memory.measure,
     "watch": watch.measure,
     "patches": patches.measure,
+    "carrier": carrier.measure,
     "storage": storage.measure,
     "responses": responses.measure,
 }

@@ -1,0 +1,109 @@
+"""Conversations that clients carry: what sealing and opening them takes, and how long they are."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import secrets
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from vllmops.keys import carrier
+from vllmops.keys.ring import Ring, fresh, only
+
+from .figure import Figure, Limit, interleaved, ratio
+from .setting import Setting
+
+MODEL, OWNER = "demo", "0" * 64
+LARGE, TURNS = 1_000_000, 10
+WORDS = "the quick brown fox jumps over a lazy dog and runs far away from its own long shadow"
+
+
+def measure(setting: Setting) -> Iterator[Figure]:
+    ring, rounds = only(fresh()), 4 if setting.short else 40
+    long = history(LARGE)
+    opened, sealed = partial(unseal, ring), partial(seal, ring)
+    yield compared("seal 1 MB", rounds, partial(sealed, long), partial(raw_seal, long), setting)
+    text, raw = sealed(long), raw_seal(long)
+    yield compared("open 1 MB", rounds, partial(opened, text), partial(raw_open, raw), setting)
+    short = history(TURNS * 1_000)
+
+    def turn() -> None:
+        opened(sealed(short))
+
+    times = interleaved(rounds, {"turn": partial(seconds, turn), "nothing": partial(seconds, int)})
+    yield Figure(
+        f"what a turn pays, after {TURNS} turns of 1 KB",
+        "s",
+        statistics.median(times["turn"]),
+        "nothing",
+        statistics.median(times["nothing"]),
+        Limit(1, 0.006 if setting.short else 0.002),
+        rounds,
+    )
+    signed = carrier.seal_signed(long, ring)
+    name = "length of a carrier of 1 MB of text"
+    yield Figure(name, "bytes", len(text), "format 1", len(signed), Limit(0.5), 1)
+
+
+def history(size: int) -> list[Any]:
+    """Messages of some KB, of `size` bytes as JSON or a little more."""
+    choice, made, so_far = random.Random(1), list[Any](), 0
+    while so_far < size:
+        text = " ".join(choice.choices(WORDS.split(), k=150))
+        made.append({"type": "message", "role": "user", "content": text})
+        so_far += len(json.dumps(made[-1]))
+    return made
+
+
+def seal(ring: Ring, items: list[Any]) -> str:
+    return carrier.seal(items, ring, model=MODEL, owner=OWNER)
+
+
+def unseal(ring: Ring, text: str) -> object:
+    return carrier.unseal(text, ring, model=MODEL, owner=OWNER)
+
+
+KEY, NONCE = AESGCM(secrets.token_bytes(32)), secrets.token_bytes(12)
+
+
+def raw_seal(items: list[Any]) -> bytes:
+    """What any sealing does."""
+    packed = zlib.compress(json.dumps(items, separators=(",", ":")).encode(), carrier.LEVEL)
+    return base64.urlsafe_b64encode(KEY.encrypt(NONCE, packed, b""))
+
+
+def raw_open(text: bytes) -> Any:
+    """What any opening does."""
+    return json.loads(zlib.decompress(KEY.decrypt(NONCE, base64.urlsafe_b64decode(text), b"")))
+
+
+def compared(
+    name: str, rounds: int, ours: Callable[[], object], raw: Callable[[], object], setting: Setting
+) -> Figure:
+    times = interleaved(rounds, {"ours": partial(seconds, ours), "raw": partial(seconds, raw)})
+    middle, low, high = ratio(times["ours"], times["raw"])
+    of = statistics.median(times["raw"])
+    return Figure(
+        name,
+        "s",
+        of * middle,
+        "json, zlib, AES-GCM and base64",
+        of,
+        Limit(4.5) if setting.short else Limit(1.5),
+        rounds,
+        interval=None if setting.short else (of * low, of * high),
+    )
+
+
+def seconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
