@@ -98,6 +98,9 @@ def test_where_responses_are_kept(lab: Any) -> None:
     [
         (("--store", "nonsense"), "is no store"),
         (("--store-ttl", "soon"), "is no duration"),
+        (("--carrier-ttl", "soon"), "is no duration"),
+        (("--carrier", "v1"), "v2"),
+        (("--env", "VLLMOPS_CARRIER=v1"), "VLLMOPS_CARRIER"),
         (("--store", "memory://", "--", "--api-server-count", "2"), "of one process"),
         (("--env", "VLLM_RESPONSES_STORE_BACKEND=a.B"), "No module named 'a'"),
     ],
@@ -107,6 +110,13 @@ def test_a_store_that_can_not_be(lab: Any, words: tuple[str, ...], message: str)
     assert answer.code == 2
     assert message in answer.err
     assert not (lab.home / "instances" / "a").exists()
+
+
+def test_what_clients_keep(lab: Any) -> None:
+    words = ("--carrier", "signed-v1", "--carrier-ttl", "2d", "--dry-run")
+    environment = lab.vllmops(*lab.words("a", *words), "--json").data["environment"]
+    assert environment["VLLMOPS_CARRIER"] == "signed-v1"
+    assert environment["VLLMOPS_CARRIER_TTL"] == "172800"
 
 
 def test_a_store_of_a_newer_version(lab: Any, tmp_path: Path) -> None:

@@ -109,6 +109,18 @@ def serve(
         ),
     ] = None,
     keyring: Keyring = None,
+    carrier: Annotated[
+        settings.Format | None,
+        typer.Option(
+            metavar="FORM",
+            help="How conversations are sealed that clients keep: v2, encrypted, or signed-v1, for"
+            " all to read [v2].",
+        ),
+    ] = None,
+    carrier_ttl: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="For how long one is taken back, such as 12h [30d]."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the exact command and environment only.")
     ] = False,
@@ -140,7 +152,7 @@ def serve(
     vLLM untouched.
     """
     env = [*(env or []), *unpatched(no_patch or []), *stored(store, store_max_size, store_ttl)]
-    env += sealing(keyring, env)
+    env += [*sealing(keyring, env), *carried(carrier, carrier_ttl)]
     order = place(model, demo, name, host, port, detach, env, ctx.meta[BEHIND])
     beside = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
     order = dataclasses.replace(order, watch=beside)
@@ -211,6 +223,16 @@ def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
     return [f"{keys.PLACE}={source.path}"] if source.path else []
 
 
+def carried(form: settings.Format | None, ttl: str | None) -> list[str]:
+    """What the options of carriers add to the environment.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    added = {settings.CARRIER: form, settings.CARRIER_TTL: ttl and f"{duration(ttl):g}"}
+    return [f"{name}={value}" for name, value in added.items() if value is not None]
+
+
 def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
     """What the options of the store add to the environment.
 
@@ -228,12 +250,13 @@ def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
 
 
 def check_store(order: launch.Order) -> None:
-    """Refuse a store that can't be one; one that is merely down may come up later.
+    """Refuse a store, or carriers, that can't be; a store that is merely down may come up later.
 
     Raises:
         VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
     """
     environment = {**os.environ, **order.environment}
+    settings.carriers(environment)
     if not settings.wanted(environment):
         return
     found = settings.backend(environment)
