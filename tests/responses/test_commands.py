@@ -446,6 +446,10 @@ def test_the_store_of_an_instance(lab: Any, vllmops: Any, tmp_path: Path) -> Non
     vllmops("responses", "export", "--store", f"sqlite:///{tmp_path}/a.db", "-o", str(file))
     answer = vllmops("responses", "import", str(file), "-t", "kept", "--json")
     assert (answer.data["store"], answer.data["count"]) == (store, 2)
+    # The stand-in answers, and has none of these routes.
+    answer = vllmops("responses", "list", "-t", "kept", "--json")
+    assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
+    assert "vllmops patches list -t kept" in answer.error["mend"]
     vllmops("stop", "kept", "--force")
     for words in ((), ("-t", "kept")):
         answer = vllmops("responses", "list", "--json", *words)

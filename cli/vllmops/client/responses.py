@@ -143,12 +143,14 @@ class Place:
         name: how messages name it.
         store: the URL of its store, where a record tells.
         local: whether it is on this machine.
+        vllm: whether it is known to be vLLM, rather than whatever answers there.
     """
 
     url: str
     name: str
     store: str | None = None
     local: bool = True
+    vllm: bool = False
 
     @property
     def or_store(self) -> str:
@@ -185,7 +187,7 @@ def place(target: str | None) -> Place:
             exit_code=Exit.NOT_FOUND,
         )
     store = store_of(server.record) if server.record else None
-    return Place(server.url, server.label, store)
+    return Place(server.url, server.label, store, vllm=True)
 
 
 def last(target: str | None) -> Record | None:
@@ -437,12 +439,13 @@ class Http:
     def lacking(self, doing: str) -> VllmopsError:
         """The error of a server without a route."""
         version = http.version(self.place.url)
-        if version is None:
+        if version is None and not self.place.vllm:
             return VllmopsError(
                 "responses.no-route",
                 f"{self.name} has no route to {doing}: a gateway that has none, or no vLLM",
                 "-t with the URL of the vLLM server behind it, started by vllmops serve",
             )
+        who = f"vLLM {version}" if version else "vLLM"
         if self.place.store:
             mend = f"vllmops patches list -t {self.name} may tell why{self.place.or_store}"
         else:
@@ -452,7 +455,7 @@ class Http:
             )
         return VllmopsError(
             "responses.no-route",
-            f"{self.name} has no route to {doing}: vLLM {version} has none of its own",
+            f"{self.name} has no route to {doing}: {who} has none of its own",
             mend,
         )
 
