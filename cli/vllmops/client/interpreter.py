@@ -122,9 +122,9 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=self.out,
                 stderr=self.complaint,
-                # Its own, so that it can be ended with all it starts, and Ctrl-C is not for it. Not
-                # a session: that has a share of the machine of its own, whatever its niceness.
-                process_group=0,
+                # Its own, so that it can be ended with all it starts, and Ctrl-C is not for it. And
+                # where the kernel shares by sessions it has a share on a busy machine, too.
+                start_new_session=True,
                 user=uid,
                 group=gid,
                 extra_groups=None if uid is None else [],

@@ -23,6 +23,8 @@ from .collecting import Collecting
 
 FIND_S = 10.0  # the process table takes long to read
 CAPTURE_S = 18.0  # for evidence; it is judged and written in two more
+# Nothing that goes away, so it is not waited for as long: somebody is to be told, and may restart.
+COLLECT_ENV_S = 15.0
 
 
 class Phase(StrEnum):
@@ -185,7 +187,7 @@ class Watched:
         wish = collecting.wish(collecting.looking_s(CAPTURE_S), patience_s)
         looking = examine.Examination(self.server, wish, collecting.quietly, looks, self.began)
         self.collecting = collecting.Collecting(
-            looking, CAPTURE_S, CAPTURE_S, collecting.quietly, stop
+            looking, CAPTURE_S, COLLECT_ENV_S, collecting.quietly, stop
         )
         return self.collecting.look(alone=not sure)
 
