@@ -19,21 +19,21 @@ import openai
 import psutil
 import pytest
 
-from vllmops.client import agent
-from vllmops.instances.processes import Process, Role
-
-from .conftest import Cli, Live, until
-
-MODEL = "demo-text"
-# Renders all that a message may hold, so that what is missing makes a shorter prompt.
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['reasoning'] or '' }}"
-    "{% if m['content'] is string %}{{ m['content'] }}"
-    "{% else %}{% for part in m['content'] or [] %}{{ part['text'] }}{% endfor %}{% endif %}"
-    "{% for call in m['tool_calls'] or [] %}"
-    "{{ call['function']['name'] }} {{ call['function']['arguments'] }}{% endfor %}"
-    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+from . import clients
+from .clients import (
+    MODEL,
+    Load,
+    ask,
+    background,
+    connect,
+    ended,
+    following,
+    reach,
+    say,
+    talkative,
 )
+from .conftest import Cli, Live, kill, until
+
 TOOL = {
     "type": "function",
     "name": "lamp",
@@ -44,17 +44,13 @@ TOOL = {
         "additionalProperties": False,
     },
 }
-SLOW: dict[str, Any] = {"max_output_tokens": 1800, "extra_body": {"ignore_eos": True}}
 # Nothing can be generated so, which vLLM notices once it has answered.
 HOPELESS = {"extra_body": {"logit_bias": {"99999999": 1}}}
 
 
 @pytest.fixture(scope="module")
 def kept(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    template = tmp_path_factory.mktemp("template") / "all.jinja"
-    template.write_text(TEMPLATE)
-    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    shape = ("--chat-template", str(template), *tools)
+    shape = talkative(tmp_path_factory.mktemp("template"))
     words = ("--api-server-count", "2", "--api-key", "one", "two", *shape)
     made = cli.serve("kept", "--demo", "text", "--", *words)
     try:
@@ -65,15 +61,7 @@ def kept(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def base(kept: Live) -> str:
-    return f"{kept.url}/v1"
-
-
-def connect(base: str, key: str = "one") -> Any:
-    """OpenAI's client, with a connection for each request; its unions of types say too little."""
-    each = {"Connection": "close"}
-    return openai.OpenAI(
-        base_url=base, api_key=key, max_retries=0, timeout=120, default_headers=each
-    )
+    return clients.base(kept)
 
 
 @pytest.fixture(scope="module")
@@ -84,39 +72,6 @@ def client(base: str) -> Any:
 @pytest.fixture(scope="module")
 def stranger(base: str) -> Any:
     return connect(base, "two")
-
-
-def ask(base: str, path: str, method: str = "GET", key: str = "one", **options: Any) -> Any:
-    return httpx.request(
-        method,
-        f"{base}/responses{path}",
-        headers={"Authorization": f"Bearer {key}"},
-        timeout=60,
-        **options,
-    )
-
-
-def say(client: Any, text: Any = "hello", **options: Any) -> Any:
-    given = {"max_output_tokens": 4, **options}
-    return client.responses.create(model=MODEL, input=text, **given)
-
-
-def ended(client: Any, response_id: str) -> Any:
-    def look() -> Any:
-        found = client.responses.retrieve(response_id)
-        return found if found.status not in {"queued", "in_progress"} else None
-
-    return until(look, 30)
-
-
-def background(client: Any, **options: Any) -> Any:
-    return say(client, background=True, **{**SLOW, **options})
-
-
-def following(client: Any, **options: Any) -> tuple[Any, str]:
-    """A background stream that has begun, and the id of its response."""
-    stream = background(client, stream=True, **options)
-    return stream, next(iter(stream)).response.id
 
 
 # -- what becomes of a response ---------------------------------------------------------
@@ -188,13 +143,18 @@ def test_nobody_else_gets_at_a_response(client: Any, stranger: Any, base: str) -
     assert client.responses.retrieve(run.id).status != "cancelled"
 
 
-def test_cancelling_tells_what_it_can_not_cancel(client: Any) -> None:
-    run = background(client)
-    began = time.monotonic()
-    assert client.responses.cancel(run.id).status == "cancelled"
-    assert client.responses.cancel(run.id).status == "cancelled"
-    assert client.responses.retrieve(run.id).status == "cancelled"
-    assert time.monotonic() - began < 2
+def test_cancelling_tells_what_it_can_not_cancel(kept: Live, client: Any) -> None:
+    engine = psutil.Process(kept.pids()["engine"])
+    engine.suspend()  # so that the run is not over before it is cancelled
+    try:
+        run = background(client)
+        began = time.monotonic()
+        assert client.responses.cancel(run.id).status == "cancelled"
+        assert client.responses.cancel(run.id).status == "cancelled"
+        assert client.responses.retrieve(run.id).status == "cancelled"
+        assert time.monotonic() - began < 2
+    finally:
+        engine.resume()
     finished = background(client, max_output_tokens=3)
     ended(client, finished.id)
     with pytest.raises(openai.BadRequestError, match="incomplete"):
@@ -208,17 +168,10 @@ def test_cancelling_tells_what_it_can_not_cancel(client: Any) -> None:
 def test_a_cancelled_run_stops_where_it_runs(kept: Live, client: Any) -> None:
     (engine,) = reach(kept, "engine")
     runs = [background(client) for _ in range(4)]
-    until(lambda: engine.engine().running == 4, 3)
+    until(lambda: engine.engine().running == 4)
     for run in runs:
         client.responses.cancel(run.id)
     until(lambda: engine.engine().running == 0, 1)
-
-
-def reach(server: Live, role: str) -> list[agent.Agent]:
-    """The agents in the processes of a role."""
-    pids = [row["pid"] for row in server.row["processes"] if row["role"] == role]
-    born = [psutil.Process(pid).create_time() for pid in pids]
-    return [agent.reach(Process(Role(role), *each)) for each in zip(pids, born, strict=True)]
 
 
 # -- streams ----------------------------------------------------------------------------
@@ -540,3 +493,16 @@ def test_responses_move_to_another_store(
     assert say(who, "and then?", previous_response_id=first.id).previous_response_id == first.id
     lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
     assert any(len(part["events"]) > 10 for line in lines for part in line["events"])
+
+
+def test_every_process_is_killed(kept: Live, base: str) -> None:
+    """Of a server under load; what was acknowledged is in its file. It is the server's last."""
+    pids = [kept.supervisor(), *(process["pid"] for process in kept.row["processes"])]
+    with Load(base) as load:
+        load.wait()
+        for pid in pids:
+            kill(pid)
+    store = f"sqlite:///{kept.home / 'instances' / kept.name / 'responses.db'}"
+    listed = kept.cli("responses", "list", "--store", store, "--all", "--json").data["responses"]
+    assert load.stored <= {each["id"] for each in listed}
+    assert not [each for each in load.told if each.status not in {0, 200}]

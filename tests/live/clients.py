@@ -1,0 +1,222 @@
+"""Clients of the stored responses of live servers: OpenAI's own, and many at once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import httpx
+import openai
+import psutil
+
+from vllmops.client import agent
+from vllmops.instances.processes import Process, Role
+
+from .conftest import Live, until
+
+MODEL = "demo-text"
+# Renders all that a message may hold, so that what is missing makes a shorter prompt.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['reasoning'] or '' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] or [] %}{{ part['text'] }}{% endfor %}{% endif %}"
+    "{% for call in m['tool_calls'] or [] %}"
+    "{{ call['function']['name'] }} {{ call['function']['arguments'] }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+SLOW: dict[str, Any] = {"max_output_tokens": 1800, "extra_body": {"ignore_eos": True}}
+
+
+def talkative(folder: Path) -> tuple[str, ...]:
+    """What makes a server render all of a conversation, and take tools."""
+    template = folder / "all.jinja"
+    template.write_text(TEMPLATE)
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    return ("--chat-template", str(template), *tools)
+
+
+def base(server: Live) -> str:
+    return f"{server.url}/v1"
+
+
+def connect(base: str, key: str = "one", retries: int = 0) -> Any:
+    """OpenAI's client, with a connection for each request; its unions of types say too little."""
+    return openai.OpenAI(
+        base_url=base,
+        api_key=key,
+        max_retries=retries,
+        timeout=120,
+        default_headers={"Connection": "close"},
+    )
+
+
+def ask(base: str, path: str, method: str = "GET", key: str = "one", **options: Any) -> Any:
+    return httpx.request(
+        method,
+        f"{base}/responses{path}",
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=60,
+        **options,
+    )
+
+
+def say(client: Any, text: Any = "hello", **options: Any) -> Any:
+    given = {"max_output_tokens": 4, **options}
+    return client.responses.create(model=MODEL, input=text, **given)
+
+
+def ended(client: Any, response_id: str, timeout_s: float = 30) -> Any:
+    def look() -> Any:
+        found = client.responses.retrieve(response_id)
+        return found if found.status not in {"queued", "in_progress"} else None
+
+    return until(look, timeout_s)
+
+
+def background(client: Any, **options: Any) -> Any:
+    return say(client, background=True, **{**SLOW, **options})
+
+
+def following(client: Any, **options: Any) -> tuple[Any, str]:
+    """A background stream that has begun, and the id of its response."""
+    stream = background(client, stream=True, **options)
+    return stream, next(iter(stream)).response.id
+
+
+def reach(server: Live, role: str) -> list[agent.Agent]:
+    """The agents in the processes of a role."""
+    pids = [row["pid"] for row in server.row["processes"] if row["role"] == role]
+    born = [psutil.Process(pid).create_time() for pid in pids]
+    return [agent.reach(Process(Role(role), *each)) for each in zip(pids, born, strict=True)]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "foreground": {},
+    "background": {"background": True},
+    "stream": {"stream": True},
+    "unstored": {"store": False},
+}
+
+
+class Told(NamedTuple):
+    """What a client was told.
+
+    Args:
+        base: by whom.
+        kind: of what it asked.
+        began: when it asked, on the monotonic clock.
+        status: of HTTP, 0 where the connection broke.
+        retry_after: seconds, where it is to try again.
+        stored: the id of a response that it may rely on, empty where there is none.
+        over: when it was told.
+    """
+
+    base: str
+    kind: str
+    began: float
+    status: int
+    retry_after: str
+    stored: str
+    over: float
+
+
+class Load:
+    """Clients that ask servers for short responses of each kind, without end.
+
+    Args:
+        bases: where.
+        key: with which API key.
+    """
+
+    def __init__(self, *bases: str, key: str = "one") -> None:
+        self.headers = {"Authorization": f"Bearer {key}"}
+        self.told: list[Told] = []
+        self.over = threading.Event()
+        self.each = list(itertools.product(bases, KINDS))
+        self.threads = [threading.Thread(target=self.work, args=each) for each in self.each]
+
+    def __enter__(self) -> Self:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        for thread in self.threads:
+            thread.join()
+
+    def work(self, base: str, kind: str) -> None:
+        body = {"model": MODEL, "input": "hello", "max_output_tokens": 1, **KINDS[kind]}
+        with httpx.Client(headers=self.headers, timeout=60) as client:
+            while not self.over.wait(0.05):
+                began, status, retry_after, stored = time.monotonic(), 0, "", ""
+                try:
+                    answer = client.post(f"{base}/responses", json=body)
+                except httpx.TransportError:
+                    self.over.wait(0.5)
+                else:
+                    status, retry_after = answer.status_code, answer.headers.get("Retry-After", "")
+                    stored = relied_on(kind, answer)
+                over = time.monotonic()
+                self.told.append(Told(base, kind, began, status, retry_after, stored, over))
+
+    @property
+    def stored(self) -> set[str]:
+        """The ids of all that was acknowledged as stored."""
+        return {each.stored for each in self.told if each.stored}
+
+    def wait(self, times: int = 3, timeout_s: float = 30) -> None:
+        """Until each client has got what it wanted so many times, of what it asks from now on."""
+        now = time.monotonic()
+
+        def done() -> bool:
+            well = [
+                (each.base, each.kind)
+                for each in list(self.told)
+                if each.began > now and each.status == 200
+                if each.stored or each.kind == "unstored"
+            ]
+            return all(well.count(each) >= times for each in self.each)
+
+        until(done, timeout_s, lambda: self.told[-20:])
+
+
+def relied_on(kind: str, answer: httpx.Response) -> str:
+    """The id of the response that an answer tells as stored, or empty."""
+    if answer.status_code != 200 or kind == "unstored":
+        return ""
+    if kind != "stream":
+        return str(answer.json()["id"])
+    last = json.loads(answer.text.rpartition("data: ")[2])
+    if last["type"] in {"response.completed", "response.incomplete"}:
+        return str(last["response"]["id"])
+    assert "not stored" in last["response"]["error"]["message"]
+    return ""
+
+
+def listed(base: str, key: str = "one") -> dict[str, Any]:
+    """All of an owner's responses by id."""
+    found: dict[str, Any] = {}
+    query = "?limit=100"
+    while True:
+        page = ask(base, query, key=key).json()
+        found |= {each["id"]: each for each in page["data"]}
+        if not page["has_more"]:
+            return found
+        query = f"?limit=100&after={page['last_id']}"
+
+
+def there(base: str, wanted: Collection[str]) -> dict[str, Any]:
+    """Responses that a server was told to keep, each of which it has."""
+
+    def look() -> dict[str, Any]:
+        return listed(base) if ask(base, "?limit=1").status_code == 200 else {}
+
+    found: dict[str, Any] = until(look, 30)
+    assert not set(wanted) - found.keys()
+    return {each: found[each] for each in wanted}
