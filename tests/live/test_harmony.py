@@ -1,0 +1,81 @@
+"""Stored responses of gpt-oss, which vLLM renders and parses by other code than chat models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .clients import background, base, connect, ended, following, say
+from .conftest import Cli, Live
+
+BUILDER = Path(__file__).with_name("harmony.py")
+
+
+@pytest.fixture(scope="module")
+def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    place = tmp_path_factory.mktemp("gpt-oss")
+    subprocess.run([sys.executable, str(BUILDER), str(place)], check=True, cwd=place)
+    environment = {
+        "TIKTOKEN_ENCODINGS_BASE": str(place),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    words = [word for each in environment.items() for word in ("--env", "=".join(each))]
+    shape = ("--served-model-name", "demo-text", "--enforce-eager", "--max-model-len", "2048")
+    try:
+        yield cli.serve("harmony", *words, str(place), "--", *shape, "--dtype", "float32")
+    finally:
+        cli("stop", "harmony", "--force")
+
+
+@pytest.fixture(scope="module")
+def client(harmony: Live) -> Any:
+    return connect(base(harmony), retries=3)
+
+
+def test_a_conversation_stays_whole(client: Any) -> None:
+    first = say(client, "one", max_output_tokens=20)
+    assert client.responses.retrieve(first.id) == first
+    assert "Hello there" in first.output_text
+    second = say(client, "two", previous_response_id=first.id, max_output_tokens=20)
+    third = say(client, "three", previous_response_id=second.id, max_output_tokens=20)
+    said: list[Any] = [{"role": "user", "content": "one"}, *first.output]
+    said += [{"role": "user", "content": "two"}, *second.output]
+    sent = [*said, {"role": "user", "content": "three"}]
+    whole = say(client, sent, store=False, max_output_tokens=20)
+    assert third.usage.input_tokens == whole.usage.input_tokens
+    (item,) = client.responses.input_items.list(third.id)
+    assert item.content[0].text == "three"
+
+
+def test_a_background_stream(client: Any) -> None:
+    stream, response_id = following(client, max_output_tokens=60)
+    stream.close()
+    events = list(client.responses.retrieve(response_id, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.incomplete"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text
+    assert events[-1].response.output_text == text
+    rest = client.responses.retrieve(response_id, stream=True, starting_after=7)
+    assert list(rest) == events[8:]
+
+
+def test_runs_are_cancelled_and_deleted(client: Any) -> None:
+    stream, cancelled = following(client)
+    run = background(client)
+    for each in (cancelled, run.id):
+        assert client.responses.cancel(each).status == "cancelled"
+    assert list(stream)[-1].type == "response.cancelled"
+    deleted = background(client)
+    client.responses.delete(deleted.id)
+    short = background(client, max_output_tokens=20)
+    assert ended(client, short.id).output_text
+    kept = [each.status for each in map(client.responses.retrieve, (cancelled, run.id, short.id))]
+    assert kept == ["cancelled", "cancelled", "incomplete"]
