@@ -1,0 +1,439 @@
+"""Two servers on one store, by OpenAI's client and by its Agents SDK; and what kill -9 leaves.
+
+All connections of a client go to the replica that it was made for: what one has made is looked at
+from the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    RunResult,
+    function_tool,
+)
+from pydantic import BaseModel
+
+from vllmops.responses.store import GONE
+
+from ..responses.databases import (
+    Server,
+    Servers,
+    folder_for_servers,
+    postgres_parts,
+)
+from .clients import (
+    MODEL,
+    Load,
+    Told,
+    ask,
+    background,
+    base,
+    connect,
+    ended,
+    following,
+    listed,
+    reach,
+    say,
+    talkative,
+    there,
+)
+from .conftest import Cli, Live, kill, side_by_side, until
+
+# How long a call to a store that is down may take: the store's own deadline, and a busy machine.
+BOUND_S = 10
+# After that nobody renews a run any more, or its store has just been restarted.
+LEASE_S = 30
+# Longer than a test looks at it.
+LONG = {"max_output_tokens": 3900}
+# How a response has ended that came to nothing bad.
+WELL = {"completed", "incomplete"}
+
+
+def patient(base: str) -> Any:
+    """A client that tries again, as it does by default: on a busy machine a store may be slow."""
+    return connect(base, retries=3)
+
+
+@pytest.fixture(scope="module")
+def databases() -> Iterator[Servers]:
+    folder = folder_for_servers()
+    made = Servers(postgres_parts(folder))
+    yield made
+    made.end()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def postgres(databases: Servers) -> Server:
+    return databases.add("postgresql")
+
+
+@pytest.fixture(scope="module")
+def valkey(databases: Servers) -> Server:
+    return databases.add("redis")
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    return talkative(tmp_path_factory.mktemp("template"))
+
+
+@pytest.fixture(scope="module")
+def pair(cli: Cli, postgres: Server, shape: tuple[str, ...]) -> Iterator[list[Live]]:
+    def start(name: str) -> Live:
+        # With vLLM's own grammar for a choice of tools a random model would only call tools.
+        free = "VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
+        # Threads of two replicas that wait for each other by spinning leave two cores to nobody.
+        one_thread = ("VLLM_CPU_OMP_THREADS_BIND=nobind", "OMP_NUM_THREADS=1")
+        environment = [word for each in (free, *one_thread) for word in ("--env", each)]
+        length = ("--max-model-len", "4096")
+        words = (*environment, "--demo", "text", "--", *length, *shape)
+        return cli.serve(name, "--store", postgres.url, *words)
+
+    names = ("west", "east")
+    try:
+        yield side_by_side(start, names)
+    finally:
+        for name in names:
+            cli("stop", name, "--force")
+
+
+@pytest.fixture(scope="module")
+def west(pair: list[Live]) -> Live:
+    return pair[0]
+
+
+@pytest.fixture(scope="module")
+def here(west: Live) -> Any:
+    return patient(base(west))
+
+
+@pytest.fixture(scope="module")
+def east(pair: list[Live]) -> str:
+    return base(pair[1])
+
+
+@pytest.fixture(scope="module")
+def away(east: str) -> Any:
+    return patient(east)
+
+
+@pytest.fixture(scope="module")
+def south(cli: Cli, valkey: Server) -> Iterator[Live]:
+    try:
+        yield cli.serve("south", "--store", valkey.url, "--demo", "text")
+    finally:
+        cli("stop", "south", "--force")
+
+
+def test_what_one_replica_has_made_the_other_knows(here: Any, away: Any, east: str) -> None:
+    made = say(here, "one")
+    assert away.responses.retrieve(made.id) == made
+    (item,) = away.responses.input_items.list(made.id)
+    assert item.content[0].text == "one"
+    assert ask(east, "?limit=1").json()["first_id"] == made.id
+    second = say(away, "two", previous_response_id=made.id)
+    third = say(here, "three", previous_response_id=second.id)
+    said: list[Any] = [{"role": "user", "content": "one"}, *made.output]
+    said += [{"role": "user", "content": "two"}, *second.output]
+    whole = say(here, [*said, {"role": "user", "content": "three"}], store=False)
+    assert third.usage.input_tokens == whole.usage.input_tokens
+    away.responses.delete(made.id)
+    for client in (here, away):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(made.id)
+        with pytest.raises(openai.NotFoundError):
+            say(client, previous_response_id=third.id)
+
+
+def test_a_run_is_stopped_from_the_other_replica(west: Live, here: Any, away: Any) -> None:
+    (engine,) = reach(west, "engine")
+    run, deleted = background(here, **LONG), background(here, **LONG)
+    stream, streamed = following(here, **LONG)
+    until(lambda: engine.engine().running == 3)
+    for each in (run.id, streamed):
+        assert away.responses.cancel(each).status == "cancelled"
+    away.responses.delete(deleted.id)
+    until(lambda: engine.engine().running == 0, 1)
+    assert list(stream)[-1].type == "response.cancelled"
+    for client in (here, away):
+        for each in (run.id, streamed):
+            assert client.responses.retrieve(each).status == "cancelled"
+            assert client.responses.cancel(each).status == "cancelled"
+        assert list(client.responses.retrieve(streamed, stream=True))[-1].type == (
+            "response.cancelled"
+        )
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(deleted.id)
+
+
+def test_a_stream_is_resumed_on_the_other_replica(here: Any, away: Any) -> None:
+    stream, response_id = following(here, max_output_tokens=300)
+    stream.close()
+    begun = away.responses.retrieve(response_id, stream=True)
+    first = next(iter(begun))
+    assert away.responses.retrieve(response_id).status == "in_progress"
+    events = [first, *begun]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.incomplete"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert events[-1].response.output_text == text
+    assert list(here.responses.retrieve(response_id, stream=True)) == events
+    for after in (0, 9, len(events) - 2):
+        rest = away.responses.retrieve(response_id, stream=True, starting_after=after)
+        assert list(rest) == events[after + 1 :]
+
+
+@pytest.mark.parametrize(("route", "last"), [("cancel", "response.cancelled"), ("delete", "error")])
+def test_who_follows_elsewhere_is_told_of_the_end(
+    here: Any, away: Any, route: str, last: str
+) -> None:
+    stream, response_id = following(here, **LONG)
+    followed = away.responses.retrieve(response_id, stream=True, starting_after=0)
+    assert next(iter(followed)).sequence_number == 1
+    getattr(here.responses, route)(response_id)
+    for each in (followed, stream):
+        assert list(each)[-1].type == last
+
+
+# -- agents -----------------------------------------------------------------------------
+
+
+class Report(BaseModel):
+    """What an agent is to say: a random model comes to no end but where a schema has one."""
+
+    done: bool
+
+
+def no_blanks(server: Live) -> dict[str, int]:
+    """What keeps a random model from filling JSON with blanks for ever."""
+    question = {"model": MODEL, "prompt": " \n\r\t", "add_special_tokens": False}
+    tokens = httpx.post(f"{server.url}/tokenize", json=question, timeout=60).json()["tokens"]
+    return {str(each): -100 for each in tokens}
+
+
+class Balanced(openai.AsyncOpenAI):
+    """Sends each request to another replica than the one before."""
+
+    def __init__(self, bases: list[str]) -> None:
+        super().__init__(base_url=bases[0], api_key="none", max_retries=3)
+        self.ports = itertools.cycle(urlsplit(each).port for each in bases)
+        self.asked: list[int] = []
+
+    async def _prepare_request(self, request: Any) -> None:
+        request.url = request.url.copy_with(port=next(self.ports))
+        self.asked.append(request.url.port)
+
+
+def as_given(item: Any) -> Any:
+    """An item as a client has sent it."""
+    return item.model_dump(exclude={"id"}, exclude_none=True)
+
+
+def test_an_agent_with_a_tool_over_several_turns(west: Live, east: str, here: Any) -> None:
+    switched: list[bool] = []
+
+    @function_tool
+    def lamp(on: bool) -> str:
+        """Switch the lamp."""
+        switched.append(on)
+        return "it is done"
+
+    async def converse() -> tuple[list[RunResult], list[int]]:
+        client = Balanced([base(west), east])
+        # Once the tool was called, the SDK leaves the choice to the model again.
+        settings = ModelSettings(
+            tool_choice="lamp",
+            max_tokens=300,
+            store=True,
+            extra_body={"logit_bias": no_blanks(west)},
+        )
+        agent = Agent(
+            name="keeper",
+            instructions="you keep a lamp",
+            tools=[lamp],
+            output_type=Report,
+            model=OpenAIResponsesModel(MODEL, client),
+            model_settings=settings,
+        )
+        quiet, results, last = RunConfig(tracing_disabled=True), list[RunResult](), None
+        for text in ("switch it on", "and off again", "thanks"):
+            results.append(
+                await Runner.run(
+                    agent,
+                    text,
+                    previous_response_id=last,
+                    auto_previous_response_id=True,
+                    run_config=quiet,
+                )
+            )
+            last = results[-1].last_response_id
+        await client.close()
+        return results, client.asked
+
+    results, asked = asyncio.run(converse())
+    assert len(switched) == 3
+    assert asked == asked[:2] * 3
+    assert len(set(asked)) == 2
+    ids = [str(each.response_id) for result in results for each in result.raw_responses]
+    made = [here.responses.retrieve(each) for each in ids]
+    assert [each.previous_response_id for each in made] == [None, *ids[:-1]]
+    brought = [[item.type for item in here.responses.input_items.list(each)] for each in ids]
+    assert brought == [["message"], ["function_call_output"]] * 3
+    # The last turn was told what all before it had said, and no more.
+    items: list[Any] = []
+    for turn, response in enumerate(made[:-1]):
+        given = here.responses.input_items.list(ids[turn], order="asc")
+        items += [as_given(each) for each in given]
+        items += response.output
+    items += map(as_given, here.responses.input_items.list(ids[-1]))
+    whole = say(here, items, store=False, instructions="you keep a lamp", tools=made[-1].tools)
+    assert made[-1].usage.input_tokens == whole.usage.input_tokens
+    for result, response in zip(results, made[1::2], strict=True):
+        assert result.final_output == Report.model_validate_json(response.output_text)
+
+
+# -- the store goes, and comes back ------------------------------------------------------
+
+
+def endure(database: Server, *bases: str) -> None:
+    """Kill a store under load, start it again, and see what clients were told meanwhile."""
+    with Load(*bases) as load:
+        load.wait()
+        database.kill()
+        down = time.monotonic()
+
+        def answers() -> list[Told]:
+            return [each for each in list(load.told) if each.began > down]
+
+        until(lambda: {(each.base, each.kind) for each in answers()} == set(load.each))
+        time.sleep(2)
+        meanwhile = answers()
+        database.start()
+        load.wait()
+    for each in meanwhile:
+        assert not each.stored
+        wanted = {"foreground": 503, "background": 503, "stream": 200, "unstored": 200}[each.kind]
+        assert each.status == wanted
+        assert each.over - each.began < BOUND_S
+        if wanted == 503:
+            assert int(each.retry_after) >= 1
+    assert {each.status for each in load.told if each.kind == "unstored"} == {200}
+    assert {each.status for each in load.told} == {200, 503}
+
+    def over() -> Any:
+        kept = there(bases[-1], load.stored)
+        return {each["status"] for each in kept.values()} <= WELL and kept
+
+    until(over)
+    for place in bases:
+        there(place, load.stored)
+
+
+def test_the_store_is_restarted_under_load(
+    west: Live, east: str, here: Any, away: Any, postgres: Server
+) -> None:
+    stream, response_id = following(here, max_output_tokens=900)
+    followed = away.responses.retrieve(response_id, stream=True)
+    next(iter(followed))
+    endure(postgres, base(west), east)
+    for each in (stream, followed):
+        events = list(each)
+        assert events[-1].type == "response.incomplete"
+        assert events[-1].response.output_text == here.responses.retrieve(response_id).output_text
+
+
+def test_a_replica_and_its_store_are_killed(
+    west: Live, east: str, here: Any, away: Any, postgres: Server, request: Any
+) -> None:
+    """Every process of both, under load. It is that replica's last test."""
+    pids = [west.supervisor(), *(process["pid"] for process in west.row["processes"])]
+    last: list[Any] = []
+
+    def follow(stream: Any) -> None:
+        last.extend(list(stream)[-1:])
+
+    with Load(base(west)) as load:
+        load.wait()
+        run, (_, streamed) = background(here, **LONG), following(here, **LONG)
+        followed = away.responses.retrieve(streamed, stream=True)
+        next(iter(followed))
+        follower = threading.Thread(target=follow, args=[followed])
+        follower.start()
+        for pid in pids:
+            kill(pid)
+        postgres.kill()
+    postgres.start()
+    lost = [run.id, streamed]
+    kept = there(east, {*load.stored, *lost})
+    assert [kept[each]["status"] for each in lost] == ["in_progress"] * 2
+    # What the next tests want takes about as long to start as the lease lasts.
+    request.getfixturevalue("south")
+    for each in lost:
+        failed = ended(away, each, LEASE_S + 15)
+        assert (failed.status, failed.error.message) == ("failed", GONE)
+    follower.join(15)
+    assert last[0].type == "response.failed", last
+    assert last[0].response.error.message == GONE
+    for found in there(east, load.stored).values():
+        assert found["status"] in WELL or found["error"]["message"] == GONE
+
+
+# -- Valkey -------------------------------------------------------------------------------
+
+
+def test_a_replica_on_valkey(south: Live) -> None:
+    client = patient(base(south))
+    made = say(client)
+    assert client.responses.retrieve(made.id) == made
+    assert say(client, previous_response_id=made.id).previous_response_id == made.id
+    (engine,) = reach(south, "engine")
+    run, (stream, streamed) = background(client), following(client)
+    until(lambda: engine.engine().running == 2)
+    for each in (run.id, streamed):
+        assert client.responses.cancel(each).status == "cancelled"
+    until(lambda: engine.engine().running == 0, 1)
+    assert list(stream)[-1].type == "response.cancelled"
+    stream, response_id = following(client, max_output_tokens=100)
+    stream.close()
+    events = list(client.responses.retrieve(response_id, stream=True))
+    assert events[-1].type == "response.incomplete"
+    rest = client.responses.retrieve(response_id, stream=True, starting_after=20)
+    assert list(rest) == events[21:]
+    client.responses.delete(made.id)
+    ids = list(listed(base(south)))
+    assert ids[0] == response_id
+    assert made.id not in ids
+
+
+def test_valkey_is_restarted_under_load(south: Live, valkey: Server) -> None:
+    endure(valkey, base(south))
+
+
+def test_a_replica_and_valkey_are_killed(south: Live, valkey: Server) -> None:
+    """Every process of both, under load. It is the last test of both."""
+    pids = [south.supervisor(), *(process["pid"] for process in south.row["processes"])]
+    with Load(base(south)) as load:
+        load.wait()
+        for pid in pids:
+            kill(pid)
+        valkey.kill()
+    valkey.start()
+    words = ("responses", "list", "--store", valkey.url, "--all", "--json")
+    assert load.stored <= {each["id"] for each in south.cli(*words).data["responses"]}
