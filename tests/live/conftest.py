@@ -345,5 +345,13 @@ def lose(server: Live, role: str) -> None:
 
 @pytest.fixture(scope="session")
 def vision_server(cli: Cli) -> Live:
-    """The demo vision model, default caches, and the routes that a soak wants."""
-    return cli.serve("vision", "--demo", "vision", *SOAKED)
+    """The demo vision model, default caches, and what a soak wants."""
+    return cli.serve("vision", "--demo", "vision", *soaked(cli))
+
+
+def soaked(cli: Cli) -> tuple[str, ...]:
+    """Options for a server with the routes that a soak wants, and a key for what clients carry."""
+    keyring = cli.home / "soaked.json"
+    ran = cli("keys", "add", "--keyring", str(keyring))
+    assert ran.code == 0, ran.err
+    return (*SOAKED, "--keyring", str(keyring))

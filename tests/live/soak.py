@@ -22,9 +22,9 @@ from typing import Any
 
 import httpx
 
-from vllmops.demo.inputs import chat
+from vllmops.demo.inputs import chat, png, url
 
-from .conftest import SOAKED, Cli, Live
+from .conftest import Cli, Live, soaked
 from .hangs import Asked
 
 MODEL = "demo-vision"
@@ -53,7 +53,7 @@ class Soak:
         self.client = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, limits=fresh)
         self.kinds: tuple[Callable[[int], None], ...] = (
             self.text, self.images, self.same_images, self.long_prompt, self.stream,
-            self.aborted, self.aborted_stream, self.background, self.structured,
+            self.aborted, self.aborted_stream, self.background, self.structured, self.carried,
         )  # fmt: skip
 
     def text(self, number: int) -> None:
@@ -87,6 +87,20 @@ class Soak:
             time.sleep(0.2)
             made = self.client.get(f"/v1/responses/{made['id']}").raise_for_status().json()
         assert made["status"] in {"completed", "incomplete"}, made["status"]
+
+    def carried(self, number: int) -> None:
+        image = {"type": "input_image", "image_url": url(png(number))}
+        words = {"type": "input_text", "text": "What is it?"}
+        asked = {"role": "user", "content": [image, words]}
+        carry = {"store": False, "include": ["reasoning.encrypted_content"]}
+        body = {"model": MODEL, "max_output_tokens": 5, **carry}
+        *said, carrier = self.post("/v1/responses", {**body, "input": [asked]})["output"]
+        tokens = set[int]()
+        for before in ([carrier], [asked, *said]):
+            given = [*before, {"role": "user", "content": "Is it?"}]
+            made = self.post("/v1/responses", {**body, "input": given})
+            tokens.add(made["usage"]["input_tokens"])
+        assert len(tokens) == 1, tokens
 
     def structured(self, number: int) -> None:
         pattern = f"{number}-[a-f]{{8}}"  # one that is not compiled yet
@@ -186,7 +200,7 @@ def main() -> int:
     minutes = parser.parse_args().minutes
     with tempfile.TemporaryDirectory(prefix="vllmops-") as home:
         cli = Cli(Path(home))
-        server = cli.serve("soak", "--demo", "vision", *SOAKED)
+        server = cli.serve("soak", "--demo", "vision", *soaked(cli))
         soak, told, looks = Soak(server.url), list[str](), count()
 
         def look() -> None:

@@ -65,8 +65,7 @@ WAYS = [stored, sealed, signed]
 
 
 def parsed(items: list[Any]) -> list[Any]:
-    request = vllm("protocol").ResponsesRequest
-    found: list[Any] = request.input_item_parsing({"input": items})["input"]
+    found: list[Any] = import_module("vllmops.responses.parsing").parsed(items)
     return found
 
 
@@ -102,7 +101,8 @@ def test_for_gpt_oss(way: Any) -> None:
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"},
+        {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"},
+        {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
     ],
 )
@@ -111,4 +111,6 @@ def test_images_and_sounds_come_as_they_were(part: Any) -> None:
     messages = import_module("vllmops.responses.parsing").messages([item])
     for items in ([item], carried.from_messages(messages)):
         (made,) = vllm("utils").construct_input_messages(request_input=parsed(items))
-        assert made["content"] == item["content"]
+        was, words = made["content"]
+        assert was == ({"detail": "auto", **part} if part["type"] == "input_image" else part)
+        assert words == item["content"][1]

@@ -34,10 +34,16 @@ def png(seed: int, pixels: int = IMAGE_PIXELS) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
+def url(image: bytes) -> str:
+    """A PNG image as a URL that holds it."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
 def chat(seeds: list[int], text: str = "What is this?", **fields: Any) -> dict[str, Any]:
     """A chat completion request about some images, one token long unless told otherwise."""
-    urls = [f"data:image/png;base64,{base64.b64encode(png(seed)).decode()}" for seed in seeds]
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": u}} for u in urls]
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url(png(seed))}} for seed in seeds
+    ]
     content = [*parts, {"type": "text", "text": text}]
     message = {"role": "user", "content": content}
     return {"model": "demo-vision", "messages": [message], "max_tokens": 1, **fields}

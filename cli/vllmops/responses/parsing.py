@@ -11,8 +11,27 @@ from .carried import Item
 
 def parsed(items: list[Item]) -> list[Any]:
     """Items as vLLM reads them."""
-    found: list[Any] = ResponsesRequest.input_item_parsing({"input": items})["input"]
+    given = {"input": list(map(detailed, items))}
+    found: list[Any] = ResponsesRequest.input_item_parsing(given)["input"]
     return found
+
+
+def detailed(item: Item) -> Item:
+    """An item whose images have the ``detail`` that they need not be sent with.
+
+    vLLM's renderer wants it, and its model of a request adds it to the items of one.
+    """
+    if not isinstance(content := item.get("content"), list):
+        return item
+    return {
+        **item,
+        "content": [
+            {"detail": "auto", **part}
+            if isinstance(part, dict) and part.get("type") == "input_image"
+            else part
+            for part in content
+        ],
+    }
 
 
 def messages(items: list[Item]) -> list[Any]:
