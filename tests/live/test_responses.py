@@ -5,11 +5,16 @@ Each connection may reach either server, so what is asked a few times has been a
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,9 @@ import httpx
 import openai
 import psutil
 import pytest
+
+from vllmops.keys import carrier, file
+from vllmops.keys.ring import Ring, Secret, only
 
 from . import clients
 from .clients import (
@@ -46,13 +54,22 @@ TOOL = {
 }
 # Nothing can be generated so, which vLLM notices once it has answered.
 HOPELESS = {"extra_body": {"logit_bias": {"99999999": 1}}}
+CARRY: dict[str, Any] = {"store": False, "include": ["reasoning.encrypted_content"]}
 
 
 @pytest.fixture(scope="module")
-def kept(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def keyring(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keyring.json"
+    ran = cli("keys", "rotate", "--keyring", str(path))
+    assert ran.code == 0, ran.err
+    return path
+
+
+@pytest.fixture(scope="module")
+def kept(cli: Cli, keyring: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     shape = talkative(tmp_path_factory.mktemp("template"))
     words = ("--api-server-count", "2", "--api-key", "one", "two", *shape)
-    made = cli.serve("kept", "--demo", "text", "--", *words)
+    made = cli.serve("kept", "--demo", "text", "--keyring", str(keyring), "--", *words)
     try:
         yield made
     finally:
@@ -280,6 +297,266 @@ def test_a_turn_that_is_gone_or_not_over(client: Any) -> None:
     client.responses.cancel(run.id)
 
 
+# -- conversations that clients carry ---------------------------------------------------
+
+
+def sealed_in(response: Any) -> str:
+    """The carrier of an answer, which ends with it."""
+    item = response.output[-1]
+    assert (item.type, item.summary, item.content) == ("reasoning", [], None)
+    text: str = item.encrypted_content
+    return text
+
+
+def held(text: str) -> dict[str, Any]:
+    """A carrier as an item that somebody sends."""
+    return {"type": "reasoning", "id": "rs_held", "summary": [], "encrypted_content": text}
+
+
+def told(client: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
+    """An answer that carries its conversation, streamed or not."""
+    if not streamed:
+        return say(client, given, **CARRY, **options)
+    events = list(say(client, given, stream=True, **CARRY, **options))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added, done, last = events[-3:]
+    assert last.type in {"response.completed", "response.incomplete"}
+    assert (added.type, done.type) == ("response.output_item.added", "response.output_item.done")
+    assert added.output_index == done.output_index == len(last.response.output) - 1
+    assert (added.item.id, added.item.encrypted_content) == (done.item.id, None)
+    assert done.item == last.response.output[-1]
+    whole = [event.item for event in events if event.type == "response.output_item.done"]
+    assert whole == last.response.output
+    return last.response
+
+
+def count(client: Any, items: list[Any]) -> int:
+    """How long a conversation is for the model where a client sends each item of it."""
+    plain = [each for each in items if not getattr(each, "encrypted_content", None)]
+    tokens: int = say(client, plain, store=False).usage.input_tokens
+    return tokens
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("way", ["previous response", "carrier alone", "all items"])
+def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool) -> None:
+    sent: list[Any] = [{"role": "developer", "content": "be brief"}]
+    options: dict[str, Any] = {}
+    before: list[Any] = []
+    for question in ("first", "second", "the same", "the same"):
+        asked = {"role": "user", "content": question}
+        sent.append(asked)
+        new = [asked] if before else list(sent)
+        given = {
+            "previous response": question if before else new,
+            "carrier alone": [*before, *new],
+            "all items": sent,
+        }[way]
+        answer = told(client, given, streamed=streamed, **options)
+        assert answer.usage.input_tokens == count(client, sent)
+        sent += answer.output
+        before = answer.output[-1:]
+        if way == "previous response":
+            options = {"extra_body": {"previous_response": answer.model_dump(mode="json")}}
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+
+
+def test_tool_calls_are_carried(client: Any) -> None:
+    forced = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 300}
+
+    def called() -> Any:  # the model may fill its answer with blanks, and never come to an end
+        made = say(client, "on", **CARRY, **forced)
+        return made if made.output[-2].type == "function_call" else None
+
+    first = until(called)
+    *_, call, item = first.output
+    done = {"type": "function_call_output", "call_id": call.call_id, "output": "it is on"}
+    asked = {"role": "user", "content": "on"}
+    plain = [asked, *first.output[:-1], done]
+    tokens = say(client, plain, tools=[TOOL], store=False).usage.input_tokens
+    previous = {"previous_response": first.model_dump(mode="json")}
+    for given, more in (
+        ([item, done], {}),
+        ([asked, *first.output, done], {}),
+        ([asked, item, call, done], {}),
+        ([asked, call, done, item], {}),
+        ([done], {"extra_body": previous}),
+    ):
+        second = say(client, given, tools=[TOOL], **CARRY, **more)
+        assert second.usage.input_tokens == tokens
+        assert call.call_id in json.dumps(sent_by(second, client))
+
+
+def sent_by(response: Any, client: Any) -> Any:
+    """The items that an answer's carrier holds, as a server lists them that stores a turn."""
+    stored = say(client, [response.output[-1], {"role": "user", "content": "x"}])
+    return [item.to_dict() for item in client.responses.input_items.list(stored.id, order="asc")]
+
+
+def test_a_conversation_goes_from_a_store_to_a_client_and_back(client: Any) -> None:
+    asked = [{"role": "user", "content": each} for each in ("one", "two", "three", "four")]
+    first = say(client, [asked[0]])
+    second = say(client, [asked[1]], previous_response_id=first.id, **CARRY)
+    third = say(client, [second.output[-1], asked[2]])
+    fourth = say(client, [asked[3]], previous_response_id=third.id)
+    sent = [asked[0], *first.output, asked[1], *second.output, asked[2], *third.output, asked[3]]
+    assert fourth.usage.input_tokens == count(client, sent)
+    listed = client.responses.input_items.list(third.id, order="asc")
+    assert not any(getattr(item, "encrypted_content", None) for item in listed)
+
+
+def test_it_is_off_unless_it_is_asked_for(client: Any) -> None:
+    for options in ({"store": False}, {"include": CARRY["include"]}, {**CARRY, "store": True}):
+        made = say(client, **options)
+        assert not any(item.type == "reasoning" for item in made.output)
+
+
+def test_what_somebody_else_has_encrypted_is_left_out(client: Any) -> None:
+    asked = {"role": "user", "content": "hello"}
+    for options in ({"store": False}, {}, CARRY):
+        made = say(client, [held("gAAAAABotherprovider"), asked], **options)
+        assert made.usage.input_tokens == count(client, [asked])
+
+
+def seeds(history: Any, secret: bytes) -> str:
+    """A carrier as #35903 makes it."""
+    payload = base64.b64encode(json.dumps(history).encode())
+    return f"vllm:1:{payload.decode()}:{hmac.new(secret, payload, hashlib.sha256).hexdigest()}"
+
+
+def test_a_carrier_of_format_1_is_taken(client: Any, keyring: Path) -> None:
+    primary = file.load(keyring).sealing()
+    history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    asked = {"role": "user", "content": "three"}
+    made = say(client, [held(seeds(history, primary.secret.reveal())), asked], **CARRY)
+    assert made.usage.input_tokens == count(client, [*history, asked])
+    assert sealed_in(made).startswith(f"vllm:2:{primary.kid}:")
+
+
+def owner(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def forged(
+    ring: Ring, *, model: str = MODEL, key: str = "one", items: Any = None, **options: Any
+) -> str:
+    history = [{"role": "user", "content": "hi"}] if items is None else items
+    return carrier.seal(history, ring, model=model, owner=owner(key), **options)
+
+
+BAD: dict[str, Callable[[Ring], str]] = {
+    "tampered": lambda ring: forged(ring)[:-9] + "AAAAAAAAA",
+    "malformed": lambda ring: forged(ring)[:60],
+    "malformed, of a later version": lambda _: "vllm:3:x",
+    "malformed, no items": lambda ring: forged(ring, items=[7]),
+    "malformed, no messages": lambda ring: carrier.seal_signed([7], ring),
+    "unknown-key": lambda _: forged(only(Secret(b"x" * 32))),
+    "tampered, in format 1": lambda _: seeds([], b"x" * 32),
+    "expired": lambda ring: forged(ring, now=time.time() - 3600, ttl_s=3599),
+    "other-model": lambda ring: forged(ring, model="demo-texts"),
+    "other-owner": lambda ring: forged(ring, key="two"),
+    "too-large": lambda _: "vllm:2:k:a256gcm-zlib:" + "A" * (49 << 20),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_carrier_that_is_refused(client: Any, keyring: Path, case: str) -> None:
+    text = BAD[case](file.load(keyring))
+    asked = {"role": "user", "content": "hello"}
+    for options in (CARRY, {"stream": True}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            say(client, [held(text), asked], **options)
+        assert caught.value.code == f"carrier.{case.partition(',')[0]}"
+        assert caught.value.param == "input"
+        assert len(str(caught.value)) < 400
+    previous = {"output": [held(text)]}
+    with pytest.raises(openai.BadRequestError) as caught:
+        say(client, extra_body={"previous_response": previous})
+    assert caught.value.param == "previous_response"
+
+
+def test_a_stranger_can_not_go_on(client: Any, stranger: Any) -> None:
+    made = say(client, **CARRY)
+    with pytest.raises(openai.BadRequestError) as caught:
+        say(stranger, [made.output[-1], {"role": "user", "content": "go on"}])
+    assert caught.value.code == "carrier.other-owner"
+
+
+def test_a_conversation_that_is_too_large_is_refused_before_it_is_answered(client: Any) -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * (33 << 20)}
+    with pytest.raises(openai.BadRequestError, match="32 MiB") as caught:
+        say(client, [{"role": "user", "content": [image]}], **CARRY)
+    assert caught.value.code == "carrier.too-large"
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "why"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "give one of them"),
+        ({"background": True}, "background", "previous_response"),
+        ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages", "carried"),
+    ],
+)
+def test_what_can_not_go_with_a_carrier(
+    client: Any, options: dict[str, Any], param: str, why: str
+) -> None:
+    made = say(client, **CARRY)
+    previous = {"previous_response": made.model_dump(mode="json")}
+    with pytest.raises(openai.BadRequestError, match=why) as caught:
+        say(client, extra_body={**previous, **options})
+    assert caught.value.param == param
+
+
+def test_keys_are_rotated_while_clients_converse(cli: Cli, client: Any, keyring: Path) -> None:
+    over = threading.Event()
+    begun = threading.Barrier(9, timeout=60)
+
+    def converse(number: int) -> tuple[int, set[str]]:
+        sent: list[Any] = []
+        kids, turns, answer = set[str](), 0, None
+        while not over.is_set() or turns < 4:
+            asked = {"role": "user", "content": f"{number}: {turns}"}
+            if number % 2 or answer is None:
+                sent = [*sent[-6:], asked]
+                answer = told(client, sent, streamed=number % 4 > 1, max_output_tokens=2)
+                sent += answer.output
+            else:
+                more = {"previous_response": answer.model_dump(mode="json")}
+                answer = say(client, "on", max_output_tokens=2, extra_body=more, **CARRY)
+            kids.add(sealed_in(answer).split(":")[2])
+            turns += 1
+            if turns == 1:
+                begun.wait()
+            if turns > 30:  # the context is no longer than the model's
+                sent, answer, turns = [], None, 4
+        return turns, kids
+
+    with ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(converse, number) for number in range(8)]
+        begun.wait()
+        try:
+            for _ in range(2):
+                ran = cli("keys", "rotate", "--keyring", str(keyring), "--overlap", "1h", "--json")
+                assert ran.code == 0, ran.out
+                assert len(ran.data["loaded"]) == 2
+        finally:
+            over.set()
+        assert {kid for each in clients for kid in each.result()[1]} >= {ran.data["kid"]}
+
+
+def test_a_key_is_revoked(cli: Cli, client: Any, keyring: Path) -> None:
+    made = say(client, **CARRY)
+    kid = sealed_in(made).split(":")[2]
+    ran = cli("keys", "revoke", kid, "--yes", "--keyring", str(keyring), "--json")
+    assert ran.code == 0, ran.out
+    for _ in range(4):
+        with pytest.raises(openai.BadRequestError) as caught:
+            say(client, [made.output[-1], {"role": "user", "content": "go on"}])
+        assert caught.value.code == "carrier.revoked-key"
+    assert sealed_in(say(client, **CARRY)).split(":")[2] != kid
+
+
 # -- lists ------------------------------------------------------------------------------
 
 
@@ -345,6 +622,9 @@ def test_bad_questions(base: str, path: str) -> None:
     "body",
     [
         {"previous_response": {"id": "resp_1"}},
+        {"previous_response": {"output": []}},
+        {"previous_response": "resp_1"},
+        {"previous_response": {}, "previous_response_id": "resp_1"},
         {"conversation": "conv_1"},
         {"background": True, "store": False},
         {"background": True, "store": "false"},
