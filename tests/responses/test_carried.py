@@ -19,7 +19,7 @@ def user(text: str) -> Item:
 
 
 def said(text: str, **more: Any) -> Item:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+    part: Item = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
     return {"type": "message", "role": "assistant", "content": [part], **more}
 
 
@@ -219,7 +219,7 @@ def test_what_no_later_turn_needs() -> None:
 
 def test_chat_messages() -> None:
     function = {"name": "lamp", "arguments": "{}"}
-    messages = [
+    messages: list[Item] = [
         {"role": "system", "content": "instructions of an earlier turn"},
         {"role": "system", "content": "an item", "type": "message"},
         {"role": "user", "content": [{"type": "input_image", "image_url": "data:1"}]},

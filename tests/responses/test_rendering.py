@@ -13,7 +13,7 @@ from vllmops.responses.store import Response
 
 RESPONSES = "vllm.entrypoints.openai.responses"
 
-OUTPUT = [
+OUTPUT: list[dict[str, Any]] = [
     {
         "type": "reasoning",
         "id": "rs_1",

@@ -19,7 +19,7 @@ from vllmops.responses.wire import Refused
 
 RING = only(Secret(bytes(32)))
 ITEMS = [{"type": "message", "role": "user", "content": "hi"}]
-WHERE = {"model": "m", "owner": "o"}
+WHERE: dict[str, Any] = {"model": "m", "owner": "o"}
 
 
 @pytest.fixture
