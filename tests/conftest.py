@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import psutil
 import pytest
 
@@ -30,6 +31,13 @@ from vllmops.client.http import healthy
 from vllmops.instances import launch, processes, takedown
 from vllmops.instances.processes import Process, Role, Seen, alive
 from vllmops.instances.record import Folder, Record
+from vllmops.patches import registry
+
+# What commands import late, a user who may not read this Python's library would not find.
+assert registry
+
+hypothesis.settings.register_profile("vllmops", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("vllmops")
 
 # Started in the background of a script, or by nohup, we ignore them, and our children would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

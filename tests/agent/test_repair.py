@@ -131,7 +131,8 @@ for each in threads: each.start()
     )
     for number in range(10):
         # Where the newest are, eviction does not meet it before the repair does.
-        process.run(f"order['ghost-{number}'] = None; cache.pinned_items.add('ghost-{number}')")
+        ghost = f"order['ghost-{number}'] = None; cache.pinned_items.add('ghost-{number}')"
+        process.run(f"with lock: {ghost}")
         answer = repair(process)
         assert [each.left for each in answer.caches] == [None]
     process.run("ended.set(); [each.join() for each in threads]")
