@@ -29,6 +29,7 @@ OUTPUT: list[dict[str, Any]] = [
     },
     {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "lamp", "arguments": "{}"},
 ]
+TEXT = {"type": "output_text", "text": "", "annotations": []}
 RESULT = {"type": "function_call_output", "call_id": "c", "output": "it is on"}
 
 
@@ -114,3 +115,11 @@ def test_images_and_sounds_come_as_they_were(part: Any) -> None:
         was, words = made["content"]
         assert was == ({"detail": "auto", **part} if part["type"] == "input_image" else part)
         assert words == item["content"][1]
+
+
+def test_an_answer_of_no_words_is_left_out() -> None:
+    said = {"id": "msg_1", "role": "assistant", "status": "completed"}
+    empty = {**said, "type": "message", "content": []}
+    items = [{"role": "user", "content": "well?"}, empty, {**empty, "content": [TEXT]}]
+    for given in (items, parsed(items)):
+        assert [wire.silent(each) for each in given] == [False, True, False]

@@ -257,6 +257,8 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         try:
             if turn := _turn.get():
                 await self.resolve(turn)
+            if isinstance(request.input, list):
+                request.input = [each for each in request.input if not wire.silent(each)]
             return await super()._render_resolved_response_inputs(request, None, **options)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             # Of an item that is valid and empty, say; vLLM's answer would be a 500.

@@ -119,6 +119,13 @@ def speaks(item: dict[str, Any], kept: frozenset[str]) -> bool:
     return True
 
 
+def silent(item: Any) -> bool:
+    """Whether an item of an input is an answer of no words, which vLLM makes and can't render."""
+    fields = item if isinstance(item, dict) else vars(item)
+    message = fields.get("role") == "assistant" and fields.get("type") == "message"
+    return message and fields.get("content") == []
+
+
 def items(response: Response, *, after: str | None, limit: int, descending: bool) -> bytes:
     """Part of what a turn added to its conversation, as a list.
 
