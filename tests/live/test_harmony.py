@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .clients import background, base, connect, ended, following, say
+from .clients import LENGTH, background, base, connect, ended, following, say
 from .conftest import Cli, Live
 
 BUILDER = Path(__file__).with_name("harmony.py")
@@ -27,7 +27,7 @@ def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     words = [word for each in environment.items() for word in ("--env", "=".join(each))]
-    shape = ("--served-model-name", "demo-text", "--enforce-eager", "--max-model-len", "2048")
+    shape = ("--served-model-name", "demo-text", "--enforce-eager", *LENGTH)
     try:
         yield cli.serve("harmony", *words, str(place), "--", *shape, "--dtype", "float32")
     finally:

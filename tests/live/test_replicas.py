@@ -38,6 +38,7 @@ from ..responses.databases import (
     postgres_parts,
 )
 from .clients import (
+    LENGTH,
     MODEL,
     Load,
     Told,
@@ -102,8 +103,7 @@ def pair(cli: Cli, postgres: Server, shape: tuple[str, ...]) -> Iterator[list[Li
         # Threads of two replicas that wait for each other by spinning leave two cores to nobody.
         one_thread = ("VLLM_CPU_OMP_THREADS_BIND=nobind", "OMP_NUM_THREADS=1")
         environment = [word for each in (free, *one_thread) for word in ("--env", each)]
-        length = ("--max-model-len", "4096")
-        words = (*environment, "--demo", "text", "--", *length, *shape)
+        words = (*environment, "--demo", "text", "--", *LENGTH, *shape)
         return cli.serve(name, "--store", postgres.url, *words)
 
     names = ("west", "east")
@@ -137,7 +137,7 @@ def away(east: str) -> Any:
 @pytest.fixture(scope="module")
 def south(cli: Cli, valkey: Server) -> Iterator[Live]:
     try:
-        yield cli.serve("south", "--store", valkey.url, "--demo", "text")
+        yield cli.serve("south", "--store", valkey.url, "--demo", "text", "--", *LENGTH)
     finally:
         cli("stop", "south", "--force")
 

@@ -29,6 +29,7 @@ from vllmops.keys.ring import Ring, Secret, only
 
 from . import clients
 from .clients import (
+    LENGTH,
     MODEL,
     Load,
     ask,
@@ -68,7 +69,7 @@ def keyring(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def kept(cli: Cli, keyring: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     shape = talkative(tmp_path_factory.mktemp("template"))
-    words = ("--api-server-count", "2", "--api-key", "one", "two", *shape)
+    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
     made = cli.serve("kept", "--demo", "text", "--keyring", str(keyring), "--", *words)
     try:
         yield made
@@ -184,6 +185,7 @@ def test_cancelling_tells_what_it_can_not_cancel(kept: Live, client: Any) -> Non
 
 def test_a_cancelled_run_stops_where_it_runs(kept: Live, client: Any) -> None:
     (engine,) = reach(kept, "engine")
+    until(lambda: engine.engine().running == 0)  # of what others have begun
     runs = [background(client) for _ in range(4)]
     until(lambda: engine.engine().running == 4)
     for run in runs:
