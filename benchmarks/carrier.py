@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from vllmops.keys import carrier
 from vllmops.keys.ring import Ring, fresh, only
 
-from .figure import Figure, Limit, interleaved, ratio
+from .figure import Figure, Limit, interleaved, paired
 from .setting import Setting
 
 MODEL, OWNER = "demo", "0" * 64
@@ -89,18 +89,8 @@ def compared(
     name: str, rounds: int, ours: Callable[[], object], raw: Callable[[], object], setting: Setting
 ) -> Figure:
     times = interleaved(rounds, {"ours": partial(seconds, ours), "raw": partial(seconds, raw)})
-    middle, low, high = ratio(times["ours"], times["raw"])
-    of = statistics.median(times["raw"])
-    return Figure(
-        name,
-        "s",
-        of * middle,
-        "json, zlib, AES-GCM and base64",
-        of,
-        Limit(4.5) if setting.short else Limit(1.5),
-        rounds,
-        interval=None if setting.short else (of * low, of * high),
-    )
+    rival = "json, zlib, AES-GCM and base64"
+    return paired(name, times["ours"], rival, times["raw"], 1.5, short=setting.short)
 
 
 def seconds(act: Callable[[], object]) -> float:

@@ -107,5 +107,38 @@ def ratio(values: Sequence[float], rivals: Sequence[float]) -> tuple[float, floa
     return math.exp(middle(logs)), math.exp(found.low), math.exp(found.high)
 
 
+def paired(
+    name: str,
+    values: Sequence[float],
+    rival: str,
+    rivals: Sequence[float],
+    limit: float,
+    *,
+    short: bool,
+) -> Figure:
+    """Seconds that were measured in pairs with a rival's.
+
+    Args:
+        name: what was measured.
+        values: in seconds.
+        rival: its name.
+        rivals: its seconds, in the same order.
+        limit: in times of the rival; three times that in the short form.
+        short: too few for an interval.
+    """
+    of = statistics.median(rivals)
+    middle, low, high = ratio(values, rivals)
+    return Figure(
+        name,
+        "s",
+        of * middle,
+        rival,
+        of,
+        Limit(3 * limit if short else limit),
+        len(values),
+        interval=None if short else (of * low, of * high),
+    )
+
+
 def medians(values: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in values.items()}

@@ -20,7 +20,7 @@ from tests.responses.databases import Servers, folder_for_servers, postgres_part
 from vllmops.demo import Kind
 from vllmops.responses import settings
 
-from .figure import Figure, Limit, ratio
+from .figure import Figure, Limit, paired
 from .setting import HOST, PYTHON, START_TIMEOUT_S, Server, Setting, free_port, healthy
 from .setting import LONG as ROOM
 
@@ -165,18 +165,8 @@ def taken(
 def compared(
     setting: Setting, what: str, kind: str, times: Times, rival: str, limit: float
 ) -> Figure:
-    of = statistics.median(times[rival])
-    middle, low, high = ratio(times[kind], times[rival])
-    return Figure(
-        f"{what}, {kind}",
-        "s",
-        of * middle,
-        rival,
-        of,
-        Limit(3 * limit) if setting.short else Limit(limit),
-        len(times[kind]),
-        interval=None if setting.short else (of * low, of * high),
-    )
+    name = f"{what}, {kind}"
+    return paired(name, times[kind], rival, times[rival], limit, short=setting.short)
 
 
 def chain(

@@ -27,6 +27,7 @@ import psutil
 from vllmops import demo
 from vllmops.instances import processes
 from vllmops.instances.processes import Process
+from vllmops.responses.settings import STORE
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300
@@ -65,7 +66,7 @@ class Setting:
     @cached_property
     def text(self) -> Server:
         """A text server with stored responses in SQLite, for measurements of the short form."""
-        store = {"VLLMOPS_RESPONSES_STORE": f"sqlite:///{self.home}/responses.db"}
+        store = {STORE: f"sqlite:///{self.home}/responses.db"}
         return self.started.enter_context(self.server(demo.Kind.TEXT, *LONG, environment=store))
 
     @cached_property

@@ -10,7 +10,7 @@ import sqlite3
 import statistics
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from vllmops.responses.sql import CREATE, GET, Sql
 from vllmops.responses.sqlite import Sqlite, path
 from vllmops.responses.store import ResponseStore
 
-from .figure import Figure, Limit, ratio
+from .figure import Figure, Limit, paired
 from .setting import Setting
 
 OWNER = "0" * 64
@@ -106,24 +106,16 @@ async def operations(setting: Setting, kind: str, url: str) -> list[Figure]:
             for name, seconds in blocks.items():
                 times[name].append(seconds / each)
     return [
-        told(f"{name} in the store, {kind}", times[name], times[f"raw {name}"], setting)
+        paired(
+            f"{name} in the store, {kind}",
+            times[name],
+            "its driver",
+            times[f"raw {name}"],
+            1 / OF_DRIVER,
+            short=setting.short,
+        )
         for name in ("create", "get")
     ]
-
-
-def told(name: str, values: Sequence[float], rivals: Sequence[float], setting: Setting) -> Figure:
-    middle, low, high = ratio(values, rivals)
-    of = statistics.median(rivals)
-    return Figure(
-        name,
-        "s",
-        of * middle,
-        "its driver",
-        of,
-        Limit((3 if setting.short else 1) / OF_DRIVER),
-        len(values),
-        interval=None if setting.short else (of * low, of * high),
-    )
 
 
 def inserted(backend: Backend, packed: Response, response_id: str) -> list[Any]:

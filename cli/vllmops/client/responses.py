@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -14,7 +13,7 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..instances.record import Folder, Record
 from ..instances.servers import find, resolve
-from ..responses.backend import shown
+from ..responses.backend import FINISHED, owner_of, shown
 from ..responses.settings import STORE
 from ..responses.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
 from . import http
@@ -26,9 +25,7 @@ SILENCE_S = 1.0
 LIMIT = 100
 LETTERS = 300  # of what a server says
 LOCAL = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
-TERMINAL = frozenset(
-    f"response.{status}" for status in ("completed", "incomplete", "failed", "cancelled")
-)
+TERMINAL = frozenset(f"response.{status}" for status in FINISHED)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -342,7 +339,7 @@ class Http:
         answer = await self.send("GET", f"{self.place.url}/v1/models", headers=bare)
         if answer.status_code not in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
             return ""
-        return hashlib.sha256(authorization.partition(" ")[2].encode()).hexdigest()
+        return owner_of(authorization.partition(" ")[2])
 
     # What answers mean
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-import msgspec
-
 from ..errors import Exit, VllmopsError
 from ..responses import opening
 from ..responses.backend import Limits, shown
-from ..responses.packing import unpack
 from ..responses.store import (
     EVERYBODY,
     Events,
@@ -20,6 +17,7 @@ from ..responses.store import (
     ResponseStore,
     Stats,
     StoreUnavailable,
+    logged,
 )
 from .responses import Outcome, failed, refused, unknown
 
@@ -98,11 +96,7 @@ class Storage:
 
     async def events(self, response: Response) -> list[Events]:
         log = await self.store.log(EVERYBODY, response.id, -1)
-        found: list[Events] = []
-        for chunk in log.chunks if log else []:
-            events = msgspec.json.decode(await unpack(chunk.events), type=list[msgspec.Raw])
-            found.append(Events(chunk.first, list(map(bytes, events))))
-        return found
+        return [await logged(chunk) for chunk in log.chunks] if log else []
 
     async def cancel(self, response_id: str) -> Outcome:
         """Stop a run: whoever runs it looks at the store a few times each second."""

@@ -15,10 +15,9 @@ from msgspec.structs import replace
 from .. import output
 from ..errors import VllmopsError
 from ..output import Json, Progress, Result, command
-from ..responses.backend import FINISHED, RUNNING, StoreUnavailable
+from ..responses.backend import FINISHED, RUNNING
 from .options import Target
 from .sources import (
-    TRIES,
     Counting,
     Model,
     OlderThan,
@@ -29,6 +28,7 @@ from .sources import (
     ended,
     every_id,
     judged,
+    patiently,
     running_id,
     source,
     spread,
@@ -266,19 +266,17 @@ async def surely(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
         StoreUnavailable: it still is.
     """
     tried = 0
-    while True:
-        try:
-            outcome = await act()
-        except StoreUnavailable as error:
-            tried += 1
-            if tried > TRIES:
-                raise
-            await asyncio.sleep(error.retry_after_s)
-            continue
-        if tried and outcome.code == "responses.unknown":
-            # It may have been our doing, the time before.
-            return replace(outcome, done=True, told="gone", code="", exit_code=0)
-        return outcome
+
+    async def again() -> Outcome:
+        nonlocal tried
+        tried += 1
+        return await act()
+
+    outcome = await patiently(again)
+    if tried > 1 and outcome.code == "responses.unknown":
+        # It may have been our doing, the time before.
+        return replace(outcome, done=True, told="gone", code="", exit_code=0)
+    return outcome
 
 
 def finished(run: Callable[[], Any], outcomes: list[Outcome], counting: Counting) -> Any:

@@ -8,6 +8,7 @@ methods is atomic, also between processes, and that what it has acknowledged is 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from abc import ABC, abstractmethod
@@ -25,6 +26,11 @@ STATUSES = RUNNING | FINISHED
 GONE = "The server that ran this response is gone."
 # An owner is a hash or empty, so this is nobody's: it stands for whoever runs the server.
 EVERYBODY = "*"
+
+
+def owner_of(key: str) -> str:
+    """As whose responses are kept that come with an API key: a hash of it."""
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

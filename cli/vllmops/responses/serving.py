@@ -8,7 +8,6 @@ once it is.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -34,7 +33,7 @@ from vllm.exceptions import GenerationError
 
 from ..agent import log
 from . import carried, sealing, wire
-from .backend import EVERYBODY
+from .backend import EVERYBODY, owner_of
 from .carried import Brought, Item
 from .parsing import messages, parsed
 from .settings import Carriers, Format
@@ -571,7 +570,7 @@ def owner(raw_request: Request) -> str:
     if not any(keys):
         return ""
     key = raw_request.headers.get("Authorization", "").partition(" ")[2]
-    return hashlib.sha256(key.encode()).hexdigest()
+    return owner_of(key)
 
 
 def response_before(request: Any) -> Any:

@@ -302,11 +302,10 @@ class ResponseStore:
         log = await self.log(owner, response_id, after)
         while log is not None:
             for chunk in log.chunks:
-                found = msgspec.json.decode(await unpack(chunk.events), type=list[msgspec.Raw])
-                fresh = found[max(0, after + 1 - chunk.first) :]
+                fresh = (await logged(chunk)).events[max(0, after + 1 - chunk.first) :]
                 first, after = chunk.last + 1 - len(fresh), chunk.last
                 if fresh:
-                    yield Events(first, [bytes(each) for each in fresh])
+                    yield Events(first, fresh)
             if not log.chunks:
                 if not log.running:
                     return
@@ -451,6 +450,12 @@ def document(response: Response) -> bytes:
     if response.error:
         found["error"] = {"code": "server_error", "message": response.error}
     return msgspec.json.encode(found)
+
+
+async def logged(chunk: Chunk) -> Events:
+    """The events of a chunk."""
+    found = msgspec.json.decode(await unpack(chunk.events), type=list[msgspec.Raw])
+    return Events(chunk.first, [bytes(each) for each in found])
 
 
 async def unpacked(response: Response) -> Response:
