@@ -27,6 +27,16 @@ SOAKED = (
     *("--env", "VLLM_ENABLE_RESPONSES_API_STORE=1"),
 )
 SHM = Path("/dev/shm")
+# EngineCore and its worker wait for each other in busy loops, which take two cores whole. With
+# Linux 6.18 what is of another session or control group, as a client of `serve` is, then waits for
+# seconds until it gets a core again (the kernel's commit 1319ea57529e). vLLM has this switch for
+# older versions of Python: the loops sleep for 0.1 ms.
+PATIENT = """
+def register():
+    from vllm.distributed import utils
+
+    utils.USE_SCHED_YIELD = False
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,12 @@ class Cli:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "VLLMOPS_HOME": str(self.home), "NO_COLOR": "1"}
+        return {
+            **os.environ,
+            "VLLMOPS_HOME": str(self.home),
+            "NO_COLOR": "1",
+            "PYTHONPATH": str(self.home / "plug-ins"),
+        }
 
     def __call__(self, *words: str, timeout_s: float = START_TIMEOUT_S) -> Ran:
         ran = subprocess.run(
@@ -238,6 +253,7 @@ def cli() -> Iterator[Cli]:
     # Not pytest's own directory: its path is too long for a Unix socket.
     home = Path(tempfile.mkdtemp(prefix="vllmops-"))
     made = Cli(home)
+    write_plug_in(home / "plug-ins", "patient", PATIENT)
     try:
         yield made
     finally:
@@ -293,15 +309,21 @@ def plug_in(tmp_path_factory: pytest.TempPathFactory) -> PlugIn:
 
     def make(name: str, module: str) -> Path:
         folder = tmp_path_factory.mktemp("plug-in")
-        (folder / f"{name}.py").write_text(module)
-        metadata = folder / f"{name}-1.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-        entry = f"[vllm.general_plugins]\n{name} = {name}:register\n"
-        (metadata / "entry_points.txt").write_text(entry)
+        write_plug_in(folder, "patient", PATIENT)
+        write_plug_in(folder, name, module)
         return folder
 
     return make
+
+
+def write_plug_in(folder: Path, name: str, module: str) -> None:
+    """Write a vLLM plug-in into a folder that is for ``PYTHONPATH``."""
+    metadata = folder / f"{name}-1.dist-info"
+    metadata.mkdir(parents=True)
+    (folder / f"{name}.py").write_text(module)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    entry = f"[vllm.general_plugins]\n{name} = {name}:register\n"
+    (metadata / "entry_points.txt").write_text(entry)
 
 
 @pytest.fixture(scope="session")
