@@ -14,6 +14,7 @@ from vllmops.instances.processes import (
     Table,
     alive,
     serve_arguments,
+    still_known,
     table,
     tree,
 )
@@ -92,6 +93,17 @@ def test_titles_as_setproctitle_pads_them() -> None:
 def test_zombies_are_not_of_it() -> None:
     found = process_table((10, 1, VLLM_SERVE), (12, 10, "zombie"), (13, 10, "VLLM::EngineCore"))
     assert roles(found, 10) == {10: "api", 13: "engine"}
+
+
+def test_a_process_that_is_dying_keeps_the_role_that_it_had() -> None:
+    before = process_table(
+        (10, 1, VLLM_SERVE), (11, 10, "sh"), (12, 10, "VLLM::EngineCore"), (13, 12, "VLLM::Worker")
+    )
+    # As the kernel shows them: one has lost its memory, and the one below it its parent.
+    after = process_table((10, 1, VLLM_SERVE), (12, 10, ""), (14, 10, "sh"))
+    found = still_known(tree(before, [10]), tree(after, [10]))
+    told = {process.pid: process.role.value for process in found}
+    assert told == {10: "api", 12: "engine", 14: "other", 13: "worker"}
 
 
 def test_several_roots_and_unknown_ones() -> None:

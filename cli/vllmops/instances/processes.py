@@ -151,6 +151,17 @@ def tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...]:
     )
 
 
+def still_known(known: Iterable[Process], seen: Sequence[Process]) -> tuple[Process, ...]:
+    """What was seen, with whatever is vital of what was known: until its death is noticed.
+
+    A process that is being killed loses its command line, and so its role, before it is a zombie.
+    """
+    vital = {process.pid: process for process in known if process.role in VITAL}
+    now = [vital.get(each.pid, each) if each.role is Role.OTHER else each for each in seen]
+    pids = {process.pid for process in seen}
+    return (*now, *(process for pid, process in vital.items() if pid not in pids))
+
+
 def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
     """What a process does, by its title or its command line.
 

@@ -285,9 +285,8 @@ class Supervisor:
         seen = processes.tree(table, dict.fromkeys(roots))
         seen = tuple(dataclasses.replace(process, rss_bytes=None) for process in seen)
         pids = {process.pid for process in seen}
-        gone = tuple(p for p in known if p.role in VITAL and p.pid not in pids)
         segments = set(self.record.segments).union(*(shm.used_by(pid) for pid in pids))
-        self.publish(processes=seen + gone, segments=tuple(sorted(segments)))
+        self.publish(processes=processes.still_known(known, seen), segments=tuple(sorted(segments)))
         return seen
 
     # -- endings -----------------------------------------------------------------------------
