@@ -63,6 +63,8 @@ def main() -> int:
     load = os.getloadavg()[0]
     figures: list[Figure] = []
     with setting(short=given.short) as place:
+        if given.short and not given.only:
+            place.ahead()
         for name in [given.only] if given.only else GROUPS:
             output.say(f"measuring: {name}")
             figures += GROUPS[name](place)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import Cli, Launched, Live, Ran, Stock, launch, until
+from .conftest import SHM, Cli, Launched, Live, Ran, Stock, alive, launch, until
 from .test_cache import FEW_IMAGES_GB, told_as
 from .test_hang import Requests, ghosts, leave_ghost, old_code, text
 
@@ -93,12 +93,6 @@ def test_a_healthy_server_under_load_loses_no_request(bare: Live) -> None:
     assert (again.code, again.error["code"]) == (1, "attach.already")
 
 
-def test_an_attached_server_stops_as_any(bare: Live) -> None:
-    footprint = bare.footprint()
-    assert bare.cli("stop", "bare").code == 0
-    until(lambda: not footprint.left(), 10, footprint.left)
-
-
 @pytest.fixture(scope="module")
 def hung(cli: Cli, stock: Launched) -> Stock:
     """EngineCore will hang, and so will the API server's renderer."""
@@ -128,3 +122,22 @@ def test_a_hung_stock_server_goes_on(hung: Stock) -> None:
     assert engine.all_answered()
     assert text(url, 60) == 200
     assert hung.pids() == pids
+
+
+def test_stop_ends_a_server_that_vllmops_did_not_start(hung: Stock, bare: Live) -> None:
+    cli, row, others = hung.cli, hung.row, bare.footprint().segments
+    assert row["started_by_vllmops"] is False
+    assert cli("wait", hung.name, "--for", "ready").code == 0
+    assert {p["agent"] for p in row["processes"] if p["role"] != "other"} == {"answers"}
+    assert cli("cache", "inspect", "-t", hung.url).code == 0
+    assert cli("stop", hung.name).code == 0
+    assert not any(alive(process["pid"]) for process in row["processes"])
+    assert bare.row["state"] == "ready"  # the other one was left alone
+    assert others
+    assert all((SHM / name).exists() for name in others)
+
+
+def test_an_attached_server_stops_as_any(bare: Live) -> None:
+    footprint = bare.footprint()
+    assert bare.cli("stop", "bare").code == 0
+    until(lambda: not footprint.left(), 10, footprint.left)

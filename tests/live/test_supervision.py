@@ -9,14 +9,13 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import threading
 from multiprocessing.shared_memory import SharedMemory
 
 import httpx
 import pytest
 
-from .conftest import SHM, Ahead, Cli, Live, alive, kill, until
+from .conftest import Ahead, Cli, Live, kill, until
 
 
 def test_a_segment_that_somebody_maps_is_not_touched(server: Live) -> None:
@@ -166,30 +165,3 @@ def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
     assert serving.returncode == 1
     assert b"serve.failed" in out
     footprint.wait_gone(0)
-
-
-def test_stop_ends_a_server_that_vllmops_did_not_start(cli: Cli, vision_server: Live) -> None:
-    port = vision_server.row["port"] + 50
-    model = vision_server.row["model"]
-    plain = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", model, "--port", str(port), "--host", "127.0.0.1", "--enforce-eager"),
-            *("--max-model-len", "1024"),
-        ],
-        env={**cli.environment, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    assert cli("wait", str(plain.pid), "--for", "ready", "--timeout", "200").code == 0
-    row = next(r for r in cli("ps", "--json").data["instances"] if r["pid"] == plain.pid)
-    assert row["started_by_vllmops"] is False
-    assert row["port"] == port
-    assert row["state"] == "ready"
-    assert {p["agent"] for p in row["processes"] if p["role"] != "other"} == {"answers"}
-    assert cli("cache", "inspect", "-t", f"http://127.0.0.1:{port}").code == 0
-    assert cli("stop", str(plain.pid)).code == 0
-    assert plain.wait(10) is not None
-    assert not any(alive(process["pid"]) for process in row["processes"])
-    assert vision_server.row["state"] == "ready"  # the other one was left alone
-    assert list(SHM.glob("psm_*"))
