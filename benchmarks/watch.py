@@ -19,7 +19,9 @@ PATH = "/v1/completions"
 BODY = {"model": "demo-vision", "prompt": "The quick brown", "max_tokens": 1}
 CONNECTIONS, BURST = 8, 48
 WATCHED, ALONE, AGAIN = BLOCKS = ("watched", "alone", "alone again")
-OFTEN_S = 0.2  # ten times as often as by default, for a block of requests is short
+# Ten times as often as by default, for a block of requests is short: a tenth of it is felt then.
+OFTEN_S = 0.2
+OFTEN_LIMIT = 1.05  # so 1.005 by default, which is less than two runs differ by
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
@@ -63,7 +65,7 @@ def felt(setting: Setting, pid: int) -> Figure:
         times,
         "not watched",
         rival,
-        Limit(2) if setting.short else Limit(1.01),
+        Limit(2) if setting.short else Limit(OFTEN_LIMIT),
         BURST * len(alone),
         control=rival * ratio(values[AGAIN], values[ALONE])[0],
         interval=(ends[0], ends[1]),
