@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from vllmops.instances.processes import Role
+from vllmops.instances.record import Folder, State
 from vllmops.keys import file
 from vllmops.keys.carrier import genuine, seal, seal_signed
 from vllmops.keys.ring import Ring, Status
+from vllmops.responses.settings import CARRIER_TTL as TTL
 
 TEXT = "ab" * 32
 NAME = file.SIGNING_KEY
@@ -319,6 +322,38 @@ def test_no_turn_is_refused_while_keys_are_rotated(
         assert each.run("thread.join(); out = refused") == "[]"
         assert int(each.run("out = turns[0]")) > 100
     assert statuses(path) == ["verify-only"] * 3 + ["primary"]
+
+
+DAY_S = 24 * 3600
+
+
+def test_the_overlap_is_as_long_as_carriers_live(lab: Any, path: Path) -> None:
+    lab.vllmops("keys", "add")
+
+    def plan(*words: str) -> Any:
+        data = lab.vllmops("keys", "rotate", "--dry-run", "--json", *words).data
+        return data["overlap_s"], data["steps"][-1].partition("Z: ")[2]
+
+    assert plan() == (30 * DAY_S, "carriers live for 30 days")
+    wide = lab.serve("wide", "--carrier-ttl", "60d")
+    other = {**wide.environment, file.PLACE: str(lab.home / "other"), TTL: "9e9"}
+    for name, environment in (
+        ("other", other),
+        ("narrow", {**wide.environment, TTL: "60"}),
+        ("broken", {**wide.environment, TTL: "x"}),
+    ):
+        Folder(name).path.mkdir()
+        over = replace(wide, name=name, state=State.STOPPED, processes=(), session=None)
+        Folder(name).write(replace(over, environment=environment))
+    assert plan() == (60 * DAY_S, "carriers of wide live for 60 days")
+    assert plan("--overlap", "90d") == (90 * DAY_S, "--overlap")
+    assert plan("--overlap", "1h") == (3600, "--overlap, though carriers of wide live for 60 days")
+    # What it has sealed does not end with it.
+    assert lab.vllmops("stop", "wide", "--force").code == 0
+    for words in (("rotate",), ("promote", file.load(path).keys[0].kid)):
+        assert lab.vllmops("keys", *words).code == 0
+        (old,) = file.load(path).those(Status.VERIFY_ONLY)
+        assert old.not_after == pytest.approx(time.time() + 60 * DAY_S + 60, abs=60)
 
 
 def test_names_of_keys_are_completed(path: Path, vllmops: Any) -> None:

@@ -117,6 +117,11 @@ def test_what_clients_keep(lab: Any) -> None:
     environment = lab.vllmops(*lab.words("a", *words), "--json").data["environment"]
     assert environment["VLLMOPS_CARRIER"] == "signed-v1"
     assert environment["VLLMOPS_CARRIER_TTL"] == "172800"
+    # For `keys rotate` the record has the time also where it was said otherwise.
+    for more, seconds in (((), "60"), (("--env", "VLLMOPS_CARRIER_TTL=70"), "70")):
+        command = (*lab.words("a", *more), "--dry-run", "--json")
+        environment = lab.vllmops(*command, env={"VLLMOPS_CARRIER_TTL": "60"}).data["environment"]
+        assert environment["VLLMOPS_CARRIER_TTL"] == seconds
 
 
 def test_a_store_of_a_newer_version(lab: Any, tmp_path: Path) -> None:

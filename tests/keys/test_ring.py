@@ -173,6 +173,46 @@ def test_merging(own: tuple[Key, ...], theirs: tuple[Key, ...], merged: tuple[Ke
     assert ring(*own).merge(ring(*theirs)) == ring(*merged)
 
 
+@pytest.mark.parametrize(
+    ("own", "theirs", "led"),
+    [
+        ((), (key(1, PRIMARY), key(2)), (key(1, PRIMARY), key(2))),
+        ((key(1, PRIMARY),), (), (key(1, PRIMARY),)),
+        # A rotation elsewhere, and the way back.
+        (
+            (key(1, PRIMARY), key(2)),
+            (key(1, VERIFY_ONLY, NOW), key(2, PRIMARY)),
+            (key(1, VERIFY_ONLY, NOW), key(2, PRIMARY)),
+        ),
+        (
+            (key(1, VERIFY_ONLY, NOW), key(2, PRIMARY)),
+            (key(1, PRIMARY), key(2, VERIFY_ONLY, NOW)),
+            (key(1, PRIMARY), key(2, VERIFY_ONLY, NOW)),
+        ),
+        # Two rings that never met.
+        (
+            (key(1, PRIMARY), key(3)),
+            (key(2, PRIMARY),),
+            (key(1, VERIFY_ONLY, NOW + DAY_S + LATE_S), key(3), key(2, PRIMARY)),
+        ),
+        # What was revoked, or is over, seals no more.
+        (
+            (key(1, REVOKED), key(2, PRIMARY)),
+            (key(1, PRIMARY),),
+            (key(1, REVOKED), key(2, PRIMARY)),
+        ),
+        ((key(1, VERIFY_ONLY, NOW - 1), key(2, PRIMARY)), (key(1, PRIMARY),), (key(2, PRIMARY),)),
+        (
+            (key(1, PRIMARY),),
+            (key(1, REVOKED), key(2, PRIMARY)),
+            (key(1, REVOKED), key(2, PRIMARY)),
+        ),
+    ],
+)
+def test_leading(own: tuple[Key, ...], theirs: tuple[Key, ...], led: tuple[Key, ...]) -> None:
+    assert ring(*own).led(ring(*theirs), NOW, DAY_S) == ring(*led)
+
+
 numbers = st.integers(1, 5)
 steps = st.one_of(
     st.tuples(st.just("add"), numbers),
@@ -181,6 +221,7 @@ steps = st.one_of(
     st.tuples(st.just("revoke"), numbers),
     st.tuples(st.just("retire"), numbers),
     st.tuples(st.just("merge"), numbers),
+    st.tuples(st.just("led"), numbers),
 )
 
 
@@ -197,6 +238,8 @@ def taken(held: Ring, step: str, number: int) -> Ring:
             return held.revoke(kid, spare=key(9))
         case "retire":
             return held.retire(kid, NOW)
+        case "led":
+            return held.led(ring(key(number, PRIMARY), key(number + 10)), NOW, DAY_S)
         case _:
             return held.merge(ring(key(number, PRIMARY), key(number + 10)))
 

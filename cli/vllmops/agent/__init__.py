@@ -24,11 +24,12 @@ def register() -> None:
         return
     try:
         from ..patches import registry  # noqa: PLC0415
-        from . import found, keys, service, stored  # noqa: PLC0415
+        from . import admin, found, keys, service, stored  # noqa: PLC0415
 
         found.install()
         registry.install()
         stored.install()
+        admin.install()
         keys.start()
         service.start()
     except Exception as error:

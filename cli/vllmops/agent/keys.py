@@ -18,7 +18,7 @@ from types import FrameType
 
 from ..errors import VllmopsError
 from ..keys import file
-from ..keys.ring import Ring, kids
+from ..keys.ring import CARRIER_TTL_S, Ring, kids
 from ..snapshots.keys import ProcessKeys
 from . import found, log
 from .identity import role
@@ -149,6 +149,26 @@ def state(*, reload: bool = False) -> ProcessKeys:
         loaded_at=_holder.loaded_at,
         problem=_holder.problem,
     )
+
+
+def take_in(ring: Ring) -> ProcessKeys:
+    """Take a ring into the file that this process follows, for all that follow it; what is held.
+
+    Raises:
+        VllmopsError: ``keys.no-file``, or as `file.change`.
+    """
+    from ..responses import settings  # noqa: PLC0415 - its modules are the API server's alone
+
+    path = _holder.source.path if _holder else None
+    if path is None:
+        raise VllmopsError(
+            "keys.no-file",
+            "this server has no keyring that could take them",
+            f"start it with vllmops serve --keyring FILE, or with {file.PLACE}=FILE",
+        )
+    overlap_s = max(CARRIER_TTL_S, settings.carriers().ttl_s)
+    file.change(path, lambda own: own.led(ring, time.time(), overlap_s), create=True)
+    return state(reload=True)
 
 
 def forget() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import VllmopsError
 from ..instances.processes import Process, Role
 from ..instances.servers import Server, find
 from ..keys.file import PLACE
+from ..keys.ring import CARRIER_TTL_S
+from ..responses.settings import carriers
 from ..snapshots.caches import Silent
 from ..snapshots.keys import ProcessKeys
 from . import agent
@@ -79,6 +83,28 @@ def ask(*, ring: Path | None = None, reload: bool = False) -> Holdings:
             if each.code not in KEYLESS and may_follow(by_pid[each.pid], ring)
         ],
     )
+
+
+def carriers_live(ring: Path) -> tuple[float, str]:
+    """For how long what servers seal with a ring is taken back.
+
+    Those that don't run count, too: what they have sealed is about.
+
+    Args:
+        ring: its file.
+
+    Returns:
+        Seconds, the default at least, and the instance that wants so many; empty for the default.
+    """
+    longest, whose = float(CARRIER_TTL_S), ""
+    for server in find():
+        # A time that is none has kept its server from starting.
+        with suppress(VllmopsError):
+            if server.record and may_follow(server, ring):
+                seconds = carriers(server.record.environment).ttl_s
+                if seconds > longest:
+                    longest, whose = seconds, server.label
+    return longest, whose
 
 
 def follows(keys: ProcessKeys, path: Path) -> bool:

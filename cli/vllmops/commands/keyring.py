@@ -14,7 +14,7 @@ import typer
 from .. import output
 from ..errors import Exit, VllmopsError
 from ..keys import file
-from ..keys.ring import CARRIER_TTL_S, DAY_S, Ring
+from ..keys.ring import DAY_S, Ring
 from ..output import Result, table
 from .options import duration
 
@@ -55,13 +55,14 @@ Keyring = Annotated[
 ]
 Kid = Annotated[str, typer.Argument(metavar="KID", help="The key.", autocompletion=kids)]
 Overlap = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="TIME",
-        help="For how long the old primary opens what it sealed: as long as carriers live.",
+        help="For how long the old primary opens what it sealed [as long as carriers live: 30d, or"
+        " the longest `serve --carrier-ttl`].",
+        show_default=False,
     ),
 ]
-OVERLAP = f"{CARRIER_TTL_S // DAY_S}d"
 
 
 def ring_path(keyring: Path | None) -> Path:

@@ -18,8 +18,9 @@ from ..keys.ring import Key, Ring, Status, fresh, from_hex
 from ..output import Result, Verbatim, command, confirm
 from . import keygen
 from .keygen import Force, Format, Out
-from .keyring import OVERLAP, Keyring, Kid, Overlap, overlap_s, result, ring_path, said
-from .rotate import after, not_loaded, rotate, status
+from .keyring import Keyring, Kid, Overlap, result, ring_path, said
+from .push import push
+from .rotate import after, not_loaded, period, rotate, status
 from .verify import verify
 
 app = output.typer_app("The keys that seal what clients carry.")
@@ -63,7 +64,7 @@ def add(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
 def promote(
     kid: Kid,
     *,
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = None,
     force: Annotated[
         bool, typer.Option("--force", help="Though a server has not loaded it, or does not tell.")
     ] = False,
@@ -75,7 +76,8 @@ def promote(
     Refused while a running server has not loaded it. A key that is
     verify-only can be gone back to.
     """
-    path, seconds = ring_path(keyring), overlap_s(overlap)
+    path = ring_path(keyring)
+    seconds = period(overlap, path).seconds
     file.load(path).promote(kid, time.time(), seconds)
     if not force and (why := not_loaded(path, kid)):
         raise VllmopsError(
@@ -253,6 +255,7 @@ def export(
     return Result(data if out else {**data, "text": text}, lambda: () if out else [Verbatim(text)])
 
 
+app.command(epilog="Example: vllmops keys push -t https://b --admin-token b.key")(push)
 app.command(epilog="Example: vllmops keys rotate --dry-run")(rotate)
 app.command(epilog="Example: vllmops keys status")(status)
 app.command(epilog="Example: vllmops keys verify - < carrier.txt")(verify)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..admin import PLACE
 from ..errors import Exit, VllmopsError
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -58,4 +60,15 @@ Target = Annotated[
 # Not from the environment: the option below it is, and an argument stands before both.
 TargetArgument = Annotated[
     str | None, typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name)
+]
+AdminToken = Annotated[
+    Path | None,
+    typer.Option(
+        "--admin-token",
+        metavar="FILE",
+        envvar=PLACE,
+        show_envvar=False,  # its name is too long for a narrow terminal
+        help="A file, as keygen writes it: who has a copy may change the server's keys from afar.",
+        show_default=False,
+    ),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -15,10 +15,10 @@ from ..client import keys as client
 from ..client.keys import Holdings
 from ..errors import Exit, VllmopsError
 from ..keys import file, rotation
-from ..keys.ring import Key, Ring, Status, fresh
+from ..keys.ring import Key, Ring, Status, days, fresh
 from ..keys.rotation import Stage
 from ..output import Progress, Result, command, table
-from .keyring import OVERLAP, Keyring, Overlap, listing, overlap_s, result, ring_path, when
+from .keyring import LONGEST_S, Keyring, Overlap, listing, overlap_s, result, ring_path, when
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +38,7 @@ ADVICE = {
 @command
 def rotate(
     *,
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = None,
     timeout: Annotated[
         float, typer.Option(min=0, help="Seconds to wait until every server has the new key.")
     ] = 30.0,
@@ -57,12 +57,13 @@ def rotate(
     """
     from rich.text import Text  # noqa: PLC0415
 
-    path, seconds = ring_path(keyring), overlap_s(overlap)
+    path = ring_path(keyring)
+    kept = period(overlap, path)
     spare = Key.of(fresh(), Status.NEXT, time.time())
     if dry_run:
-        steps = plan(path, spare, seconds)
+        steps = plan(path, spare, kept)
         return Result(
-            {"keyring": str(path), "steps": steps},
+            {"keyring": str(path), "overlap_s": kept.seconds, "steps": steps},
             lambda: [Text(f"{n}. {step}") for n, step in enumerate(steps, 1)],
         )
     ring = file.change(path, lambda ring: rotation.begin(ring, spare, time.time()), create=True)
@@ -70,13 +71,38 @@ def rotate(
     kid = ring.next.kid
     with Progress(time.time(), quiet=json_) as progress:
         wait(path, kid, timeout, progress)
-    ring = file.change(path, lambda ring: rotation.finish(ring, kid, time.time(), seconds))
+    ring = file.change(path, lambda ring: rotation.finish(ring, kid, time.time(), kept.seconds))
     more, notes = after(path, ring)
     return result(ring, str(path), {"kid": kid, **more}, notes)
 
 
-def plan(path: Path, spare: Key, seconds: float) -> list[str]:
-    """The steps of a rotation with an overlap of so many seconds, in words."""
+class Period(NamedTuple):
+    """For how many seconds an old primary opens what it sealed, and why, in words."""
+
+    seconds: float
+    why: str
+
+
+def period(overlap: str | None, path: Path) -> Period:
+    """For how long an old primary of a ring opens what it sealed.
+
+    Args:
+        overlap: what was asked for.
+        path: the ring.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    needed, whose = client.carriers_live(path)
+    live = f"carriers{f' of {whose}' if whose else ''} live for {days(needed)}"
+    if overlap is None:
+        return Period(min(needed, LONGEST_S), live)
+    seconds = overlap_s(overlap)
+    return Period(seconds, "--overlap" + (f", though {live}" if seconds < needed else ""))
+
+
+def plan(path: Path, spare: Key, kept: Period) -> list[str]:
+    """The steps of a rotation, in words."""
     now = time.time()
     ring = file.load(path) if path.exists() else Ring()
     begun = rotation.begin(ring, spare, now)
@@ -93,8 +119,8 @@ def plan(path: Path, spare: Key, seconds: float) -> list[str]:
         steps.append(f"wait until these have loaded it: {', '.join(waited)}")
     steps.append("promote it")
     if ring.primary:
-        until = when(now + seconds)
-        steps.append(f"keep {ring.primary.kid} to open what it sealed until {until}")
+        until = when(now + kept.seconds)
+        steps.append(f"keep {ring.primary.kid} to open what it sealed until {until}: {kept.why}")
     return steps
 
 

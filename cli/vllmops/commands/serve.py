@@ -18,6 +18,7 @@ from typing import Annotated, Any, Self
 import typer
 from typer.core import TyperCommand
 
+from .. import admin
 from .. import demo as demos
 from ..errors import Exit, VllmopsError
 from ..instances import launch, logs
@@ -30,7 +31,7 @@ from ..patches.registry import OFF, known
 from ..responses import settings
 from ..responses.store import ResponseStore
 from .keyring import Keyring
-from .options import duration, patch_ids
+from .options import AdminToken, duration, patch_ids
 
 BEHIND = "vllmops.behind"
 LOG_POLL_S = 0.2
@@ -121,6 +122,7 @@ def serve(
         str | None,
         typer.Option(metavar="TIME", help="For how long one is taken back, such as 12h [30d]."),
     ] = None,
+    admin_token: AdminToken = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the exact command and environment only.")
     ] = False,
@@ -152,7 +154,7 @@ def serve(
     vLLM untouched.
     """
     env = [*(env or []), *unpatched(no_patch or []), *stored(store, store_max_size, store_ttl)]
-    env += [*sealing(keyring, env), *carried(carrier, carrier_ttl)]
+    env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
     order = place(model, demo, name, host, port, detach, env, ctx.meta[BEHIND])
     beside = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
     order = dataclasses.replace(order, watch=beside)
@@ -216,21 +218,41 @@ def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
             f"--env {keys.SIGNING_KEY} would show the key to whoever sees the command: "
             "export it before, or name a --keyring"
         )
-    given = dict(word.split("=", 1) for word in env if "=" in word)
-    source = keys.source({**os.environ, **given}, keyring)
+    source = keys.source({**os.environ, **added_by(env)}, keyring)
     if source.path is None or source.path != keys.default_path() or source.path.exists():
         source.load()
     return [f"{keys.PLACE}={source.path}"] if source.path else []
 
 
-def carried(form: settings.Format | None, ttl: str | None) -> list[str]:
+def governed(admin_token: Path | None) -> list[str]:
+    """What the admin token adds to the environment: where it is, never what it is.
+
+    Raises:
+        VllmopsError: as `admin.token` does.
+    """
+    if admin_token is None:
+        return []
+    admin.token(admin_token)
+    return [f"{admin.PLACE}={admin_token.absolute()}"]
+
+
+def carried(form: settings.Format | None, ttl: str | None, env: Sequence[str]) -> list[str]:
     """What the options of carriers add to the environment.
+
+    Their time also where it comes from ours: `vllmops keys rotate` reads it in the record.
 
     Raises:
         VllmopsError: ``usage``.
     """
-    added = {settings.CARRIER: form, settings.CARRIER_TTL: ttl and f"{duration(ttl):g}"}
+    given = {**os.environ, **added_by(env)}
+    seconds = f"{duration(ttl):g}" if ttl else given.get(settings.CARRIER_TTL)
+    added = {settings.CARRIER: form, settings.CARRIER_TTL: seconds}
     return [f"{name}={value}" for name, value in added.items() if value is not None]
+
+
+def added_by(env: Sequence[str]) -> dict[str, str]:
+    """What ``--env`` adds, as far as it is in order."""
+    return dict(word.split("=", 1) for word in env if "=" in word)
 
 
 def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:

@@ -106,24 +106,37 @@ def load(path: Path) -> Ring:
 
 
 def read(path: Path) -> bytes:
-    """The content of a ring's file, if it is nobody else's to read or to change."""
+    """The content of a ring's file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        content = private(path)
     except FileNotFoundError as error:
         raise missing(path) from error
+    if len(content) > MOST_BYTES:
+        raise broken(path, f"it has more than {MOST_BYTES} bytes")
+    return content
+
+
+def private(path: Path) -> bytes:
+    """What a file holds, or the first megabyte, if it is nobody else's to read or to change.
+
+    Raises:
+        FileNotFoundError: there is none.
+        VllmopsError: ``keys.unreadable`` or ``keys.unsafe`` (exit code 4).
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise unreadable(path, error) from error
     try:
         safe(path, os.fstat(descriptor))
         with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(MOST_BYTES + 1)
+            return file.read(MOST_BYTES + 1)
     except OSError as error:
         raise unreadable(path, error) from error
     finally:
         os.close(descriptor)
-    if len(content) > MOST_BYTES:
-        raise broken(path, f"it has more than {MOST_BYTES} bytes")
-    return content
 
 
 def decode(content: bytes, path: Path) -> Ring:
@@ -270,7 +283,7 @@ def unreadable(path: Path, error: OSError) -> VllmopsError:
     return VllmopsError(
         "keys.unreadable",
         f"{path} can't be read: {error.strerror or error}",
-        "do it as the user whose ring it is",
+        "do it as the user whose file it is",
     )
 
 

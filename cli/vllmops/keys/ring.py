@@ -292,6 +292,22 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 keys[theirs.kid] = theirs  # they have gone back to it
         return Ring(keys=tuple(keys.values()))
 
+    def led(self, other: Ring, now: float, overlap_s: float) -> Ring:
+        """The ring merged with another one, and sealing as that one does.
+
+        No key is lost but those that are over; a primary of its own goes on opening.
+
+        Args:
+            other: the ring.
+            now: seconds since the epoch.
+            overlap_s: seconds for which a primary of its own opens what it sealed.
+        """
+        ring = self.merge(other).without_over(now)
+        lead = ring.find(other.primary.kid) if other.primary else None
+        if lead is None or lead.status is Status.REVOKED or lead.over(now):
+            return ring
+        return ring.promote(lead.kid, now, overlap_s)
+
     def without_over(self, now: float) -> Ring:
         """The ring without the keys whose overlap is over."""
         return Ring(

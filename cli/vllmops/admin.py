@@ -1,0 +1,44 @@
+"""The admin token: with it a server does from afar what its user's commands have it do here.
+
+It is what a file holds, so that it is in no environment and no list of processes, and can be
+changed while the server runs.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .errors import Exit, VllmopsError
+from .keys.file import private
+
+PLACE = "VLLMOPS_ADMIN_TOKEN_FILE"
+ROUTES = "/v1/vllmops/"
+KEYS = f"{ROUTES}keys"
+# Nobody guesses so many characters, if they are random.
+TOKEN = re.compile(r"[!-~]{32,1024}")
+
+
+def token(path: Path) -> str:
+    """The token that a file holds.
+
+    Raises:
+        VllmopsError: ``admin.no-token`` (exit code 5), ``admin.bad-token``, ``keys.unreadable`` or
+            ``keys.unsafe`` (4).
+    """
+    try:
+        text = private(path).decode("ascii", "replace").strip()
+    except FileNotFoundError as error:
+        raise VllmopsError(
+            "admin.no-token",
+            f"there is no {path}, which is to have the admin token",
+            f"vllmops keygen --out {path}",
+            exit_code=Exit.NOT_FOUND,
+        ) from error
+    if not TOKEN.fullmatch(text):
+        raise VllmopsError(
+            "admin.bad-token",
+            f"{path} has no admin token: 32 characters are the least, without space",
+            "vllmops keygen --out FILE makes one",
+        )
+    return text

@@ -1,0 +1,74 @@
+"""``vllmops keys push``: the ring for a server that does not share its file."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+
+from .. import admin, output
+from ..errors import Exit, VllmopsError
+from ..keys import file
+from ..keys.ring import Ring, Status
+from ..output import Result, command
+from ..snapshots.keys import ProcessKeys
+from .keyring import Keyring, ring_path
+from .options import AdminToken, Target
+
+
+@command
+def push(
+    *,
+    target: Target = None,
+    admin_token: AdminToken = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Also over HTTP without TLS to another machine.")
+    ] = False,
+    keyring: Keyring = None,
+    json_: output.Json = False,
+) -> Result:
+    """Give the keys to a server that does not share the file.
+
+    It takes them into its own keyring, loses none of its own, and seals
+    with the same primary from then on; all its processes have them within
+    2 s. For a rotation that no server refuses: add, push to each, rotate,
+    push to each again.
+    """
+    from rich.text import Text  # noqa: PLC0415
+
+    from ..client.admin import push  # noqa: PLC0415 - brings httpx
+    from ..client.responses import place  # noqa: PLC0415
+
+    if admin_token is None:
+        raise VllmopsError(
+            "usage",
+            "nobody gets in without the server's admin token",
+            "--admin-token FILE, the one that vllmops serve was given",
+            exit_code=Exit.USAGE,
+        )
+    ring = file.load(ring_path(keyring)).without_over(time.time())
+    token, server = admin.token(admin_token), place(target)
+    held = push(server, token, ring, plain=plain)
+    if lacks := lacking(ring, held):
+        raise VllmopsError(
+            "keys.not-taken",
+            f"{server.name} {lacks}" + (f" ({held.problem})" if held.problem else ""),
+            "vllmops keys status there",
+            data=msgspec.to_builtins(held),
+        )
+    told = f"{server.name} has {len(held.keys)} keys in {held.keyring}"
+    sealing = f", and seals with {ring.primary.kid}" if ring.primary else ""
+    data = {"server": server.name, "url": server.url, **msgspec.to_builtins(held)}
+    return Result(data, lambda: [Text(told + sealing)])
+
+
+def lacking(ring: Ring, held: ProcessKeys) -> str:
+    """What of a ring a process does not hold, in words; empty where it holds all."""
+    statuses = {key.kid: key.status for key in held.keys}
+    if missing := [key.kid for key in ring.keys if key.kid not in statuses]:
+        return f"has not loaded {', '.join(missing)}"
+    if ring.primary and statuses[ring.primary.kid] != Status.PRIMARY:
+        return f"has {ring.primary.kid}, the primary here, as {statuses[ring.primary.kid]}"
+    return ""

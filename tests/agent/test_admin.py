@@ -1,0 +1,275 @@
+"""The routes for admins, in a process with an app that has vLLM's order of things, and no vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vllmops.admin import KEYS, PLACE
+from vllmops.client.agent import reach
+from vllmops.keys import file
+from vllmops.keys.carrier import seal, unseal
+from vllmops.keys.ring import Key, Status, fresh
+
+Spawn = Callable[..., Any]
+TOKEN = "t0ken-" * 8
+SERVING = """
+import socket, threading, uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+app = FastAPI()
+@app.middleware("http")
+async def authenticate(request, call_next):
+    if request.headers.get("authorization") != "Bearer user":
+        return JSONResponse({"error": "Unauthorized"}, 401)
+    return await call_next(request)
+listening = socket.create_server(("127.0.0.1", 0))
+server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
+out = listening.getsockname()[1]
+"""
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "admin.token"
+    path.write_text(f"{TOKEN}\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A keyring with a primary."""
+    for name in (PLACE, file.PLACE, file.SIGNING_KEY, "VLLMOPS_TARGET"):
+        monkeypatch.delenv(name, raising=False)
+    grow(path := tmp_path / "here", Status.PRIMARY)
+    return path
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    return tmp_path / "there"
+
+
+def grow(path: Path, status: Status = Status.NEXT) -> str:
+    key = Key.of(fresh(), status, 1)
+    file.change(path, lambda ring: ring.add(key), create=True)
+    return key.kid
+
+
+def serve(spawn: Spawn, ring: Path, token: Path) -> tuple[Any, str]:
+    child = spawn(**{file.PLACE: str(ring), PLACE: str(token)})
+    return child, f"http://127.0.0.1:{child.run(SERVING)}"
+
+
+def held(child: Any) -> dict[str, str]:
+    return {key.kid: key.status for key in reach(child.process).keys().keys}
+
+
+def statuses(path: Path) -> dict[str, str]:
+    return {key.kid: key.status.value for key in file.load(path).keys}
+
+
+def ask(url: str, given: str = TOKEN, content: bytes | None = None) -> httpx.Response:
+    headers = [(b"authorization", f"Bearer {given}".encode())] if given else []
+    return httpx.request(
+        "GET" if content is None else "POST", url, headers=headers, content=content
+    )
+
+
+def test_a_ring_is_taken_by_every_process_that_follows_the_file(
+    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
+) -> None:
+    child, url = serve(spawn, there, token)
+    beside = spawn(**{file.PLACE: str(there)})
+    words = ("keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here))
+    for _ in range(3):  # a key, one that is next, and that one as the primary
+        answer = vllmops(*words, "--json")
+        assert answer.code == 0, answer
+        assert {key["kid"]: key["status"] for key in answer.data["keys"]} == statuses(here)
+        assert file.load(there) == file.load(here)
+        assert there.stat().st_mode & 0o777 == 0o600
+        assert held(child) == statuses(here)
+        deadline = time.monotonic() + 2
+        while held(beside) != statuses(here):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        if coming := file.load(here).next:
+            file.change(here, lambda ring: ring.promote(coming.kid, time.time(), 60))
+        else:
+            grow(here)
+    answer = vllmops(*words)
+    assert f"seals with {file.load(here).sealing().kid}" in answer.out
+    secrets = [key.secret.reveal().hex() for key in file.load(here).keys]
+    log = child.end()
+    assert "POST /v1/vllmops/keys" in log
+    assert not [each for each in (TOKEN, *secrets) if each in log + answer.out + answer.err]
+
+
+def test_what_a_server_had_of_its_own_still_opens(
+    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
+) -> None:
+    own = grow(there, Status.PRIMARY)
+    before = seal(["x"], file.load(there), model="m", owner="o")
+    child, url = serve(spawn, there, token)
+    lead = file.load(here).sealing().kid
+    words = ("keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here))
+    assert vllmops(*words).code == 0
+    assert held(child) == {own: "verify-only", lead: "primary"}
+    assert unseal(before, file.load(there), model="m", owner="o").history == ["x"]
+    (old,) = file.load(there).those(Status.VERIFY_ONLY)
+    assert old.not_after == pytest.approx(time.time() + 30 * 24 * 3600, abs=120)
+    # What was revoked there stays so.
+    file.change(there, lambda ring: ring.revoke(lead, Key.of(fresh(), Status.NEXT, 1)))
+    answer = vllmops(*words, "--json")
+    assert (answer.code, answer.error["code"]) == (1, "keys.not-taken")
+    assert "revoked" in answer.error["message"]
+    assert held(child)[lead] == "revoked"
+
+
+def test_nobody_gets_in_without_the_token(
+    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path, tmp_path: Path
+) -> None:
+    child, url = serve(spawn, there, token)
+    ring = here.read_bytes()
+    for given in ("", "user", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "é"):
+        for content in (None, ring):
+            refused = ask(f"{url}{KEYS}", given, content)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "admin.refused")
+    assert held(child) == {}
+    assert not there.exists()
+    assert ask(f"{url}{KEYS}").json()["keyring"] == str(there)
+    # Another one, from now on.
+    token.write_text("another-" * 8)
+    assert ask(f"{url}{KEYS}").status_code == 401
+    assert ask(f"{url}{KEYS}", "another-" * 8).status_code == 200
+    words = ("keys", "push", "-t", url, "--keyring", str(here), "--json")
+    (other := tmp_path / "other").write_text(TOKEN)
+    other.chmod(0o600)
+    answer = vllmops(*words, env={PLACE: str(other)})
+    assert (answer.code, answer.error["code"]) == (4, "admin.refused")
+    assert (answer := vllmops(*words)).code == 2
+    assert "--admin-token" in answer.error["mend"]
+
+    def let_others_read() -> None:
+        token.write_text(TOKEN)
+        token.chmod(0o644)
+
+    spoils: list[Callable[[], object]] = [
+        lambda: token.write_text("short"),
+        lambda: token.write_text("two words, " * 8),
+        let_others_read,
+        token.unlink,
+    ]
+    for spoil in spoils:
+        spoil()
+        for given in (TOKEN, "another-" * 8, "short", ""):
+            assert ask(f"{url}{KEYS}", given).status_code == 401
+    assert held(child) == {}
+    log = child.end()
+    assert "nobody is let in" in log
+    assert TOKEN not in log
+
+
+def test_there_are_no_routes_where_there_is_no_token(
+    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
+) -> None:
+    child = spawn(**{file.PLACE: str(there)})
+    url = f"http://127.0.0.1:{child.run(SERVING)}"
+    assert ask(f"{url}{KEYS}").json() == {"error": "Unauthorized"}
+    assert ask(f"{url}{KEYS}", "user").json() == {"detail": "Not Found"}
+    words = ("keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here))
+    answer = vllmops(*words, "--json")
+    assert (answer.code, answer.error["code"]) == (1, "admin.no-route")
+    assert "--admin-token" in answer.error["mend"]
+
+
+def test_what_is_no_keyring_changes_nothing(
+    spawn: Spawn, here: Path, there: Path, token: Path
+) -> None:
+    own = grow(there, Status.PRIMARY)
+    child, url = serve(spawn, there, token)
+    secret = file.load(here).keys[0].secret.reveal().hex()
+    ring = here.read_bytes()
+    for content in (
+        b"",
+        b"{}",
+        ring[:-20],
+        ring.replace(b'"version": 1', b'"version": 9'),
+        ring.replace(b'"primary"', b'"odd"'),
+        ring.replace(secret.encode(), b"ab" * 32),
+        b" " * (file.MOST_BYTES + 1),
+        b"[" * 100_000,
+    ):
+        refused = ask(f"{url}{KEYS}", content=content)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "admin.no-ring")
+        assert secret not in refused.text
+    for path in (f"{KEYS}/", "/v1/vllmops/", f"{KEYS}x"):
+        assert ask(f"{url}{path}").status_code == 404
+    assert httpx.delete(f"{url}{KEYS}", headers={"Authorization": f"Bearer {TOKEN}"}).is_error
+    assert held(child) == {own: "primary"}
+    # Its own file is broken: it keeps what it holds, and says why.
+    there.write_text("{")
+    refused = ask(f"{url}{KEYS}", content=ring)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (500, "keys.broken")
+    assert there.read_text() == "{"
+    assert held(child) == {own: "primary"}
+    assert secret not in child.end()
+
+
+def test_a_server_whose_key_is_in_its_environment_takes_none(
+    spawn: Spawn, here: Path, token: Path
+) -> None:
+    child = spawn(**{file.SIGNING_KEY: "ab" * 32, PLACE: str(token)})
+    url = f"http://127.0.0.1:{child.run(SERVING)}"
+    refused = ask(f"{url}{KEYS}", content=here.read_bytes())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "keys.no-file")
+    assert "--keyring" in refused.json()["error"]["mend"]
+
+
+def test_keys_go_over_no_line_that_others_may_read(
+    vllmops: Any, here: Path, token: Path, home: Path
+) -> None:
+    words = ("keys", "push", "--admin-token", str(token), "--keyring", str(here), "--json", "-t")
+    for url in ("http://192.0.2.1:8000", "http://localhost.example", "http://127.0.0.1.example"):
+        answer = vllmops(*words, url)
+        assert (answer.code, answer.error["code"]) == (2, "admin.plain"), url
+    answer = vllmops(*words, "http://127.0.0.1:9")
+    assert (answer.code, answer.error["code"]) == (5, "admin.unreachable")
+    answer = vllmops(*words[:2], "--admin-token", str(home / "none"), *words[4:], "http://h")
+    assert (answer.code, answer.error["code"]) == (5, "admin.no-token")
+    token.chmod(0o644)
+    answer = vllmops(*words, "http://127.0.0.1:9")
+    assert (answer.code, answer.error["code"]) == (4, "keys.unsafe")
+
+
+def test_serve_says_where_the_token_is(
+    vllmops: Any, token: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(token.parent)
+    words = ("serve", "org/model", "--dry-run", "--json", "--admin-token")
+    environment = vllmops(*words, token.name).data["environment"]
+    assert environment[PLACE] == str(token)
+    answer = vllmops(*words, str(home / "none"))
+    assert (answer.code, answer.error["mend"]) == (5, f"vllmops keygen --out {home / 'none'}")
+    made = home / "made"
+    assert vllmops("keygen", "--out", str(made)).code == 0
+    assert vllmops(*words, str(made)).code == 0
+
+
+def test_an_engine_has_no_routes(spawn: Spawn, there: Path, token: Path) -> None:
+    code = (
+        "import multiprocessing; multiprocessing.current_process().name = 'EngineCore'\n"
+        "from vllmops.agent import admin\n"
+        "from fastapi.applications import FastAPI\n"
+        "admin.install(); out = hasattr(FastAPI.__call__, '__vllmops_admin__')"
+    )
+    child = spawn(**{file.PLACE: str(there)})
+    child.run(f"import os; os.environ[{PLACE!r}] = {str(token)!r}")
+    assert child.run(code) == "False"
