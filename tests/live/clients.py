@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -32,6 +32,8 @@ TEMPLATE = (
 LENGTH = ("--max-model-len", "4096")
 # Of these a fast machine is done with 1,800 before the next request comes.
 SLOW: dict[str, Any] = {"max_output_tokens": 3800, "extra_body": {"ignore_eos": True}}
+# Within which what is cancelled stops, a busy machine's delays included; by itself it takes longer.
+STOPPED_S = 5
 
 
 def talkative(folder: Path) -> tuple[str, ...]:
@@ -222,3 +224,68 @@ def there(base: str, wanted: Collection[str]) -> dict[str, Any]:
     found: dict[str, Any] = until(look, 30)
     assert not set(wanted) - found.keys()
     return {each: found[each] for each in wanted}
+
+
+# -- conversations that clients carry ----------------------------------------------------
+
+CARRY: dict[str, Any] = {"store": False, "include": ["reasoning.encrypted_content"]}
+PREVIOUS, ALONE, ALL = WAYS = ("previous response", "carrier alone", "all items")
+QUESTIONS = ("first", "second", "the same", "the same")
+
+
+def sealed_in(response: Any) -> str:
+    """The carrier of an answer, which ends with it."""
+    item = response.output[-1]
+    assert (item.type, item.summary, item.content) == ("reasoning", [], None)
+    text: str = item.encrypted_content
+    return text
+
+
+def told(client: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
+    """An answer that carries its conversation, streamed or not."""
+    if not streamed:
+        return say(client, given, **CARRY, **options)
+    events = list(say(client, given, stream=True, **CARRY, **options))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added, done, last = events[-3:]
+    assert last.type in {"response.completed", "response.incomplete"}
+    assert (added.type, done.type) == ("response.output_item.added", "response.output_item.done")
+    assert added.output_index == done.output_index == len(last.response.output) - 1
+    assert (added.item.id, added.item.encrypted_content) == (done.item.id, None)
+    assert done.item == last.response.output[-1]
+    whole = [event.item for event in events if event.type == "response.output_item.done"]
+    # Of an answer that was cut off vLLM does not tell the end where it is of gpt-oss.
+    ended = [each for each in last.response.output if each in whole or each.status != "incomplete"]
+    assert whole == ended
+    return last.response
+
+
+def count(client: Any, items: list[Any], **options: Any) -> int:
+    """How long a conversation is for the model where a client sends each item of it."""
+    plain = [each for each in items if not getattr(each, "encrypted_content", None)]
+    tokens: int = say(client, plain, store=False, **options).usage.input_tokens
+    return tokens
+
+
+def carried(clients: Sequence[Any], way: str, *, streamed: bool, **options: Any) -> list[Any]:
+    """The answers of a conversation that its client carries, each turn to the next of `clients`.
+
+    For the model it is as long as where the client sends each item of it.
+    """
+    sent: list[Any] = [{"role": "developer", "content": "be brief"}]
+    answers: list[Any] = []
+    for question, client in zip(QUESTIONS, itertools.cycle(clients), strict=False):
+        asked = {"role": "user", "content": question}
+        sent.append(asked)
+        given: Any = sent
+        more = dict[str, Any]()
+        if answers and way == ALONE:
+            given = [answers[-1].output[-1], asked]
+        elif answers and way == PREVIOUS:
+            before = {"previous_response": answers[-1].model_dump(mode="json")}
+            given, more = question, {"extra_body": before}
+        answer = told(client, given, streamed=streamed, **more, **options)
+        assert answer.usage.input_tokens == count(client, sent, **options)
+        sent += answer.output
+        answers.append(answer)
+    return answers

@@ -373,7 +373,11 @@ def vision_server(cli: Cli) -> Live:
 
 def soaked(cli: Cli) -> tuple[str, ...]:
     """Options for a server with the routes that a soak wants, and a key for what clients carry."""
-    keyring = cli.home / "soaked.json"
+    return (*SOAKED, *ringed(cli, cli.home / "soaked.json"))
+
+
+def ringed(cli: Cli, keyring: Path) -> tuple[str, ...]:
+    """Options for servers with a keyring, which has one more key from now on."""
     ran = cli("keys", "add", "--keyring", str(keyring))
     assert ran.code == 0, ran.err
-    return (*SOAKED, "--keyring", str(keyring))
+    return ("--keyring", str(keyring))

@@ -10,8 +10,19 @@ from typing import Any
 
 import pytest
 
-from .clients import LENGTH, background, base, connect, ended, following, say
-from .conftest import Cli, Live
+from .clients import (
+    LENGTH,
+    WAYS,
+    background,
+    base,
+    carried,
+    connect,
+    ended,
+    following,
+    say,
+    sealed_in,
+)
+from .conftest import Cli, Live, ringed
 
 BUILDER = Path(__file__).with_name("harmony.py")
 
@@ -27,9 +38,10 @@ def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     words = [word for each in environment.items() for word in ("--env", "=".join(each))]
+    keys = ringed(cli, place / "keyring.json")
     shape = ("--served-model-name", "demo-text", "--enforce-eager", *LENGTH)
     try:
-        yield cli.serve("harmony", *words, str(place), "--", *shape, "--dtype", "float32")
+        yield cli.serve("harmony", *words, *keys, str(place), "--", *shape, "--dtype", "float32")
     finally:
         cli("stop", "harmony", "--force")
 
@@ -79,3 +91,11 @@ def test_runs_are_cancelled_and_deleted(client: Any) -> None:
     assert ended(client, short.id).output_text
     kept = [each.status for each in map(client.responses.retrieve, (cancelled, run.id, short.id))]
     assert kept == ["cancelled", "cancelled", "incomplete"]
+
+
+@pytest.mark.parametrize("streamed", [False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool) -> None:
+    for answer in carried([client], way, streamed=streamed, max_output_tokens=20):
+        assert "Hello there" in answer.output_text
+        assert sealed_in(answer).startswith("vllm:2:")

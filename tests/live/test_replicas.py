@@ -7,11 +7,15 @@ from the other.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 import itertools
+import json
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,23 +42,30 @@ from ..responses.databases import (
     postgres_parts,
 )
 from .clients import (
+    CARRY,
     LENGTH,
     MODEL,
+    QUESTIONS,
+    STOPPED_S,
+    WAYS,
     Load,
     Told,
     ask,
     background,
     base,
+    carried,
     connect,
+    count,
     ended,
     following,
     listed,
     reach,
     say,
+    sealed_in,
     talkative,
     there,
 )
-from .conftest import Cli, Live, kill, side_by_side, until
+from .conftest import Cli, Live, kill, ringed, side_by_side, until
 
 # How long a call to a store that is down may take: the store's own deadline, and a busy machine.
 BOUND_S = 10
@@ -96,7 +107,20 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def pair(cli: Cli, postgres: Server, shape: tuple[str, ...]) -> Iterator[list[Live]]:
+def keyring(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keyring.json"
+
+
+@pytest.fixture(scope="module")
+def keys(cli: Cli, keyring: Path) -> tuple[str, ...]:
+    """Options for each server: all have one ring."""
+    return ringed(cli, keyring)
+
+
+@pytest.fixture(scope="module")
+def pair(
+    cli: Cli, postgres: Server, shape: tuple[str, ...], keys: tuple[str, ...]
+) -> Iterator[list[Live]]:
     def start(name: str) -> Live:
         # With vLLM's own grammar for a choice of tools a random model would only call tools.
         free = "VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
@@ -104,7 +128,7 @@ def pair(cli: Cli, postgres: Server, shape: tuple[str, ...]) -> Iterator[list[Li
         one_thread = ("VLLM_CPU_OMP_THREADS_BIND=nobind", "OMP_NUM_THREADS=1")
         environment = [word for each in (free, *one_thread) for word in ("--env", each)]
         words = (*environment, "--demo", "text", "--", *LENGTH, *shape)
-        return cli.serve(name, "--store", postgres.url, *words)
+        return cli.serve(name, "--store", postgres.url, *keys, *words)
 
     names = ("west", "east")
     try:
@@ -135,9 +159,12 @@ def away(east: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def south(cli: Cli, valkey: Server) -> Iterator[Live]:
+def south(
+    cli: Cli, valkey: Server, shape: tuple[str, ...], keys: tuple[str, ...]
+) -> Iterator[Live]:
+    words = (*keys, "--carrier", "signed-v1", "--demo", "text", "--", *LENGTH, *shape)
     try:
-        yield cli.serve("south", "--store", valkey.url, "--demo", "text", "--", *LENGTH)
+        yield cli.serve("south", "--store", valkey.url, *words)
     finally:
         cli("stop", "south", "--force")
 
@@ -170,7 +197,7 @@ def test_a_run_is_stopped_from_the_other_replica(west: Live, here: Any, away: An
     for each in (run.id, streamed):
         assert away.responses.cancel(each).status == "cancelled"
     away.responses.delete(deleted.id)
-    until(lambda: engine.engine().running == 0, 1)
+    until(lambda: engine.engine().running == 0, STOPPED_S)
     assert list(stream)[-1].type == "response.cancelled"
     for client in (here, away):
         for each in (run.id, streamed):
@@ -395,6 +422,60 @@ def test_a_replica_and_its_store_are_killed(
         assert found["status"] in WELL or found["error"]["message"] == GONE
 
 
+# -- two servers that share no store, only a ring; one writes format 1, the other format 2 ----
+
+
+def opened(text: str, key: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a carrier of format 1 holds, by what #35903 says of it."""
+    payload, signature = text.removeprefix("vllm:1:").split(":")
+    made = hmac.new(bytes.fromhex(key["secret"]), payload.encode(), "sha256")
+    assert made.hexdigest() == signature
+    history: list[dict[str, Any]] = json.loads(base64.b64decode(payload, validate=True))
+    return history
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("first", ["v2", "signed-v1"])
+def test_each_turn_of_a_conversation_goes_to_another_server(
+    away: Any, south: Live, keyring: Path, first: str, way: str, streamed: bool
+) -> None:
+    (key,) = json.loads(keyring.read_text())["keys"]
+    other = patient(base(south))
+    answers = carried((away, other) if first == "v2" else (other, away), way, streamed=streamed)
+    for turn, answer in enumerate(answers):
+        if (turn % 2 == 0) == (first == "v2"):
+            assert sealed_in(answer).startswith(f"vllm:2:{key['kid']}:")
+        else:
+            history = opened(sealed_in(answer), key)
+            asked = [each["content"] for each in history if each["role"] == "user"]
+            assert asked == list(QUESTIONS[: turn + 1])
+
+
+def test_tools_and_reasoning_come_through_both_formats(away: Any, south: Live) -> None:
+    call = {"type": "function_call", "call_id": "call_1", "name": "lamp", "arguments": "{}"}
+    thought: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": []}
+    thought["content"] = [{"type": "reasoning_text", "text": "the lamp is what is meant"}]
+    asked = {"role": "user", "content": "on"}
+    done = {"type": "function_call_output", "call_id": "call_1", "output": "it is on"}
+    begun: list[Any] = [
+        asked,
+        thought,
+        call,
+        done,
+        {"role": "assistant", "content": "I see"},
+        asked,
+    ]
+    other = patient(base(south))
+    for both in ((away, other), (other, away)):
+        sent = begun
+        answer = say(both[0], sent, **CARRY)
+        for client in (both[1], both[0]):
+            sent = [*sent, *answer.output, asked]
+            answer = say(client, [answer.output[-1], asked], **CARRY)
+            assert answer.usage.input_tokens == count(client, sent)
+
+
 # -- Valkey -------------------------------------------------------------------------------
 
 
@@ -408,7 +489,7 @@ def test_a_replica_on_valkey(south: Live) -> None:
     until(lambda: engine.engine().running == 2)
     for each in (run.id, streamed):
         assert client.responses.cancel(each).status == "cancelled"
-    until(lambda: engine.engine().running == 0, 1)
+    until(lambda: engine.engine().running == 0, STOPPED_S)
     assert list(stream)[-1].type == "response.cancelled"
     stream, response_id = following(client, max_output_tokens=100)
     stream.close()

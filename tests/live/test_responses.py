@@ -29,17 +29,24 @@ from vllmops.keys.ring import Ring, Secret, only
 
 from . import clients
 from .clients import (
+    CARRY,
     LENGTH,
     MODEL,
+    STOPPED_S,
+    WAYS,
     Load,
     ask,
     background,
+    carried,
     connect,
+    count,
     ended,
     following,
     reach,
     say,
+    sealed_in,
     talkative,
+    told,
 )
 from .conftest import Cli, Live, kill, until
 
@@ -55,7 +62,6 @@ TOOL = {
 }
 # Nothing can be generated so, which vLLM notices once it has answered.
 HOPELESS = {"extra_body": {"logit_bias": {"99999999": 1}}}
-CARRY: dict[str, Any] = {"store": False, "include": ["reasoning.encrypted_content"]}
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +73,21 @@ def keyring(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kept(cli: Cli, keyring: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def admin_token(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "admin.token"
+    ran = cli("keygen", "--out", str(path))
+    assert ran.code == 0, ran.err
+    return path
+
+
+@pytest.fixture(scope="module")
+def kept(
+    cli: Cli, keyring: Path, admin_token: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Live]:
     shape = talkative(tmp_path_factory.mktemp("template"))
     words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
-    made = cli.serve("kept", "--demo", "text", "--keyring", str(keyring), "--", *words)
+    keys = ("--keyring", str(keyring), "--admin-token", str(admin_token))
+    made = cli.serve("kept", "--demo", "text", *keys, "--", *words)
     try:
         yield made
     finally:
@@ -190,7 +207,7 @@ def test_a_cancelled_run_stops_where_it_runs(kept: Live, client: Any) -> None:
     until(lambda: engine.engine().running == 4)
     for run in runs:
         client.responses.cancel(run.id)
-    until(lambda: engine.engine().running == 0, 1)
+    until(lambda: engine.engine().running == 0, STOPPED_S)
 
 
 # -- streams ----------------------------------------------------------------------------
@@ -201,7 +218,7 @@ def test_a_cancelled_stream_ends(client: Any) -> None:
     client.responses.cancel(response_id)
     began = time.monotonic()
     last = list(stream)[-1]
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < STOPPED_S
     # The client does not know this event, so its response is a plain dict.
     assert (last.type, last.response["status"]) == ("response.cancelled", "cancelled")
     for _ in range(4):
@@ -302,64 +319,15 @@ def test_a_turn_that_is_gone_or_not_over(client: Any) -> None:
 # -- conversations that clients carry ---------------------------------------------------
 
 
-def sealed_in(response: Any) -> str:
-    """The carrier of an answer, which ends with it."""
-    item = response.output[-1]
-    assert (item.type, item.summary, item.content) == ("reasoning", [], None)
-    text: str = item.encrypted_content
-    return text
-
-
 def held(text: str) -> dict[str, Any]:
     """A carrier as an item that somebody sends."""
     return {"type": "reasoning", "id": "rs_held", "summary": [], "encrypted_content": text}
 
 
-def told(client: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
-    """An answer that carries its conversation, streamed or not."""
-    if not streamed:
-        return say(client, given, **CARRY, **options)
-    events = list(say(client, given, stream=True, **CARRY, **options))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    added, done, last = events[-3:]
-    assert last.type in {"response.completed", "response.incomplete"}
-    assert (added.type, done.type) == ("response.output_item.added", "response.output_item.done")
-    assert added.output_index == done.output_index == len(last.response.output) - 1
-    assert (added.item.id, added.item.encrypted_content) == (done.item.id, None)
-    assert done.item == last.response.output[-1]
-    whole = [event.item for event in events if event.type == "response.output_item.done"]
-    assert whole == last.response.output
-    return last.response
-
-
-def count(client: Any, items: list[Any]) -> int:
-    """How long a conversation is for the model where a client sends each item of it."""
-    plain = [each for each in items if not getattr(each, "encrypted_content", None)]
-    tokens: int = say(client, plain, store=False).usage.input_tokens
-    return tokens
-
-
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("way", ["previous response", "carrier alone", "all items"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool) -> None:
-    sent: list[Any] = [{"role": "developer", "content": "be brief"}]
-    options: dict[str, Any] = {}
-    before: list[Any] = []
-    for question in ("first", "second", "the same", "the same"):
-        asked = {"role": "user", "content": question}
-        sent.append(asked)
-        new = [asked] if before else list(sent)
-        given = {
-            "previous response": question if before else new,
-            "carrier alone": [*before, *new],
-            "all items": sent,
-        }[way]
-        answer = told(client, given, streamed=streamed, **options)
-        assert answer.usage.input_tokens == count(client, sent)
-        sent += answer.output
-        before = answer.output[-1:]
-        if way == "previous response":
-            options = {"extra_body": {"previous_response": answer.model_dump(mode="json")}}
+    *_, answer = carried([client], way, streamed=streamed)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(answer.id)
 
@@ -545,6 +513,30 @@ def test_keys_are_rotated_while_clients_converse(cli: Cli, client: Any, keyring:
         finally:
             over.set()
         assert {kid for each in clients for kid in each.result()[1]} >= {ran.data["kid"]}
+
+
+def test_keys_are_pushed_to_a_server(
+    cli: Cli, kept: Live, client: Any, keyring: Path, admin_token: Path, tmp_path: Path
+) -> None:
+    made = say(client, **CARRY)
+    elsewhere = tmp_path / "elsewhere.json"
+    words = ("keys", "push", "-t", kept.url, "--keyring", str(elsewhere), "--json")
+    kid = cli("keys", "add", "--keyring", str(elsewhere), "--json").data["kid"]
+    ran = cli(*words, "--admin-token", str(admin_token))
+    assert ran.code == 0, ran.out
+    until(lambda: sum(holds(each, kid) for each in reach(kept, "api")) == 2)
+    for _ in range(4):
+        made = say(client, [made.output[-1], {"role": "user", "content": "go on"}], **CARRY)
+        assert sealed_in(made).split(":")[2] == kid
+    assert file.load(keyring).sealing().kid == kid
+    # An API key is no admin's, and an admin's token no API key.
+    for given, path in (("one", "vllmops/keys"), (admin_token.read_text().strip(), "models")):
+        headers = {"Authorization": f"Bearer {given}"}
+        assert httpx.get(f"{kept.url}/v1/{path}", headers=headers).status_code == 401
+
+
+def holds(process: Any, kid: str) -> bool:
+    return any((key.kid, key.status) == (kid, "primary") for key in process.keys().keys)
 
 
 def test_a_key_is_revoked(cli: Cli, client: Any, keyring: Path) -> None:
