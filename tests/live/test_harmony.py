@@ -93,7 +93,7 @@ def test_runs_are_cancelled_and_deleted(client: Any) -> None:
     assert kept == ["cancelled", "cancelled", "incomplete"]
 
 
-@pytest.mark.parametrize("streamed", [False])
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool) -> None:
     for answer in carried([client], way, streamed=streamed, max_output_tokens=20):
