@@ -146,6 +146,7 @@ def test_requests_that_began_before_are_counted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(late, "gate", gate)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()
         server = uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="off"))
         serving = threading.Thread(target=server.run, args=([listener],), daemon=True)
         serving.start()
