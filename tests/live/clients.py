@@ -30,8 +30,10 @@ TEMPLATE = (
     "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 LENGTH = ("--max-model-len", "4096")
+# A random model may end an answer with any token.
+ENDLESS: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
 # Of these a fast machine is done with 1,800 before the next request comes.
-SLOW: dict[str, Any] = {"max_output_tokens": 3800, "extra_body": {"ignore_eos": True}}
+SLOW: dict[str, Any] = {"max_output_tokens": 3800, **ENDLESS}
 # Within which what is cancelled stops, a busy machine's delays included; by itself it takes longer.
 STOPPED_S = 5
 

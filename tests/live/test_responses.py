@@ -30,6 +30,7 @@ from vllmops.keys.ring import Ring, Secret, only
 from . import clients
 from .clients import (
     CARRY,
+    ENDLESS,
     LENGTH,
     MODEL,
     STOPPED_S,
@@ -261,7 +262,7 @@ def test_what_was_no_background_stream_can_not_be_resumed(client: Any) -> None:
 
 @pytest.mark.parametrize("store", [True, False])
 def test_what_is_incomplete_is_told_as_incomplete(client: Any, store: bool) -> None:
-    last = list(say(client, stream=True, store=store))[-1]
+    last = list(say(client, stream=True, store=store, **ENDLESS))[-1]
     assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
 
 
@@ -644,7 +645,8 @@ def test_bad_requests(base: str, body: dict[str, Any]) -> None:
 
 
 def test_parameters_of_openais_do_no_harm(client: Any) -> None:
-    assert say(client, safety_identifier="me", prompt_cache_key="k").status == "incomplete"
+    made = say(client, safety_identifier="me", prompt_cache_key="k", **ENDLESS)
+    assert made.status == "incomplete"
 
 
 # -- what it costs, and what goes wrong --------------------------------------------------
@@ -695,7 +697,7 @@ def test_a_store_that_is_down(kept: Live, client: Any, base: str) -> None:
         assert last.type == "response.failed"
         assert "not stored" in last.response.error.message
         began = time.monotonic()
-        assert say(client, store=False).status == "incomplete"
+        assert say(client, store=False, **ENDLESS).status == "incomplete"
         assert time.monotonic() - began < 1.5
         time.sleep(1)
     events = list(stream)

@@ -158,6 +158,7 @@ def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
         *("serve", "--demo", "text", "--name", "early", "--json"), stdout=subprocess.PIPE
     )
     live = Live(cli, "early")
+    until(lambda: "early" in cli("ps", "--all").out)
     worker = until(lambda: live.pids().get("worker"), 120)
     footprint = live.footprint()
     kill(worker)
