@@ -19,7 +19,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
 DOCUMENT = {"id": "resp_there", "object": "response", "status": "completed", "model": "m"}
@@ -107,6 +107,12 @@ def theirs(*, stock: bool) -> FastAPI:
         @app.get("/version")
         async def version() -> dict[str, str]:
             return {"version": "0.32.0"}
+
+    else:
+
+        @app.get("/v1/responses")
+        async def connect() -> Any:  # agentic-api 0.9.0, to whom comes without a WebSocket
+            return PlainTextResponse("Connection header did not include 'upgrade'", 400)
 
     return app
 

@@ -127,6 +127,7 @@ class Said(msgspec.Struct):
 
 
 HEAD = msgspec.json.Decoder(Head)
+NO_ROUTE = {httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED}
 LISTING = msgspec.json.Decoder(Listing)
 SAID = msgspec.json.Decoder(Said)
 
@@ -400,7 +401,7 @@ class Http:
         Raises:
             VllmopsError: ``responses.no-route`` or ``responses.refused``.
         """
-        if answer.status_code in {httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED}:
+        if answer.status_code in NO_ROUTE or elsewhere(answer):
             raise self.lacking(doing)
         if not answer.is_success:
             raise VllmopsError(
@@ -455,6 +456,12 @@ class Http:
             f"{self.name} has no route to {doing}: {who} has none of its own",
             mend,
         )
+
+
+def elsewhere(answer: httpx.Response) -> bool:
+    """Whether something else is at a route: the gateway agentic-api has a WebSocket for a list."""
+    kind = answer.headers.get("content-type", "")
+    return answer.status_code == httpx.codes.BAD_REQUEST and not kind.startswith("application/json")
 
 
 def path(response_id: str) -> str:
