@@ -28,9 +28,9 @@ SOAKED = (
 )
 SHM = Path("/dev/shm")
 # EngineCore and its worker wait for each other in busy loops, which take two cores whole. With
-# Linux 6.18 what is of another session or control group, as a client of `serve` is, then waits for
-# seconds until it gets a core again (the kernel's commit 1319ea57529e). vLLM has this switch for
-# older versions of Python: the loops sleep for 0.1 ms.
+# Linux 6.18 what is of another session, as a client of `serve` is, then waited for up to 9 s until
+# it got a core, and with its autogroups off it did not; the kernel's commit 1319ea57529e is about
+# something like it. vLLM has this switch for older versions of Python: the loops sleep for 0.1 ms.
 PATIENT = """
 def register():
     from vllm.distributed import utils
