@@ -34,8 +34,8 @@ LENGTH = ("--max-model-len", "4096")
 ENDLESS: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
 # Of these a fast machine is done with 1,800 before the next request comes.
 SLOW: dict[str, Any] = {"max_output_tokens": 3800, **ENDLESS}
-# Within which what is cancelled stops, a busy machine's delays included; by itself it takes longer.
-STOPPED_S = 5
+# Within which what is cancelled has to stop, wherever it runs.
+STOPPED_S = 1
 
 
 def talkative(folder: Path) -> tuple[str, ...]:

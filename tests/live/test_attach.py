@@ -124,13 +124,18 @@ def test_a_hung_stock_server_goes_on(hung: Stock) -> None:
     assert hung.pids() == pids
 
 
-def test_stop_ends_a_server_that_vllmops_did_not_start(hung: Stock, bare: Live) -> None:
+def test_stop_ends_a_server_that_vllmops_did_not_start(
+    stock: Launched, hung: Stock, bare: Live
+) -> None:
     cli, row, others = hung.cli, hung.row, bare.footprint().segments
     assert row["started_by_vllmops"] is False
+    assert stock.url.endswith(f":{row['port']}")
+    assert row["state"] == "ready"
     assert cli("wait", hung.name, "--for", "ready").code == 0
     assert {p["agent"] for p in row["processes"] if p["role"] != "other"} == {"answers"}
     assert cli("cache", "inspect", "-t", hung.url).code == 0
     assert cli("stop", hung.name).code == 0
+    assert stock.process.wait(10) is not None
     assert not any(alive(process["pid"]) for process in row["processes"])
     assert bare.row["state"] == "ready"  # the other one was left alone
     assert others

@@ -139,7 +139,7 @@ def test_looking_changes_nothing(vision_server: Any) -> None:
 def test_no_finding_under_load(vision_server: Any) -> None:
     busy = 0
     with load(vision_server.url, range(400, 500)) as statuses:
-        for _ in range(6):
+        for _ in range(15):
             data = look(vision_server)
             busy += not data["quiet"]
             assert data["findings"] == []

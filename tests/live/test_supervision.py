@@ -79,14 +79,17 @@ def serve(foregrounds: Ahead[Foreground], request: pytest.FixtureRequest) -> For
     return foregrounds.take(request)
 
 
-# With `instances/standin.py` for vLLM there are more of them: tests/commands/test_serve.py.
-@pytest.mark.parametrize("ending", ["ctrl-c", "kill -9"])
+@pytest.mark.parametrize("ending", ["ctrl-c", "closed terminal", "kill -9"])
 def test_nothing_survives_a_foreground_serve(serve: Foreground, ending: str) -> None:
     footprint = serve.live.footprint()
     assert footprint.segments
     if ending == "ctrl-c":
         serve.process.send_signal(signal.SIGINT)
         assert serve.process.wait(60) == 130
+    elif ending == "closed terminal":
+        # What the kernel sends when the terminal closes; the reader above keeps ours open.
+        serve.process.send_signal(signal.SIGHUP)
+        serve.process.wait(60)
     else:
         serve.process.kill()
         serve.process.wait(60)
