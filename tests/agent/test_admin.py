@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from vllmops.admin import KEYS, PLACE
-from vllmops.client.agent import reach
 from vllmops.keys import file
 from vllmops.keys.carrier import seal, unseal
 from vllmops.keys.ring import Key, Status, fresh
+
+from .test_keys import grow, held, until
 
 Spawn = Callable[..., Any]
 TOKEN = "t0ken-" * 8
@@ -57,19 +58,9 @@ def there(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
-def grow(path: Path, status: Status = Status.NEXT) -> str:
-    key = Key.of(fresh(), status, 1)
-    file.change(path, lambda ring: ring.add(key), create=True)
-    return key.kid
-
-
 def serve(spawn: Spawn, ring: Path, token: Path) -> tuple[Any, str]:
     child = spawn(**{file.PLACE: str(ring), PLACE: str(token)})
     return child, f"http://127.0.0.1:{child.run(SERVING)}"
-
-
-def held(child: Any) -> dict[str, str]:
-    return {key.kid: key.status for key in reach(child.process).keys().keys}
 
 
 def statuses(path: Path) -> dict[str, str]:
@@ -96,10 +87,7 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
         assert file.load(there) == file.load(here)
         assert there.stat().st_mode & 0o777 == 0o600
         assert held(child) == statuses(here)
-        deadline = time.monotonic() + 2
-        while held(beside) != statuses(here):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: held(beside) == statuses(here), 2)
         if coming := file.load(here).next:
             file.change(here, lambda ring: ring.promote(coming.kid, time.time(), 60))
         else:
@@ -115,7 +103,7 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
 def test_what_a_server_had_of_its_own_still_opens(
     vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
 ) -> None:
-    own = grow(there, Status.PRIMARY)
+    own = grow(there, Status.PRIMARY).kid
     before = seal(["x"], file.load(there), model="m", owner="o")
     child, url = serve(spawn, there, token)
     lead = file.load(here).sealing().kid
@@ -193,7 +181,7 @@ def test_there_are_no_routes_where_there_is_no_token(
 def test_what_is_no_keyring_changes_nothing(
     spawn: Spawn, here: Path, there: Path, token: Path
 ) -> None:
-    own = grow(there, Status.PRIMARY)
+    own = grow(there, Status.PRIMARY).kid
     child, url = serve(spawn, there, token)
     secret = file.load(here).keys[0].secret.reveal().hex()
     ring = here.read_bytes()

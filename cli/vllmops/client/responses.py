@@ -127,7 +127,6 @@ class Said(msgspec.Struct):
 
 
 HEAD = msgspec.json.Decoder(Head)
-NO_ROUTE = {httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED}
 LISTING = msgspec.json.Decoder(Listing)
 SAID = msgspec.json.Decoder(Said)
 
@@ -401,7 +400,7 @@ class Http:
         Raises:
             VllmopsError: ``responses.no-route`` or ``responses.refused``.
         """
-        if answer.status_code in NO_ROUTE or elsewhere(answer):
+        if routeless(answer):
             raise self.lacking(doing)
         if not answer.is_success:
             raise VllmopsError(
@@ -458,10 +457,11 @@ class Http:
         )
 
 
-def elsewhere(answer: httpx.Response) -> bool:
-    """Whether something else is at a route: the gateway agentic-api has a WebSocket for a list."""
-    kind = answer.headers.get("content-type", "")
-    return answer.status_code == httpx.codes.BAD_REQUEST and not kind.startswith("application/json")
+def routeless(answer: httpx.Response) -> bool:
+    """Whether there is no such route; the gateway agentic-api has a WebSocket for a list."""
+    if answer.status_code == httpx.codes.BAD_REQUEST:
+        return not answer.headers.get("content-type", "").startswith("application/json")
+    return answer.status_code in {httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED}
 
 
 def path(response_id: str) -> str:
