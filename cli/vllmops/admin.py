@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 from .errors import Exit, VllmopsError
-from .keys.file import private
 
 PLACE = "VLLMOPS_ADMIN_TOKEN_FILE"
 ROUTES = "/v1/vllmops/"
@@ -26,6 +25,8 @@ def token(path: Path) -> str:
         VllmopsError: ``admin.no-token`` (exit code 5), ``admin.bad-token``, ``keys.unreadable`` or
             ``keys.unsafe`` (4).
     """
+    from .keys.file import private  # noqa: PLC0415 - slow, and every command knows the place
+
     try:
         text = private(path).decode("ascii", "replace").strip()
     except FileNotFoundError as error:

@@ -7,6 +7,7 @@ dies, by whatever, the kernel lets the process run on. So killing a py-spy that 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -280,16 +281,18 @@ def _held(pid: int, states: str = "tTD") -> str:
         states: the kernel's letters of those that count.
     """
     try:
-        for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
-            fields = status(f"{pid}/task/{task.name}")
-            letter = fields["State"][0]
+        for task in sorted(os.listdir(f"/proc/{pid}/task")):
+            # Not all of its status: there are hundreds of threads, and the kernel takes its time.
+            with open(f"/proc/{pid}/task/{task}/stat", "rb", buffering=0) as file:
+                letter = file.read().rpartition(b") ")[2][:1].decode()
             match letter if letter in states else "":
                 case "t":
-                    return f"it is being debugged by pid {fields['TracerPid']}"
+                    tracer = status(f"{pid}/task/{task}")["TracerPid"]
+                    return f"it is being debugged by pid {tracer}"
                 case "T":
                     return f"{STOPPED}, and kill -CONT {pid} lets it go on"
                 case "D":
-                    return f"thread {task.name} is in a system call that can't be interrupted"
+                    return f"thread {task} is in a system call that can't be interrupted"
     except (OSError, KeyError):
         pass  # gone, or not Linux
     return ""

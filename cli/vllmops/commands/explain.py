@@ -6,10 +6,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import msgspec
-import typer
 
 from .. import output
 from ..client import archive, paste, pyspy
@@ -32,43 +31,20 @@ STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "
 MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
 CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
-SAMPLES, INTERVAL_S = 3, 2.0
-
-FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
 
 
-@output.command
-def explain(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FILE | -]",
-            help="Stacks in any form, or a bundle; - for standard input.",
-            allow_dash=True,
-        ),
-    ] = None,
-    *,
-    fact: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What else is known: running=0, waiting=3, deferred=0, kv_usage=0 (percent), "
-            "progress=frozen or moving (tokens), steps=frozen or moving (the scheduler's), "
-            "still=12 (seconds without a token).",
-            metavar="NAME=VALUE",
-            show_default=False,
-        ),
-    ] = None,
-    fail_on: FailOn = Severity.ERROR,
-    json_: output.Json = False,
-) -> Result:
-    """Say what is stuck, why, and the way out, from stacks.
+def explain(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result:
+    """What the command shows of a file.
 
-    It reads what py-spy, faulthandler, gdb and `stacks dump` print or save, of one or more
-    processes, once or several times, as it comes out of logs, terminals and mail. Three dumps some
-    seconds apart in one file tell more than one. What it does not know it says. A bundle is read,
-    too, with the figures that are in it.
+    Args:
+        file: stacks in any form, or a bundle; None for standard input.
+        fact: what else is known, each as ``NAME=VALUE``.
+        fail_on: a finding of this severity makes the command fail.
+
+    Raises:
+        VllmopsError: as `facts`, `load` and `bundled` do.
     """
-    known = facts(fact or ())
+    known = facts(fact)
     if file is not None and archive.is_one(file):
         return result(bundled(file, known), fail_on)
     return result(judge.explain(load(file), known), fail_on)

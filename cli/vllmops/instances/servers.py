@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -232,6 +231,8 @@ def names(server: Server, target: str) -> bool:
         return True
     if target.isdigit():
         return int(target) in {process.pid for process in server.processes}
+    from urllib.parse import urlsplit  # noqa: PLC0415 - slow, and most targets are names
+
     parts = urlsplit(target)
     if parts.scheme not in {"http", "https"}:
         return False
