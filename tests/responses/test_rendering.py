@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from importlib import import_module
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from vllmops.responses import carried, wire
+from vllmops.responses.history import History
+from vllmops.responses.packing import deflate
 from vllmops.responses.store import Response
 
 RESPONSES = "vllm.entrypoints.openai.responses"
@@ -34,8 +37,8 @@ RESULT = {"type": "function_call_output", "call_id": "c", "output": "it is on"}
 
 
 def turn(given: Any, output: list[Any]) -> Response:
-    items = wire.added(json.dumps({"input": given}).encode())
-    body = json.dumps({"output": output}).encode()
+    items = deflate(wire.added(json.dumps({"input": given}).encode()))
+    body = deflate(json.dumps({"output": output}).encode())
     return Response(id="r", owner="", model="m", status="completed", body=body, input=items)
 
 
@@ -46,8 +49,8 @@ def vllm(module: str) -> Any:
 
 def stored(*, harmony: bool) -> list[Any]:
     """What a store holds of the turns."""
-    history = [turn("light, please", OUTPUT), turn([RESULT], [])]
-    return wire.earlier(history, harmony=harmony)
+    turns = [turn("light, please", OUTPUT), turn([RESULT], [])]
+    return list(asyncio.run(History(list, harmony=harmony).of(turns)).items)
 
 
 def sealed(*, harmony: bool) -> list[Any]:

@@ -19,11 +19,6 @@ def turn(given: list[Any], output: list[Any]) -> Response:
 
 
 USER = {"role": "user", "content": "hello"}
-MESSAGE = {
-    "type": "message",
-    "role": "assistant",
-    "content": [{"type": "output_text", "text": "a"}],
-}
 REASONING = {
     "type": "reasoning",
     "id": "rs_1",
@@ -31,7 +26,6 @@ REASONING = {
     "content": [{"type": "reasoning_text", "text": "b"}],
 }
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-CUSTOM = {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"}
 
 
 def test_a_text_is_a_message_of_the_user() -> None:
@@ -48,26 +42,6 @@ def test_what_can_not_be_kept_is_refused(body: bytes) -> None:
     with pytest.raises(Refused) as caught:
         wire.added(body)
     assert (caught.value.status, caught.value.param) == (400, "input")
-
-
-def test_a_conversation_has_every_item_once() -> None:
-    history = [turn([USER], [REASONING, MESSAGE, CALL]), turn([], [CUSTOM])]
-    items = [USER, REASONING, MESSAGE, CALL]
-    assert wire.earlier(history, harmony=False) == [*items, CUSTOM]
-    assert wire.earlier(history, harmony=True) == items
-
-
-@pytest.mark.parametrize(
-    "silent",
-    [
-        {**MESSAGE, "content": []},
-        {**MESSAGE, "content": [{"type": "refusal", "refusal": "no"}]},
-        {**REASONING, "content": None},
-        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-    ],
-)
-def test_what_says_nothing_is_left_out(silent: dict[str, Any]) -> None:
-    assert wire.earlier([turn([USER], [silent, MESSAGE])], harmony=False) == [USER, MESSAGE]
 
 
 def test_pages_of_items() -> None:

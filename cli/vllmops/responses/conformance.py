@@ -29,6 +29,7 @@ from .store import (
     Response,
     ResponseStore,
     document,
+    unpacked,
 )
 
 CHECK_S = 60
@@ -370,10 +371,12 @@ async def conversations(bench: Bench) -> None:
         before = turns[-1].id if turns else None
         turns.append(response(f"resp_{number}", previous_id=before, input=b"[%d]" % number))
         await store.create(turns[-1])
-    same(await store.conversation(ANN, "resp_199"), turns, "two hundred turns")
+    kept = await store.conversation(ANN, "resp_199")
+    same([await unpacked(each) for each in kept], turns, "two hundred turns")
     branch = response(previous_id="resp_99", status="in_progress")
     await store.create(branch)
-    same(await store.conversation(ANN, branch.id), [*turns[:100], branch], "a branch")
+    kept = await store.conversation(ANN, branch.id)
+    same([await unpacked(each) for each in kept], [*turns[:100], branch], "a branch")
     same(await store.conversation(ANN, "resp_x"), [], "an unknown one")
     await store.delete(ANN, "resp_50")
     for broken in ("resp_199", branch.id, "resp_51"):

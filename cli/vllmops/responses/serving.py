@@ -35,6 +35,7 @@ from ..agent import log
 from . import carried, sealing, wire
 from .backend import EVERYBODY, owner_of
 from .carried import Brought, Item
+from .history import History, legible
 from .parsing import messages, parsed
 from .settings import Carriers, Format
 from .store import (
@@ -64,7 +65,8 @@ class Turn:
         request: as vLLM reads it.
         owner: whose it is.
         items: what it adds to the conversation, a JSON array.
-        history: the turns before it, the oldest first; None where it names none.
+        history: the turns before it, as the store keeps them, the oldest first; None where it
+            names none.
         hidden: whether something in the items is encrypted.
         brought: the carrier that it brings.
         sealing: whether its answer is to have one.
@@ -152,6 +154,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         self.msg_store = Nothing()
         self.event_store = Nothing()
         self.runs: dict[str, tuple[Response, asyncio.Task[None]]] = {}
+        self.history = History(parsed, harmony=self.use_harmony)
 
     async def close(self) -> None:
         """Tell what still runs as failed, and let go of the store."""
@@ -279,10 +282,9 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         own = [{"role": "user", "content": given}] if isinstance(given, str) else given
         items = wire.ITEMS.decode(turn.items)
         kept, weight = list(range(len(items))), len(turn.items)
-        stored, brought = list[Item](), list[Item]()
-        if turn.history:
-            stored = wire.earlier(turn.history, harmony=self.use_harmony)
-            weight += sum(len(each.body) + len(each.input) for each in turn.history)
+        before = await self.history.of(turn.history or ())
+        weight += before.weight
+        brought = list[Item]()
         if turn.brought:
             model = self.models.model_name(self._maybe_get_adapters(request))
             brought = await sealing.opened(turn.brought, model=model, owner=turn.owner)
@@ -292,10 +294,10 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         if brought or turn.hidden:
             turn.items = wire.ENCODE([*brought, *(item for _, item in new)])
         later = [own[n] if item is items[n] else parsed([item])[0] for n, item in new]
-        before = [item for each in (*stored, *brought) if (item := carried.readable(each))]
-        if before or turn.hidden:
-            request.input = [*parsed(before), *later]
-        turn.whole = [*before, *(item for _, item in new)]
+        carrying = legible(brought)
+        if before.items or carrying or turn.hidden:
+            request.input = [*before.parsed, *parsed(carrying), *later]
+        turn.whole = [*before.items, *carrying, *(item for _, item in new)]
         if turn.sealing:
             turn.weight = await sealing.checked(turn.whole, weight)
 

@@ -35,8 +35,8 @@ and what was deleted never comes back, on whichever replica that happened. Keep 
 so long, until it puts how it ended.
 
 **A conversation** is the turn that ``previous_response_id`` names after all before it, in one
-query. ConversationBroken where an earlier one is gone (404), an empty list where the turn itself
-is.
+query, packed as they are kept. ConversationBroken where an earlier one is gone (404), an empty list
+where the turn itself is.
 
 **A background stream** is written by `append` in batches (some 50 ms of events each: a round trip
 costs more than an event), each event as JSON with consecutive sequence numbers, and read by
@@ -103,6 +103,7 @@ __all__ = [
     "StoreUnavailable",
     "Swap",
     "document",
+    "unpacked",
 ]
 
 DEADLINE_S = 2.0
@@ -257,6 +258,8 @@ class ResponseStore:
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         """A turn after all before it, the oldest first; empty where there is no such turn.
 
+        They are as the store keeps them, for `unpacked` to read: most were read a turn ago.
+
         Raises:
             ConversationBroken: one of the turns before is gone.
         """
@@ -266,7 +269,7 @@ class ResponseStore:
             turns = await self.backend.conversation(owner, response_id)
         if turns and turns[0].previous_id is not None:
             raise ConversationBroken(turns[0].previous_id)
-        return [await unpacked(each) for each in turns]
+        return turns
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         """Count as use of these responses."""
@@ -459,6 +462,7 @@ async def logged(chunk: Chunk) -> Events:
 
 
 async def unpacked(response: Response) -> Response:
+    """A response out of `ResponseStore.conversation`, its body and input as JSON."""
     if len(response.body) + len(response.input) < SOON_UNPACKED:
         return replace(response, body=inflate(response.body), input=inflate(response.input))
     return replace(response, body=await unpack(response.body), input=await unpack(response.input))

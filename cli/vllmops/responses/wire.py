@@ -90,22 +90,13 @@ def added(body: bytes) -> bytes:
     return bytes(raw)
 
 
-def earlier(history: list[Response], *, harmony: bool) -> list[dict[str, Any]]:
-    """The items of turns, the oldest first, as a client would send them.
+def spoken(output: list[dict[str, Any]], *, harmony: bool) -> list[dict[str, Any]]:
+    """The items of an answer that can be said again.
 
     Args:
-        history: the turns.
-        harmony: whether they are for vLLM's renderer for gpt-oss, which knows fewer.
+        output: the answer.
+        harmony: whether to vLLM's renderer for gpt-oss, which knows fewer.
     """
-    items: list[dict[str, Any]] = []
-    for turn in history:
-        items += ITEMS.decode(turn.input)
-        items += spoken(OUTPUT.decode(turn.body).output, harmony=harmony)
-    return items
-
-
-def spoken(output: list[dict[str, Any]], *, harmony: bool) -> list[dict[str, Any]]:
-    """The items of an answer that can be said again; arguments as of `earlier`."""
     kept = TURNS - {"custom_tool_call"} if harmony else TURNS
     return [each for each in output if speaks(each, kept)]
 
