@@ -7,7 +7,6 @@ import http.client
 import json
 import random
 import sqlite3
-import statistics
 import subprocess
 import time
 from collections import defaultdict
@@ -47,6 +46,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         yield from created(setting, servers)
         yield from read(setting, servers)
         yield from chained(setting, servers)
+        yield from continued(setting, servers)
         yield stored_bytes(servers["sqlite"], setting.home / "responses.db")
 
 
@@ -114,20 +114,27 @@ def read(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
 
 def chained(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
     """Conversations by ``previous_response_id``."""
-    whole, last = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    whole = defaultdict[str, list[float]](list)
     choice = random.Random(1)
     for _ in range(2 if setting.short else 30):
         for name in choice.sample(list(servers), len(servers)):
             whole[name].append(sum(seconds for seconds, _ in chain(servers[name], TURNS)))
-    for _ in range(2 if setting.short else 8):
-        for name in choice.sample(list(servers), len(servers)):
-            seconds = [each for each, _ in chain(servers[name], LONG)]
-            last[name].append(statistics.median(seconds[-10:]))
     for name in servers:
         if name not in {STOCK, GATEWAY}:
             yield compared(setting, f"a chain of {TURNS} turns", name, whole, STOCK, 1.1)
-            yield compared(setting, f"turn {LONG} of a conversation", name, last, STOCK, 1.1)
     yield compared(setting, f"a chain of {TURNS} turns", "sqlite", whole, GATEWAY, 1.0)
+
+
+def continued(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
+    """The turn after a long conversation, again and again."""
+    bursts = {}
+    for name, server in servers.items():
+        before = {"previous_response_id": chain(server, LONG - 1)[-1][1]["id"]}
+        bursts[name] = [server.request(PATH, {**TURN, **before})] * 4
+    times = taken(servers, bursts, 2 if setting.short else 60, connections=1)
+    for name in servers:
+        if name not in {STOCK, GATEWAY}:
+            yield compared(setting, f"turn {LONG} of a conversation", name, times, STOCK, 1.1)
 
 
 def stored_bytes(server: Server, file: Path) -> Figure:
@@ -151,13 +158,14 @@ def taken(
     servers: Mapping[str, Server],
     bursts: Mapping[str, Sequence[bytes]],
     rounds: int,
+    connections: int = CONNECTIONS,
 ) -> Times:
     """Seconds for each request, in blocks by turns."""
     times, choice = defaultdict[str, list[float]](list), random.Random(1)
     for _ in range(rounds):
         for name in choice.sample(list(servers), len(servers)):
             began = time.perf_counter()
-            servers[name].load(bursts[name], CONNECTIONS)
+            servers[name].load(bursts[name], connections)
             times[name].append((time.perf_counter() - began) / len(bursts[name]))
     return times
 

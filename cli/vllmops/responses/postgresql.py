@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import asyncpg
@@ -110,24 +109,9 @@ class Postgresql(Sql):
         async with self.connection() as connection:
             await connection.executemany(statement, values)
 
-    @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection]:
+    def connection(self) -> Lent:
         """A connection; after any trouble it is not used again."""
-        async with self.slots:
-            idle = self.idle
-            assert idle is not None
-            connection = rested(idle) or await asyncpg.connect(
-                self.url, server_settings={"application_name": "vllmops"}
-            )
-            try:
-                yield connection
-            except BaseException:
-                connection.terminate()
-                raise
-            if idle is self.idle:
-                idle.append((connection, time.monotonic()))
-            else:
-                connection.terminate()
+        return Lent(self)
 
     async def caveats(self) -> list[str]:
         rows = await self.fetch(
@@ -137,6 +121,38 @@ class Postgresql(Sql):
         return [
             f"{name} = {setting}: a crash may take the last responses" for name, setting in rows
         ]
+
+
+class Lent:
+    """A connection for as long as it is needed.
+
+    Args:
+        pool: whose.
+    """
+
+    # A generator would do, and make each statement a twentieth slower.
+    def __init__(self, pool: Postgresql) -> None:
+        self.pool = pool
+
+    async def __aenter__(self) -> Connection:
+        await self.pool.slots.acquire()
+        try:
+            assert self.pool.idle is not None
+            self.idle = self.pool.idle
+            self.taken = rested(self.idle) or await asyncpg.connect(
+                self.pool.url, server_settings={"application_name": "vllmops"}
+            )
+        except BaseException:
+            self.pool.slots.release()
+            raise
+        return self.taken
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.pool.slots.release()
+        if kind is None and self.idle is self.pool.idle:
+            self.idle.append((self.taken, time.monotonic()))
+        else:
+            self.taken.terminate()
 
 
 def rested(idle: list[tuple[Connection, float]]) -> Connection | None:
