@@ -169,11 +169,8 @@ async def driver(
 
     async def fetch(operation: str, values: list[Any]) -> Any:
         # The same one: another's process would be found asleep.
-        assert backend.idle
-        taken = backend.idle.pop()
-        rows = await taken[0].fetch(texts[operation], *values)
-        backend.idle.append(taken)
-        return rows
+        connection, _ = backend.connections.idle[-1]
+        return await connection.fetch(texts[operation], *values)
 
     yield fetch
 

@@ -11,13 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from importlib.resources import files
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import msgspec
 import redis.asyncio as driver
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, RedisError
 
 from .backend import (
     EVERYBODY,
@@ -37,6 +37,10 @@ from .backend import (
     Swept,
     too_new,
 )
+from .pool import Pool
+
+if TYPE_CHECKING:
+    Connection: TypeAlias = driver.Connection
 
 SCHEMA = 1
 CONNECTIONS = 16
@@ -45,26 +49,57 @@ BATCH = 1000
 LOOKED_AT = 5000
 
 
+class Connections(Pool["Connection"]):
+    """Connections to one server, or to whatever the URL stands for.
+
+    Args:
+        pool: the driver's, which makes them.
+    """
+
+    def __init__(self, pool: driver.ConnectionPool) -> None:
+        super().__init__(CONNECTIONS)
+        self.pool = pool
+
+    async def connect(self) -> Connection:
+        connection: Connection = self.pool.make_connection()  # type: ignore[no-untyped-call]
+        await connection.connect()  # type: ignore[no-untyped-call]
+        return connection
+
+    async def fit(self, connection: Connection) -> bool:
+        # Whatever there is to read would be an answer to somebody else, or the end.
+        return connection.is_connected and not await connection.can_read()
+
+    async def end(self, connection: Connection) -> None:
+        await connection.disconnect(nowait=True)
+
+
 class Redis(Backend):
-    """A pool of connections to one server, or to whatever the URL stands for."""
+    """A server for all; it comes back by itself when that does."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError, RedisError)
 
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         super().__init__(url, limits)
         self.root = f"{{{name}}}:"
-        # A call that was sent twice would find its own doing: whether to try again is the caller's.
-        pool = driver.BlockingConnectionPool.from_url(
-            url, max_connections=CONNECTIONS, timeout=None, retry=Retry(NoBackoff(), 0)
-        )
+        # A call that was sent twice would find its own doing: whether to try again is the caller's,
+        # as is how long it may take.
+        pool = driver.ConnectionPool.from_url(url, socket_timeout=None, retry=Retry(NoBackoff(), 0))
         self.client = driver.Redis.from_pool(pool)
+        # For the script, which is nearly all there is: the client does much that it does not need.
+        self.connections = Connections(pool)
         self.script = self.client.register_script(
             files(__package__).joinpath("redis.lua").read_text()
         )
 
     async def call(self, operation: str, *values: Any) -> Any:
         """Run an operation of the script."""
-        return await self.script(keys=[self.root], args=[operation, repr(time.time()), *values])
+        words = ("EVALSHA", self.script.sha, 1, self.root, operation, repr(time.time()), *values)
+        async with self.connections.lend() as connection:
+            try:
+                return await asked(connection, *words)
+            except NoScriptError:
+                await asked(connection, "SCRIPT LOAD", self.script.script)
+                return await asked(connection, *words)
 
     async def there(self) -> bool:
         return bool(await self.client.exists(f"{self.root}schema"))
@@ -75,6 +110,7 @@ class Redis(Backend):
             raise too_new(self.url, found, SCHEMA)
 
     async def close(self) -> None:
+        await self.connections.empty()
         await self.client.aclose()
 
     async def drop(self) -> None:
@@ -259,6 +295,12 @@ class Redis(Backend):
         if said.get("maxmemory-policy", "noeviction") != "noeviction":
             caveats.append(f"maxmemory-policy {said['maxmemory-policy']}: it may drop any response")
         return caveats
+
+
+async def asked(connection: Connection, *words: Any) -> Any:
+    """What the server answers to a command."""
+    await connection.send_command(*words)
+    return await connection.read_response()
 
 
 def words(statuses: Collection[str]) -> str:
