@@ -56,15 +56,18 @@ def install() -> None:
         sys.exit("no pip for a virtual environment; on Debian and Ubuntu: apt install python3-venv")
     pip = (str(VENV / "bin/python"), "-m", "pip", "--disable-pip-version-check")
     vllm_needs = "torch for the CPU"
-    plain = (*pip, "install", "--quiet", "--quiet", "--editable", WANTED)
+    # pip compiles one file after the other, on one core.
+    plain = (*pip, "install", "--quiet", "--quiet", "--no-compile", "--editable", WANTED)
     print(f"$ {shlex.join(plain)}", flush=True)
     if subprocess.run(plain, cwd=ROOT, check=False).returncode:
         # No wheel of it in pip's own reach: uv knows PyTorch's CPU index by itself.
         print(f"pip found no {vllm_needs}; uv takes it from PyTorch's CPU index", flush=True)
         run(*pip, "install", "--quiet", "uv")
         uv = (str(VENV / "bin/uv"), "pip", "install", "--python", str(VENV / "bin/python"))
-        run(*uv, "--compile-bytecode", "--torch-backend", "cpu", "--editable", WANTED)
+        run(*uv, "--torch-backend", "cpu", "--editable", WANTED)
     run(*pip, "uninstall", "--quiet", "--quiet", "--yes", *UNWANTED)
+    # Some packages have files that are for another Python; whoever imports one is told.
+    attempt(str(VENV / "bin/python"), "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib"))
     STAMP.write_text(want)
 
 
