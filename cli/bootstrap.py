@@ -105,7 +105,7 @@ def test() -> None:
     run("mypy")
     # Tests wait more than they work, for servers to start above all; a file's live ones share some.
     for workers, way, which in (
-        ("4", "worksteal", ("--ignore", "tests/live")),
+        ("6", "worksteal", ("--ignore", "tests/live")),
         ("2", "loadfile", ("tests/live",)),
     ):
         if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):

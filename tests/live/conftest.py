@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -352,8 +353,11 @@ def server(servers: Ahead[Live], request: pytest.FixtureRequest) -> Iterator[Liv
 
 
 def lose(server: Live, role: str) -> None:
-    """Kill one of a server's processes: that is told, and nothing of it is left."""
+    """Kill one of a server's processes, or ``all``: that is told, and nothing of it is left."""
     footprint = server.footprint()
+    if role == "all":
+        lose_all(server, footprint)
+        return
     assert {"api", "engine", "worker"} <= server.pids().keys()
     assert footprint.segments
     kill(server.pids()[role])
@@ -363,6 +367,21 @@ def lose(server: Live, role: str) -> None:
     told = server.cli("status", server.name)
     assert told.code == 5
     assert "failed" in told.err
+
+
+def lose_all(server: Live, footprint: Footprint) -> None:
+    """Kill all at once: nothing is left but a segment that a process of somebody else's maps."""
+    held = next(iter(footprint.segments))
+    shared = SharedMemory(held, create=False)
+    # vLLM and Python's resource tracker unlink what they can: killed at once, they leave it all.
+    for pid in footprint.pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in footprint.pids:
+        kill(pid)
+    until(lambda: server.row["state"] == "failed")
+    assert footprint.left() == [f"/dev/shm/{held}"]
+    shared.unlink()
+    shared.close()
 
 
 @pytest.fixture(scope="session")

@@ -319,7 +319,7 @@ def test_a_server_whose_cache_is_in_shared_memory(server: Live) -> None:
     assert (row["entries"], row["hits"], row["queries"]) == (2, 1, 3)
 
 
-@pytest.mark.serve("vision", "--", "--api-server-count", "2")
+@pytest.mark.serve("vision", "--", "--api-server-count", "2", loses="all")
 def test_a_server_with_two_front_ends(server: Live) -> None:
     show_three(server)
     data = told_as(server, "processor-only", {"mm-processor-only", "encoder"})

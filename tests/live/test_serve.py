@@ -1,9 +1,21 @@
-"""Starting a real vLLM: what it refuses, and what the environment decides."""
+"""A real vLLM that is started, started again, and drained; and what it refuses."""
 
 from __future__ import annotations
 
-from .conftest import Cli
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from .conftest import Cli, Live, Ran, kill, until
 from .test_cache import show_three, told_as
+
+MODEL = "demo-vision"
 
 
 def test_vllm_says_itself_what_is_wrong_with_its_arguments(cli: Cli) -> None:
@@ -15,20 +27,77 @@ def test_vllm_says_itself_what_is_wrong_with_its_arguments(cli: Cli) -> None:
     assert "Traceback" not in last
 
 
-def test_the_agent_joins_an_allow_list_and_a_restart_keeps_it(cli: Cli) -> None:
+class Restarted(NamedTuple):
+    """A detached server that was started again; what was told of it before, and by that."""
+
+    server: Live
+    before: Any
+    ran: Ran
+
+
+@pytest.fixture(scope="module")
+def restarted(cli: Cli) -> Iterator[Restarted]:
     plug_in = ("--env", "VLLM_PLUGINS=somebody_elses")
     words = ("--demo", "vision", *plug_in, "--", "--mm-processor-cache-gb", "0")
     server = cli.serve("plugins", *words)
     try:
-        before = server.row
-        assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
-        ran = cli("restart", "plugins", "--json")
-        assert ran.code == 0, ran.err
-        assert ran.data["environment"]["VLLM_PLUGINS"] == "somebody_elses,vllmops"
-        after = server.row
-        assert after["port"] == before["port"]
-        assert after["pid"] != before["pid"]
-        show_three(server)
-        told_as(server, "cache-off", {"encoder"})
+        yield Restarted(server, server.row, cli("restart", "plugins", "--json"))
     finally:
         cli("stop", "plugins", "--force")
+
+
+def test_the_agent_joins_an_allow_list_and_a_restart_keeps_it(restarted: Restarted) -> None:
+    server, before, ran = restarted
+    assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
+    assert ran.code == 0, ran.err
+    assert ran.data["environment"]["VLLM_PLUGINS"] == "somebody_elses,vllmops"
+    after = server.row
+    assert after["port"] == before["port"]
+    assert after["pid"] != before["pid"]
+    show_three(server)
+    told_as(server, "cache-off", {"encoder"})
+
+
+def test_a_detached_server_outlives_its_supervisor_and_is_drained(restarted: Restarted) -> None:
+    server = restarted.server
+    footprint = server.footprint()
+    first = server.supervisor()
+    kill(first)
+    seen = server.row
+    assert seen["supervised"] is False
+    assert seen["state"] == "ready"
+    assert server.complete(model=MODEL).status_code == 200
+    # The command above took it under supervision again.
+    assert server.row["supervised"] is True
+    assert server.supervisor() != first
+    assert sorted(footprint.pids) == sorted(p["pid"] for p in server.row["processes"])
+
+    worker = server.pids()["worker"]
+    kill(server.supervisor())
+    url, answers = server.url, list[httpx.Response]()
+    asked = {"model": MODEL, "prompt": "The quick", "max_tokens": 50, "ignore_eos": True}
+    caller = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=asked, timeout=120))
+    )
+    # A stopped worker keeps the request in flight for as long as the steps below take.
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        caller.start()
+        until(lambda: "1 running" in server.cli("status", server.name).out)
+        stopping = server.cli.begin("stop", server.name, stderr=subprocess.PIPE)
+        refused = until(lambda: refusal(url))
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert refused == httpx.codes.SERVICE_UNAVAILABLE
+    caller.join(120)
+    assert answers[0].json()["usage"]["completion_tokens"] == asked["max_tokens"]
+    assert stopping.wait(60) == 0
+    footprint.wait_gone(0)
+    assert server.row["state"] == "stopped"
+    assert server.row["failure"] is None
+
+
+def refusal(url: str) -> int | None:
+    """The status of a new request, None while it is still taken."""
+    answer = httpx.get(f"{url}/v1/models", timeout=10)
+    return None if answer.status_code == 200 else answer.status_code

@@ -1,6 +1,6 @@
 """Nothing of a server survives its end, whatever ends it; and a server survives its supervisor.
 
-That nothing survives the death of a process is seen where servers of another kind end: `lose`.
+That nothing survives the death of processes is seen where servers of another kind end: `lose`.
 """
 
 from __future__ import annotations
@@ -10,27 +10,10 @@ import pty
 import signal
 import subprocess
 import threading
-from multiprocessing.shared_memory import SharedMemory
 
-import httpx
 import pytest
 
 from .conftest import Ahead, Cli, Live, kill, until
-
-
-def test_a_segment_that_somebody_maps_is_not_touched(server: Live) -> None:
-    footprint = server.footprint()
-    held = next(iter(footprint.segments))
-    shared = SharedMemory(held, create=False)  # mapped by us: a live process that is not theirs
-    # vLLM and Python's resource tracker unlink what they can: killed at once, they leave it all.
-    for pid in footprint.pids:
-        os.kill(pid, signal.SIGSTOP)
-    for pid in footprint.pids:
-        kill(pid)
-    until(lambda: server.row["state"] == "failed")
-    assert footprint.left() == [f"/dev/shm/{held}"]
-    shared.unlink()
-    shared.close()
 
 
 class Foreground:
@@ -107,50 +90,6 @@ def test_a_foreground_serve_outlives_its_supervisor_and_ends_by_sigterm(serve: F
     serve.process.send_signal(signal.SIGTERM)
     assert serve.process.wait(60) == 0
     footprint.wait_gone()
-
-
-def test_a_detached_server_outlives_its_supervisor_and_is_drained(server: Live) -> None:
-    footprint = server.footprint()
-    first = server.supervisor()
-    kill(first)
-    seen = server.row
-    assert seen["supervised"] is False
-    assert seen["state"] == "ready"
-    assert server.complete().status_code == 200
-    # The command above took it under supervision again.
-    assert server.row["supervised"] is True
-    assert server.supervisor() != first
-    assert sorted(footprint.pids) == sorted(p["pid"] for p in server.row["processes"])
-
-    worker = server.pids()["worker"]
-    kill(server.supervisor())
-    url, answers = server.url, list[httpx.Response]()
-    asked = {"model": "demo-text", "prompt": "The quick", "max_tokens": 50, "ignore_eos": True}
-    caller = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=asked, timeout=120))
-    )
-    # A stopped worker keeps the request in flight for as long as the steps below take.
-    os.kill(worker, signal.SIGSTOP)
-    try:
-        caller.start()
-        until(lambda: "1 running" in server.cli("status", server.name).out)
-        stopping = server.cli.begin("stop", server.name, stderr=subprocess.PIPE)
-        refused = until(lambda: refusal(url))
-    finally:
-        os.kill(worker, signal.SIGCONT)
-    assert refused == httpx.codes.SERVICE_UNAVAILABLE
-    caller.join(120)
-    assert answers[0].json()["usage"]["completion_tokens"] == asked["max_tokens"]
-    assert stopping.wait(60) == 0
-    footprint.wait_gone(0)
-    assert server.row["state"] == "stopped"
-    assert server.row["failure"] is None
-
-
-def refusal(url: str) -> int | None:
-    """The status of a new request, None while it is still taken."""
-    answer = httpx.get(f"{url}/v1/models", timeout=10)
-    return None if answer.status_code == 200 else answer.status_code
 
 
 def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
