@@ -725,7 +725,7 @@ def test_the_command_sees_and_ends_what_runs(
 
     (engine,) = reach(kept, "engine")
     process = psutil.Process(kept.pids()["engine"])
-    made = say(client, "a question")
+    made = say(client, "a question", **ENDLESS)  # or it could say nothing
     for way, named in ((here, False), (store, True), (here, True)):
         run = background(client)
         # Or it could be over before a command on a busy machine has begun.
