@@ -462,7 +462,7 @@ async def logged(chunk: Chunk) -> Events:
 
 
 async def unpacked(response: Response) -> Response:
-    """A response out of `ResponseStore.conversation`, its body and input as JSON."""
+    """A response that is as a backend keeps it, its body and input as JSON."""
     if len(response.body) + len(response.input) < SOON_UNPACKED:
         return replace(response, body=inflate(response.body), input=inflate(response.input))
     return replace(response, body=await unpack(response.body), input=await unpack(response.input))
