@@ -20,7 +20,7 @@ from vllmops.responses import opening
 from vllmops.responses.backend import Backend, Limits, Query, Response
 from vllmops.responses.postgresql import Postgresql
 from vllmops.responses.redis import Redis
-from vllmops.responses.sql import CREATE, GET, Sql
+from vllmops.responses.sql import CREATE_ONE, GET, Sql
 from vllmops.responses.sqlite import Sqlite, path
 from vllmops.responses.store import ResponseStore
 
@@ -150,7 +150,7 @@ async def driver(
         yield call
         return
     assert isinstance(backend, Sql)
-    texts = {"create": backend.text(CREATE), "get": backend.text(GET)}
+    texts = {"create": backend.text(CREATE_ONE), "get": backend.text(GET)}
     if isinstance(backend, Sqlite):
         connection = sqlite3.connect(path(url), isolation_level=None, check_same_thread=False)
         with contextlib.closing(connection):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from vllmops.responses import opening
+from vllmops.responses.postgresql import Postgresql
+from vllmops.responses.sql import CONVERSATION
+from vllmops.responses.store import Response, ResponseStore
+
+from .databases import Server
 
 FILL = Path(__file__).with_name("fill.py")
 MIB = 1 << 20
@@ -51,3 +60,23 @@ def test_elsewhere_there_are_no_more_than_may_be(kind: str, request: Any, tmp_pa
     assert late - early < 4 * MIB
     if kind == "sqlite":
         assert (tmp_path / "responses.db").stat().st_size < 4 * MIB
+
+
+def test_a_conversation_is_looked_up_by_its_ids(shared_servers: dict[str, Server]) -> None:
+    """PostgreSQL chooses a plan by what it knows of a table, which is nothing of a new one."""
+    url = f"{shared_servers['postgresql'].url}?namespace=plans"
+
+    async def plan() -> str:
+        backend = opening.backend(url)
+        assert isinstance(backend, Postgresql)
+        async with ResponseStore(backend) as store:
+            body = b'{"output":"%s"}' % secrets.token_hex(1000).encode()
+            for number in range(200):
+                made = Response(id=f"r{number}", owner="a", model="m", status="queued", body=body)
+                assert await store.create(made)
+            explain = f"EXPLAIN (ANALYZE) {backend.text(CONVERSATION)}"
+            return "\n".join(row[0] for row in await backend.fetch(explain, "r199", "a"))
+
+    told = asyncio.run(plan())
+    assert told.count("plans_responses_pkey") >= 2, told
+    assert "plans_by_owner" not in told, told

@@ -24,6 +24,8 @@ FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 STATUSES = RUNNING | FINISHED
 # What a run's response says that nobody renews any more.
 GONE = "The server that ran this response is gone."
+# Uses of responses that are noted before they are written.
+NOTED = 1000
 # An owner is a hash or empty, so this is nobody's: it stands for whoever runs the server.
 EVERYBODY = "*"
 
@@ -352,6 +354,27 @@ class Backend(ABC):
     async def caveats(self) -> list[str]:
         """How this server is set up so that it could lose what it has acknowledged, in words."""
         return []
+
+
+class Uses:
+    """When responses were used last, noted until it is written down, all at once.
+
+    A use that is not written is lost with the process, which harms nothing.
+    """
+
+    def __init__(self) -> None:
+        self.noted: dict[str, float] = {}
+
+    def note(self, ids: Collection[str]) -> bool:
+        """Count as use; whether so much is noted that it should be written down."""
+        self.noted.update(dict.fromkeys(ids, time.time()))
+        return len(self.noted) >= NOTED
+
+    def take(self) -> list[tuple[str, float]]:
+        """What is noted, to be written down: ids, and seconds since the epoch."""
+        noted, self.noted = self.noted, {}
+        # In one order everywhere, or two processes could wait for each other.
+        return sorted(noted.items())
 
 
 def too_new(url: str, found: int, known: int) -> VllmopsError:

@@ -305,8 +305,16 @@ async def owners(bench: Bench) -> None:
         with contextlib.suppress(ConversationBroken):
             await store.conversation(owner, theirs.id)
             raise Failed("another's turn was part of a conversation")
-        await store.delete(owner, theirs.id)
-    same(await store.get(EVERYBODY, made.id), made, "what everybody's is")
+        mine = response(previous_id=theirs.id)
+        await store.create(mine)
+        with contextlib.suppress(ConversationBroken):
+            await store.conversation(ANN, mine.id)
+            raise Failed("a conversation went on behind another's turn")
+        for each in (theirs, mine):
+            await store.delete(EVERYBODY, each.id)
+    asked = [ANN, BOB, "", EVERYBODY] * 3
+    found = await asyncio.gather(*(store.get(owner, made.id) for owner in asked))
+    same(found, [made, None, None, made] * 3, "what several get at once")
     same(ids((await store.page(EVERYBODY, Query())).responses), [made.id], "everybody's list")
     same(await store.delete(EVERYBODY, made.id), True, "deleting as everybody")
 

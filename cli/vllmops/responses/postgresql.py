@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import asyncpg
 
-from .backend import Chunk, Limits, Response
+from .backend import EVERYBODY, Chunk, Limits, Response
+from .gathering import Gathered
 from .pool import Pool
-from .sql import META, META_GET, Dialect, Sql
+from .sql import CREATE, GET_MANY, META, META_GET, Dialect, Sql
 
 if TYPE_CHECKING:
     Connection: TypeAlias = asyncpg.Connection[asyncpg.Record]
@@ -26,6 +28,15 @@ WORDS = {
     "skip": "FOR UPDATE SKIP LOCKED",
     "among": "= ANY($1)",
 }
+# The rows as columns: one commit, and one answer, for all of them.
+CREATE_MANY = (
+    CREATE
+    % """SELECT id, owner, model, status, created_at, previous_id, error, body, input, used,
+    {now} + lease FROM unnest(CAST($1 AS TEXT[]), CAST($2 AS TEXT[]), CAST($3 AS TEXT[]),
+    CAST($4 AS TEXT[]), CAST($5 AS FLOAT[]), CAST($6 AS TEXT[]), CAST($7 AS TEXT[]),
+    CAST($8 AS BYTEA[]), CAST($9 AS BYTEA[]), CAST($10 AS FLOAT[]), CAST($11 AS FLOAT[]))
+    AS given (id, owner, model, status, created_at, previous_id, error, body, input, used, lease)"""
+)
 # They are packed already.
 UNPACKED = """ALTER TABLE {name}_responses ALTER body SET STORAGE EXTERNAL,
     ALTER input SET STORAGE EXTERNAL"""
@@ -68,6 +79,8 @@ class Postgresql(Sql):
         super().__init__(url, limits, name, Dialect(words={**WORDS, "steady": steady}))
         self.name = name
         self.connections = Connections(url)
+        self.finding = Gathered(self.find_all, lambda _: 0)
+        self.adding = Gathered(self.add_all, lambda each: len(each.body) + len(each.input))
 
     async def there(self) -> bool:
         connection = await asyncpg.connect(self.url)
@@ -100,6 +113,33 @@ class Postgresql(Sql):
                 await connection.close()
         finally:
             await self.connections.empty()
+
+    async def find(self, owner: str, response_id: str) -> Response | None:
+        return await self.finding((owner, response_id))
+
+    async def find_all(self, wanted: list[tuple[str, str]]) -> list[Response | None]:
+        """As `find`, for several owners and ids."""
+        ids = {response_id for _, response_id in wanted}
+        found = {each.id: each for each in await self.alive(GET_MANY, list(ids))}
+        return [
+            each if (each := found.get(response_id)) and owner in {EVERYBODY, each.owner} else None
+            for owner, response_id in wanted
+        ]
+
+    async def add(self, response: Response) -> bool:
+        return await self.adding(response)
+
+    async def add_all(self, responses: list[Response]) -> list[bool]:
+        """Whether each id was free; of two with one id the first has it."""
+        # In one order everywhere, or two processes could wait for each other.
+        rows = sorted((self.row(each) for each in responses), key=itemgetter(0))
+        columns = [list(each) for each in zip(*rows, strict=True)]
+        added = {row[0] for row in await self.fetch(self.text(CREATE_MANY), *columns)}
+        done = []
+        for each in responses:
+            done.append(each.id in added)
+            added.discard(each.id)
+        return done
 
     async def append(self, response: Response, chunk: Chunk) -> bool:
         try:

@@ -3,7 +3,8 @@
 --
 -- r:ID        a response, a hash          e:ID    its log, a sorted set by last sequence number
 -- all, o:OWNER, m:MODEL, s:STATUS         ids by creation
--- used, busy  ids by last use, of what has finished and of what runs
+-- used, busy  ids by last use, of what has finished and of what runs; to read writes nothing, as
+--             each write may wait for the disk: what was used comes along with the next write
 -- leases      ids of what runs, by the end of the lease, on this server's clock
 -- evictions   how many, ever              schema  its version
 
@@ -23,6 +24,13 @@ local function one_of(word, words) return string.find(words, ' ' .. word .. ' ',
 
 local function use(id, status)
   redis.call('ZADD', root .. (running(status) and 'busy' or 'used'), now, id)
+end
+
+-- Note uses, some seconds ago: times and ids. What was dropped meanwhile stays so.
+local function note(...)
+  if select('#', ...) == 0 then return end
+  redis.call('ZADD', root .. 'used', 'XX', ...)
+  redis.call('ZADD', root .. 'busy', 'XX', ...)
 end
 
 local function lease(id, seconds)
@@ -115,7 +123,7 @@ end
 local commands = {}
 
 function commands.create(id, owner, model, status, created_at, previous_id, error, body, input,
-                         lease_s, max_size)
+                         lease_s, max_size, ...)
   if redis.call('EXISTS', key('r:', id)) == 1 then return 0 end
   redis.call('HSET', key('r:', id), 'owner', owner, 'model', model, 'status', status,
     'created_at', created_at, 'previous_id', previous_id, 'error', error, 'body', body,
@@ -126,6 +134,7 @@ function commands.create(id, owner, model, status, created_at, previous_id, erro
   redis.call('ZADD', key('s:', status), created_at, id)
   use(id, status)
   if running(status) then lease(id, lease_s) end
+  note(...)
   evict(tonumber(max_size), id)
   return 1
 end
@@ -153,7 +162,6 @@ function commands.get(id, owner, lease_s, events_kept_s, gone)
   if found and running(found[4]) then
     if fail(tonumber(lease_s), tonumber(events_kept_s), gone) > 0 then found = seen(id, owner) end
   end
-  if found then use(id, found[4]) end
   return found or {}
 end
 
@@ -219,7 +227,6 @@ function commands.conversation(id, owner, lease_s, events_kept_s, gone)
     local each = seen(id, owner)
     if not each then break end
     known[id] = true
-    use(id, each[4])
     found[#found + 1] = each
     id = each[6]
   end
@@ -228,9 +235,14 @@ end
 
 function commands.touch(owner, ...)
   for _, id in ipairs({...}) do
-    local found = seen(id, owner)
-    if found then use(id, found[4]) end
+    local found = redis.call('HMGET', key('r:', id), 'owner', 'status')
+    if found[1] and (owner == '*' or owner == found[1]) then use(id, found[2]) end
   end
+  return 1
+end
+
+function commands.note(...)
+  note(...)
   return 1
 end
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -17,7 +17,7 @@ import msgspec
 import redis.asyncio as driver
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from .backend import (
     EVERYBODY,
@@ -35,15 +35,16 @@ from .backend import (
     Stats,
     Swap,
     Swept,
+    Uses,
     too_new,
 )
+from .gathering import Gathered
 from .pool import Pool
 
 if TYPE_CHECKING:
     Connection: TypeAlias = driver.Connection
 
 SCHEMA = 1
-CONNECTIONS = 16
 BATCH = 1000
 # Entries that one call looks at for a page: a Redis server does nothing else meanwhile.
 LOOKED_AT = 5000
@@ -57,7 +58,7 @@ class Connections(Pool["Connection"]):
     """
 
     def __init__(self, pool: driver.ConnectionPool) -> None:
-        super().__init__(CONNECTIONS)
+        super().__init__(1)  # calls are gathered
         self.pool = pool
 
     async def connect(self) -> Connection:
@@ -90,16 +91,39 @@ class Redis(Backend):
         self.script = self.client.register_script(
             files(__package__).joinpath("redis.lua").read_text()
         )
+        self.calling = Gathered(self.call_all, lambda words: sum(map(weight, words)))
+        self.uses = Uses()
 
     async def call(self, operation: str, *values: Any) -> Any:
         """Run an operation of the script."""
         words = ("EVALSHA", self.script.sha, 1, self.root, operation, repr(time.time()), *values)
+        found = await self.calling(words)
+        if isinstance(found, ResponseError):
+            raise found
+        return found
+
+    async def call_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        """What the server answers to each, be it an error."""
         async with self.connections.lend() as connection:
-            try:
-                return await asked(connection, *words)
-            except NoScriptError:
-                await asked(connection, "SCRIPT LOAD", self.script.script)
-                return await asked(connection, *words)
+            found = await asked(connection, calls)
+            unknown = [i for i, each in enumerate(found) if isinstance(each, NoScriptError)]
+            if unknown:
+                load = ("SCRIPT LOAD", self.script.script)
+                again = await asked(connection, [load, *(calls[i] for i in unknown)])
+                for i, each in zip(unknown, again[1:], strict=True):
+                    found[i] = each
+        return found
+
+    async def flush(self) -> None:
+        """Write down what was used."""
+        uses = self.uses.take()
+        for start in range(0, len(uses), BATCH):
+            await self.call("note", *pairs(uses[start : start + BATCH]))
+
+    async def note(self, ids: Collection[str]) -> None:
+        """Count as use, which is written down later: with the next response, at the latest."""
+        if self.uses.note(ids):
+            await self.flush()
 
     async def there(self) -> bool:
         return bool(await self.client.exists(f"{self.root}schema"))
@@ -110,8 +134,11 @@ class Redis(Backend):
             raise too_new(self.url, found, SCHEMA)
 
     async def close(self) -> None:
-        await self.connections.empty()
-        await self.client.aclose()
+        try:
+            await self.flush()
+        finally:
+            await self.connections.empty()
+            await self.client.aclose()
 
     async def drop(self) -> None:
         async for key in self.client.scan_iter(match=f"{self.root}*", count=BATCH):
@@ -136,6 +163,7 @@ class Redis(Backend):
             response.input,
             self.limits.lease_s,
             self.limits.max_size,
+            *pairs(self.uses.take()),
         )
         return bool(done)
 
@@ -176,7 +204,10 @@ class Redis(Backend):
 
     async def get(self, owner: str, response_id: str) -> Response | None:
         found = await self.call("get", response_id, owner, *self.judged)
-        return made(found) if found else None
+        if not found:
+            return None
+        await self.note([response_id])
+        return made(found)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         return bool(await self.call("delete", response_id, owner))
@@ -218,7 +249,9 @@ class Redis(Backend):
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         found = await self.call("conversation", response_id, owner, *self.judged)
-        return [made(each) for each in reversed(found)]
+        turns = [made(each) for each in reversed(found)]
+        await self.note([each.id for each in turns])
+        return turns
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         given = list(ids)
@@ -254,6 +287,7 @@ class Redis(Backend):
         return Log(chunks, found[0].decode() in RUNNING)
 
     async def sweep(self) -> Swept:
+        await self.flush()
         failed = await self.call("fail", *self.judged)
         expired, done = 0, BATCH
         while done == BATCH:
@@ -301,10 +335,27 @@ class Redis(Backend):
         return caveats
 
 
-async def asked(connection: Connection, *words: Any) -> Any:
-    """What the server answers to a command."""
-    await connection.send_command(*words)
-    return await connection.read_response()
+async def asked(connection: Connection, calls: Collection[tuple[Any, ...]]) -> list[Any]:
+    """What the server answers to some commands, of which it is told at once."""
+    await connection.send_packed_command(connection.pack_commands(calls))
+    found: list[Any] = []
+    for _ in calls:
+        try:
+            found.append(await connection.read_response())
+        except ResponseError as error:
+            found.append(error)
+    return found
+
+
+def weight(value: Any) -> int:
+    """The bytes of a large value; nothing for others."""
+    return len(value) if isinstance(value, bytes) else 0
+
+
+def pairs(uses: Collection[tuple[str, float]]) -> Iterator[str]:
+    """Uses as the script takes them, each time before its id."""
+    for response_id, at in uses:
+        yield from (repr(at), response_id)
 
 
 def words(statuses: Collection[str]) -> str:

@@ -34,6 +34,7 @@ from .backend import (
     Stats,
     Swap,
     Swept,
+    Uses,
     too_new,
 )
 
@@ -87,8 +88,8 @@ TABLES = ("events", "responses", "meta")
 COLUMNS = ("id", "owner", "model", "status", "created_at", "previous_id", "error", "body", "input")
 ALL = ", ".join(COLUMNS)
 CREATE = f"""INSERT INTO {{name}}_responses ({ALL}, accessed_at, lease)
-    VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, {{now}} + $11)
-    ON CONFLICT (id) DO NOTHING RETURNING 1"""
+    %s ON CONFLICT (id) DO NOTHING RETURNING id"""
+CREATE_ONE = CREATE % "VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, {now} + $11)"
 PUT = """UPDATE {name}_responses
     SET status = $4, error = $5, body = $6, accessed_at = $7, lease = {now} + $8
     WHERE id = $1 AND owner = $2 AND created_at = $3
@@ -97,16 +98,23 @@ SET_STATUS = f"""UPDATE {{name}}_responses SET status = $3, error = $4, lease = 
     WHERE id = $1 AND $2 IN ('*', owner) AND status IN (%s) RETURNING {ALL}"""
 GET = f"""SELECT {ALL}, {{lapsed}} FROM {{name}}_responses
     WHERE id = $1 AND $2 IN ('*', owner)"""
+GET_MANY = f"SELECT {ALL}, {{lapsed}} FROM {{name}}_responses WHERE id {{among}}"
 DELETE = "DELETE FROM {name}_responses WHERE id = $1 AND $2 IN ('*', owner) RETURNING 1"
 TOUCH = """UPDATE {name}_responses SET accessed_at = $3
     WHERE id = $1 AND $2 IN ('*', owner) AND accessed_at < $3"""
+# So that turns are looked up by their ids, the one before is a subquery of its own, and no index
+# fits the owner: before it has analyzed a table PostgreSQL takes an owner's responses for few, and
+# went through all of them for each turn.
 CONVERSATION = f"""WITH RECURSIVE turns (turn, previous, age) AS (
-        SELECT id, previous_id, 0 FROM {{name}}_responses WHERE id = $1 AND $2 IN ('*', owner)
+        SELECT id, previous_id, 0 FROM {{name}}_responses WHERE id = $1
         UNION ALL
-        SELECT id, previous_id, age + 1 FROM turns JOIN {{name}}_responses ON id = previous
-        WHERE $2 IN ('*', owner) AND age < {LONGEST}
+        SELECT previous, (
+            SELECT previous_id FROM {{name}}_responses WHERE id = previous AND $2 IN ('*', owner)
+        ), age + 1
+        FROM turns WHERE previous IS NOT NULL AND age < {LONGEST}
     )
-    SELECT {ALL}, {{lapsed}} FROM turns JOIN {{name}}_responses ON id = turn ORDER BY age DESC"""
+    SELECT {ALL}, {{lapsed}} FROM turns JOIN {{name}}_responses ON id = turn
+    WHERE $2 IN ('*', owner || '') ORDER BY age DESC"""
 RUNNING_AMONG = """SELECT id FROM {name}_responses
     WHERE id {among} AND (lease IS NOT NULL OR (status = 'failed' AND error = $2))"""
 # Nothing and some seconds are nothing.
@@ -138,8 +146,8 @@ FORGET = """DELETE FROM {name}_events WHERE written_at < {now} - $1 AND response
 STATS = """SELECT status, model, count(*), sum(length(body) + length(input)), min(created_at)
     FROM {name}_responses WHERE $1 IN ('*', owner) GROUP BY status, model"""
 EVENT_BYTES = "SELECT sum(length(events)) FROM {name}_events"
-# Rows that one statement deletes, and uses of responses that are noted before they are written.
-BATCH, NOTED = 1000, 1000
+# Rows that one statement deletes.
+BATCH = 1000
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +180,7 @@ class Sql(Backend):
         self.text: Callable[[str], str] = lru_cache(256)(
             lambda template: dialect.marked(template.format(**words))
         )
-        self.touched: dict[str, float] = {}
+        self.uses = Uses()
         # Counting is slow, so it is done once in a while.
         self.every = max(1, limits.max_size // 100)
         self.created = 0
@@ -209,8 +217,20 @@ class Sql(Backend):
             await self.fetch(self.text(f"DROP TABLE IF EXISTS {{name}}_{table}"))
 
     async def create(self, response: Response) -> bool:
-        done = await self.fetch(
-            self.text(CREATE),
+        done = await self.add(response)
+        self.created += done
+        if self.created >= self.every:
+            self.created = 0
+            await self.evict(response.id)
+        return done
+
+    async def add(self, response: Response) -> bool:
+        """As `create`, and none is evicted."""
+        return bool(await self.fetch(self.text(CREATE_ONE), *self.row(response)))
+
+    def row(self, response: Response) -> tuple[Any, ...]:
+        """What `CREATE` takes for a response."""
+        return (
             response.id,
             response.owner,
             response.model,
@@ -223,11 +243,6 @@ class Sql(Backend):
             time.time(),
             self.lease(response.status),
         )
-        self.created += len(done)
-        if self.created >= self.every:
-            self.created = 0
-            await self.evict(response.id)
-        return bool(done)
 
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
         done = await self.fetch(
@@ -390,18 +405,14 @@ class Sql(Backend):
         return [made(row) for row in rows]
 
     async def note(self, ids: Collection[str]) -> None:
-        """Count as use; written later, and all at once."""
-        self.touched.update(dict.fromkeys(ids, time.time()))
-        if len(self.touched) >= NOTED:
+        """Count as use, which is written down later."""
+        if self.uses.note(ids):
             await self.flush()
 
     async def flush(self) -> None:
         """Write down what was used."""
-        touched, self.touched = self.touched, {}
-        if touched:
-            # In one order everywhere, or two processes could wait for each other.
-            values = [(each, EVERYBODY, at) for each, at in sorted(touched.items())]
-            await self.many(self.text(TOUCH), values)
+        if uses := self.uses.take():
+            await self.many(self.text(TOUCH), [(each, EVERYBODY, at) for each, at in uses])
 
     async def evict(self, spared: str) -> int:
         """Drop what was used longest ago until there are no more than may be."""

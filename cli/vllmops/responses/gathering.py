@@ -1,0 +1,81 @@
+"""Calls to a database that come together, made as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
+
+Given = TypeVar("Given")
+Got = TypeVar("Got")
+
+# Calls, and about bytes, that are made as one.
+MOST, ROOM = 64, 1 << 20
+
+
+class Gathered(Generic[Given, Got]):
+    """Calls of one turn of the event loop, and those that come meanwhile, are made as one.
+
+    A step of the engine ends several answers, so their calls come together. Each that goes alone
+    wakes the database's server, which then waits for a core on a busy machine.
+
+    Args:
+        run: makes some calls, and gives as many results in their order; what it raises is raised
+            by all of them.
+        weigh: about how many bytes a call takes.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[Given]], Coroutine[Any, Any, Sequence[Got]]],
+        weigh: Callable[[Given], int],
+    ) -> None:
+        self.run = run
+        self.weigh = weigh
+        self.waiting: deque[tuple[Given, asyncio.Future[Got]]] = deque()
+        self.together: list[asyncio.Future[Got]] = []
+        self.task: asyncio.Task[Sequence[Got]] | None = None
+
+    async def __call__(self, given: Given) -> Got:
+        future: asyncio.Future[Got] = asyncio.get_running_loop().create_future()
+        self.waiting.append((given, future))
+        if self.task is None:
+            self.begin()
+        try:
+            return await future
+        finally:
+            left = future.cancelled() and future in self.together
+            if left and self.task and all(each.done() for each in self.together):
+                self.task.cancel()  # nobody waits for it any more
+
+    def begin(self) -> None:
+        self.together = []
+        self.task = asyncio.create_task(self.work()) if self.waiting else None
+        if self.task:
+            self.task.add_done_callback(self.settle)
+
+    async def work(self) -> Sequence[Got]:
+        """Make the calls that have come until now."""
+        given, weight = list[Given](), 0
+        while self.waiting and len(given) < MOST and weight < ROOM:
+            each, future = self.waiting.popleft()
+            if not future.done():
+                given.append(each)
+                self.together.append(future)
+                weight += self.weigh(each)
+        return await self.run(given) if given else ()
+
+    def settle(self, task: asyncio.Task[Sequence[Got]]) -> None:
+        """Tell each caller what has come of its call."""
+        error = None if task.cancelled() else task.exception()
+        for index, future in enumerate(self.together):
+            if future.done():
+                continue
+            if task.cancelled():
+                future.cancel()
+            elif error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(task.result()[index])
+        self.begin()
