@@ -26,11 +26,12 @@ local function use(id, status)
   redis.call('ZADD', root .. (running(status) and 'busy' or 'used'), now, id)
 end
 
--- Note uses, some seconds ago: times and ids. What was dropped meanwhile stays so.
-local function note(...)
-  if select('#', ...) == 0 then return end
-  redis.call('ZADD', root .. 'used', 'XX', ...)
-  redis.call('ZADD', root .. 'busy', 'XX', ...)
+-- Note uses, some seconds ago: times and ids, as JSON. What was dropped meanwhile stays so.
+local function note(uses)
+  if uses == '[]' then return end
+  uses = cjson.decode(uses)
+  redis.call('ZADD', root .. 'used', 'XX', unpack(uses))
+  redis.call('ZADD', root .. 'busy', 'XX', unpack(uses))
 end
 
 local function lease(id, seconds)
@@ -123,7 +124,7 @@ end
 local commands = {}
 
 function commands.create(id, owner, model, status, created_at, previous_id, error, body, input,
-                         lease_s, max_size, ...)
+                         lease_s, max_size, uses)
   if redis.call('EXISTS', key('r:', id)) == 1 then return 0 end
   redis.call('HSET', key('r:', id), 'owner', owner, 'model', model, 'status', status,
     'created_at', created_at, 'previous_id', previous_id, 'error', error, 'body', body,
@@ -134,7 +135,7 @@ function commands.create(id, owner, model, status, created_at, previous_id, erro
   redis.call('ZADD', key('s:', status), created_at, id)
   use(id, status)
   if running(status) then lease(id, lease_s) end
-  note(...)
+  note(uses)
   evict(tonumber(max_size), id)
   return 1
 end
@@ -241,8 +242,8 @@ function commands.touch(owner, ...)
   return 1
 end
 
-function commands.note(...)
-  note(...)
+function commands.note(uses)
+  note(uses)
   return 1
 end
 

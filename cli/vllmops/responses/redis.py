@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -118,7 +118,7 @@ class Redis(Backend):
         """Write down what was used."""
         uses = self.uses.take()
         for start in range(0, len(uses), BATCH):
-            await self.call("note", *pairs(uses[start : start + BATCH]))
+            await self.call("note", packed(uses[start : start + BATCH]))
 
     async def note(self, ids: Collection[str]) -> None:
         """Count as use, which is written down later: with the next response, at the latest."""
@@ -163,7 +163,7 @@ class Redis(Backend):
             response.input,
             self.limits.lease_s,
             self.limits.max_size,
-            *pairs(self.uses.take()),
+            packed(self.uses.take()),
         )
         return bool(done)
 
@@ -352,10 +352,9 @@ def weight(value: Any) -> int:
     return len(value) if isinstance(value, bytes) else 0
 
 
-def pairs(uses: Collection[tuple[str, float]]) -> Iterator[str]:
+def packed(uses: Collection[tuple[str, float]]) -> bytes:
     """Uses as the script takes them, each time before its id."""
-    for response_id, at in uses:
-        yield from (repr(at), response_id)
+    return msgspec.json.encode([each for use in uses for each in reversed(use)])
 
 
 def words(statuses: Collection[str]) -> str:
