@@ -125,7 +125,7 @@ def inserted(backend: Backend, packed: Response, response_id: str) -> list[Any]:
     limits = backend.limits
     if isinstance(backend, Redis):
         created = repr(packed.created_at)
-        return [response_id, *row, created, "", *rest, limits.lease_s, limits.max_size]
+        return [response_id, *row, created, "", *rest, limits.lease_s, limits.max_size, "[]"]
     return [response_id, *row, packed.created_at, None, *rest, time.time(), None]
 
 

@@ -108,6 +108,15 @@ def state(pid: int) -> str:
     return psutil.Process(pid).status()
 
 
+def until_spun(pid: int, seconds: float) -> None:
+    """Wait until a process has used so much more of a core."""
+    wanted = psutil.Process(pid).cpu_times().user + seconds
+    deadline = time.monotonic() + 10
+    while psutil.Process(pid).cpu_times().user < wanted:
+        assert time.monotonic() < deadline, "it does not spin"
+        time.sleep(0.01)
+
+
 def until_state(pid: int, wanted: str) -> None:
     deadline = time.monotonic() + 10
     while state(pid) != wanted:
@@ -117,6 +126,8 @@ def until_state(pid: int, wanted: str) -> None:
 
 def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
     with python(THREADS) as target:
+        # Until then the main thread may not have come to its sleep.
+        until_spun(target.pid, 0.1)
         stacks = dump(target.pid)
     assert stacks.error is None
     assert stacks.note == ""

@@ -9,6 +9,7 @@ import pytest
 import redis
 from msgspec.structs import replace
 
+from vllmops.errors import VllmopsError
 from vllmops.responses import opening
 from vllmops.responses.backend import Limits
 from vllmops.responses.redis import Redis
@@ -90,6 +91,73 @@ def test_uses_of_a_very_long_conversation(url: str) -> None:
             assert backend.uses.noted == {}
 
     asyncio.run(main())
+
+
+def test_a_use_is_not_set_back_and_not_lost(url: str) -> None:
+    async def main() -> None:
+        async with ResponseStore(opening.backend(url, Limits(max_size=3))) as store:
+            made = turns(4)
+            for each in made[:3]:
+                await store.create(each)
+            for each in made[:3]:
+                await store.get("", each.id)
+            await store.touch("", ["r0"])
+            assert not await store.create(made[2])
+            await store.create(made[3])
+            assert [await store.get("", each.id) is None for each in made] == [False, True] + [
+                False
+            ] * 2
+
+    asyncio.run(main())
+
+
+def test_what_takes_long_holds_nobody_up(shared_servers: dict[str, Server], url: str) -> None:
+    """A sweep has 30 s, and its connection may have gone silent."""
+    port = shared_servers["redis"].port
+    frozen: list[asyncio.Event] = []
+
+    async def forward(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ice: asyncio.Event
+    ) -> None:
+        while data := await reader.read(1 << 16):
+            if ice.is_set():
+                return
+            writer.write(data)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ice = asyncio.Event()
+        frozen.append(ice)
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(forward(reader, back, ice), forward(there, writer, ice))
+
+    async def main() -> None:
+        network = await asyncio.start_server(accept, "127.0.0.1", 0)
+        here = network.sockets[0].getsockname()[1]
+        async with ResponseStore(opening.backend(url.replace(str(port), str(here)))) as store:
+            (made,) = turns(1)
+            await store.create(made)
+            for each in frozen:
+                each.set()
+            sweep = asyncio.create_task(store.sweep())
+            await asyncio.sleep(0.1)
+            assert await store.get("", "r0") == made
+            assert not sweep.done()
+            sweep.cancel()
+
+    asyncio.run(main())
+
+
+def test_an_old_server_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # There is no package of one to install.
+    monkeypatch.setattr("vllmops.responses.redis.LEAST_VERSION", (99, 0))
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(url)):
+            pass
+
+    with pytest.raises(VllmopsError, match="the store needs") as told:
+        asyncio.run(main())
+    assert told.value.code == "store.redis"
 
 
 def test_a_server_that_has_forgotten_the_script(url: str, server: redis.Redis) -> None:

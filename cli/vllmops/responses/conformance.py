@@ -310,6 +310,7 @@ async def owners(bench: Bench) -> None:
         with contextlib.suppress(ConversationBroken):
             await store.conversation(ANN, mine.id)
             raise Failed("a conversation went on behind another's turn")
+        same(await store.conversation(ANN, theirs.id), [], "a conversation that another ends")
         for each in (theirs, mine):
             await store.delete(EVERYBODY, each.id)
     asked = [ANN, BOB, "", EVERYBODY] * 3

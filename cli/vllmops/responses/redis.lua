@@ -30,8 +30,11 @@ end
 local function note(uses)
   if uses == '[]' then return end
   uses = cjson.decode(uses)
-  redis.call('ZADD', root .. 'used', 'XX', unpack(uses))
-  redis.call('ZADD', root .. 'busy', 'XX', unpack(uses))
+  for i = 1, #uses, 1000 do
+    for _, name in ipairs({'used', 'busy'}) do
+      redis.call('ZADD', root .. name, 'XX', 'GT', unpack(uses, i, math.min(i + 999, #uses)))
+    end
+  end
 end
 
 local function lease(id, seconds)
@@ -125,6 +128,7 @@ local commands = {}
 
 function commands.create(id, owner, model, status, created_at, previous_id, error, body, input,
                          lease_s, max_size, uses)
+  note(uses)
   if redis.call('EXISTS', key('r:', id)) == 1 then return 0 end
   redis.call('HSET', key('r:', id), 'owner', owner, 'model', model, 'status', status,
     'created_at', created_at, 'previous_id', previous_id, 'error', error, 'body', body,
@@ -135,7 +139,6 @@ function commands.create(id, owner, model, status, created_at, previous_id, erro
   redis.call('ZADD', key('s:', status), created_at, id)
   use(id, status)
   if running(status) then lease(id, lease_s) end
-  note(uses)
   evict(tonumber(max_size), id)
   return 1
 end
@@ -313,10 +316,11 @@ function commands.stats(owner, rank, most)
     tonumber(redis.call('GET', root .. 'evictions') or 0)}
 end
 
--- The schema's version once there is one.
+-- The schema's version once there is one, and the server's.
 function commands.open(version)
   redis.call('SETNX', root .. 'schema', version)
-  return tonumber(redis.call('GET', root .. 'schema'))
+  return {tonumber(redis.call('GET', root .. 'schema')),
+    string.match(redis.call('INFO', 'server'), 'redis_version:(%d+%.%d+)') or ''}
 end
 
 return commands[operation](unpack(ARGV, 3))

@@ -19,6 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from ..errors import VllmopsError
 from .backend import (
     EVERYBODY,
     FINISHED,
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     Connection: TypeAlias = driver.Connection
 
 SCHEMA = 1
+LEAST_VERSION = (6, 2)  # ZADD GT
+# One for calls that are gathered, the rest for what may take long.
+CONNECTIONS = 4
 BATCH = 1000
 # Entries that one call looks at for a page: a Redis server does nothing else meanwhile.
 LOOKED_AT = 5000
@@ -58,7 +62,7 @@ class Connections(Pool["Connection"]):
     """
 
     def __init__(self, pool: driver.ConnectionPool) -> None:
-        super().__init__(1)  # calls are gathered
+        super().__init__(CONNECTIONS)
         self.pool = pool
 
     async def connect(self) -> Connection:
@@ -96,11 +100,15 @@ class Redis(Backend):
 
     async def call(self, operation: str, *values: Any) -> Any:
         """Run an operation of the script."""
-        words = ("EVALSHA", self.script.sha, 1, self.root, operation, repr(time.time()), *values)
-        found = await self.calling(words)
-        if isinstance(found, ResponseError):
-            raise found
-        return found
+        return answered(await self.calling(self.words(operation, values)))
+
+    async def apart(self, operation: str, *values: Any) -> Any:
+        """As `call`, for what may take long: nobody waits for it who does not call it."""
+        (found,) = await self.call_all([self.words(operation, values)])
+        return answered(found)
+
+    def words(self, operation: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return ("EVALSHA", self.script.sha, 1, self.root, operation, repr(time.time()), *values)
 
     async def call_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         """What the server answers to each, be it an error."""
@@ -116,9 +124,8 @@ class Redis(Backend):
 
     async def flush(self) -> None:
         """Write down what was used."""
-        uses = self.uses.take()
-        for start in range(0, len(uses), BATCH):
-            await self.call("note", packed(uses[start : start + BATCH]))
+        if uses := self.uses.take():
+            await self.apart("note", packed(uses))
 
     async def note(self, ids: Collection[str]) -> None:
         """Count as use, which is written down later: with the next response, at the latest."""
@@ -129,9 +136,15 @@ class Redis(Backend):
         return bool(await self.client.exists(f"{self.root}schema"))
 
     async def open(self) -> None:
-        found = await self.call("open", SCHEMA)
+        found, version = await self.call("open", SCHEMA)
         if found > SCHEMA:
             raise too_new(self.url, found, SCHEMA)
+        if tuple(map(int, version.split(b"."))) < LEAST_VERSION:
+            raise VllmopsError(
+                "store.redis",
+                f"the server speaks as Redis {version.decode()}, and the store needs 6.2",
+                "a newer Redis or Valkey, or another --store",
+            )
 
     async def close(self) -> None:
         try:
@@ -288,20 +301,20 @@ class Redis(Backend):
 
     async def sweep(self) -> Swept:
         await self.flush()
-        failed = await self.call("fail", *self.judged)
+        failed = await self.apart("fail", *self.judged)
         expired, done = 0, BATCH
         while done == BATCH:
-            done = await self.call("expire", repr(time.time() - self.limits.ttl_s), BATCH)
+            done = await self.apart("expire", repr(time.time() - self.limits.ttl_s), BATCH)
             expired += done
-        return Swept(expired, await self.call("evict", self.limits.max_size), failed)
+        return Swept(expired, await self.apart("evict", self.limits.max_size), failed)
 
     async def stats(self, owner: str) -> Stats:
-        await self.call("fail", *self.judged)
+        await self.apart("fail", *self.judged)
         statuses, models = Counter[str](), Counter[str]()
         size, event_bytes, rank, done = 0, 0, 0, BATCH
         oldest, evictions = b"", 0
         while done == BATCH:
-            part = await self.call("stats", owner, rank, BATCH)
+            part = await self.apart("stats", owner, rank, BATCH)
             done, by_status, by_model, here, logs, oldest, evictions = part
             rank += done
             size += here
@@ -344,6 +357,17 @@ async def asked(connection: Connection, calls: Collection[tuple[Any, ...]]) -> l
             found.append(await connection.read_response())
         except ResponseError as error:
             found.append(error)
+    return found
+
+
+def answered(found: Any) -> Any:
+    """What a call gives.
+
+    Raises:
+        ResponseError: the server's answer was an error.
+    """
+    if isinstance(found, ResponseError):
+        raise found
     return found
 
 

@@ -106,7 +106,8 @@ TOUCH = """UPDATE {name}_responses SET accessed_at = $3
 # fits the owner: before it has analyzed a table PostgreSQL takes an owner's responses for few, and
 # went through all of them for each turn.
 CONVERSATION = f"""WITH RECURSIVE turns (turn, previous, age) AS (
-        SELECT id, previous_id, 0 FROM {{name}}_responses WHERE id = $1
+        SELECT id, previous_id, 0 FROM {{name}}_responses
+        WHERE id = $1 AND $2 IN ('*', owner || '')
         UNION ALL
         SELECT previous, (
             SELECT previous_id FROM {{name}}_responses WHERE id = previous AND $2 IN ('*', owner)
