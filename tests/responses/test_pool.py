@@ -46,6 +46,24 @@ def test_the_one_that_was_used_last_is_lent_first() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("silent_s", [0.01, 1.0])
+def test_after_silence_the_others_are_not_trusted(
+    silent_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SILENT_S", silent_s)
+
+    async def go() -> None:
+        numbers = Numbers(3)
+        async with numbers.lend(), numbers.lend(), numbers.lend():
+            pass
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1), numbers.lend():
+                await asyncio.sleep(1)
+        assert sorted(numbers.ended) == ([0, 1, 2] if silent_s < 0.1 else [0])
+
+    asyncio.run(go())
+
+
 def test_after_trouble_it_is_ended() -> None:
     async def go() -> None:
         numbers = Numbers(1)

@@ -14,6 +14,8 @@ C = TypeVar("C")
 
 # Longer than that, and something on the way may have forgotten the connection.
 IDLE_S = 300.0
+# A call that was given up after so long has met silence: the others may be as dead.
+SILENT_S = 0.5
 
 
 class Pool(ABC, Generic[C]):
@@ -77,6 +79,7 @@ class Lent(Generic[C]):
             # Put back nowhere else: `empty` begins another list.
             self.idle = self.pool.idle
             self.connection = await self.pool.take()
+            self.since = time.monotonic()
         except BaseException:
             self.pool.slots.release()
             raise
@@ -86,5 +89,7 @@ class Lent(Generic[C]):
         self.pool.slots.release()
         if kind is None and self.idle is self.pool.idle:
             self.idle.append((self.connection, time.monotonic()))
-        else:
-            await self.pool.end(self.connection)
+            return
+        await self.pool.end(self.connection)
+        if kind is not None and time.monotonic() - self.since > SILENT_S:
+            await self.pool.empty()
