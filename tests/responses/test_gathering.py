@@ -14,11 +14,11 @@ from vllmops.responses.gathering import Gathered
 class Doubling:
     """Doubles numbers once it may; of what it was asked at a time, the sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.asked: list[list[int]] = []
         self.may = asyncio.Event()
         self.cancelled = 0
-        self.double = Gathered(self.run, weigh=abs)
+        self.double = Gathered(self.run, weigh=abs, at_once=at_once)
 
     async def run(self, given: list[int]) -> Sequence[int]:
         self.asked.append(given)
@@ -51,6 +51,24 @@ def test_what_comes_at_once_goes_as_one_and_so_does_what_comes_meanwhile() -> No
         assert await asyncio.gather(*tasks) == [2, 4, 6, 8, 10]
         assert await doubling.double(6) == 12
         assert doubling.asked == [[1, 2], [3, 4, 5], [6]]
+
+    asyncio.run(go())
+
+
+def test_one_goes_at_once_and_what_comes_meanwhile_as_one() -> None:
+    async def go() -> None:
+        doubling = Doubling(at_once=True)
+        tasks = await called(doubling, 1, 2, 3)
+        tasks += await called(doubling, 4)
+        assert doubling.asked == [[1]]
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        doubling.may.set()
+        assert [await each for each in tasks[1:]] == [4, 6, 8]
+        with pytest.raises(ZeroDivisionError):
+            await doubling.double(13)
+        assert await doubling.double(5) == 10
+        assert doubling.asked == [[1], [2, 3, 4], [13], [5]]
 
     asyncio.run(go())
 

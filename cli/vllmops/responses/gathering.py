@@ -24,23 +24,35 @@ class Gathered(Generic[Given, Got]):
         run: makes some calls, and gives as many results in their order; what it raises is raised
             by all of them.
         weigh: about how many bytes a call takes.
+        at_once: whether a call goes alone, and the sooner, where none is under way; else it goes
+            with those of the same turn of the event loop.
     """
 
     def __init__(
         self,
         run: Callable[[list[Given]], Coroutine[Any, Any, Sequence[Got]]],
         weigh: Callable[[Given], int],
+        *,
+        at_once: bool = False,
     ) -> None:
         self.run = run
         self.weigh = weigh
+        self.at_once = at_once
+        self.busy = False
         self.waiting: deque[tuple[Given, asyncio.Future[Got]]] = deque()
         self.together: list[asyncio.Future[Got]] = []
         self.task: asyncio.Task[Sequence[Got]] | None = None
 
     async def __call__(self, given: Given) -> Got:
+        if self.at_once and not self.busy:
+            self.busy = True
+            try:
+                return (await self.run([given]))[0]
+            finally:
+                self.begin()
         future: asyncio.Future[Got] = asyncio.get_running_loop().create_future()
         self.waiting.append((given, future))
-        if self.task is None:
+        if not self.busy:
             self.begin()
         try:
             return await future
@@ -52,6 +64,7 @@ class Gathered(Generic[Given, Got]):
     def begin(self) -> None:
         self.together = []
         self.task = asyncio.create_task(self.work()) if self.waiting else None
+        self.busy = self.task is not None
         if self.task:
             self.task.add_done_callback(self.settle)
 
