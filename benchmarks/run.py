@@ -1,6 +1,7 @@
 """Measures every figure as a ratio against a rival in the same run, and prints them.
 
-    python benchmarks/run.py            all of them, some 20 minutes on a machine with nothing else
+    python benchmarks/run.py            all of them, more than half an hour, on a machine that does
+                                        nothing else
     python benchmarks/run.py --short    the form for CI, 3 minutes: every measurement is made, few
                                         times; only what is wrong by a multiple fails
     python benchmarks/run.py --only cache --json figures.json
