@@ -100,14 +100,14 @@ class Redis(Backend):
 
     async def call(self, operation: str, *values: Any) -> Any:
         """Run an operation of the script."""
-        return answered(await self.calling(self.words(operation, values)))
+        return answered(await self.calling(self.command(operation, values)))
 
     async def apart(self, operation: str, *values: Any) -> Any:
         """As `call`, for what may take long: nobody waits for it who does not call it."""
-        (found,) = await self.call_all([self.words(operation, values)])
+        (found,) = await self.call_all([self.command(operation, values)])
         return answered(found)
 
-    def words(self, operation: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def command(self, operation: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return ("EVALSHA", self.script.sha, 1, self.root, operation, repr(time.time()), *values)
 
     async def call_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
