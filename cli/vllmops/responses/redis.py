@@ -139,7 +139,8 @@ class Redis(Backend):
         found, version = await self.call("open", SCHEMA)
         if found > SCHEMA:
             raise too_new(self.url, found, SCHEMA)
-        if tuple(map(int, version.split(b"."))) < LEAST_VERSION:
+        # What tells none is somebody's that speaks as Redis does.
+        if version and tuple(map(int, version.split(b"."))) < LEAST_VERSION:
             raise VllmopsError(
                 "store.redis",
                 f"the server speaks as Redis {version.decode()}, and the store needs 6.2",
