@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from vllmops.errors import VllmopsError
 from vllmops.responses import opening, sql
@@ -263,21 +262,3 @@ def test_an_older_schema_is_upgraded(shared_url: str, monkeypatch: pytest.Monkey
             await store.close()
 
     asyncio.run(main())
-
-
-def test_a_redis_that_may_write_late_is_told(servers: Any) -> None:
-    server = servers.add("redis")
-
-    async def told() -> list[str]:
-        backend = opening.backend(server.url)
-        try:
-            return await backend.caveats()
-        finally:
-            await backend.close()
-
-    assert asyncio.run(told()) == []
-    with redis.Redis.from_url(server.url) as client:
-        client.config_set("appendfsync", "everysec")
-    assert asyncio.run(told()) == [
-        "appendfsync everysec: a crash while the disk is slow may take the last 2 s"
-    ]

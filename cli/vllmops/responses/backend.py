@@ -12,7 +12,7 @@ import hashlib
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import ClassVar
 
 import msgspec
@@ -360,21 +360,31 @@ class Uses:
     """When responses were used last, noted until it is written down, all at once.
 
     A use that is not written is lost with the process, which harms nothing.
+
+    Args:
+        write: writes down ids, each with the time of its last use in seconds since the epoch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[[list[tuple[str, float]]], Awaitable[None]]) -> None:
+        self.write = write
         self.noted: dict[str, float] = {}
 
-    def note(self, ids: Collection[str]) -> bool:
-        """Count as use; whether so much is noted that it should be written down."""
+    async def note(self, ids: Collection[str]) -> None:
+        """Count as use, which is written down later."""
         self.noted.update(dict.fromkeys(ids, time.time()))
-        return len(self.noted) >= NOTED
+        if len(self.noted) >= NOTED:
+            await self.flush()
 
     def take(self) -> list[tuple[str, float]]:
-        """What is noted, to be written down: ids, and seconds since the epoch."""
+        """What is noted, for whoever writes it down."""
         noted, self.noted = self.noted, {}
         # In one order everywhere, or two processes could wait for each other.
         return sorted(noted.items())
+
+    async def flush(self) -> None:
+        """Write down what was used."""
+        if noted := self.take():
+            await self.write(noted)
 
 
 def too_new(url: str, found: int, known: int) -> VllmopsError:

@@ -96,7 +96,7 @@ class Redis(Backend):
             files(__package__).joinpath("redis.lua").read_text()
         )
         self.calling = Gathered(self.call_all, lambda words: sum(map(weight, words)))
-        self.uses = Uses()
+        self.uses = Uses(self.used)
 
     async def call(self, operation: str, *values: Any) -> Any:
         """Run an operation of the script."""
@@ -122,15 +122,9 @@ class Redis(Backend):
                     found[i] = each
         return found
 
-    async def flush(self) -> None:
-        """Write down what was used."""
-        if uses := self.uses.take():
-            await self.apart("note", packed(uses))
-
-    async def note(self, ids: Collection[str]) -> None:
-        """Count as use, which is written down later: with the next response, at the latest."""
-        if self.uses.note(ids):
-            await self.flush()
+    async def used(self, uses: list[tuple[str, float]]) -> None:
+        """Write down when responses were used, where none is created with which that goes."""
+        await self.apart("note", packed(uses))
 
     async def there(self) -> bool:
         return bool(await self.client.exists(f"{self.root}schema"))
@@ -149,7 +143,7 @@ class Redis(Backend):
 
     async def close(self) -> None:
         try:
-            await self.flush()
+            await self.uses.flush()
         finally:
             await self.connections.empty()
             await self.client.aclose()
@@ -220,7 +214,7 @@ class Redis(Backend):
         found = await self.call("get", response_id, owner, *self.judged)
         if not found:
             return None
-        await self.note([response_id])
+        await self.uses.note([response_id])
         return made(found)
 
     async def delete(self, owner: str, response_id: str) -> bool:
@@ -264,7 +258,7 @@ class Redis(Backend):
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         found = await self.call("conversation", response_id, owner, *self.judged)
         turns = [made(each) for each in reversed(found)]
-        await self.note([each.id for each in turns])
+        await self.uses.note([each.id for each in turns])
         return turns
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
@@ -301,7 +295,7 @@ class Redis(Backend):
         return Log(chunks, found[0].decode() in RUNNING)
 
     async def sweep(self) -> Swept:
-        await self.flush()
+        await self.uses.flush()
         failed = await self.apart("fail", *self.judged)
         expired, done = 0, BATCH
         while done == BATCH:

@@ -181,7 +181,7 @@ class Sql(Backend):
         self.text: Callable[[str], str] = lru_cache(256)(
             lambda template: dialect.marked(template.format(**words))
         )
-        self.uses = Uses()
+        self.uses = Uses(self.used)
         # Counting is slow, so it is done once in a while.
         self.every = max(1, limits.max_size // 100)
         self.created = 0
@@ -211,7 +211,7 @@ class Sql(Backend):
         return self.limits.lease_s if status in RUNNING else None
 
     async def close(self) -> None:
-        await self.flush()
+        await self.uses.flush()
 
     async def drop(self) -> None:
         for table in TABLES:
@@ -284,7 +284,7 @@ class Sql(Backend):
     async def get(self, owner: str, response_id: str) -> Response | None:
         found = await self.find(owner, response_id)
         if found is not None:
-            await self.note([response_id])
+            await self.uses.note([response_id])
         return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
@@ -328,7 +328,7 @@ class Sql(Backend):
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         found = await self.alive(CONVERSATION, response_id, owner)
-        await self.note([each.id for each in found])
+        await self.uses.note([each.id for each in found])
         return found
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
@@ -364,7 +364,7 @@ class Sql(Backend):
         return Log([Chunk(row[0], row[1], row[2]) for row in rows], found.running)
 
     async def sweep(self) -> Swept:
-        await self.flush()
+        await self.uses.flush()
         failed = await self.fetch(self.text(FAIL), GONE)
         expired, done = 0, BATCH
         while done == BATCH:
@@ -405,19 +405,13 @@ class Sql(Backend):
             rows = await self.fetch(self.text(statement), *values)
         return [made(row) for row in rows]
 
-    async def note(self, ids: Collection[str]) -> None:
-        """Count as use, which is written down later."""
-        if self.uses.note(ids):
-            await self.flush()
-
-    async def flush(self) -> None:
-        """Write down what was used."""
-        if uses := self.uses.take():
-            await self.many(self.text(TOUCH), [(each, EVERYBODY, at) for each, at in uses])
+    async def used(self, uses: list[tuple[str, float]]) -> None:
+        """Write down when responses were used."""
+        await self.many(self.text(TOUCH), [(each, EVERYBODY, at) for each, at in uses])
 
     async def evict(self, spared: str) -> int:
         """Drop what was used longest ago until there are no more than may be."""
-        await self.flush()
+        await self.uses.flush()
         done = await self.fetch(self.text(EVICT), self.limits.max_size, spared)
         if done:
             await self.fetch(self.text(META_ADD), "evictions", len(done))
