@@ -148,7 +148,7 @@ def decode(content: bytes, path: Path) -> Ring:
                 "keys.newer",
                 f"{path} was written by a newer vllmops (version {version}, this one reads up to "
                 f"{VERSION})",
-                "pip install --upgrade vllmops-cli",
+                "install the newest vllmops",
             )
         return RING.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

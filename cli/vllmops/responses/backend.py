@@ -392,7 +392,7 @@ def too_new(url: str, found: int, known: int) -> VllmopsError:
     return VllmopsError(
         "store.schema",
         f"the store at {shown(url)} has schema {found}, and this vllmops knows up to {known}",
-        "pip install --upgrade vllmops-cli",
+        "install the newest vllmops",
     )
 
 

@@ -153,7 +153,7 @@ def decode(path: Path, content: bytes, kind: type[T]) -> T:
                 "file.newer",
                 f"{path} was written by a newer vllmops (schema {head.schema}, "
                 f"this one reads up to {own.schema})",
-                "pip install --upgrade vllmops-cli",
+                "install the newest vllmops",
             )
         return msgspec.json.decode(content, type=kind)
     except DAMAGE as error:

@@ -1,0 +1,82 @@
+"""The wheel, as somebody without this repository has it: built, installed, and run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllmops import __version__
+
+from .test_app import WORDS
+
+ROOT = Path(__file__).parent.parent
+STACKS = ROOT / "tests/diagnose/stacks/mm-cache-eviction-spin.txt"
+BASE_BYTES = 60_000_000
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, what it requires, and nothing else."""
+    place = tmp_path_factory.mktemp("wheel")
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    built = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, ROOT)
+    subprocess.run([*pip, *built], check=True)
+    (wheel,) = place.glob("vllmops_cli-*.whl")
+    venv.create(place / "env", with_pip=False)
+    python = place / "env/bin/python"
+    subprocess.run([*pip, "--python", python, "install", wheel], check=True)
+    return place / "env"
+
+
+@pytest.fixture(scope="module")
+def run(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A program of that environment, which knows nothing of this repository."""
+    home = tmp_path_factory.mktemp("home")
+    environment = {"PATH": os.defpath, "HOME": str(home), "VLLMOPS_HOME": str(home / "state")}
+
+    def program(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [installed / "bin" / name, *words],
+            env=environment,
+            cwd=home,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    return program
+
+
+def test_the_base_install_is_light(installed: Path) -> None:
+    files = [path for path in (installed / "lib").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= BASE_BYTES
+
+
+def test_every_command_has_its_help(run: Run) -> None:
+    assert run("vllmops", "--version").stdout == f"vllmops {__version__}\n"
+    for words in WORDS:
+        answer = run("vllmops", *words, "--help")
+        assert (answer.returncode, answer.stderr) == (0, ""), words
+        assert f"vllmops {' '.join(words)}" in " ".join(answer.stdout.split()), words
+
+
+def test_what_needs_no_vllm_works(run: Run) -> None:
+    assert len(run("vllmops", "keygen").stdout.strip()) == 64
+    answer = run("vllmops", "stacks", "explain", str(STACKS))
+    assert "mm-cache-eviction-spin" in answer.stdout
+    assert answer.returncode == 1
+
+
+def test_what_needs_vllm_says_how_to_get_it(run: Run) -> None:
+    answer = run("vllmops", "serve", "some/model")
+    assert answer.returncode == 1
+    assert "vllmops-cli[gpu]" in answer.stderr
