@@ -413,7 +413,8 @@ def log(server: Server) -> str:
     if server.record:
         return shortened(Folder(server.record.name).log)
     places = [Path(f"/proc/{server.pid}/fd/{number}") for number in OUTPUTS]
-    whole = {place.resolve(): shortened(place) for place in places if place.is_file()}
+    uid = agent.owner(server.processes[0]) if server.processes else None
+    whole = {place.resolve(): shortened(place, uid) for place in places if place.is_file()}
     if not whole:
         raise VllmopsError(
             "bundle.no-log",
@@ -422,12 +423,12 @@ def log(server: Server) -> str:
     return "\n".join(whole.values())
 
 
-def shortened(path: Path) -> str:
-    """A log without its middle, if it is long."""
-    end = logs.last(path, lines=LOG_LINES, limit=LOG_BYTES)
+def shortened(path: Path, of: int | None = None) -> str:
+    """A log without its middle, if it is long; `of` is as for `logs.opened`."""
+    end = logs.last(path, lines=LOG_LINES, limit=LOG_BYTES, of=of)
     if len(end) < LOG_LINES:
         return "\n".join(end)
-    beginning = logs.first(path, lines=LOG_BEGINNING, limit=LOG_BYTES)
+    beginning = logs.first(path, lines=LOG_BEGINNING, limit=LOG_BYTES, of=of)
     return "\n".join([*beginning, "[lines left out, and maybe some twice]", *end])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -15,6 +15,7 @@ from ..snapshots.metrics import Metrics
 from ..snapshots.server import Canary, Outcome
 
 TIMEOUT_S = 2.0
+KEY = "VLLM_API_KEY"
 
 
 # A sample's name, and labels that it must have, to the field that it adds to.
@@ -86,10 +87,30 @@ def version(url: str) -> str | None:
         return None
 
 
-def authorization() -> dict[str, str]:
-    """The header with the API key that the environment has, if any."""
-    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+class Key(NamedTuple):
+    """What a server is sent of the user's API key.
+
+    Args:
+        headers: the one that holds it, if any.
+        withheld: why it is not sent although there is one; empty where it is.
+    """
+
+    headers: dict[str, str]
+    withheld: str = ""
+
+
+def key_for(url: str) -> Key:
+    """What a server gets of ``VLLM_API_KEY``: nothing where it is another user's process.
+
+    Never another variable: a key that is somebody else's is not for this server.
+    """
+    from .listeners import distrust  # noqa: PLC0415 - most commands send no key
+
+    key = os.environ.get(KEY)
+    if not key:
+        return Key({})
+    withheld = distrust(url)
+    return Key({}, withheld) if withheld else Key({"Authorization": f"Bearer {key}"})
 
 
 def one_token(url: str, timeout_s: float) -> Canary:
@@ -100,7 +121,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
         timeout_s: for everything.
     """
     began = time.monotonic()
-    headers = authorization()
+    headers, withheld = key_for(url)
 
     def told(outcome: Outcome, detail: str) -> Canary:
         return Canary(outcome, time.monotonic() - began, detail)
@@ -108,7 +129,8 @@ def one_token(url: str, timeout_s: float) -> Canary:
     try:
         models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers)
         if models.status_code in {401, 403}:
-            return told("unable", "it wants an API key: set VLLM_API_KEY")
+            why = f"{KEY} was not sent: {withheld}" if withheld else f"set {KEY}"
+            return told("unable", f"it wants an API key: {why}")
         model = models.raise_for_status().json()["data"][0]["id"]
         left_s = max(timeout_s - (time.monotonic() - began), 1.0)
         body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}

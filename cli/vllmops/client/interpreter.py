@@ -72,7 +72,7 @@ def of(server: Server) -> Interpreter:
     place = Path(f"/proc/{server.pid}")
     try:
         exe, directory = os.readlink(place / "exe"), os.readlink(place / "cwd")
-        at = place.stat()
+        owner = unlike_root(place)
     except OSError as error:
         raise VllmopsError(
             "interpreter.unreadable",
@@ -86,14 +86,27 @@ def of(server: Server) -> Interpreter:
     name = next(iter(words_of(server.pid)), exe)
     # By its entry in /proc: a package manager may have replaced the file.
     program = str(place / "exe")
-    other = os.geteuid() == 0 and at.st_uid != 0
     return Interpreter(
         program,
         name if "/" not in name else os.path.join(directory, name),
         environment,
         directory if Path(directory).is_dir() else "/",
-        (at.st_uid, at.st_gid) if other else None,
+        owner if os.geteuid() == 0 else None,
     )
+
+
+def unlike_root(place: Path) -> tuple[int, int] | None:
+    """Uid and gid of a process that is not root's alone, by its folder in ``/proc``; else None.
+
+    Not by who owns that folder: of a process that turned off its dumps that is root. And one that
+    a user has started with another user's rights has what that user put into its environment.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    lines = dict(line.partition(":\t")[::2] for line in (place / "status").read_text().splitlines())
+    pairs = zip(lines["Uid"].split(), lines["Gid"].split(), strict=True)
+    return next(((int(uid), int(gid)) for uid, gid in pairs if uid != "0"), None)
 
 
 class Run:

@@ -225,8 +225,9 @@ class Http:
         self.place = place
         self.name = place.name
         self.timeout_s = timeout_s
+        headers, self.withheld = http.key_for(place.url)
         self.client = httpx.AsyncClient(
-            headers=http.authorization(),
+            headers=headers,
             timeout=timeout_s,
             # A proxy for the outside is not for a server on this machine, whose certificate is its
             # own; elsewhere the key is for nobody but the right one.
@@ -356,10 +357,14 @@ class Http:
 
     def allowed(self, answer: httpx.Response) -> httpx.Response:
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+            why, mend = "has none that it takes", "VLLM_API_KEY=… vllmops responses …"
+            if self.withheld:
+                why = f"was not sent: {self.withheld}"
+                mend = "run vllmops as the user who started the server"
             raise VllmopsError(
                 "responses.not-authorised",
-                f"{self.name} wants an API key, and VLLM_API_KEY has none that it takes",
-                f"VLLM_API_KEY=… vllmops responses …{self.place.or_store}",
+                f"{self.name} wants an API key, and VLLM_API_KEY {why}",
+                f"{mend}{self.place.or_store}",
                 exit_code=Exit.NOT_AUTHORISED,
             )
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:

@@ -19,7 +19,7 @@ import msgspec
 
 from ..errors import Exit, VllmopsError
 from ..files import take, write_atomically
-from ..home import home
+from ..home import home, make
 from .ring import VERSION, Ring, Secret, from_hex, only
 
 PLACE = "VLLMOPS_KEYRING"
@@ -180,7 +180,7 @@ def change(path: Path, act: Callable[[Ring], Ring], *, create: bool = False) -> 
     if create and not path.parent.exists():
         with contextlib.suppress(OSError, VllmopsError):
             if path == default_path():
-                path.parent.mkdir(mode=0o700, parents=True)
+                make(path.parent)
     with locked(path):
         before = Ring() if create and not path.exists() and not copy(path).exists() else load(path)
         after = act(before)
@@ -268,7 +268,7 @@ def missing(path: Path) -> VllmopsError:
         return VllmopsError(
             "keys.no-ring",
             f"there is no {path}, but its copy is there: {copy(path)}",
-            f"mv {copy(path)} {path}, or remove the copy to begin anew",
+            f"mv {copy(path)} {path}, or move the copy away to begin anew",
             exit_code=Exit.NOT_FOUND,
         )
     return VllmopsError(
