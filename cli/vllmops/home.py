@@ -25,7 +25,7 @@ def home() -> Path:
         VllmopsError: ``home.unknown``, for a user without a home directory; ``home.unsafe`` (exit
             code 4) as `own` does.
     """
-    return own(place())
+    return own(place(), sticky=True)
 
 
 def place() -> Path:
@@ -46,7 +46,7 @@ def place() -> Path:
         ) from error
 
 
-def own(path: Path) -> Path:
+def own(path: Path, *, sticky: bool = False) -> Path:
     """Check that a folder is this user's own, and that nobody else can write to or exchange it.
 
     Each folder above it, and each link on the way, belongs to this user or to root; others may
@@ -54,6 +54,7 @@ def own(path: Path) -> Path:
 
     Args:
         path: absolute; what does not exist yet is in order.
+        sticky: whether others may write to it if it is sticky; what lies in it is checked, too.
 
     Returns:
         `path`, as it was given.
@@ -73,7 +74,7 @@ def own(path: Path) -> Path:
             break  # there is none, or whoever opens it is told why not
         if not stat.S_ISLNK(found.st_mode):
             at = step
-            judge(at, found, path, last=not left)
+            judge(at, found, path, last=not left, sticky=sticky or bool(left))
             continue
         links += 1
         if found.st_uid not in {0, os.geteuid()}:
@@ -104,13 +105,13 @@ def make_missing(path: Path) -> None:
             each.mkdir(mode=0o700, exist_ok=True)
 
 
-def judge(at: Path, found: os.stat_result, path: Path, *, last: bool) -> None:
+def judge(at: Path, found: os.stat_result, path: Path, *, last: bool, sticky: bool) -> None:
     """Raise `unsafe` where a folder on the way to `path`, or at its end, is not as `own` says."""
     me = os.geteuid()
     if found.st_uid not in ({me} if last else {0, me}):
         raise unsafe(at, path, f"belongs to {user(found.st_uid)}, not to {user(me)}")
     lax = found.st_mode & OTHERS_WRITE
-    if not lax or not (last or not found.st_mode & stat.S_ISVTX):
+    if not lax or (sticky and found.st_mode & stat.S_ISVTX):
         return
     mend = ""
     if me in {0, found.st_uid}:

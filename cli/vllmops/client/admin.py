@@ -48,9 +48,10 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         What the process that answered holds now.
 
     Raises:
-        VllmopsError: ``admin.plain`` (exit code 2), ``admin.other-user`` (4), where the listener on
-            this machine is neither this user's nor root's, ``admin.unreachable`` (5), ``admin.timeout``
-            (3), ``admin.refused`` (4), ``admin.no-route``, or what the server says.
+        VllmopsError: ``admin.plain`` (exit code 2), ``admin.other-user`` (4) where a process of
+            this machine that is neither this user's nor root's listens there,
+            ``admin.unreachable`` (5), ``admin.timeout`` (3), ``admin.refused`` (4),
+            ``admin.no-route``, or what the server says.
     """
     if not (place.local or plain or urlsplit(place.url).scheme == "https"):
         raise VllmopsError(
