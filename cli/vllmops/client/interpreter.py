@@ -98,8 +98,8 @@ def of(server: Server) -> Interpreter:
 def unlike_root(place: Path) -> tuple[int, int] | None:
     """Uid and gid of a process that is not root's alone, by its folder in ``/proc``; else None.
 
-    Not by who owns that folder: of a process that turned off its dumps that is root. And one that
-    a user has started with another user's rights has what that user put into its environment.
+    Not by who owns that folder, which is root where a user has started a program that has root's
+    rights (set-user-id): its environment is that user's, and so is what it makes Python import.
 
     Raises:
         OSError: it can't be read.
