@@ -20,6 +20,7 @@ OURS = re.compile(r"--force\b|--overwrite\b|\bresponses (purge|delete)\b")
 # A string that may stand there, and why: by its file and how it begins.
 ALLOWED = {
     ("commands/bundle.py", "--force"): "an option's name",
+    ("commands/bundle.py", "vllmops bundle --force, or"): "what it asks where nobody can be asked",
     ("commands/transfer.py", "--force"): "an option's name",
     ("commands/transfer.py", "--overwrite"): "an option's name",
     ("commands/keygen.py", "--force"): "an option's name",
@@ -35,10 +36,16 @@ ALLOWED = {
 def strings(text: str) -> list[tuple[int, str]]:
     """Every string of a module with its line; what a f-string fills in is left open."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    parts_of_one: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(text)):  # from the outside in
+        if node in parts_of_one:
+            continue
         if isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
-            found.append((node.lineno, "".join(map(str, parts))))
+            parts_of_one |= set(node.values)
+            parts = [
+                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+            ]
+            found.append((node.lineno, "".join(parts)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.append((node.lineno, node.value))
     return found

@@ -23,7 +23,7 @@ import msgspec
 from .. import __version__
 from ..errors import VllmopsError
 from ..files import peer
-from ..home import home, make
+from ..home import home, make_missing
 from ..patches import registry
 from ..snapshots.compares import CompareWish
 from ..snapshots.engine import Beat, Hello, Traffic
@@ -204,7 +204,7 @@ def own_directory() -> Path:
         OffError: somebody else's, or open to others: they could put their own socket there.
     """
     path = home() / DIRECTORY
-    make(path.parent)
+    make_missing(path.parent)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     at = path.lstat()

@@ -414,13 +414,22 @@ def log(server: Server) -> str:
         return shortened(Folder(server.record.name).log)
     places = [Path(f"/proc/{server.pid}/fd/{number}") for number in OUTPUTS]
     uid = agent.owner(server.processes[0]) if server.processes else None
-    whole = {place.resolve(): shortened(place, uid) for place in places if place.is_file()}
+    whole = {place.resolve(): shortened(place, uid) for place in places if readable(place, uid)}
     if not whole:
         raise VllmopsError(
             "bundle.no-log",
-            f"vllmops did not start it, and it writes to no file (see ls -l {places[0]})",
+            f"vllmops did not start it, and it writes to no file of its user's (see ls -l {places[0]})",
         )
     return "\n".join(whole.values())
+
+
+def readable(path: Path, of: int | None) -> bool:
+    """Whether a log can be opened; `of` is as for `logs.opened`."""
+    try:
+        logs.opened(path, of).close()
+    except OSError:
+        return False
+    return True
 
 
 def shortened(path: Path, of: int | None = None) -> str:

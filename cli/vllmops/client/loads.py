@@ -300,11 +300,14 @@ def check(answer: httpx.Response, what: str) -> None:
         return
     if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
         withheld = key_for(str(answer.request.url)).withheld
-        why = f"was not sent: {withheld}" if withheld else "has none that it takes"
+        why, mend = "has none that it takes", f"{KEY}=… vllmops memory record …"
+        if withheld:
+            why = f"was not sent: {withheld}"
+            mend = "run vllmops as the user who started the server"
         raise VllmopsError(
             "load.not-authorised",
             f"{what}: the server wants an API key, and {KEY} {why}",
-            f"{KEY}=… vllmops memory record …",
+            mend,
             exit_code=Exit.NOT_AUTHORISED,
         )
     try:

@@ -75,7 +75,7 @@ def bundle(
     path = place(out, server.label)
     replace = force
     if path.exists() and not force:
-        output.confirm(f"{path} exists. Replace it?", "another -o FILE")
+        output.confirm(f"{path} exists. Replace it?", "vllmops bundle --force, or another -o FILE")
         replace = True
     stop = threading.Event()
     # Not an exception: what there is must get to the disk, however often Ctrl-C is pressed.
