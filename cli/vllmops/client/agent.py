@@ -192,7 +192,7 @@ class Connection(http.client.HTTPConnection):
             http.client.HTTPException: no proper answer, or one that is too long.
         """
         used = self.sock is not None
-        if self.sock:
+        if isinstance(self.sock, Timely):
             self.sock.deadline = time.monotonic() + self.timeout_s
         try:
             self.request(method, path, body)
@@ -210,20 +210,20 @@ class Connection(http.client.HTTPConnection):
         return response.status, content
 
     def connect(self) -> None:
-        self.sock = Timely(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout_s)
-        self.sock.deadline = time.monotonic() + self.timeout_s
+        self.sock = made = Timely(socket.AF_UNIX)
+        made.settimeout(self.timeout_s)
+        made.deadline = time.monotonic() + self.timeout_s
         while True:
             try:
-                self.sock.connect(os.fspath(self.path))
+                made.connect(os.fspath(self.path))
                 break
             except BlockingIOError:
                 # The queue is full. A Unix socket says so instead of waiting.
-                if time.monotonic() > self.sock.deadline:
+                if time.monotonic() > made.deadline:
                     raise
                 time.sleep(0.01)
         # Between the look at the path and this, somebody may have put another socket there.
-        if (uid := peer(self.sock)) != self.uid:
+        if (uid := peer(made)) != self.uid:
             raise PermissionError(errno.EPERM, f"is answered by {user(uid)}")
 
 
@@ -515,7 +515,7 @@ def silent(process: Process, timeout_s: float) -> VllmopsError:
 def unreachable(process: Process, path: Path, error: Exception) -> VllmopsError:
     """Nobody listens, or the connection broke."""
     if isinstance(error, PermissionError) and error.errno == errno.EPERM:
-        return unsafe(process, path, error.strerror)
+        return unsafe(process, path, error.strerror or str(error))
     if isinstance(error, FileNotFoundError):
         return absent(process, path)
     if isinstance(error, ConnectionRefusedError):

@@ -418,7 +418,8 @@ def log(server: Server) -> str:
     if not whole:
         raise VllmopsError(
             "bundle.no-log",
-            f"vllmops did not start it, and it writes to no file of its user's (see ls -l {places[0]})",
+            "vllmops did not start it, and it writes to no file of its user's "
+            f"(see ls -l {places[0]})",
         )
     return "\n".join(whole.values())
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from ..snapshots.metrics import Metrics
 from ..snapshots.server import Canary, Outcome
 
 TIMEOUT_S = 2.0
+GRACE_S = 0.5  # for an answer that comes in several parts, each in time
+ANSWER_BYTES = 64 << 20  # metrics of many engines have some MB
 KEY = "VLLM_API_KEY"
 
 
@@ -151,8 +154,35 @@ def get(url: str, timeout_s: float) -> httpx.Response:
 
 
 def ask(method: str, url: str, timeout_s: float, **fields: Any) -> httpx.Response:
-    # A proxy for the outside is not for a server on this machine, whose certificate is its own.
-    return httpx.request(method, url, timeout=timeout_s, trust_env=False, verify=False, **fields)  # noqa: S501
+    """A server's answer; not on a thread whose event loop runs.
+
+    Whoever listens there may be anybody: what trickles in for ever, or never ends, is given up.
+
+    Raises:
+        httpx.HTTPError, httpx.InvalidURL: there is none, in this time or of a decent size.
+    """
+    return asyncio.run(answered(method, url, timeout_s, fields))
+
+
+async def answered(
+    method: str, url: str, timeout_s: float, fields: dict[str, Any]
+) -> httpx.Response:
+    content = b""
+    try:
+        async with (
+            asyncio.timeout(timeout_s + GRACE_S),
+            # A proxy for the outside is not for a server on this machine, whose certificate is its
+            # own.
+            httpx.AsyncClient(timeout=timeout_s, trust_env=False, verify=False) as client,  # noqa: S501
+            client.stream(method, url, **fields) as answer,
+        ):
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > ANSWER_BYTES:
+                    raise httpx.RemoteProtocolError(f"it has more than {ANSWER_BYTES >> 20} MiB")
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from error
+    return httpx.Response(answer.status_code, content=content, request=answer.request)
 
 
 def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:

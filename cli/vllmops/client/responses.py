@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 from urllib.parse import quote, urlsplit
@@ -440,7 +441,8 @@ class Http:
 
     def lacking(self, doing: str) -> VllmopsError:
         """The error of a server without a route."""
-        version = http.version(self.place.url)
+        with ThreadPoolExecutor(1) as pool:  # an event loop runs on this thread
+            version = pool.submit(http.version, self.place.url).result()
         if version is None and not self.place.vllm:
             return VllmopsError(
                 "responses.no-route",
