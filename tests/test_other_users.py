@@ -348,6 +348,43 @@ def test_a_directory_that_is_lax_is_not_to_be_removed(spawn: Any) -> None:
     assert "rm " not in error.mend
 
 
+def test_root_reaches_the_agent_of_another_users_process(home: Path) -> None:
+    home.chmod(0o755)
+    theirs = home / "theirs"
+    theirs.mkdir(mode=0o700)
+    os.chown(theirs, NOBODY, NOBODY)
+    child = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "agent" / "child.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLMOPS_HOME": str(theirs)},
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdout
+        assert child.stdout.readline() == "'up'\n"
+        process = Process(Role.API, child.pid, psutil.Process(child.pid).create_time())
+        told, pulse = agent.reach(process).hello(), agent.beat(process)
+        child.kill()
+    assert told.pid == child.pid
+    assert pulse
+
+
+def test_root_in_the_environment_of_another_user(vllmops: Any, tmp_path: Path) -> None:
+    # As some ways to become root leave it.
+    os.chown(tmp_path, NOBODY, NOBODY)
+    kept = {"VLLMOPS_HOME": "", "XDG_STATE_HOME": "", "HOME": str(tmp_path)}
+    answer = vllmops("ps", "--json", env=kept)
+    assert (answer.code, answer.error["code"]) == (4, "home.unsafe")
+    assert f"{tmp_path}, on the way to {tmp_path}/.local" in answer.error["message"]
+    assert "VLLMOPS_HOME=/root/" in answer.error["mend"]
+    assert list(tmp_path.iterdir()) == []
+
+
 # -- keys --------------------------------------------------------------------------------------
 
 SERVE = """
@@ -522,6 +559,15 @@ def test_the_interpreter_of_a_process_that_was_given_roots_rights_does_not_run_a
         child.kill()
     assert owner
     assert owner[0] == NOBODY
+
+
+def test_what_the_interpreter_of_a_server_prints_has_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interpreter, "OUTPUT_BYTES", 1000)
+    python = interpreter.Interpreter(sys.executable, sys.executable, os.environ, "/")
+    run = interpreter.Run(python, ("-c", "print('x' * 100_000)"))
+    assert run.wait(time.monotonic() + 10) == "x" * 1000
 
 
 POINT = """

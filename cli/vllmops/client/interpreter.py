@@ -21,6 +21,7 @@ NICENESS = 19
 # A killed process ends at once, unless the kernel itself is stuck in it.
 KILL_WAIT_S = 0.5
 TOLD = 400  # characters of a complaint
+OUTPUT_BYTES = 16 << 20  # of the packages of an environment some 100 KB
 
 
 @dataclass(frozen=True)
@@ -179,5 +180,6 @@ class Run:
 
 
 def read(file: IO[bytes]) -> str:
+    """What a run has written, as far as it is of a decent size: it may be another user's code."""
     file.seek(0)
-    return file.read().decode(errors="replace")
+    return file.read(OUTPUT_BYTES).decode(errors="replace")
