@@ -44,3 +44,5 @@ def test_commands_and_instance_names_are_completed(tmp_path: Path) -> None:
     assert complete("sta", 1) == ["status", "stacks"]
     assert complete("logs n", 2) == ["night", "noon"]
     assert complete("logs nigh", 2) == ["night"]
+    tmp_path.chmod(0o777)  # a command would say so; a tab does not
+    assert complete("logs n", 2) == []

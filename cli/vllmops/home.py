@@ -1,19 +1,35 @@
-"""Where vllmops keeps its state; the CLI and the agent both ask here."""
+"""Where vllmops keeps its state; the CLI and the agent both ask here.
+
+What is written there is run, shown and served as its owner's own: records hold commands. So every
+folder that vllmops reads or writes there belongs to the user who runs it, and nobody else but root
+can put anything into it, or exchange it.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
+import stat
 from pathlib import Path
 
-from .errors import VllmopsError
+from .errors import Exit, VllmopsError
+
+LINKS = 40  # that Linux follows in one path
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def home() -> Path:
     """The state directory: ``VLLMOPS_HOME``, or the user's state directory.
 
     Raises:
-        VllmopsError: ``home.unknown``, for a user without a home directory.
+        VllmopsError: ``home.unknown``, for a user without a home directory; ``home.unsafe`` (exit
+            code 4) as `own` does.
     """
+    return own(place(), sticky=True)
+
+
+def place() -> Path:
+    """Where the state directory is, whoever owns it."""
     try:
         if chosen := os.environ.get("VLLMOPS_HOME"):
             return Path(chosen).expanduser().absolute()
@@ -28,3 +44,107 @@ def home() -> Path:
             "and no entry in the user database",
             "export VLLMOPS_HOME=/var/lib/vllmops, say",
         ) from error
+
+
+def own(path: Path, *, sticky: bool = False) -> Path:
+    """Check that a folder is this user's own, and that nobody else can write to or exchange it.
+
+    Each folder above it, and each link on the way, belongs to this user or to root; others may
+    write to such a folder only where it is sticky, as the shared temporary directory is.
+
+    Args:
+        path: absolute; what does not exist yet is in order.
+        sticky: whether others may write to it if it is sticky; what lies in it is checked, too.
+
+    Returns:
+        `path`, as it was given.
+
+    Raises:
+        VllmopsError: ``home.unsafe`` (exit code 4).
+    """
+    at, links, left = Path("/"), 0, list(reversed(path.parts[1:]))
+    while left:
+        step = at / left.pop()
+        if step.name == "..":
+            at = at.parent
+            continue
+        try:
+            found = step.lstat()
+        except OSError:
+            break  # there is none, or whoever opens it is told why not
+        if not stat.S_ISLNK(found.st_mode):
+            at = step
+            judge(at, found, path, last=not left, sticky=sticky or bool(left))
+            continue
+        links += 1
+        if found.st_uid not in {0, os.geteuid()}:
+            raise unsafe(step, path, f"is a link of {user(found.st_uid)}'s")
+        if links > LINKS:
+            break
+        target = Path(os.readlink(step))
+        at = Path("/") if target.is_absolute() else at
+        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return path
+
+
+def make(path: Path) -> Path:
+    """Make a folder for this user alone, with those above it that are missing.
+
+    Raises:
+        OSError: it can't be made.
+        VllmopsError: ``home.unsafe`` (exit code 4), as `own` does.
+    """
+    make_missing(own(path))
+    return own(path)
+
+
+def make_missing(path: Path) -> None:
+    """Make what is missing of a folder's path, each part for this user alone; raises OSError."""
+    for each in (*reversed(path.parents), path):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)
+
+
+def judge(at: Path, found: os.stat_result, path: Path, *, last: bool, sticky: bool) -> None:
+    """Raise `unsafe` where a folder on the way to `path`, or at its end, is not as `own` says."""
+    me = os.geteuid()
+    if found.st_uid not in ({me} if last else {0, me}):
+        raise unsafe(at, path, f"belongs to {user(found.st_uid)}, not to {user(me)}")
+    lax = found.st_mode & OTHERS_WRITE
+    if not lax or (sticky and found.st_mode & stat.S_ISVTX):
+        return
+    mend = ""
+    if me in {0, found.st_uid}:
+        change = "g-w" if lax == stat.S_IWGRP else "700" if last else "go-w"
+        mend = f"chmod {change} {shlex.quote(str(at))}, or "
+    raise unsafe(at, path, f"can be written to by others (mode {found.st_mode & 0o7777:o})", mend)
+
+
+def unsafe(at: Path, path: Path, why: str, mend: str = "") -> VllmopsError:
+    whose = f"{at} {why}" if at == path else f"{at}, on the way to {path}, {why}"
+    return VllmopsError(
+        "home.unsafe",
+        f"{whose}: vllmops would run what somebody else has put there",
+        f"{mend}set VLLMOPS_HOME to a directory of your own, such as {another()}",
+        exit_code=Exit.NOT_AUTHORISED,
+    )
+
+
+def another(name: str = ".vllmops") -> str:
+    """A place for the state directory that is this user's own, as a shell takes it."""
+    import pwd  # noqa: PLC0415
+
+    try:
+        return f"VLLMOPS_HOME={shlex.quote(os.path.join(pwd.getpwuid(os.geteuid()).pw_dir, name))}"
+    except KeyError:
+        return f"VLLMOPS_HOME=/var/lib/vllmops-{os.geteuid()}"
+
+
+def user(uid: int) -> str:
+    """A user's name, or the number where there is none."""
+    import pwd  # noqa: PLC0415
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"#{uid}"

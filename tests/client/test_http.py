@@ -4,10 +4,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from vllmops.client import http
 from vllmops.client.http import healthy, metrics, status
 from vllmops.snapshots.metrics import Metrics
 
@@ -83,6 +85,29 @@ def test_a_server_that_takes_too_long(serve: Serve) -> None:
     assert status(url, timeout_s=0.2) == 0
     assert metrics(url, timeout_s=0.2) is None
     assert time.monotonic() - began < 0.9
+
+
+@pytest.mark.parametrize("said", ["HTTP/1.1 200 OK\r\nx: ", "HTTP/1.1 200 OK\r\n\r\n"])
+def test_an_answer_that_trickles_in(said: str) -> None:
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, suppress(OSError):
+            connection.sendall(said.encode())
+            for _ in range(100):
+                time.sleep(0.1)
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=trickle, args=(server,), daemon=True).start()
+        began = time.monotonic()
+        assert status(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=0.3) == 0
+        assert time.monotonic() - began < 3
+
+
+def test_an_answer_without_end(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "ANSWER_BYTES", 1000)
+    assert status(serve(body=bytes(1000))) == 200
+    assert status(serve(body=bytes(1001))) is None
 
 
 def test_something_that_does_not_speak_http(listener: int) -> None:

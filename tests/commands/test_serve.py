@@ -254,9 +254,9 @@ def test_a_state_directory_that_cannot_be_written(lab: Any, tmp_path: Path) -> N
 def test_a_state_directory_of_somebody_else(lab: Any) -> None:
     lab.home.chmod(0o755)
     lab.model.parent.chmod(0o755)
-    refused(lab, "home.unusable", str(lab.model), uid=NOBODY)
-    (lab.home / "instances").mkdir(mode=0o755)
-    refused(lab, "home.unusable", str(lab.model), uid=NOBODY)
+    answer = lab.vllmops("serve", str(lab.model), "--detach", "--json", uid=NOBODY)
+    assert (answer.code, answer.error["code"]) == (4, "home.unsafe")
+    assert f"{lab.home} belongs to root, not to nobody" in answer.error["message"]
 
 
 def test_a_state_directory_too_long_for_a_socket(lab: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import stat
-import struct
 import sys
 import threading
 import time
@@ -23,7 +22,8 @@ import msgspec
 
 from .. import __version__
 from ..errors import VllmopsError
-from ..home import home
+from ..files import peer
+from ..home import home, make_missing
 from ..patches import registry
 from ..snapshots.compares import CompareWish
 from ..snapshots.engine import Beat, Hello, Traffic
@@ -56,10 +56,7 @@ class Server(ThreadingMixIn, UnixStreamServer):
     block_on_close = False
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
-        size = struct.calcsize("3i")
-        credentials = request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        uid: int = struct.unpack("3i", credentials)[1]
-        return uid in (0, os.geteuid())
+        return peer(request) in (0, os.geteuid())
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         # The default prints a traceback into the server's log; a caller that hung up is no news.
@@ -207,7 +204,7 @@ def own_directory() -> Path:
         OffError: somebody else's, or open to others: they could put their own socket there.
     """
     path = home() / DIRECTORY
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_missing(path.parent)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     at = path.lstat()

@@ -13,6 +13,7 @@ from ..keys import file
 from ..keys.ring import Ring
 from ..snapshots.keys import ProcessKeys
 from .agent import DECODERS
+from .listeners import distrust
 from .responses import Place
 
 # As long as a server waits for whoever else changes its keyring, and some.
@@ -47,8 +48,10 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         What the process that answered holds now.
 
     Raises:
-        VllmopsError: ``admin.plain`` (exit code 2), ``admin.unreachable`` (5), ``admin.timeout``
-            (3), ``admin.refused`` (4), ``admin.no-route``, or what the server says.
+        VllmopsError: ``admin.plain`` (exit code 2), ``admin.other-user`` (4) where a process of
+            this machine that is neither this user's nor root's listens there,
+            ``admin.unreachable`` (5), ``admin.timeout`` (3), ``admin.refused`` (4),
+            ``admin.no-route``, or what the server says.
     """
     if not (place.local or plain or urlsplit(place.url).scheme == "https"):
         raise VllmopsError(
@@ -56,6 +59,13 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
             f"{place.url} is plain HTTP to another machine: whoever listens would have the keys",
             "https://…, or a tunnel to it; --plain where nobody listens",
             exit_code=Exit.USAGE,
+        )
+    if why := distrust(place.url):
+        raise VllmopsError(
+            "admin.other-user",
+            f"the admin token and the keys are not sent to {place.url}: {why}",
+            "vllmops ps shows what runs; do it as the user who started the server",
+            exit_code=Exit.NOT_AUTHORISED,
         )
     try:
         # On this machine a proxy for the outside is not asked, nor has a certificate its name.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
+import shlex
 import socket
 import stat
 import time
@@ -16,7 +18,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import Exit, VllmopsError
-from ..home import home
+from ..files import peer, read_private
+from ..home import home, user
 from ..instances.processes import CLOCK_SLACK_S, Process
 from ..snapshots.caches import ProcessCaches, Silent
 from ..snapshots.compares import CompareWish, Comparison
@@ -32,6 +35,7 @@ DIRECTORY = "agents"
 # Beats come every second; this many seconds without one mean that no Python runs any more.
 BEAT_LATE_S = 5.0
 ANCESTORS = 4
+ANSWER_BYTES = 256 << 20  # the keys of some million cache entries
 PATH_BYTES = 107  # sockaddr_un's, without the closing zero
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
@@ -58,12 +62,16 @@ class Agent:
         process: whose agent.
         path: its socket.
         timeout_s: seconds for each question, connecting included.
+        uid: who is to answer; None for the process's user.
     """
 
-    def __init__(self, process: Process, path: Path, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, process: Process, path: Path, timeout_s: float = TIMEOUT_S, uid: int | None = None
+    ) -> None:
         self.process = process
         self.path = path
         self.timeout_s = timeout_s
+        self.uid = owner(process) if uid is None else uid
         self.kept: Connection | None = None
 
     def hello(self) -> Hello:
@@ -128,7 +136,7 @@ class Agent:
 
     def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
         """Ask one question and decode the answer."""
-        connection = Connection(self.path, self.timeout_s)
+        connection = Connection(self.path, self.timeout_s, self.uid)
         if method == "GET":
             # A connection costs the process a thread, so questions share one; what changes
             # something has its own, as it must not be sent twice.
@@ -150,16 +158,42 @@ class Agent:
         return decode(self.process, content, kind)
 
 
-class Connection(http.client.HTTPConnection):
-    """HTTP over a Unix socket; the standard library's, because httpx takes 0.1 s to import."""
+class Timely(socket.socket):
+    """A socket whose answers end by a deadline, however slowly they trickle in."""
 
-    def __init__(self, path: Path, timeout_s: float) -> None:
+    deadline = 0.0
+
+    def recv_into(self, *args: Any, **options: Any) -> int:
+        self.settimeout(max(self.deadline - time.monotonic(), 0.001))
+        return super().recv_into(*args, **options)
+
+
+class Connection(http.client.HTTPConnection):
+    """HTTP over a Unix socket; the standard library's, because httpx takes 0.1 s to import.
+
+    Args:
+        path: of the socket.
+        timeout_s: seconds for each exchange.
+        uid: who is to answer.
+    """
+
+    def __init__(self, path: Path, timeout_s: float, uid: int) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self.path = path
+        self.timeout_s = timeout_s
+        self.uid = uid
 
     def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Send a request and read the answer: its status, its content."""
+        """Send a request and read the answer: its status, its content.
+
+        Raises:
+            OSError: TimeoutError where it takes too long, PermissionError where somebody else
+                answers.
+            http.client.HTTPException: no proper answer, or one that is too long.
+        """
         used = self.sock is not None
+        if isinstance(self.sock, Timely):
+            self.sock.deadline = time.monotonic() + self.timeout_s
         try:
             self.request(method, path, body)
             response = self.getresponse()
@@ -170,21 +204,27 @@ class Connection(http.client.HTTPConnection):
             self.close()
             self.request(method, path, body)
             response = self.getresponse()
-        return response.status, response.read()
+        content = response.read(ANSWER_BYTES + 1)
+        if len(content) > ANSWER_BYTES:
+            raise http.client.HTTPException(f"it has more than {ANSWER_BYTES >> 20} MiB")
+        return response.status, content
 
     def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        end = time.monotonic() + (self.timeout or 0)
+        self.sock = made = Timely(socket.AF_UNIX)
+        made.settimeout(self.timeout_s)
+        made.deadline = time.monotonic() + self.timeout_s
         while True:
             try:
-                self.sock.connect(os.fspath(self.path))
-                return
+                made.connect(os.fspath(self.path))
+                break
             except BlockingIOError:
                 # The queue is full. A Unix socket says so instead of waiting.
-                if time.monotonic() > end:
+                if time.monotonic() > made.deadline:
                     raise
                 time.sleep(0.01)
+        # Between the look at the path and this, somebody may have put another socket there.
+        if (uid := peer(made)) != self.uid:
+            raise PermissionError(errno.EPERM, f"is answered by {user(uid)}")
 
 
 def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
@@ -218,7 +258,7 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
         )
     for each in (path.parent, path):
         safe(process, each, uid)
-    agent = Agent(process, path, timeout_s)
+    agent = Agent(process, path, timeout_s, uid)
     hello = agent.hello()
     if hello.pid != process.pid or abs(hello.create_time - process.create_time) > CLOCK_SLACK_S:
         raise VllmopsError(
@@ -313,18 +353,13 @@ def beat(process: Process) -> Pulse | None:
     Returns:
         None where there is none that is readable, of this process, and of a known schema.
     """
-    path = socket_path(process).with_suffix(".beat")
+    path, uid = socket_path(process).with_suffix(".beat"), owner(process)
     for _ in range(3):
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                content = os.read(descriptor, BEAT_BYTES)
-            finally:
-                os.close(descriptor)
-            found = BEATS.decode(content)
+            found = BEATS.decode(read_private(path, uid, BEAT_BYTES))
         except OSError:
             return None
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             time.sleep(0.005)  # caught in the middle of a write
             continue
         own = (
@@ -395,16 +430,6 @@ def owner(process: Process) -> int:
     return next(int(line.split()[2]) for line in status.splitlines() if line.startswith("Uid:"))
 
 
-def user(uid: int) -> str:
-    """A user's name, or the number where there is none."""
-    import pwd  # noqa: PLC0415
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"#{uid}"
-
-
 def home_of(uid: int) -> str:
     """A user's home directory."""
     import pwd  # noqa: PLC0415
@@ -423,20 +448,29 @@ def safe(process: Process, path: Path, uid: int) -> None:
     except OSError as error:
         raise absent(process, path) from error
     wanted = stat.S_ISSOCK if path.suffix == ".sock" else stat.S_ISDIR
-    wrong = None
+    wrong, mend = None, "restart the server with a VLLMOPS_HOME that is its user's own"
     if not wanted(at.st_mode):
         wrong = "is not what it should be"
     elif at.st_uid != uid:
         wrong = f"belongs to {user(at.st_uid)}, not to {user(uid)}"
     elif stat.S_IMODE(at.st_mode) & 0o077:
         wrong = f"is open to others (mode {stat.S_IMODE(at.st_mode):o})"
+        directory = stat.S_ISDIR(at.st_mode)
+        mend = f"chmod {'700' if directory else '600'} {shlex.quote(str(path))}, and restart the"
+        mend += " server if it has no agent then"
     if wrong:
-        raise VllmopsError(
-            "agent.unsafe",
-            f"{path} {wrong}: who answers there need not be {name(process)}",
-            f"rm -r {path.parent}, then restart the server",
-            exit_code=Exit.NOT_AUTHORISED,
-        )
+        raise unsafe(process, path, wrong, mend)
+
+
+def unsafe(
+    process: Process, path: Path, wrong: str, mend: str = "vllmops ps shows what runs"
+) -> VllmopsError:
+    return VllmopsError(
+        "agent.unsafe",
+        f"{path} {wrong}: who answers there need not be {name(process)}",
+        mend,
+        exit_code=Exit.NOT_AUTHORISED,
+    )
 
 
 def decode(process: Process, content: bytes, kind: type[A]) -> A:
@@ -480,6 +514,8 @@ def silent(process: Process, timeout_s: float) -> VllmopsError:
 
 def unreachable(process: Process, path: Path, error: Exception) -> VllmopsError:
     """Nobody listens, or the connection broke."""
+    if isinstance(error, PermissionError) and error.errno == errno.EPERM:
+        return unsafe(process, path, error.strerror or str(error))
     if isinstance(error, FileNotFoundError):
         return absent(process, path)
     if isinstance(error, ConnectionRefusedError):

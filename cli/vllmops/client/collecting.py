@@ -413,21 +413,32 @@ def log(server: Server) -> str:
     if server.record:
         return shortened(Folder(server.record.name).log)
     places = [Path(f"/proc/{server.pid}/fd/{number}") for number in OUTPUTS]
-    whole = {place.resolve(): shortened(place) for place in places if place.is_file()}
+    uid = agent.owner(server.processes[0]) if server.processes else None
+    whole = {place.resolve(): shortened(place, uid) for place in places if readable(place, uid)}
     if not whole:
         raise VllmopsError(
             "bundle.no-log",
-            f"vllmops did not start it, and it writes to no file (see ls -l {places[0]})",
+            "vllmops did not start it, and it writes to no file of its user's "
+            f"(see ls -l {places[0]})",
         )
     return "\n".join(whole.values())
 
 
-def shortened(path: Path) -> str:
-    """A log without its middle, if it is long."""
-    end = logs.last(path, lines=LOG_LINES, limit=LOG_BYTES)
+def readable(path: Path, of: int | None) -> bool:
+    """Whether a log can be opened; `of` is as for `logs.opened`."""
+    try:
+        logs.opened(path, of).close()
+    except OSError:
+        return False
+    return True
+
+
+def shortened(path: Path, of: int | None = None) -> str:
+    """A log without its middle, if it is long; `of` is as for `logs.opened`."""
+    end = logs.last(path, lines=LOG_LINES, limit=LOG_BYTES, of=of)
     if len(end) < LOG_LINES:
         return "\n".join(end)
-    beginning = logs.first(path, lines=LOG_BEGINNING, limit=LOG_BYTES)
+    beginning = logs.first(path, lines=LOG_BEGINNING, limit=LOG_BYTES, of=of)
     return "\n".join([*beginning, "[lines left out, and maybe some twice]", *end])
 
 

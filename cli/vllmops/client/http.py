@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -15,6 +16,9 @@ from ..snapshots.metrics import Metrics
 from ..snapshots.server import Canary, Outcome
 
 TIMEOUT_S = 2.0
+GRACE_S = 0.5  # for an answer that comes in several parts, each in time
+ANSWER_BYTES = 64 << 20  # metrics of many engines have some MB
+KEY = "VLLM_API_KEY"
 
 
 # A sample's name, and labels that it must have, to the field that it adds to.
@@ -86,10 +90,30 @@ def version(url: str) -> str | None:
         return None
 
 
-def authorization() -> dict[str, str]:
-    """The header with the API key that the environment has, if any."""
-    key = os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+class Key(NamedTuple):
+    """What a server is sent of the user's API key.
+
+    Args:
+        headers: the one that holds it, if any.
+        withheld: why it is not sent although there is one; empty where it is.
+    """
+
+    headers: dict[str, str]
+    withheld: str = ""
+
+
+def key_for(url: str) -> Key:
+    """What a server gets of ``VLLM_API_KEY``: nothing where it is another user's process.
+
+    Never another variable: a key that is somebody else's is not for this server.
+    """
+    from .listeners import distrust  # noqa: PLC0415 - most commands send no key
+
+    key = os.environ.get(KEY)
+    if not key:
+        return Key({})
+    withheld = distrust(url)
+    return Key({}, withheld) if withheld else Key({"Authorization": f"Bearer {key}"})
 
 
 def one_token(url: str, timeout_s: float) -> Canary:
@@ -100,7 +124,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
         timeout_s: for everything.
     """
     began = time.monotonic()
-    headers = authorization()
+    headers, withheld = key_for(url)
 
     def told(outcome: Outcome, detail: str) -> Canary:
         return Canary(outcome, time.monotonic() - began, detail)
@@ -108,7 +132,8 @@ def one_token(url: str, timeout_s: float) -> Canary:
     try:
         models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers)
         if models.status_code in {401, 403}:
-            return told("unable", "it wants an API key: set VLLM_API_KEY")
+            why = f"{KEY} was not sent: {withheld}" if withheld else f"set {KEY}"
+            return told("unable", f"it wants an API key: {why}")
         model = models.raise_for_status().json()["data"][0]["id"]
         left_s = max(timeout_s - (time.monotonic() - began), 1.0)
         body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}
@@ -129,8 +154,35 @@ def get(url: str, timeout_s: float) -> httpx.Response:
 
 
 def ask(method: str, url: str, timeout_s: float, **fields: Any) -> httpx.Response:
-    # A proxy for the outside is not for a server on this machine, whose certificate is its own.
-    return httpx.request(method, url, timeout=timeout_s, trust_env=False, verify=False, **fields)  # noqa: S501
+    """A server's answer; not on a thread whose event loop runs.
+
+    Whoever listens there may be anybody: what trickles in for ever, or never ends, is given up.
+
+    Raises:
+        httpx.HTTPError, httpx.InvalidURL: there is none, in this time or of a decent size.
+    """
+    return asyncio.run(answered(method, url, timeout_s, fields))
+
+
+async def answered(
+    method: str, url: str, timeout_s: float, fields: dict[str, Any]
+) -> httpx.Response:
+    content = b""
+    try:
+        async with (
+            asyncio.timeout(timeout_s + GRACE_S),
+            # A proxy for the outside is not for a server on this machine, whose certificate is its
+            # own.
+            httpx.AsyncClient(timeout=timeout_s, trust_env=False, verify=False) as client,  # noqa: S501
+            client.stream(method, url, **fields) as answer,
+        ):
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > ANSWER_BYTES:
+                    raise httpx.RemoteProtocolError(f"it has more than {ANSWER_BYTES >> 20} MiB")
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from error
+    return httpx.Response(answer.status_code, content=content, request=answer.request)
 
 
 def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:

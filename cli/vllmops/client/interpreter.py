@@ -21,6 +21,7 @@ NICENESS = 19
 # A killed process ends at once, unless the kernel itself is stuck in it.
 KILL_WAIT_S = 0.5
 TOLD = 400  # characters of a complaint
+OUTPUT_BYTES = 16 << 20  # of the packages of an environment some 100 KB
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def of(server: Server) -> Interpreter:
     place = Path(f"/proc/{server.pid}")
     try:
         exe, directory = os.readlink(place / "exe"), os.readlink(place / "cwd")
-        at = place.stat()
+        owner = unlike_root(place)
     except OSError as error:
         raise VllmopsError(
             "interpreter.unreadable",
@@ -86,14 +87,27 @@ def of(server: Server) -> Interpreter:
     name = next(iter(words_of(server.pid)), exe)
     # By its entry in /proc: a package manager may have replaced the file.
     program = str(place / "exe")
-    other = os.geteuid() == 0 and at.st_uid != 0
     return Interpreter(
         program,
         name if "/" not in name else os.path.join(directory, name),
         environment,
         directory if Path(directory).is_dir() else "/",
-        (at.st_uid, at.st_gid) if other else None,
+        owner if os.geteuid() == 0 else None,
     )
+
+
+def unlike_root(place: Path) -> tuple[int, int] | None:
+    """Uid and gid of a process that is not root's alone, by its folder in ``/proc``; else None.
+
+    Not by who owns that folder, which is root where a user has started a program that has root's
+    rights (set-user-id): its environment is that user's, and so is what it makes Python import.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    lines = dict(line.partition(":\t")[::2] for line in (place / "status").read_text().splitlines())
+    pairs = zip(lines["Uid"].split(), lines["Gid"].split(), strict=True)
+    return next(((int(uid), int(gid)) for uid, gid in pairs if uid != "0"), None)
 
 
 class Run:
@@ -166,5 +180,6 @@ class Run:
 
 
 def read(file: IO[bytes]) -> str:
+    """What a run has written, as far as it is of a decent size: it may be another user's code."""
     file.seek(0)
-    return file.read().decode(errors="replace")
+    return file.read(OUTPUT_BYTES).decode(errors="replace")

@@ -20,6 +20,7 @@ import httpx
 from ..demo.inputs import png, wav
 from ..errors import Exit, VllmopsError
 from ..instances.servers import Server
+from .http import KEY, key_for
 
 CONNECTIONS = 32
 TIMEOUT_S = 120.0
@@ -29,7 +30,6 @@ LOOK_S = 0.1
 IMAGE_PIXELS = 224  # as wide as many models' inputs, so that each takes as much memory as usual
 PROMPT_LETTERS = 300
 TOKENS = 16
-KEY = "VLLM_API_KEY"
 
 
 class Load(Protocol):
@@ -232,9 +232,9 @@ def prepare(wish: str, server: Server, *, requests: int, inputs: int, seed: int)
     if wish not in KINDS:
         environment = {"VLLMOPS_URL": server.url or "", "VLLMOPS_MODEL": server.model or ""}
         with suppress(VllmopsError):
-            environment["VLLMOPS_MODEL"] = served(connect(), server)
+            environment["VLLMOPS_MODEL"] = served(connect(server), server)
         return Command(words(wish), environment)
-    client = connect()
+    client = connect(server)
     model = served(client, server)
     return BuiltIn(wish, str(server.url), model, requests, inputs, seed, client)
 
@@ -263,11 +263,10 @@ def no_command(wish: str, why: str) -> VllmopsError:
     )
 
 
-def connect() -> httpx.Client:
-    """A client with the user's API key."""
-    key = os.environ.get(KEY)
+def connect(server: Server) -> httpx.Client:
+    """A client with the user's API key, where the server may have it."""
     return httpx.Client(
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        headers=key_for(str(server.url)).headers,
         timeout=TIMEOUT_S,
         # A proxy for the outside is not for a server on this machine, whose certificate is its own.
         trust_env=False,
@@ -300,10 +299,15 @@ def check(answer: httpx.Response, what: str) -> None:
     if answer.is_success:
         return
     if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+        withheld = key_for(str(answer.request.url)).withheld
+        why, mend = "has none that it takes", f"{KEY}=… vllmops memory record …"
+        if withheld:
+            why = f"was not sent: {withheld}"
+            mend = "run vllmops as the user who started the server"
         raise VllmopsError(
             "load.not-authorised",
-            f"{what}: the server wants an API key, and {KEY} has none that it takes",
-            f"{KEY}=… vllmops memory record …",
+            f"{what}: the server wants an API key, and {KEY} {why}",
+            mend,
             exit_code=Exit.NOT_AUTHORISED,
         )
     try:

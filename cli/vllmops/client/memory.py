@@ -14,8 +14,8 @@ import msgspec
 import psutil
 
 from ..errors import Exit, VllmopsError
-from ..files import take
-from ..home import home
+from ..files import read_private, take
+from ..home import home, make, own
 from ..instances.processes import CLOCK_SLACK_S, VITAL, Process
 from ..instances.record import Folder
 from ..instances.servers import Server
@@ -45,12 +45,13 @@ KEPT = 20  # recordings of processes that are gone
 SETTLE_S = 10.0
 SETTLED_S = 0.2  # what the engine lets go of after its last answer
 LOOK_S = 0.1
+RECORDING_BYTES = 1 << 30  # one sample a second for some months
 LINES = msgspec.json.Decoder(MemorySample | End)
 
 
 def kept(label: str) -> Path:
     """Where the newest recording of a server is kept."""
-    return home() / "memory" / f"{label}.jsonl"
+    return own(home() / "memory") / f"{label}.jsonl"
 
 
 def keep(label: str, head: RecordingHead) -> Journal:
@@ -61,7 +62,7 @@ def keep(label: str, head: RecordingHead) -> Journal:
     """
     path = kept(label)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make(path.parent)
         # Two that begin at once would else write into one file.
         gate = take(path.parent / ".lock", wait=True)
     except OSError as error:
@@ -101,8 +102,9 @@ def newest(label: str, since: float) -> Recording | None:
         since: when it started, in seconds since the epoch: what is older is another server's.
     """
     try:
-        found = read(kept(label))
-    except VllmopsError:
+        path = kept(label)
+        found = decode(path, read_private(path, None, RECORDING_BYTES))
+    except (OSError, VllmopsError):
         return None
     return found if found.head.started_at >= since - CLOCK_SLACK_S else None
 

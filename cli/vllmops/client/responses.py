@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 from urllib.parse import quote, urlsplit
@@ -225,8 +226,9 @@ class Http:
         self.place = place
         self.name = place.name
         self.timeout_s = timeout_s
+        headers, self.withheld = http.key_for(place.url)
         self.client = httpx.AsyncClient(
-            headers=http.authorization(),
+            headers=headers,
             timeout=timeout_s,
             # A proxy for the outside is not for a server on this machine, whose certificate is its
             # own; elsewhere the key is for nobody but the right one.
@@ -356,10 +358,14 @@ class Http:
 
     def allowed(self, answer: httpx.Response) -> httpx.Response:
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+            why, mend = "has none that it takes", "VLLM_API_KEY=… vllmops responses …"
+            if self.withheld:
+                why = f"was not sent: {self.withheld}"
+                mend = "run vllmops as the user who started the server"
             raise VllmopsError(
                 "responses.not-authorised",
-                f"{self.name} wants an API key, and VLLM_API_KEY has none that it takes",
-                f"VLLM_API_KEY=… vllmops responses …{self.place.or_store}",
+                f"{self.name} wants an API key, and VLLM_API_KEY {why}",
+                f"{mend}{self.place.or_store}",
                 exit_code=Exit.NOT_AUTHORISED,
             )
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
@@ -435,7 +441,8 @@ class Http:
 
     def lacking(self, doing: str) -> VllmopsError:
         """The error of a server without a route."""
-        version = http.version(self.place.url)
+        with ThreadPoolExecutor(1) as pool:  # an event loop runs on this thread
+            version = pool.submit(http.version, self.place.url).result()
         if version is None and not self.place.vllm:
             return VllmopsError(
                 "responses.no-route",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..diagnose.progress import DEAD
 from ..errors import VllmopsError
+from ..home import make_missing
 from ..instances import control, processes
 from ..instances.control import Wish
 from ..instances.processes import VITAL
@@ -200,7 +201,7 @@ class Watched:
         assert self.collecting
         path = folder / bundle.file_name(self.server.label, self.collecting.made_at)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_missing(folder)
         except OSError as error:
             self.collecting.end()
             raise bundle.not_written(path, error) from error

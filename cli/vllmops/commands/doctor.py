@@ -68,7 +68,11 @@ def doctor(
     ] = 1.0,
     canary: Annotated[
         bool,
-        typer.Option("--canary", help="Send one request for one token, too (VLLM_API_KEY)."),
+        typer.Option(
+            "--canary",
+            help="Send one request for one token, too, with VLLM_API_KEY if the server is yours or"
+            " root's.",
+        ),
     ] = False,
     json_: Json = False,
 ) -> Result:

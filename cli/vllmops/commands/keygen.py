@@ -120,7 +120,7 @@ def save(path: Path, text: str, *, force: bool) -> None:
         raise VllmopsError(
             "keys.exists",
             f"{path} is there already, and may be a key that is in use",
-            "another --out, or --force to replace it",
+            "another --out",
             exit_code=Exit.USAGE,
         ) from error
     except OSError as error:

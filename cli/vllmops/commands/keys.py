@@ -83,7 +83,7 @@ def promote(
         raise VllmopsError(
             "keys.not-loaded",
             f"{kid} would seal what others can't open yet: {'; '.join(why)}",
-            "vllmops keys status; servers load within 2 s, and --force does not ask",
+            "try again in some seconds: servers load within 2 s; vllmops keys status shows which",
         )
     ring = file.change(path, lambda ring: ring.promote(kid, time.time(), seconds))
     return result(ring, str(path), *after(path, ring))

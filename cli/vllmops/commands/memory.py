@@ -105,7 +105,8 @@ def record(
     over and over. Without options five rounds with a load, five minutes
     without.
 
-    A server's API key is taken from VLLM_API_KEY.
+    A server's API key is taken from VLLM_API_KEY. On this machine it is sent
+    to a process of yours or of root's alone.
     """
     rounds, interval, duration = plan(rounds, interval, duration, load)
     tolerance_bytes = parsed(tolerance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -30,16 +31,18 @@ def duration(text: str) -> float:
 
 def running_names(incomplete: str) -> list[str]:
     """Names of the instances that run, for completion."""
-    from ..instances.record import folders  # noqa: PLC0415
+    from ..instances.record import Folder  # noqa: PLC0415
 
-    return [f.name for f in folders() if f.name.startswith(incomplete) and f.supervised()]
+    return [name for name in every_name(incomplete) if Folder(name).supervised()]
 
 
 def every_name(incomplete: str) -> list[str]:
     """Names of all instances, those that are over included, for completion."""
     from ..instances.record import folders  # noqa: PLC0415
 
-    return [f.name for f in folders() if f.name.startswith(incomplete)]
+    with suppress(VllmopsError):  # nobody has asked for anything yet
+        return [f.name for f in folders() if f.name.startswith(incomplete)]
+    return []
 
 
 def patch_ids(incomplete: str) -> list[str]:

@@ -137,8 +137,7 @@ def wait(path: Path, kid: str, timeout_s: float, progress: Progress) -> None:
                 "keys.not-loaded",
                 f"{kid} was not loaded by all within {timeout_s:g} s, and stays next: "
                 + "; ".join(why),
-                "once that is mended, vllmops keys rotate goes on; "
-                f"vllmops keys promote {kid} --force does not wait",
+                "once that is mended, vllmops keys rotate goes on",
                 exit_code=Exit.TIMED_OUT,
             )
         progress.update(f"waiting for {len(why)} to load {kid}: {why[0]}")

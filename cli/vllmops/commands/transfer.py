@@ -111,7 +111,7 @@ def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], N
     exists = VllmopsError(
         "responses.exists",
         f"{out} is there already",
-        "another --out, or --force to replace it",
+        "another --out",
         exit_code=Exit.USAGE,
     )
     if out.exists() and not force:

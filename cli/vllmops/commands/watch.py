@@ -21,7 +21,7 @@ from ..client.watched import Watched, stranger
 from ..diagnose.progress import PATIENCE_S
 from ..diagnose.vigil import CHECKS, INTERVAL_S
 from ..errors import Exit, VllmopsError
-from ..home import home
+from ..home import home, own
 from ..instances.logs import WATCH
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
@@ -106,7 +106,7 @@ def watch(
     if restart and server.record is None:
         raise stranger(server)
     plan = Plan(
-        folder=(out or home() / "bundles").absolute(),
+        folder=out.absolute() if out else own(home() / "bundles"),
         interval_s=interval,
         checks=checks,
         patience_s=patience,

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import VllmopsError
-from ..home import home
+from ..home import home, make, own
 
 # Part of the directory's name: raise it when a recipe in `build` changes.
 RECIPE = 3
@@ -40,11 +40,11 @@ def model_dir(kind: Kind) -> Path:
             "the audio demo model needs PyAV, without which vLLM refuses every sound",
             "pip install 'vllmops-cli[audio]'",
         )
-    place = home() / "demo" / f"{kind}-{RECIPE}"
+    place = own(home() / "demo" / f"{kind}-{RECIPE}")
     if (place / "config.json").is_file():
         return place
     try:
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make(place.parent)
         built = subprocess.run(
             builder(kind, place),
             env={**os.environ, "HF_HUB_OFFLINE": "1"},

@@ -99,7 +99,7 @@ SHM = Rule(
     "machine.shm-leftovers",
     INFO,
     "shared memory is left of processes that are gone",
-    "it takes memory until it is removed: rm /dev/shm/NAME",
+    "it takes memory until it is removed; fuser /dev/shm/NAME names whoever still uses it",
     "https://github.com/vllm-project/vllm/issues/51579",
 )
 DISK = Rule("machine.disk", WARNING, "a file system is nearly full", "make room on it")

@@ -8,6 +8,7 @@ it goes, in whatever way: that is how a foreground ``serve`` takes its server wi
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from collections.abc import Iterator
 import msgspec
 
 from ..errors import Exit, VllmopsError
+from ..files import peer
+from ..home import user
 from .record import Folder, Record
 
 STOP_TIMEOUT_S = 60.0
@@ -156,6 +159,8 @@ def connect(folder: Folder, wish: Wish = NOTHING) -> Control:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(str(folder.control))
+            if (uid := peer(connection)) != os.geteuid():
+                raise PermissionError(errno.EPERM, f"{user(uid)} answers there")
         except OSError as error:
             connection.close()
             if time.monotonic() < deadline:

@@ -150,7 +150,7 @@ def claimed(host: str, port: int) -> int:
     """Take a port that was asked for; returns an open file that holds it.
 
     Raises:
-        VllmopsError: ``port.taken`` where it is another instance's.
+        VllmopsError: ``port.taken`` where it is another instance's of this user.
     """
     held = ports.claim(port)
     if held is None:

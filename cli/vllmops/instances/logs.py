@@ -10,7 +10,9 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from ..files import ANYBODY, open_plain
 from .processes import Role
 from .record import Failure
 
@@ -178,10 +180,10 @@ class Tail:
         now = inode(aside(self.path, 1))
         with contextlib.suppress(OSError):
             if now != self.aside and now is not None:  # rotated
-                with aside(self.path, 1).open("rb") as file:
+                with opened(aside(self.path, 1)) as file:
                     file.seek(self.offset)
                     added = file.read()
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 if now != self.aside or os.fstat(file.fileno()).st_size < self.offset:
                     self.offset = 0
                 self.aside = now
@@ -193,32 +195,50 @@ class Tail:
         return [line.decode(errors="replace") for line in complete]
 
 
-def first(path: Path, *, lines: int, limit: int) -> list[str]:
+def opened(path: Path, of: int | None = None) -> IO[bytes]:
+    """A log: this user's own, or what a process writes to, by the kernel's link in ``/proc``.
+
+    Args:
+        path: its name.
+        of: the uid of that process. A file of another user's than that is not read: root would
+            show what the process itself may not read.
+
+    Raises:
+        OSError: as `open_plain` does.
+    """
+    if of is None:
+        return open(open_plain(path), "rb")
+    owner = ANYBODY if of == os.geteuid() else of
+    return open(open_plain(path, owner, follow=True), "rb")
+
+
+def first(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[str]:
     """The first lines of a log, from its oldest rotated part; arguments as for `last`."""
     number = 1
     while aside(path, number).exists():
         number += 1
     oldest = aside(path, number - 1) if number > 1 else path
     try:
-        with oldest.open("rb") as file:
+        with opened(oldest, of) as file:
             found = file.read(limit)
     except OSError:
         return []
     return found.decode(errors="replace").splitlines()[:lines]
 
 
-def last(path: Path, *, lines: int, limit: int) -> list[str]:
+def last(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[str]:
     """The last lines of a log, its rotated parts included.
 
     Args:
         path: the log; one that is not there has no lines.
         lines: how many, at most.
         limit: bytes to read, at most; a line that is cut off by it is left out.
+        of: as for `opened`.
     """
     found, number, place = b"", 0, path
     while len(found) < limit and found.count(b"\n") <= lines:
         try:
-            with place.open("rb") as file:
+            with opened(place, of) as file:
                 size = file.seek(0, os.SEEK_END)
                 start = max(size - (limit - len(found)), 0)
                 file.seek(start)

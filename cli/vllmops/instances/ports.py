@@ -1,26 +1,47 @@
-"""Port numbers that instances have taken, whichever home and user they are of.
+"""Port numbers that this user's instances have taken, whichever home they are of.
 
 Who listens on a port is told by binding. A server listens only once its model is loaded, and two
-that share a port (SO_REUSEPORT, with several API servers) are told nothing even then.
+that share a port (SO_REUSEPORT, with several API servers) are told nothing even then. Of other
+users binding alone is asked: what else they say of a port would let them keep it from us.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+
+from ..files import peer
+
+ASKING = 4096  # who ask whose a claim is; the kernel allows fewer, and each start is a few
 
 
 def claim(port: int) -> int | None:
     """Take the number of a port.
 
     An abstract Unix socket is of the same network as the port, leaves no file, and goes with the
-    last process that holds it.
+    last process that holds it. It listens, so that the kernel tells whose it is: any user can take
+    any name.
 
     Returns:
-        An open file that holds it; None where another instance does.
+        An open file that holds it; None where another instance of this user's does.
     """
+    name = f"\0vllmops-port-{port}-of-{os.geteuid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as held:
         try:
-            held.bind(f"\0vllmops-port-{port}")
+            held.bind(name)
+            held.listen(ASKING)
+        except OSError:
+            if holder(name) == os.geteuid():
+                return None
+        return held.detach()
+
+
+def holder(name: str) -> int | None:
+    """The uid of the process that listens by a name; None where it can't be told."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)  # whose queue is full would keep it waiting
+        try:
+            asking.connect(name)
+            return peer(asking)
         except OSError:
             return None
-        return held.detach()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from enum import StrEnum
@@ -18,12 +19,13 @@ from pathlib import Path
 import msgspec
 
 from ..errors import Exit, VllmopsError
-from ..files import asked, take, write_atomically
-from ..home import home
+from ..files import asked, open_plain, read_private, take, write_atomically
+from ..home import another, home, make, own, place
 from .processes import Process
 
 SCHEMA = 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+RECORD_BYTES = 16 << 20  # a server has some thousand processes at most
 UNIX_PATH_BYTES = 107  # sun_path of unix(7), less its final NUL
 
 
@@ -145,10 +147,12 @@ class Folder:
         """The record, None where there is none.
 
         Raises:
-            VllmopsError: ``registry.corrupt`` where it can't be understood.
+            VllmopsError: ``registry.corrupt`` where it can't be understood, ``registry.unreadable``
+                or ``home.unsafe`` (exit code 4) where it can't be read, or may be somebody else's.
         """
         try:
-            return msgspec.json.decode(self.record_file.read_bytes(), type=Record)
+            content = read_private(own(self.path) / self.record_file.name, None, RECORD_BYTES)
+            return msgspec.json.decode(content, type=Record)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -156,12 +160,14 @@ class Folder:
                 "registry.unreadable",
                 f"{self.record_file}: {error.strerror}",
                 "run vllmops as the user who started the server",
+                exit_code=Exit.NOT_AUTHORISED,
             ) from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            away = shlex.join(["mv", str(self.record_file), f"{self.record_file}.damaged"])
             raise VllmopsError(
                 "registry.corrupt",
                 f"{self.record_file} is not a record this vllmops can read: {error}",
-                f"vllmops stop PID ends its server if one runs; then rm -r {self.path}",
+                f"vllmops stop PID ends its server if one runs; then {away}",
             ) from error
 
     def write(self, record: Record) -> None:
@@ -170,7 +176,7 @@ class Folder:
 
     def lock(self) -> int | None:
         """Take the lock; returns the open file that holds it, None where another has it."""
-        return take(self.path / "lock")
+        return take(own(self.path) / "lock")
 
     def supervised(self) -> bool:
         """Whether a supervisor (or a ``serve`` about to start one) is alive."""
@@ -180,34 +186,33 @@ class Folder:
 def held(path: Path) -> bool:
     """Whether somebody holds a lock."""
     try:
-        with path.open("rb") as file:
+        with open(open_plain(path), "rb") as file:
             return asked(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
     except OSError:
         return False
 
 
 def root() -> Path:
-    """The directory of all instances."""
-    return home() / "instances"
+    """The directory of all instances; raises as `home.own` does."""
+    return own(home() / "instances")
 
 
 def create_root() -> Path:
     """Make the state directory, private to its owner.
 
     Raises:
-        VllmopsError: ``home.unusable`` where it can't be written or is too long for a socket.
+        VllmopsError: ``home.unusable`` where it can't be written, ``home.unsafe`` (exit code 4).
     """
-    place = root()
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=place).close()
+        made = make(root())
+        tempfile.TemporaryFile(dir=made).close()
     except OSError as error:
         raise VllmopsError(
             "home.unusable",
-            f"the state directory {home()} can't be written: {error.strerror}",
-            "set VLLMOPS_HOME to a directory of yours, such as VLLMOPS_HOME=/tmp/vllmops",
+            f"the state directory {place()} can't be written: {error.strerror}",
+            f"set VLLMOPS_HOME to a directory of yours, such as {another()}",
         ) from error
-    return place
+    return made
 
 
 def folders() -> Iterator[Folder]:
@@ -220,7 +225,7 @@ def folders() -> Iterator[Folder]:
         raise VllmopsError(
             "home.unusable",
             f"the state directory {root()} can't be read: {error.strerror}",
-            "set VLLMOPS_HOME to a directory of yours",
+            f"set VLLMOPS_HOME to a directory of yours, such as {another()}",
         ) from error
     for name in names:
         yield Folder(name)
@@ -245,6 +250,6 @@ def named(name: str) -> Folder:
             "home.path-too-long",
             f"{folder.control} is {-spare} bytes too long for a Unix socket"
             f" (at most {UNIX_PATH_BYTES})",
-            "set VLLMOPS_HOME to a shorter path, such as VLLMOPS_HOME=/tmp/vllmops",
+            f"set VLLMOPS_HOME to a shorter path, such as {another('.vo')}",
         )
     return folder

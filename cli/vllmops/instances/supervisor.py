@@ -28,6 +28,7 @@ import msgspec
 import psutil
 
 from ..client import http as client_http
+from ..files import peer
 from . import logs, ports, processes, shm, takedown, watcher
 from .control import Wish
 from .processes import VITAL, Process, Role, alive
@@ -48,6 +49,12 @@ PR_SET_CHILD_SUBREAPER = 36
 def log(text: str) -> None:
     with contextlib.suppress(OSError):  # the log may be on the disk that is full
         print(text, file=sys.stderr, flush=True)
+
+
+def its_own(writer: asyncio.StreamWriter) -> bool:
+    """Whether it is this user, or root, who has connected."""
+    connection = writer.get_extra_info("socket")
+    return peer(connection) in {0, os.geteuid()}
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,9 @@ class Supervisor:
             log(f"no control socket: {error}")
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not its_own(writer):
+            writer.close()
+            return
         task = asyncio.current_task()
         assert task
         self.serving.add(task)

@@ -140,7 +140,7 @@ def take_down(
         time.sleep(POLL_S)
     for process in tree:
         for suffix in (".sock", ".beat"):  # of an agent that had no time to remove them
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, VllmopsError):
                 (home() / agent.DIRECTORY / f"{process.pid}{suffix}").unlink(missing_ok=True)
     return Remains(tuple(shm.sweep(shared)), tuple(left))
 

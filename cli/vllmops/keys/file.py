@@ -19,7 +19,7 @@ import msgspec
 
 from ..errors import Exit, VllmopsError
 from ..files import take, write_atomically
-from ..home import home
+from ..home import home, make_missing, place
 from .ring import VERSION, Ring, Secret, from_hex, only
 
 PLACE = "VLLMOPS_KEYRING"
@@ -77,8 +77,14 @@ class Source(NamedTuple):
 
 
 def default_path() -> Path:
-    """Where the ring is unless something else is said."""
-    return home() / "keyring.json"
+    """Where the ring is unless something else is said; `guard` tells whether it may be used."""
+    return place() / "keyring.json"
+
+
+def guard(path: Path) -> None:
+    """Check the state directory if the ring is there; raises ``home.unsafe`` (exit code 4)."""
+    if path == default_path():
+        home()
 
 
 def source(environment: Mapping[str, str], chosen: Path | None = None) -> Source:
@@ -107,6 +113,7 @@ def load(path: Path) -> Ring:
 
 def read(path: Path) -> bytes:
     """The content of a ring's file."""
+    guard(path)
     try:
         content = private(path)
     except FileNotFoundError as error:
@@ -176,11 +183,11 @@ def change(path: Path, act: Callable[[Ring], Ring], *, create: bool = False) -> 
         VllmopsError: of `load` and of `act`, which leave all as it was; ``keys.locked`` (exit
             code 3), or ``keys.not-written``, which leaves the file as it was.
     """
+    guard(path)
+    if create and path == default_path():
+        with contextlib.suppress(OSError):
+            make_missing(path.parent)
     path = Path(os.path.realpath(path))
-    if create and not path.parent.exists():
-        with contextlib.suppress(OSError, VllmopsError):
-            if path == default_path():
-                path.parent.mkdir(mode=0o700, parents=True)
     with locked(path):
         before = Ring() if create and not path.exists() and not copy(path).exists() else load(path)
         after = act(before)
@@ -268,7 +275,7 @@ def missing(path: Path) -> VllmopsError:
         return VllmopsError(
             "keys.no-ring",
             f"there is no {path}, but its copy is there: {copy(path)}",
-            f"mv {copy(path)} {path}, or remove the copy to begin anew",
+            f"mv {copy(path)} {path}, or move the copy away to begin anew",
             exit_code=Exit.NOT_FOUND,
         )
     return VllmopsError(

@@ -253,7 +253,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"conversations sealed with {kid} may go on "
                 + (f"for {days(key.not_after - now)}" if key.not_after else "for ever")
                 + "; without it they are refused",
-                f"vllmops keys retire {kid} --force, if nobody holds one",
+                "leave it in the ring until then: it opens them, and seals none",
             )
         return Ring(keys=tuple(each for each in self.keys if each.kid != kid))
 

@@ -1,0 +1,69 @@
+"""Who listens on a port of this machine: a secret goes to nobody else's process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from ..home import user
+
+TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+LISTEN = "0A"  # TCP_LISTEN
+
+
+def distrust(url: str) -> str:
+    """Why a key or a token must not be sent to a URL; empty where it may be.
+
+    On this machine it goes to a listener of this user's or of root's alone: on any port any user
+    can listen. A server on another machine is the one that was named.
+    """
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        if not here(parts.hostname or "", port):
+            return ""
+        found = listeners(port)
+        if others := found - {0, os.geteuid()}:
+            return f"the process that listens on port {port} is {user(min(others))}'s"
+        return "" if found else f"it can't be told whose process listens on port {port}"
+    return f"{url} is no address"
+
+
+def here(host: str, port: int) -> bool:
+    """Whether a host's name can mean this machine."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    own = {
+        plain(address.address)
+        for each in psutil.net_if_addrs().values()
+        for address in each
+        if address.family in {socket.AF_INET, socket.AF_INET6}
+    }
+    named = {plain(str(address[0])) for *_, address in found}
+    return any(each.is_loopback or each.is_unspecified or each in own for each in named)
+
+
+def plain(address: str) -> IPv4Address | IPv6Address:
+    """An address, without its scope, and as of version 4 where it stands for one."""
+    found = ip_address(address.partition("%")[0])
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def listeners(port: int) -> set[int]:
+    """The uids of those who listen on a port, on whatever address."""
+    found = set()
+    for table in TABLES:
+        with suppress(OSError):
+            for line in table.read_text().splitlines()[1:]:
+                _, local, _, state, _, _, _, uid, *_ = line.split()
+                if state == LISTEN and int(local.rpartition(":")[2], 16) == port:
+                    found.add(int(uid))
+    return found

@@ -1,0 +1,641 @@
+"""What another user of the machine plants, claims or listens on: root does not fall for it.
+
+These tests become other users, so they are root's.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from vllmops import admin as admin_token
+from vllmops.client import agent, collecting, http, interpreter, listeners, loads, responses
+from vllmops.client.admin import push
+from vllmops.errors import Exit, VllmopsError
+from vllmops.files import read_private
+from vllmops.home import home as state_home
+from vllmops.home import make, own
+from vllmops.instances import ports, shm
+from vllmops.instances.processes import Process, Role
+from vllmops.instances.record import Folder, Record, State, folders
+from vllmops.instances.servers import Server
+from vllmops.keys.ring import Ring
+
+NOBODY = 65534
+SECRET = "sk-0123456789abcdef0123456789abcdef"
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Fail what takes longer, though it waits in the kernel."""
+
+    def late(_: int, __: FrameType | None) -> None:
+        raise AssertionError(f"no end within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Runs Python code as another user until the test ends; it has printed "up" by then."""
+    children = []
+
+    def start(code: str, *words: object) -> "subprocess.Popen[str]":
+        child = subprocess.Popen(
+            [sys.executable, "-S", "-u", "-c", code, *map(str, words)],
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        children.append(child)
+        assert child.stdout
+        assert child.stdout.readline() == "up\n"
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate(timeout=10)
+
+
+def refusal(act: Callable[[], object]) -> VllmopsError:
+    with pytest.raises(VllmopsError) as caught:
+        act()
+    return caught.value
+
+
+def unsafe(act: Callable[[], object], path: Path) -> VllmopsError:
+    error = refusal(act)
+    assert (error.code, error.exit_code) == ("home.unsafe", Exit.NOT_AUTHORISED)
+    assert str(path) in error.message
+    assert "VLLMOPS_HOME=/tmp" not in error.mend
+    return error
+
+
+# -- the state directory -----------------------------------------------------------------------
+
+
+def planted(folder: Path) -> None:
+    """An instance that seems to run, and whose watch runs a command."""
+    us = psutil.Process()
+    record = Record(
+        name=folder.name,
+        model="m",
+        command=("touch", f"{folder}/hit"),
+        environment={},
+        directory="/",
+        host="127.0.0.1",
+        port=1,
+        detached=True,
+        created_at=0.0,
+        started_at=us.create_time(),
+        state=State.READY,
+        session=os.getsid(0),
+        processes=(Process(Role.OTHER, us.pid, us.create_time()),),
+        watch=("--exec", f"touch {folder}/hit"),
+    )
+    (folder / "instance.json").write_bytes(msgspec.json.encode(record))
+    (folder / "instance.json").chmod(0o600)
+
+
+@pytest.mark.parametrize("theirs", ["", "instances", "instances/evil"])
+def test_an_instance_that_another_user_planted_is_not_adopted(
+    vllmops: Any, home: Path, theirs: str
+) -> None:
+    folder = home / "instances" / "evil"
+    folder.mkdir(parents=True)
+    planted(folder)
+    for path in (home / theirs, *(home / theirs).rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    answers = [vllmops(*words, "--json") for words in (("ps",), ("restart", "evil"), ("doctor",))]
+    assert not (folder / "lock").exists()
+    assert not (folder / "supervisor.log").exists()
+    if theirs == "instances/evil":  # the others are still to be seen
+        ps, *rest = answers
+        (fault,) = ps.data["faults"]
+        assert (ps.code, fault["code"]) == (0, "home.unsafe")
+        assert all(answer.code == 5 for answer in rest), rest
+        return
+    for answer in answers:
+        assert (answer.code, answer.error["code"]) == (4, "home.unsafe")
+        assert str(home / theirs) in answer.error["message"]
+        assert "nobody" in answer.error["message"]
+
+
+def test_a_file_that_another_user_owns_or_may_write_to_is_no_record(home: Path) -> None:
+    folder = home / "instances" / "evil"
+    folder.mkdir(parents=True)
+    planted(folder)
+    assert Folder("evil").read()
+    record = Folder("evil").record_file
+    record.chmod(0o666)
+    assert refusal(Folder("evil").read).code == "registry.unreadable"
+    record.chmod(0o600)
+    os.chown(record, NOBODY, NOBODY)
+    assert refusal(Folder("evil").read).exit_code == Exit.NOT_AUTHORISED
+    record.rename(folder / "real")
+    os.chown(folder / "real", 0, 0)
+    record.symlink_to(folder / "real")
+    assert refusal(Folder("evil").read).code == "registry.unreadable"
+    for name in ("instance.json", "lock"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    with within(5):
+        assert refusal(Folder("evil").read).code == "registry.unreadable"
+        assert not Folder("evil").supervised()
+
+
+@pytest.mark.parametrize(
+    ("mode", "mend"), [(0o775, "chmod g-w"), (0o777, "chmod 700"), (0o702, "chmod 700")]
+)
+@pytest.mark.parametrize("below", ["", "instances"])
+def test_a_folder_that_others_may_write_to(home: Path, below: str, mode: int, mend: str) -> None:
+    path = home / below
+    path.mkdir(exist_ok=True)
+    path.chmod(mode)
+    assert f"{mend} {path}" in unsafe(lambda: list(folders()), path).mend
+    path.chmod(0o755)
+    assert list(folders()) == []
+
+
+def test_what_lies_in_a_sticky_home_is_ones_own(home: Path) -> None:
+    home.chmod(0o1777)
+    assert state_home() == home
+    (home / "instances").mkdir(mode=0o700)
+    (home / "instances").chmod(0o1777)
+    unsafe(lambda: list(folders()), home / "instances")
+    (home / "instances").chmod(0o700)
+    os.chown(home / "instances", NOBODY, NOBODY)
+    unsafe(lambda: list(folders()), home / "instances")
+
+
+def test_a_folder_above_that_lets_others_exchange_it(tmp_path: Path) -> None:
+    path = tmp_path / "above" / "home"
+    path.mkdir(parents=True)
+    for mode in (0o777, 0o775):
+        path.parent.chmod(mode)
+        error = unsafe(lambda: own(path), path.parent)
+        assert f"{path.parent}" in error.mend
+    path.parent.chmod(0o1777)
+    assert own(path) == path
+    os.chown(path.parent, NOBODY, NOBODY)
+    path.parent.chmod(0o755)
+    unsafe(lambda: own(path), path.parent)
+
+
+def test_links(tmp_path: Path) -> None:
+    shared, real = tmp_path / "shared", tmp_path / "real"
+    real.mkdir()
+    shared.mkdir()
+    shared.chmod(0o1777)
+    link = shared / "home"
+    link.symlink_to("../real")
+    assert own(link) == link
+    assert own(link / "instances") == link / "instances"
+    real.chmod(0o777)
+    unsafe(lambda: own(link), link)
+    real.chmod(0o700)
+    os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
+    unsafe(lambda: own(link), link)
+    (tmp_path / "round").symlink_to("round")
+    assert own(tmp_path / "round")  # whoever opens it is told
+
+
+def test_what_is_made_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        path = make(tmp_path / "state" / "vllmops" / "instances")
+    finally:
+        os.umask(before)
+    for each in (path, path.parent, path.parent.parent):
+        assert each.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_user_who_is_not_root(home: Path, vllmops: Any) -> None:
+    home.chmod(0o755)
+    answer = vllmops("ps", "--json", uid=NOBODY)
+    assert (answer.code, answer.error["code"]) == (4, "home.unsafe")
+    assert "root" in answer.error["message"]
+    os.chown(home, NOBODY, NOBODY)
+    assert vllmops("ps", "--json", uid=NOBODY).code == 0
+
+
+def test_an_agent_makes_nothing_in_a_home_of_another_user(spawn: Any, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, NOBODY, NOBODY)
+    child = spawn(home=theirs)
+    assert list(theirs.iterdir()) == []
+    assert "belongs to nobody" in child.end()
+
+
+def test_a_file_that_is_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    path.chmod(0o600)
+    assert read_private(path, None, 100) == bytes(100)
+    with pytest.raises(OSError, match="more than 99"):
+        read_private(path, None, 99)
+
+
+# -- agents ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["fifo", "link", "theirs", "lax", "device", "huge"])
+def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None:
+    child = spawn()
+    child.send("import os; os.kill(os.getpid(), 19)")  # stopped, so that it does not beat on
+    kept = child.beat.read_bytes()
+    assert agent.beat(child.process)
+    child.beat.unlink()
+    if what == "fifo":
+        os.mkfifo(child.beat)
+    elif what == "device":
+        os.mknod(child.beat, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero
+    elif what == "link":
+        (tmp_path / "elsewhere").write_bytes(kept)
+        child.beat.symlink_to(tmp_path / "elsewhere")
+    else:
+        child.beat.write_bytes(kept + (b" " * 10**6 if what == "huge" else b""))
+        child.beat.chmod(0o666 if what == "lax" else 0o600)
+        if what == "theirs":
+            os.chown(child.beat, NOBODY, NOBODY)
+    with within(5):
+        assert agent.beat(child.process) is None
+
+
+LISTEN = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("up")
+sys.stdin.read()
+"""
+
+
+def test_a_socket_that_another_user_listens_on(
+    spawn: Any, as_nobody: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    # As if it were exchanged between the look at its owner and the connection.
+    child = spawn(VLLMOPS_DISABLE="1")
+    folder = child.socket.parent
+    folder.mkdir(parents=True)
+    for path in (folder, folder.parent, folder.parent.parent):
+        path.chmod(0o755)
+    for path in (folder.parent.parent.parent, folder.parent.parent.parent.parent):
+        if path.name.startswith("pytest-"):
+            path.chmod(0o755)
+    os.chown(folder, NOBODY, NOBODY)
+    as_nobody(LISTEN, child.socket)
+    folder.chmod(0o700)
+    for path in (folder, child.socket):
+        os.chown(path, 0, 0)
+    child.socket.chmod(0o600)
+    error = refusal(lambda: agent.reach(child.process))
+    assert (error.code, error.exit_code) == ("agent.unsafe", Exit.NOT_AUTHORISED)
+    assert "nobody" in error.message
+
+
+def test_an_answer_that_trickles_in_has_an_end(spawn: Any) -> None:
+    child = spawn()
+    child.run(
+        "import time\n"
+        "from vllmops.agent import service\n"
+        "def trickle(self):\n"
+        "    self.send_response(200)\n"
+        "    self.send_header('Content-Length', '10000')\n"
+        "    self.end_headers()\n"
+        "    for _ in range(300):\n"
+        "        self.wfile.write(b' ')\n"
+        "        self.wfile.flush()\n"
+        "        time.sleep(0.1)\n"
+        "service.Handler.do_GET = trickle\n"
+        "out = ''"
+    )
+    with within(10):
+        began = time.monotonic()
+        assert refusal(lambda: agent.reach(child.process, timeout_s=1)).code == "agent.timeout"
+        assert time.monotonic() - began < 4
+
+
+def test_a_directory_that_is_lax_is_not_to_be_removed(spawn: Any) -> None:
+    child = spawn()
+    child.socket.parent.chmod(0o755)
+    error = refusal(lambda: agent.reach(child.process))
+    assert f"chmod 700 {child.socket.parent}" in error.mend
+    assert "rm " not in error.mend
+
+
+def test_root_reaches_the_agent_of_another_users_process(home: Path) -> None:
+    home.chmod(0o755)
+    theirs = home / "theirs"
+    theirs.mkdir(mode=0o700)
+    os.chown(theirs, NOBODY, NOBODY)
+    child = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "agent" / "child.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLMOPS_HOME": str(theirs)},
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdout
+        assert child.stdout.readline() == "'up'\n"
+        process = Process(Role.API, child.pid, psutil.Process(child.pid).create_time())
+        told, pulse = agent.reach(process).hello(), agent.beat(process)
+        child.kill()
+    assert told.pid == child.pid
+    assert pulse
+
+
+def test_root_in_the_environment_of_another_user(vllmops: Any, tmp_path: Path) -> None:
+    # As some ways to become root leave it.
+    os.chown(tmp_path, NOBODY, NOBODY)
+    kept = {"VLLMOPS_HOME": "", "XDG_STATE_HOME": "", "HOME": str(tmp_path)}
+    answer = vllmops("ps", "--json", env=kept)
+    assert (answer.code, answer.error["code"]) == (4, "home.unsafe")
+    assert f"{tmp_path}, on the way to {tmp_path}/.local" in answer.error["message"]
+    assert "VLLMOPS_HOME=/root/" in answer.error["mend"]
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- keys --------------------------------------------------------------------------------------
+
+SERVE = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+got = []
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        got.append(self.headers.get("authorization"))
+        self.send_response(401)
+        self.end_headers()
+    do_POST = do_GET
+    def log_message(self, *_): pass
+server = ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler)
+import threading
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print("up")
+sys.stdin.readline()
+print(json.dumps(got))
+sys.stdin.read()
+"""
+
+
+def told(server: "subprocess.Popen[str]") -> list[str | None]:
+    """The keys that a server was sent."""
+    assert server.stdin
+    assert server.stdout
+    server.stdin.write("\n")
+    server.stdin.flush()
+    found: list[str | None] = msgspec.json.decode(server.stdout.readline())
+    return found
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number: int = free.getsockname()[1]
+        return number
+
+
+@pytest.mark.parametrize(("bound", "host"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost")])
+def test_no_key_goes_to_the_process_of_another_user(
+    as_nobody: Callable[..., "subprocess.Popen[str]"],
+    vllmops: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    port: int,
+    bound: str,
+    host: str,
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", SECRET)
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    theirs = as_nobody(SERVE, bound, port)
+    url = f"http://{host}:{port}"
+    bird = http.one_token(url, 5.0)
+    assert bird.outcome == "unable"
+    assert "nobody" in bird.detail
+    answer = vllmops("responses", "list", "-t", url, "--json")
+    assert (answer.code, answer.error["code"]) == (4, "responses.not-authorised")
+    assert "was not sent" in answer.error["message"]
+    server = Server(name="s", processes=(), host=host, port=port)
+    error = refusal(lambda: loads.prepare("text", server, requests=1, inputs=1, seed=0))
+    assert (error.code, "was not sent" in error.message) == ("load.not-authorised", True)
+    place = responses.place(url)
+    error = refusal(lambda: push(place, SECRET, Ring()))
+    assert (error.code, error.exit_code) == ("admin.other-user", Exit.NOT_AUTHORISED)
+    found = told(theirs)
+    assert found
+    assert set(found) == {None}
+
+
+def test_ones_own_server_and_roots_get_the_key_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, listener: int
+) -> None:
+    url = f"http://127.0.0.1:{listener}"
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    assert http.key_for(url) == ({}, "")
+    monkeypatch.setenv("VLLM_API_KEY", "mine")
+    assert http.key_for(url) == ({"Authorization": "Bearer mine"}, "")
+    ask = f"from vllmops.client import http; print(http.key_for({url!r}).headers)"
+    done = subprocess.run(
+        [sys.executable, "-c", ask],
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Bearer mine" in done.stdout
+
+
+def test_where_nobody_is_known_to_listen_no_key_is_sent(port: int) -> None:
+    for host in ("127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "127.9.9.9"):
+        assert listeners.distrust(f"http://{host}:{port}"), host
+    assert not listeners.distrust("http://192.0.2.1:8000")  # another machine
+
+
+def test_a_listener_of_version_six_counts_too(
+    as_nobody: Callable[..., "subprocess.Popen[str]"], port: int
+) -> None:
+    code = SERVE.replace("ThreadingHTTPServer((", "V6((").replace(
+        "server = V6", "class V6(ThreadingHTTPServer): address_family = 10\nserver = V6"
+    )
+    as_nobody(code, "::", port)
+    assert "nobody" in listeners.distrust(f"http://127.0.0.1:{port}")
+
+
+# -- ports -------------------------------------------------------------------------------------
+
+SQUAT = """
+import socket, sys
+held = []
+for name in sys.argv[2:]:
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].bind("\\0" + name)
+    if sys.argv[1] == "listen":
+        held[-1].listen(0)
+print("up")
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["listen", "bind"])
+def test_a_name_that_another_user_claims_keeps_no_port(
+    as_nobody: Callable[..., "subprocess.Popen[str]"], port: int, how: str
+) -> None:
+    names = (f"vllmops-port-{port}", f"vllmops-port-{port}-of-0")
+    as_nobody(SQUAT, how, *names)
+    with within(5):
+        for _ in range(3):  # a queue that is full keeps nobody waiting
+            held = ports.claim(port)
+            assert held is not None
+            os.close(held)
+
+
+def test_a_claim_of_ones_own_is_found_however_often_it_is_asked_for(port: int) -> None:
+    held = ports.claim(port)
+    assert held is not None
+    for _ in range(200):
+        assert ports.claim(port) is None
+    os.close(held)
+    held = ports.claim(port)
+    assert held is not None
+    os.close(held)
+
+
+# -- what root runs, reads and removes ------------------------------------------------------------
+
+
+def server_of(child: "subprocess.Popen[str]") -> Server:
+    created = psutil.Process(child.pid).create_time()
+    return Server(name=None, processes=(Process(Role.API, child.pid, created),))
+
+
+def test_the_interpreter_of_a_process_that_was_given_roots_rights_does_not_run_as_root() -> None:
+    # As a program with the set-user-id bit has them; its environment is another user's.
+    code = "import os, sys; os.setresuid(65534, 0, 0); print('up'); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-S", "-u", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdout
+        assert child.stdout.readline() == "up\n"
+        owner = interpreter.of(server_of(child)).owner
+        child.kill()
+    assert owner
+    assert owner[0] == NOBODY
+
+
+def test_what_the_interpreter_of_a_server_prints_has_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interpreter, "OUTPUT_BYTES", 1000)
+    python = interpreter.Interpreter(sys.executable, sys.executable, os.environ, "/")
+    run = interpreter.Run(python, ("-c", "print('x' * 100_000)"))
+    assert run.wait(time.monotonic() + 10) == "x" * 1000
+
+
+POINT = """
+import os, sys
+os.dup2(os.open(sys.argv[1], os.O_PATH), 2)
+os.dup2(2, 1) if sys.argv[2:] else None
+print("up")
+sys.stdin.read()
+"""
+
+
+def test_a_bundle_holds_no_file_that_the_server_could_not_read(
+    as_nobody: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    secret = Path("/etc/vllmops-test-secret")  # below folders that anybody may search
+    secret.write_text("root's own\n")
+    secret.chmod(0o600)
+    try:
+        child = as_nobody(POINT, secret)
+        assert os.readlink(f"/proc/{child.pid}/fd/2") == str(secret)
+        assert refusal(lambda: collecting.log(server_of(child))).code == "bundle.no-log"
+    finally:
+        secret.unlink()
+
+
+def test_a_segment_behind_a_link_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    link = shm.SHM / f"vllmops-test-{os.getpid()}"
+    link.symlink_to(tmp_path)
+    try:
+        assert shm.sweep([f"{link.name}/file", f"../..{tmp_path}/file"]) == []
+    finally:
+        link.unlink()
+    assert (tmp_path / "file").exists()
+
+
+def test_another_user_gets_no_word_with_a_supervisor(lab: Any) -> None:
+    record = lab.serve("a")
+    folder = Folder("a")
+    for path in (lab.home, folder.path.parent, folder.path):
+        path.chmod(0o755)
+    folder.control.chmod(0o777)
+    ask = (
+        "import socket\n"
+        "control = socket.socket(socket.AF_UNIX)\n"
+        f"control.connect({str(folder.control)!r})\n"
+        "try:\n"
+        "    control.sendall(b'{\"stop\": 0}\\n')\n"
+        "    print(control.recv(10))\n"
+        "except OSError: print(b'')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", ask],
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "b''\n"
+    time.sleep(0.6)
+    assert lab.state("a") == "ready"
+    assert psutil.pid_exists(record.session)
+
+
+def test_the_admin_token_is_no_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token", 0o600)
+    with within(5):
+        assert refusal(lambda: admin_token.token(tmp_path / "token")).code == "keys.unsafe"
