@@ -23,6 +23,7 @@ from .secretnames import STEMS, Kind, kind
 from .secretvalues import (
     CLOSING,
     CODE,
+    LEAST,
     NOTHING,
     OPENING,
     QUOTE,
@@ -40,6 +41,7 @@ __all__ = ["MARK", "Redactor", "secrets"]
 LINE = 32 << 10  # characters of a line; what is behind them is left out
 CUT = "[the rest of the line is left out]"
 CODED = 2  # how often what is coded in URLs or in base64 is decoded again
+TEXT = 1 << 20  # characters of a text that is looked through for values
 SEEN = 300  # characters of a value whose name says little
 
 # Environment variables whose values tell how a server runs, and not with what rights.
@@ -248,6 +250,8 @@ class Redactor:
 
     def line(self, line: str, coded: int = CODED) -> str:
         """A line without secrets, what is known to be one excepted."""
+        if len(line) < LEAST:
+            return line
         low = line.lower()
         for each in FORMS:
             if each.has in low:
@@ -309,7 +313,7 @@ class Redactor:
 
     def named(self, line: str) -> str:
         """A line without the values that stand after names."""
-        for places in (assigned, paired, tagged, options, sentences):
+        for places in PLACES:
             found, at = [], 0
             for start, end in places(line):
                 if start < at or end <= start or NOTHING.match(line, start):
@@ -480,6 +484,9 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
+PLACES = (assigned, paired, tagged, options, sentences)
+
+
 def code(line: str, start: int) -> bool:
     return bool(CODE.match(line, start))
 
@@ -552,22 +559,32 @@ def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[st
             yield value
         elif not ALLOWED.fullmatch(name):
             yield from RANDOM.findall(value)
-        if "://" in value:
-            yield from passwords(value)
-    secret, before = False, ""
+        yield from values(value)
+    secret, before = "", ""
     for word in words:
         if word.startswith("-"):
             option, _, value = word.partition("=")
-            secret = secret_option(option)
-            if secret and value:
-                yield value
-        elif secret:
-            yield word
-        elif before in LOGIN_OPTIONS and ":" in word:
+            secret = option if secret_option(option) else ""
+        else:
+            option, value = secret, word
+        # A hook's command has words that stand everywhere.
+        if secret and value and option.lstrip("-") != "exec":
+            yield value
+        if before in LOGIN_OPTIONS and ":" in word:
             yield from (word, word.partition(":")[2])
-        if "://" in word:
-            yield from passwords(word)
+        yield from values(value or word)
         before = word
+
+
+def values(text: str) -> Iterator[str]:
+    """What is secret in a text by the name before it, and the passwords in its URLs."""
+    for line in text[:TEXT].splitlines():
+        if "://" in line:
+            yield from passwords(line)
+        for places in PLACES:
+            for start, end in places(line):
+                if not NOTHING.match(line, start):
+                    yield inside(line, start, min(end, len(line)))
 
 
 def passwords(text: str) -> Iterator[str]:
