@@ -32,7 +32,7 @@ def test_each_form_goes_and_its_like_stays(form: Form) -> None:
     drawn = draw()
     for _ in range(20):
         text = carriers.filled(form.goes, drawn)
-        assert form.has in text.lower()
+        assert any(has in text.lower() for has in form.has)
         assert form.pattern.search(text), text
         told = Redactor().text(f"at first {text} and last")
         hidden = max(re.findall(r"[A-Za-z0-9+]+", text), key=len)

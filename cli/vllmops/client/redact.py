@@ -44,6 +44,7 @@ CODED = 2  # how often what is coded in URLs or in base64 is decoded again
 TEXT = 1 << 20  # characters of a text that is looked through for values
 SEEN = 300  # characters of a value whose name says little
 
+HINTS = tuple((has, form) for form in FORMS for has in form.has)
 # Environment variables whose values tell how a server runs, and not with what rights.
 ALLOWED = re.compile(
     r"(?:VLLM|VLLMOPS|CUDA|NVIDIA|NCCL|TORCH\w*|PYTORCH|TRITON|OMP|MKL|KMP|GOMP|HIP|ROCR|ROCM|RCCL"
@@ -66,7 +67,7 @@ LOGIN_OPTIONS = {"-u", "--user", "-U", "--proxy-user", "--auth", "--basic-auth"}
 NAMED = re.compile(
     r"(?<![\w.$-])(?P<name>[\w.$-]++)"
     rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?:=>|:=|=(?!=)|:(?![:/]))\s{{0,4}}"
-    rf"|{QUOTE}\s?,\s?(?=[bru]?{QUOTE})|[ \t]{{1,40}}[|\u2502][ \t]{{1,4}})(?=\S)"
+    rf"|{QUOTE}\s?,\s?(?=[bru]?{QUOTE})|[ \t]{{1,40}}(?:[|\u2502\u2192]|->)[ \t]{{1,4}})(?=\S)"
 )
 BEFORE = re.compile(r"(?<![\w.-])([A-Za-z]{1,20})[ -]$")
 OPTION = re.compile(
@@ -78,14 +79,15 @@ HEADER = re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie)$")
 SENTENCE = re.compile(
     r"(?<![\w.-])(?P<name>(?i:(?:(?:secret|access|api|private|auth(?:entication|orization)?|bearer"
     r"|admin|session|refresh|signing|license|account|hub|security|master|service|client|encryption"
-    r"|shared|user|db|database|root)[ _-]){0,3}"
+    r"|shared|user|db|database|root)[ _-]?){0,3}"
     r"(?:key|token|secret|password|passwd|passphrase|passcode|pwd|credentials?)))"
     r"(?:\s+(?i:is|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
-    r"|header)|\s+for\s+[^\s:]{1,60}(?=[\s:])){0,3}"
+    r"|header)|\s\[[^\]\s]{0,20}\]|\s+for\s+[^\s:]{1,60}(?=[\s:])){0,3}"
     rf"(?:\s*[:=]?\s+|\s*\()(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
+TUPLE = re.compile(r"\(\s?[bru]?[\"'][^\"']{0,100}[\"'],\s?[bru]?[\"']")
 REFUSED = re.compile(
-    r"[\"'`)]?,? (?:is|was|has|isn't|wasn't|does|did)? ?(?:not (?:a )?(?:valid|correct|accepted|known|found"
+    r"[\"'`)]?,? (?:which |that |it )?(?:is|was|has|isn't|wasn't|does|did)? ?(?:not (?:a )?(?:valid|correct|accepted|known|found"
     r"|allowed|authorized|match)|invalid|wrong|incorrect|expired|rejected|denied|revoked|unknown)"
 )
 PAIR = re.compile(
@@ -253,9 +255,8 @@ class Redactor:
         if len(line) < LEAST:
             return line
         low = line.lower()
-        for each in FORMS:
-            if each.has in low:
-                line = self.counted(each.name, each.pattern, line)
+        for each in dict.fromkeys(form for has, form in HINTS if has in low):
+            line = self.counted(each.name, each.pattern, line)
         if any(stem in low for stem in STEMS):
             line = self.named(line)
         line = RUN.sub(self.run, line)
@@ -477,14 +478,14 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
         else:
             value = value.rstrip(".:!?")
             mixed = re.search(r"\d", value) or (
-                what is Kind.SECRET and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]", value)
+                what is Kind.SECRET and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
             )
             goes = looks_secret(value, hashes=what >= Kind.LIKELY) and bool(mixed or refused) and not code(line, start)
         if goes:
             yield start, end
 
 
-PLACES = (assigned, paired, tagged, options, sentences)
+PLACES = (paired, assigned, tagged, options, sentences)
 
 
 def code(line: str, start: int) -> bool:
@@ -493,6 +494,8 @@ def code(line: str, start: int) -> bool:
 
 def maybe(line: str, start: int) -> str:
     """A value whose name says little, if it is none of code."""
+    if TUPLE.match(line, start):
+        return line[start : start + SEEN]  # auth=('user', 'password')
     if line[start] in "({" or code(line, start):
         return ""
     part = line[start : start + SEEN]

@@ -92,7 +92,6 @@ AFTER = words(
 )
 
 
-@functools.lru_cache(4096)
 def of_words(name: str, before: str) -> Kind:
     """What a name of at most a hundred characters says; ``before`` is the word before it."""
     found = [each.lower() for each in WORD.findall(name)]
@@ -125,7 +124,7 @@ def of_words(name: str, before: str) -> Kind:
     if last in {"auth", "sig", "signature", "salt", "hmac", "otp", "totp", "session", "sid"}:
         # "signature: (self, x)" is a function's; X-Amz-Signature is a secret.
         return Kind.SECRET if capitals or "amz" in found else Kind.LIKELY
-    if last.endswith(("auth", "pwd", "tok", "sess")):
+    if last.endswith(("auth", "pwd", "tok", "token", "sess")):
         return Kind.LIKELY
     return Kind.NONE
 
@@ -156,6 +155,7 @@ def passing(last: str, qualifier: str, *, alone: bool) -> Kind:
     return Kind.LIKELY if alone and last == "pass" else Kind.SECRET
 
 
+@functools.lru_cache(4096)
 def kind(name: str, before: str = "") -> Kind:
     """What a name says of its value.
 

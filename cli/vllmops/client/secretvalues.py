@@ -41,9 +41,10 @@ CODE = re.compile(
 # Of a model's tokens, and of hashes.
 ORDINARY = re.compile(
     r"<\|?[^<>]{0,60}\|?>|\[[A-Z_]{1,20}\]|[\d.,%+\-/ ]{1,40}|[A-Za-z]?[a-z]{0,20}|[A-Z_]{1,30}"
-    r"|[a-z]{1,20}(?:[_-][a-z]{1,20}){0,9}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+    r"|[a-z]{1,20}[_-][a-z]{1,20}|[a-z]{1,20}(?:_[a-z]{1,20}){0,9}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
     r"|(?:/|\./|~/|[a-z]+://).*|0x[0-9a-f]+"
 )
+SEVERAL_WORDS = re.compile(r"[a-z]{1,20}(?:-[a-z]{1,20}){0,9}")
 HASH = re.compile(r"[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64}")
 # Letters and digits in one word as people don't write them.
 RUN = re.compile(r"[A-Za-z0-9_+=~-]{20,}+")
@@ -59,7 +60,7 @@ def looks_secret(value: str, *, hashes: bool = False) -> bool:
     """Whether a value whose name says little may be a secret; ``hashes``: also if it is a hash."""
     if len(value) < LEAST or ORDINARY.fullmatch(value):
         return False
-    return hashes or not HASH.fullmatch(value)
+    return hashes or not (HASH.fullmatch(value) or SEVERAL_WORDS.fullmatch(value))
 
 
 def random(run: str) -> bool:
