@@ -161,7 +161,7 @@ ALONE: dict[str, Callable[[str], str]] = {
     "base64": lambda v: f"x: {b64(f'hello: {v} world')} y",
 }
 # By the value alone, which stands in a sentence.
-SENTENCES = """
+SENTENCES = r"""
 Invalid token '¤'
 Invalid token: ¤
 invalid API key: ¤
@@ -221,7 +221,188 @@ https://b.blob.core.windows.net/c?sv=1&sig=¤
 kubectl create secret generic a --from-literal=password=¤
 host=db user=bob password=¤ dbname=app
 host=db user=bob password='¤' dbname=app
-""".strip().splitlines()
+Authorization: ApiKey ¤
+authorization=Bearer ¤
+{"Authorization": "Bearer ¤"}
+headers={'Authorization': 'Bearer ¤', 'Accept': '*/*'}
+'X-API-KEY': '¤'
+b'authorization': b'Bearer ¤'
+HTTP_AUTHORIZATION=Bearer ¤
+HTTP_X_API_KEY=¤
+Config(host='h', password='¤', port=5432)
+Settings(api_key=SecretStr('¤'))
+<Config api_key=¤ host=h>
+api_key → ¤
+api-key:¤
+--api-key=¤
+--api-key "¤"
+-e HF_TOKEN=¤
+docker run -e HF_TOKEN="¤" -e X=1 img
+docker run --env HF_TOKEN='¤' img
+docker build --build-arg HF_TOKEN=¤ .
+HF_TOKEN="¤" vllm serve m
+env HF_TOKEN=¤ VLLM_API_KEY=¤ vllm serve m
+export HF_TOKEN='¤'
+setenv HF_TOKEN ¤
+set HF_TOKEN=¤
+$env:HF_TOKEN = "¤"
+Environment="HF_TOKEN=¤"
+Environment=HF_TOKEN=¤
+password=¤;
+pass: ¤
+db_pass=¤
+MYKEY=¤
+NAME_PAT=¤
+x_pat: ¤
+?key=¤
+GET /v1/models?key=¤&alt=json
+GET /x?access_token=¤
+GET /x?token=¤ HTTP/1.1
+GET /x?api_key%3D¤ HTTP/1.1
+api_key%3D¤
+api_key%253D¤
+%22api_key%22%3A%22¤%22
+"{\"api_key\": \"¤\"}"
+{"args": "{\"password\": \"¤\"}"}
+{'body': '{"password": "¤"}'}
+&quot;password&quot;: &quot;¤&quot;
+<password>¤</password>
+<add key="ApiKey" value="¤"/>
+<property name="password" value="¤"/>
+<Password xsi:type="string">¤</Password>
+invalid api key: "¤"
+The API key ¤ is not valid.
+You provided API key ¤, which is invalid
+user bob with password "¤" was refused
+logging in with user bob, password ¤
+AWS Secret Access Key [None]: ¤
+Token: ¤
+token=¤
+auth=('bob', '¤')
+auth=("bob", "¤")
+login(user='bob', password='¤')
+connect('postgresql://bob:¤@db/x')
+psycopg2.connect("dbname=x user=bob password=¤ host=h")
+jdbc:postgresql://h/db?user=bob&password=¤
+jdbc:mysql://bob:¤@h:3306/db
+Server=h;Uid=bob;Pwd=¤;
+DefaultEndpointsProtocol=https;AccountName=a;AccountKey=¤;EndpointSuffix=x
+Endpoint=sb://x/;SharedAccessKeyName=n;SharedAccessKey=¤
+h:5432:db:bob:¤
+*:*:*:bob:¤
+//registry.npmjs.org/:_authToken=¤
+_auth=¤
+_password=¤
+{"auths": {"https://index.docker.io/v1/": {"auth": "¤"}}}
+git clone https://oauth2:¤@gitlab.com/x.git
+git clone https://x-access-token:¤@github.com/x.git
+curl -u bob:¤ https://h
+curl --user bob:'¤' https://h
+curl -ubob:¤ https://h
+curl -H "X-Api-Key: ¤" https://h
+curl -H "PRIVATE-TOKEN: ¤" https://h
+wget --password=¤ https://h
+wget --http-password ¤  https://h
+mysql -u bob -p¤ db
+psql "password=¤"
+PGPASSWORD=¤ psql
+sshpass -p '¤' ssh h
+echo '¤' | docker login --password-stdin
+docker login -u u -p ¤ reg
+helm registry login -p ¤ x
+vault login ¤
+openssl enc -k ¤ -in x
+Cookie: session=¤
+Set-Cookie: sid=¤; HttpOnly
+cookies: {'sessionid': '¤'}
+csrftoken=¤
+JSESSIONID=¤
+api_keys: ['¤', '¤']
+"api_keys": ["¤", "¤"]
+api_keys=["¤"]
+client_secret=¤&grant_type=x
+grant_type=password&username=u&password=¤
+refresh_token=¤
+{"access_token":"¤","token_type":"bearer"}
+{"id_token":"¤"}
+os.environ["HF_TOKEN"]="¤"
+os.environ['HF_TOKEN'] = '¤'
+os.environ.setdefault("HF_TOKEN", "¤")
+os.environ.get("HF_TOKEN", "¤")
+environ({'HF_TOKEN': '¤', 'HOME': '/root'})
+HF_TOKEN: "¤"
+ENV HF_TOKEN ¤
+ENV HF_TOKEN=¤
+ARG HF_TOKEN=¤
+hf auth login --token ¤
+huggingface-cli login --token ¤
+wandb login ¤
+login(token="¤")
+HfApi(token='¤')
+snapshot_download('x', token='¤')
+self.token = '¤'
+    api_key = "¤"
+    client = OpenAI(api_key="¤")
+PermissionError: token ¤ rejected
+requests.exceptions.HTTPError: 401 Client Error: Unauthorized for url: https://h/x?api_key=¤
+asyncpg.exceptions.InvalidPasswordError: password "¤" failed for user "bob"
+private_key: ¤
+signing-key: ¤
+jwt_secret=¤
+SECRET_KEY='¤'
+secret: ¤
+webhook_url=https://hooks.slack.com/services/T1/B1/¤
+"webhook": "https://example.com/notify/¤"
+--webhook https://example.com/notify/¤
+watch --webhook=https://example.com/n?x=¤
+https://discordapp.com/api/webhooks/1/¤
+https://outlook.office.com/webhook/¤
+https://api.telegram.org/bot123456789:¤/sendMessage
+https://hooks.zapier.com/hooks/catch/1/¤
+https://open.feishu.cn/open-apis/bot/v2/hook/¤
+https://chat.googleapis.com/v1/spaces/A/messages?key=¤&token=¤
+https://events.pagerduty.com/integration/¤/enqueue
+https://u:¤@sentry.io/1
+https://¤@o1.ingest.sentry.io/1
+SENTRY_DSN=https://¤@o1.ingest.sentry.io/1
+AZURE_SAS=?sv=2020&sig=¤
+smtp://bob:¤@mail:587
+ldap bind password: ¤
+passphrase for key: ¤
+Enter passphrase: ¤
+OTP: ¤
+credentials: ¤
+credential=¤
+{"credentials": {"user": "u", "password": "¤"}}
+'credentials': ('u', '¤')
+user:pass=bob:¤
+username=bob password=¤
+kubectl create secret generic x --from-literal=key=¤
+kubectl create secret docker-registry x --docker-password=¤
+X-Vault-Token: ¤
+X-Amz-Security-Token: ¤
+x-goog-api-key: ¤
+Ocp-Apim-Subscription-Key: ¤
+api_key is ¤
+secret "¤" is wrong
+my password is ¤
+pwd=¤
+Passwd:¤
+"passwd":"¤"
+apikey ¤
+OPENAI_KEY=¤
+openai.api_key = "¤"
+openai.api_key='¤'
+'secret_access_key': '¤'
+aws_secret_access_key = ¤
+aws_session_token=¤
+AWS4-HMAC-SHA256 Credential=AKIA/x, Signature=¤
+MINIO_ROOT_PASSWORD=¤
+ADMIN_TOKEN=¤
+vllm_api_key: ¤
+│ api_key │ ¤ │
+api_key     ¤
+""".strip("\n").splitlines()
 
 
 def pem(random: Random, kind: str) -> tuple[str, list[str]]:

@@ -86,6 +86,7 @@ SENTENCE = re.compile(
     rf"(?:\s*[:=]?\s+|\s*\()(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
 TUPLE = re.compile(r"\(\s?[bru]?[\"'][^\"']{0,100}[\"'],\s?[bru]?[\"']")
+SIGN = re.compile(r"^[\w-]+[=:]")
 REFUSED = re.compile(
     r"[\"'`)]?,? (?:which |that |it )?(?:is|was|has|isn't|wasn't|does|did)? ?(?:not (?:a )?(?:valid|correct|accepted|known|found"
     r"|allowed|authorized|match)|invalid|wrong|incorrect|expired|rejected|denied|revoked|unknown)"
@@ -423,7 +424,7 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
         elif what is not Kind.SECRET:
             if looks_secret(maybe(line, start), hashes=what is Kind.LIKELY):
                 yield start, value_end(line, start)
-        elif not code(line, start):
+        elif not code(line, start) and not same(line, start, name):
             yield start, secret_end(line, match)
 
 
@@ -480,7 +481,8 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             mixed = re.search(r"\d", value) or (
                 what is Kind.SECRET and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
             )
-            goes = looks_secret(value, hashes=what >= Kind.LIKELY) and bool(mixed or refused) and not code(line, start)
+            goes = looks_secret(value, hashes=what >= Kind.LIKELY) and not SIGN.search(value)
+            goes = goes and bool(mixed or refused) and not code(line, start)
         if goes:
             yield start, end
 
@@ -490,6 +492,12 @@ PLACES = (paired, assigned, tagged, options, sentences)
 
 def code(line: str, start: int) -> bool:
     return bool(CODE.match(line, start))
+
+
+def same(line: str, start: int, name: str) -> bool:
+    """Whether the value is a variable of the same name: ``password=password``."""
+    word = re.match(r"\w+(?=[,)\s]|$)", line[start : start + len(name) + 2])
+    return bool(word) and bool(re.search(rf"(?:^|[._-]){word[0]}$", name)) if word else False
 
 
 def maybe(line: str, start: int) -> str:

@@ -135,8 +135,9 @@ FORMS = (
     form("login", "password", r"(?P<keep>^\s+password\s+(?=\S+\s*$)|^password\s+(?![a-z]+\s*$))(?!\[redacted)[^\s:=]+(?=\s*$)", "password {w12}", "password auth"),
     form("login", ":5|:6|:1|:*:", r"(?P<keep>(?<![^\s\"'])[\w.*-]{1,100}:(?:\d{4,5}|\*):[\w*-]{1,63}:[\w.*-]{1,63}:)(?!\d{1,5}(?:\s|$)|\[redacted)[^\s\"':]+", "db.local:5432:app:vllm:{w12}", "file.py:1234: a: b"),
     form("login", "login", r"(?P<keep>\becho\s+(?:-n\s+)?[\"']?)[^\s\"'|]+(?=[\"']?\s*\|\s*(?:sudo )?(?:docker|podman|helm|gh|oc|az|kubectl|skopeo|buildah|crane)\b.{0,80}\blogin\b)", "echo {w12} | docker login -u u --password-stdin h", "echo docker login"),
-    form("login", "login", r"(?P<keep>\b(?:vault|wandb|huggingface-cli|hf auth|hf|neptune|comet|ngc|replicate)\s+login\s+(?:--relogin\s+)?)(?![a-z]+\b|-|\[redacted)\S{6,}", "wandb login {h40}", "wandb login failed"),
+    form("login", "login", r"(?P<keep>\b(?:vault|wandb|huggingface-cli|hf auth|hf|neptune|comet|ngc|replicate)\s+login\s+(?:--relogin\s+)?)(?![a-z]+(?:\s|$)|-|\[redacted)\S{6,}", "wandb login {h40}", "wandb login failed"),
     form("login", "openssl", r"(?P<keep>\bopenssl\b.{0,200}?\s-(?:k|K|pass|passin|passout)\s+(?:pass:)?)(?!\[redacted)\S+", "openssl enc -k {w12} -in x", "openssl version"),
+    form("login", "--from-literal", r"(?P<keep>--from-literal[= ][\"']?[\w.-]{1,100}=)(?!\[redacted)[^\s\"']+", "kubectl create secret generic a --from-literal=a={w12}", "--from-literal"),
     # -- in sentences
     form("named after it", "key", r"(?P<keep>)(?<=[\"'`])[^\s\"'`]{6,}(?=[\"'`] (?:is|was|isn't|wasn't) (?:(?:not|an?|no|the|invalid|valid|wrong|incorrect|expired|revoked|unknown|your|my) ){0,4}(?i:api|access|secret|license|signing|auth)[ _-]?(?i:key))", "'{w16}' is not a valid API key", "'x' is not a valid key"),
     form("named after it", "password|token|secret|passphrase|credential", r"(?P<keep>)(?<=[\"'`])[^\s\"'`]{6,}(?=[\"'`] (?:is|was|isn't|wasn't) (?:(?:not|an?|no|the|invalid|valid|wrong|incorrect|expired|revoked|unknown|your|my|right|correct|access|api|auth|bearer) ){1,4}(?i:password|token|secret|passphrase|credential)\b)", "'{w16}' is not the password", "'x' is not a token"),

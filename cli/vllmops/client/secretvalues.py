@@ -24,7 +24,8 @@ COMMON = frozenset(
 QUOTE = r"(?:\\{0,15}[\"'`]|\\{1,15}u002[27]|&quot;|&#3[49];)"
 OPENING = re.compile(rf"[bruBRUfF]{{0,2}}(?P<slashes>\\{{0,15}})(?P<mark>[\"'`]|u002[27])|&quot;|&#3[49];")
 NOTHING = re.compile(
-    r"(?:None|null|nil|NULL|[Tt]rue|[Ff]alse|TRUE|FALSE|yes|no|YES|NO|on|off|unset|missing|empty"
+    r"(?:None|none|null|nil|NULL|N/A|n/a|undefined|not (?:set|configured|given|used|provided|required)"
+    r"|[Tt]rue|[Ff]alse|TRUE|FALSE|yes|no|YES|NO|on|off|unset|missing|empty"
     r"|\[\]|\{\}|\(\)|''|\"\"|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
     r"|[\"']?<?\[?(?:redacted|hidden|masked|REDACTED)\]?>?[\"']?"
     r"|\\{1,15}[\"']\\{1,15}[\"'])(?![\w.])"
@@ -44,13 +45,16 @@ ORDINARY = re.compile(
     r"|[a-z]{1,20}[_-][a-z]{1,20}|[a-z]{1,20}(?:_[a-z]{1,20}){0,9}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
     r"|(?:/|\./|~/|[a-z]+://).*|0x[0-9a-f]+"
 )
-SEVERAL_WORDS = re.compile(r"[a-z]{1,20}(?:-[a-z]{1,20}){0,9}")
-HASH = re.compile(r"[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64}")
+SEVERAL_WORDS = re.compile(
+    r"[a-z]{1,20}(?:-[a-z]{1,20}){0,9}|[A-Za-z_]\w*(?:\.\w+){2,}|(?:\{[\w.\[\]!:]+\}\W*)+"
+)
+HASH = re.compile(r"(?:\w{1,12}[-_:])?(?:[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})")
 # Letters and digits in one word as people don't write them.
 RUN = re.compile(r"[A-Za-z0-9_+=~-]{20,}+")
 HEXLIKE = re.compile(r"[0-9a-f-]+|[0-9A-F-]+")
 HEX_PART = re.compile(r"(?<![A-Za-z0-9])(?:[0-9a-f]{4,}|[0-9A-F]{4,})(?![A-Za-z0-9])")
-LEAST_RANDOM = 16
+WORDS = re.compile(r"[^A-Za-z0-9]+")
+LEAST_RANDOM, LEAST_PIECE = 16, 10
 CHANGES = 0.35  # of the places between two characters, those where their kind changes
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 QUOTES = {'"', "'"}
@@ -65,14 +69,17 @@ def looks_secret(value: str, *, hashes: bool = False) -> bool:
 
 def random(run: str) -> bool:
     """Whether nobody can have written it: small letters, capitals and digits all mixed."""
+    if HEXLIKE.fullmatch(run) or run.startswith(("_Z", "__")):
+        return False
     run = HEX_PART.sub("", run)
-    if len(run) < LEAST_RANDOM or HEXLIKE.fullmatch(run) or run.startswith(("_Z", "__")):
-        return False
-    kinds = ["d" if c.isdigit() else "u" if c.isupper() else "l" if c.isalpha() else "" for c in run]
-    if kinds.count("d") < 2 or kinds.count("u") < 2 or kinds.count("l") < 2:
-        return False
-    pairs = [(a, b) for a, b in zip(kinds, kinds[1:], strict=False) if a and b]
-    return len(pairs) >= 15 and sum(a != b for a, b in pairs) >= CHANGES * len(pairs)
+    pieces = [piece for piece in WORDS.split(run) if len(piece) >= LEAST_PIECE]
+    return len(run) >= LEAST_RANDOM and bool(pieces) and all(map(mixed, ["".join(pieces), pieces[0]]))
+
+
+def mixed(run: str) -> bool:
+    kinds = ["d" if c.isdigit() else "u" if c.isupper() else "l" for c in run]
+    changes = sum(a != b for a, b in zip(kinds, kinds[1:], strict=False))
+    return len(set(kinds)) == len("dul") and changes >= CHANGES * len(run)
 
 
 # -- where it ends ---------------------------------------------------------------------------
