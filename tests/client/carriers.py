@@ -117,7 +117,9 @@ NAMED: dict[str, Callable[[str, str], str]] = {
     "TOML, long": lambda n, v: f'[x]\n{n} = """\n{v}\n"""\ny = 1',
     "INI": lambda n, v: f"[x]\n{n} = {v}\ny = 1",
     "URL query": lambda n, v: f"GET http://h/v1?a=1&{n}={quote(v, safe='')}&b=2 HTTP/1.1",
-    "URL query, coded": lambda n, v: f"GET /login?next={quote(f'/x?{n}={v}&b=2', safe='')} HTTP/1.1",
+    "URL query, coded": lambda n, v: (
+        f"GET /login?next={quote(f'/x?{n}={v}&b=2', safe='')} HTTP/1.1"
+    ),
     "URL fragment": lambda n, v: f"http://h/ui#{n}={quote(v, safe='')}&b=2",
     "header": lambda n, v: f"< {n}: {v}",
     "header dict": lambda n, v: repr({"host": "h", n.lower(): v}),
@@ -408,4 +410,6 @@ api_key     ¤
 def pem(random: Random, kind: str) -> tuple[str, list[str]]:
     """A private key in lines, and those that must not be seen."""
     body = [filled("{b64}", random) for _ in range(5)]
-    return f"-----BEGIN {kind}PRIVATE KEY-----\n" + "\n".join(body) + f"\n-----END {kind}PRIVATE KEY-----", body
+    return f"-----BEGIN {kind}PRIVATE KEY-----\n" + "\n".join(
+        body
+    ) + f"\n-----END {kind}PRIVATE KEY-----", body

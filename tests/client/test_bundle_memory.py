@@ -75,8 +75,9 @@ LINES: dict[str, Callable[[], bytes]] = {
     "requests": server_lines,
     "no line ends": lambda: b"x" * (1 << 20),
     "line ends alone": lambda: b"\n" * (1 << 20),
-    "other alphabets": lambda: "(APIServer pid=7) INFO 11-20 19:05:14 [a.py:1] \U0001f600日本\n".encode()
-    * 20_000,
+    "other alphabets": lambda: (
+        "(APIServer pid=7) INFO 11-20 19:05:14 [a.py:1] \U0001f600日本\n".encode() * 20_000
+    ),
     "long lines": lambda: (b"api_key='" + b"a1" * (1 << 18) + b"\n") * 2,
 }
 
@@ -96,7 +97,9 @@ def test_memory_for_big_logs(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("command", [("doctor",), ("stacks", "explain")])
-def test_memory_for_reading_what_unfolds(tmp_path: Path, command: tuple[str, ...], vllmops: Any) -> None:
+def test_memory_for_reading_what_unfolds(
+    tmp_path: Path, command: tuple[str, ...], vllmops: Any
+) -> None:
     """A part that is read, of almost any size: it is refused before it is in memory."""
     path = tmp_path / "b.tar.gz"
     size = 200 << 20

@@ -68,7 +68,9 @@ def hidden(told: str, value: str) -> bool:
 
 
 @pytest.mark.parametrize("carrier", carriers.NAMED)
-@pytest.mark.parametrize("way", [Redactor.text, Redactor.log, Redactor.tail], ids=lambda w: w.__name__)
+@pytest.mark.parametrize(
+    "way", [Redactor.text, Redactor.log, Redactor.tail], ids=lambda w: w.__name__
+)
 def test_secrets_with_a_name(carrier: str, way: Callable[[Redactor, str], str]) -> None:
     write, left, count = carriers.NAMED[carrier], Counter[str](), 0
     for name, value, _ in named():
@@ -89,7 +91,9 @@ def test_secrets_with_a_form(carrier: str) -> None:
                 left[f"{name} {text}"] += 1
     assert count >= SECRETS
     # Some are known by where in a line they stand.
-    assert not {each for each in left if not each.startswith(("login", "header"))}, report(left, count)
+    assert not {each for each in left if not each.startswith(("login", "header"))}, report(
+        left, count
+    )
 
 
 @pytest.mark.parametrize("sentence", carriers.SENTENCES)

@@ -101,7 +101,9 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
                 if wanted(str(name)) and (file := archive.extractfile(member)):
                     left -= member.size
                     if left < 0:
-                        raise tarfile.TarError(f"{name} and others have over {LIMIT_READ >> 20} MiB")
+                        raise tarfile.TarError(
+                            f"{name} and others have over {LIMIT_READ >> 20} MiB"
+                        )
                     found[str(name)] = file.read()
             # To the end, where the checksum stands.
             while stream.read(tarfile.RECORDSIZE):

@@ -178,7 +178,9 @@ class Collecting:
         self.tasks: dict[str, Task] = {}
         self.facts: dict[str, list[str]] = {}
         self.runs: list[interpreter.Run] = []
-        self.known = Task(lambda: list(known_secrets(self.server)))
+        # Those that were found before one that hangs or fails count, too.
+        self.secrets: list[str] = []
+        self.known = Task(lambda: self.secrets.extend(known_secrets(self.server)))
 
     def look(self, *, alone: bool = False) -> ServerSnapshot:
         """Look at the server.
@@ -302,7 +304,7 @@ class Collecting:
         finally:
             self.end()
         found = Contents(self.server.label, self.made_at, interrupted=self.stop.is_set())
-        found.known = self.known.result or []
+        found.known = list(self.secrets)
         if not self.known.done or self.known.error:
             why = self.known.error or "the server's environment was not read in time"
             found.missing.append(Missing("known secrets", f"{why}: redacted by form alone"))
@@ -406,7 +408,10 @@ def secrets_of_files(ring: str | None, token: str | None, configured: str | None
         for key in keyring.load(Path(ring) if ring else keyring.default_path()).keys:
             secret = key.secret.reveal()
             yield from (secret.hex(), secret.hex().upper())
-            yield from (base64.b64encode(secret).decode(), base64.urlsafe_b64encode(secret).decode())
+            yield from (
+                base64.b64encode(secret).decode(),
+                base64.urlsafe_b64encode(secret).decode(),
+            )
     if token:
         with contextlib.suppress(VllmopsError):
             yield admin.token(Path(token))
@@ -416,9 +421,9 @@ def secrets_of_files(ring: str | None, token: str | None, configured: str | None
 
 def configuration_file(words: Sequence[str]) -> str | None:
     """The file that vLLM is told to read its options from."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for number, word in enumerate(words):
         if word == "--config":
-            return following
+            return next(iter(words[number + 1 :]), None)
         if word.startswith("--config="):
             return word.partition("=")[2]
     return None

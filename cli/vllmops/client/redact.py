@@ -119,7 +119,9 @@ PARENT = re.compile(
     r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|)\s*$"
 )
 KEY_BELOW = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*:(?:\s|$)")
-CHILD = re.compile(r"(?P<keep>\s+[\"']?[\w.-]+[\"']?:\s+)(?P<value>[\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$")
+CHILD = re.compile(
+    r"(?P<keep>\s+[\"']?[\w.-]+[\"']?:\s+)(?P<value>[\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$"
+)
 
 
 class Blocks:
@@ -170,7 +172,10 @@ class Blocks:
             if begin and not PEM_END.search(line, begin.end()) and "\\n" not in line:
                 self.pem = PEM_LINES
                 return
-        if not line.rstrip().endswith((":", "|", ">", "-", "+", '"""', "'''", "[", ",", '"', "'")) and "ame" not in line:
+        if (
+            not line.rstrip().endswith((":", "|", ">", "-", "+", '"""', "'''", "[", ",", '"', "'"))
+            and "ame" not in line
+        ):
             return
         if match := PARENT.match(line):
             name, style = match["name"], match["style"]
@@ -180,7 +185,10 @@ class Blocks:
                 elif style == "[":
                     self.until = re.compile(r"^\s*\]")
                 else:
-                    self.indent, self.all = len(match["indent"].replace("-", " ").rstrip("\t")), bool(style)
+                    self.indent, self.all = (
+                        len(match["indent"].replace("-", " ").rstrip("\t")),
+                        bool(style),
+                    )
             elif name in {"data", "stringData", "binaryData"} and not style:
                 self.data = len(match["indent"])
         elif (pair := PAIR.search(line)) and pair["below"] is not None:
@@ -389,6 +397,13 @@ class Redactor:
         """Every variable's name, and the values of those that are harmless."""
         return {name: self.variable(name, value) for name, value in sorted(variables.items())}
 
+    def assigned(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Variables that somebody has set, without secrets; others than those keep their values."""
+        return {
+            name: MARK if value and secret_variable(name) else self.text(value)
+            for name, value in variables.items()
+        }
+
     def variable(self, name: str, value: str) -> str:
         allowed = ALLOWED.fullmatch(name) and not secret_variable(name)
         shown = self.text(value) if allowed else MARK
@@ -474,12 +489,17 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
         value = inside(line, start, end)
         refused = REFUSED.match(line, end)
         if match["quote"]:
-            goes = bool(value) if what is Kind.SECRET else looks_secret(value, hashes=what is Kind.LIKELY)
+            goes = (
+                bool(value)
+                if what is Kind.SECRET
+                else looks_secret(value, hashes=what is Kind.LIKELY)
+            )
             goes &= not value.startswith("<")
         else:
             value = value.rstrip(".:!?")
             mixed = re.search(r"\d", value) or (
-                what is Kind.SECRET and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
+                what is Kind.SECRET
+                and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
             )
             goes = looks_secret(value, hashes=what >= Kind.LIKELY) and not SIGN.search(value)
             goes = goes and bool(mixed or refused) and not code(line, start)
@@ -579,7 +599,7 @@ def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[st
         else:
             option, value = secret, word
         # A hook's command has words that stand everywhere.
-        if secret and value and option.lstrip("-") != "exec":
+        if secret and value and not option.endswith("exec"):
             yield value
         if before in LOGIN_OPTIONS and ":" in word:
             yield from (word, word.partition(":")[2])
@@ -612,4 +632,5 @@ def secret_variable(name: str) -> bool:
 def secret_option(option: str) -> bool:
     """Whether an option's value is a secret, by its name."""
     name = option.lstrip("-").rpartition(".")[2]
-    return name in PRIVATE_OPTIONS or kind(name) is Kind.SECRET or name in {"token", "pass"}
+    private = name.rpartition("-")[2] in PRIVATE_OPTIONS
+    return private or kind(name) is Kind.SECRET or name in {"token", "pass"}

@@ -38,8 +38,12 @@ ENTRY = re.compile(
 )
 OTHER_ENTRY = re.compile(r"(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|Traceback)\b[: (]")
 # Whatever an exception quotes that has several words may be what a user wrote.
-RAISED = re.compile(r"(?:^|[\s\]])(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning|Failure|Interrupt|Exit)\b.{0,3}: ")
-WORDS = re.compile(r"(?<![\w\"'])([\"'])(?=[^\"'\s]{1,40}\s[^\"'\s]{1,40}\s[^\"'\s]{1,40}\s)")
+RAISED = re.compile(
+    r"(?:^|[\s\]])(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning|Failure|Interrupt|Exit)\b.{0,3}: "
+)
+WORDS = re.compile(
+    r"(?<![\w\"'])(?:(\")(?=[^\"\s]{1,40}(?:\s[^\"\s]{1,40})\s)|(')(?=[^'\s]{1,40}(?:\s[^'\s]{1,40})\s))"
+)
 WORDS_END = re.compile(r"(?=[\s.,:;)\]}!?]|$)")
 ORDINARY_WORDS = re.compile(r"[\"'](?:[\w.]+ object has no|dict object|NoneType)")
 
@@ -94,7 +98,7 @@ def exception(line: str, counts: Counter[str]) -> str:
         return line
     found, at = [line[: raised.end()]], raised.end()
     while match := WORDS.search(line, at):
-        end = closing(line, match.end(), match[1])
+        end = closing(line, match.end(), match[0])
         if end < 0:
             break
         if not ORDINARY_WORDS.match(line, match.start()):

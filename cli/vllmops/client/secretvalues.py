@@ -22,7 +22,9 @@ COMMON = frozenset(
 
 # A quote, and what stands for one in JSON that is in JSON, in HTML and in URLs.
 QUOTE = r"(?:\\{0,15}[\"'`]|\\{1,15}u002[27]|&quot;|&#3[49];)"
-OPENING = re.compile(rf"[bruBRUfF]{{0,2}}(?P<slashes>\\{{0,15}})(?P<mark>[\"'`]|u002[27])|&quot;|&#3[49];")
+OPENING = re.compile(
+    rf"[bruBRUfF]{{0,2}}(?P<slashes>\\{{0,15}})(?P<mark>[\"'`]|u002[27])|&quot;|&#3[49];"
+)
 NOTHING = re.compile(
     r"(?:None|none|null|nil|NULL|N/A|n/a|undefined|not (?:set|configured|given|used|provided|required)"
     r"|[Tt]rue|[Ff]alse|TRUE|FALSE|yes|no|YES|NO|on|off|unset|missing|empty"
@@ -73,7 +75,9 @@ def random(run: str) -> bool:
         return False
     run = HEX_PART.sub("", run)
     pieces = [piece for piece in WORDS.split(run) if len(piece) >= LEAST_PIECE]
-    return len(run) >= LEAST_RANDOM and bool(pieces) and all(map(mixed, ["".join(pieces), pieces[0]]))
+    return (
+        len(run) >= LEAST_RANDOM and bool(pieces) and all(map(mixed, ["".join(pieces), pieces[0]]))
+    )
 
 
 def mixed(run: str) -> bool:
