@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import stat
+import subprocess
 import tarfile
 import time
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllmops.client import archive, bundle
-from vllmops.client.collecting import Contents, Piece, version_of
+from vllmops.client.collecting import Contents, Piece, configuration, version_of
 from vllmops.client.paste import read
 from vllmops.client.redact import MARK, secrets
 from vllmops.diagnose import doctor
 from vllmops.errors import VllmopsError
+from vllmops.instances.processes import Process, Role
+from vllmops.instances.servers import Server
 from vllmops.snapshots.bundles import Missing
 from vllmops.snapshots.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
 from vllmops.snapshots.memory import (
@@ -306,6 +309,68 @@ def test_planted_secrets_are_nowhere_in_the_archive(
     assert bundle.load(path).caches == CACHES
     bundle.write(found, path, redact=False, overwrite=True)
     assert key.encode() in unpacked(path)["supervisor.txt"]
+
+
+def test_what_a_watch_is_given_is_its_owner_s_alone(tmp_path: Path) -> None:
+    hook = "https://example.com/notify/Qx7-path-7xQ?who=Qx7-query-7xQ"
+    watch = ["--exec", "sh -c 'tell --token Qx7-token-7xQ'", f"--webhook={hook}", "--webhook", hook]
+    found = contents(
+        configuration={
+            "server": "demo",
+            "command": [],
+            "environment": {},
+            "record": {"command": [], "environment": {}, "watch": [*watch, "--restart"]},
+        },
+        supervisor=f"(Watch pid=3) can't post to {hook}: Qx7-token-7xQ",
+    )
+    found.known = list(secrets({}, watch))
+    path, _ = bundle.write(found, tmp_path / "b.tar.gz")
+    parts = unpacked(path)
+    for name, content in parts.items():
+        assert b"Qx7" not in content, name
+        assert b"7xQ" not in content, name
+    told = json.loads(parts["configuration.json"])["record"]["watch"]
+    assert told == ["--exec", MARK, f"--webhook={MARK}", "--webhook", MARK, "--restart"]
+
+
+def test_data_is_redacted_by_the_names_in_it(tmp_path: Path) -> None:
+    found = contents(
+        versions={
+            "packages": {"PyJWT": "2.10.1", "keyring": "25.6.0"},
+            "note": {"api_key": "Qx7a", "passwords": ["Qx7b", "Qx7c"], "tokens": 5, "key": HASH},
+            "env": [{"name": "DB_PASSWORD", "value": "Qx7d"}, {"name": "MODE", "value": "fast"}],
+            "json": json.dumps({"args": json.dumps({"password": "Qx7e"})}),
+            "failure": {"cause": "ValueError: The prompt 'tell me Qx7f' is too long"},
+        }
+    )
+    path, _ = bundle.write(found, tmp_path / "b.tar.gz")
+    content = unpacked(path)["versions.json"]
+    assert b"Qx7" not in content
+    told = json.loads(content)
+    assert told["packages"] == {"PyJWT": "2.10.1", "keyring": "25.6.0"}
+    assert told["note"]["tokens"] == 5
+    assert told["note"]["key"] == HASH
+    assert told["env"][1] == {"name": "MODE", "value": "fast"}
+    assert told["failure"] == {"cause": f"ValueError: The prompt {MARK} is too long"}
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """A process may have been given any bytes; a bundle of it can be written."""
+    popen = subprocess.Popen(
+        ["sh", "-c", "sleep 60; true", b"odd\xff"],
+        env={b"ODD\xff": b"\xfe", b"VLLM_X": b"\xfd"},
+    )
+    try:
+        server = Server(name=None, processes=(Process(Role.API, popen.pid, 0.0),))
+        found = contents()
+        found.pieces["configuration.json"] = Piece(configuration(server), 0.1)
+        for redact in (True, False):
+            path, _ = bundle.write(found, tmp_path / "b.tar.gz", redact=redact, overwrite=True)
+            told = json.loads(unpacked(path)["configuration.json"])
+            assert told["command"][-1] == "odd\\udcff"
+    finally:
+        popen.kill()
+        popen.wait()
 
 
 # -- what strangers send ---------------------------------------------------------------------

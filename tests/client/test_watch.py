@@ -371,6 +371,14 @@ def test_a_server_that_fails_leaves_evidence() -> None:
     assert kinds(watched(scene)) == ["ended"]
 
 
+def test_what_goes_to_chat_services_has_no_prompts_and_keys() -> None:
+    scene = Scene(well, {40.0: Phase.OVER}, final=True, failed=True)
+    scene.why = "ValueError: The prompt 'tell PLANTED a story' of api_key=PLANTED is too long"
+    (failed,) = watched(scene)
+    assert "PLANTED" not in repr(failed)
+    assert failed.text.endswith("The prompt [redacted] of api_key=[redacted] is too long")
+
+
 def test_a_stall_that_a_restart_ends_is_not_told_to_recover() -> None:
     phases = {40.0: Phase.AWAY, 60.0: Phase.UP}
     scene = Scene(stuck(20.0, until_s=50.0), phases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from vllmops.client.collecting import Collecting, collect, log, quietly, wish
 from vllmops.errors import VllmopsError
 from vllmops.instances.processes import Process, Role
 from vllmops.instances.servers import Server, resolve
+from vllmops.keys import file as keyring
 
 OTHER = Path(__file__).parent.parent / "client" / "logs" / "other.log"
 KEY = "0123456789abcdef" * 4
@@ -105,6 +107,32 @@ def test_everything_in_one_file_without_secrets(
     assert lab.vllmops("stacks", "explain", str(path), "--json").code == 0
     assert len(lab.vllmops("memory", "report", str(path), "--json").data["samples"]) >= 2
     assert lab.vllmops("cache", "inspect", str(path), "--json").error["code"] == "bundle.no-caches"
+
+
+def test_what_files_keep_secret_is_nowhere(
+    lab: Any, folder: Path, tmp_path: Path, model: Path
+) -> None:
+    """Keys of the ring, the admin token, vLLM's configuration file: however a log has them."""
+    ring, token, configured = tmp_path / "ring.json", tmp_path / "admin", tmp_path / "vllm.yaml"
+    assert lab.vllmops("keys", "add", "--keyring", str(ring)).code == 0
+    (key,) = (each.secret.reveal() for each in keyring.load(ring).keys)
+    token.write_text("PLANTEDadmin" + "x7" * 20)
+    token.chmod(0o600)
+    configured.write_text("port: 1\napi-key: PLANTED of several words\n")
+    says = tmp_path / "says"
+    coded = base64.b64encode(b"for PLANTED of several words").decode()
+    says.write_text(
+        f"vllm: loaded {key.hex()} {key.hex().upper()} {base64.b64encode(key).decode()}\n"
+        f"uvicorn: {token.read_text()} and PLANTED of several words, {coded}\n"
+    )
+    env = [f"--env=VLLMOPS_KEYRING={ring}", f"--env=VLLMOPS_ADMIN_TOKEN_FILE={token}"]
+    lab.serve("a", *env, "--", "--config", str(configured), says=str(says))
+    answer = lab.vllmops("bundle", "--json", "--timeout", "6")
+    path = Path(answer.data["file"])
+    assert "known secrets" not in {each["name"] for each in answer.data["missing"]}
+    for name, text in parts(path).items():
+        for word in ("PLANTED", coded[:-8], key.hex(), key.hex().upper(), token.read_text()[14:]):
+            assert word not in text, name
 
 
 def test_what_a_person_sees(lab: Any, folder: Path) -> None:

@@ -78,6 +78,18 @@ def test_a_dry_run_can_be_pasted_into_a_shell(lab: Any) -> None:
         server.wait(10)
 
 
+def test_a_dry_run_shows_no_secrets(lab: Any) -> None:
+    env = ("--env", "HF_TOKEN=PLANTED-1", "--env", "DB=postgresql://u:PLANTED-2@db/x")
+    hook = ("--watch-webhook", "https://example.com/PLANTED-3")
+    words = lab.words("a", *env, *hook, "--dry-run", "--", "--api-key", "PLANTED-4", "--x", "y")
+    answer = lab.vllmops(*words)
+    assert "PLANTED" not in answer.out
+    assert "--api-key '[redacted]' --x y" in answer.out
+    planned = lab.vllmops(*words[:-5], "--json", *words[-5:])
+    assert "PLANTED" not in planned.out
+    assert planned.data["command"][-4:] == ["--api-key", "[redacted]", "--x", "y"]
+
+
 def healthy(url: str) -> bool:
     try:
         return bool(urllib.request.urlopen(f"{url}/health").status == 200)

@@ -14,6 +14,7 @@ from ..errors import Exit, VllmopsError
 MAGIC = b"\x1f\x8b"
 # Bundles of real servers have some MB; what a stranger packed may unfold to any size.
 LIMIT_BYTES = 256 << 20
+LIMIT_READ = 24 << 20  # of the parts that are read, which are in memory, together
 LIMIT_FILES = 1000
 MODE = 0o600
 DAMAGE = (
@@ -79,6 +80,7 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
             that lead out of it.
     """
     found: dict[str, bytes] = {}
+    left = LIMIT_READ
     try:
         with (
             gzip.open(path) as unfolded,
@@ -97,6 +99,11 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
                 if not 0 <= member.size <= LIMIT_BYTES:
                     raise tarfile.TarError(f"{member.name!r} has {member.size} bytes")
                 if wanted(str(name)) and (file := archive.extractfile(member)):
+                    left -= member.size
+                    if left < 0:
+                        raise tarfile.TarError(
+                            f"{name} and others have over {LIMIT_READ >> 20} MiB"
+                        )
                     found[str(name)] = file.read()
             # To the end, where the checksum stands.
             while stream.read(tarfile.RECORDSIZE):

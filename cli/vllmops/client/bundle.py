@@ -15,6 +15,7 @@ import errno
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ from .redact import Redactor
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+# A line and its end, or the last one, which may be empty.
+LINE = re.compile(r"[^\n]*\n|[^\n]+\Z|(?<=\n)\Z|\A\Z")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NOTE = "review it before you share it: what is redacted is told by its name or its form"
 UNREDACTED = "nothing is redacted: keys, tokens and prompts may be in it"
@@ -165,41 +168,55 @@ def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
     """A part as it is in the archive."""
     content = piece.content
     if isinstance(content, str):
-        return (redacted_text(name, content, redactor) if redactor else content).encode()
-    plain = msgspec.to_builtins(content)
-    if redactor:
-        plain = (
-            configured(plain, redactor) if name == "configuration.json" else redactor.walk(plain)
-        )
+        return joined(redacted_lines(name, content, redactor)) if redactor else content.encode()
     if name.endswith(".jsonl"):
-        return b"".join(msgspec.json.encode(line) + b"\n" for line in plain)
+        lines = map(msgspec.to_builtins, content)
+        told = (redactor.walk(line, log=True) if redactor else line for line in lines)
+        return joined(chain(map(msgspec.json.encode, told), [b""]))
+    plain = msgspec.to_builtins(content)
+    if redactor and name == "configuration.json":
+        plain = configured(plain, redactor)
+    elif redactor:
+        plain = redactor.walk(plain, log=True)
     return pretty(plain)
 
 
-def redacted_text(name: str, text: str, redactor: Redactor) -> str:
+def joined(lines: Iterator[str] | Iterator[bytes]) -> bytes:
+    """Lines in one, made one by one: not all of them are in memory in two forms."""
+    found = bytearray()
+    for line in lines:
+        found += line.encode(errors="backslashreplace") if isinstance(line, str) else line
+        found += b"\n"
+    return bytes(memoryview(found)[:-1])
+
+
+def redacted_lines(name: str, text: str, redactor: Redactor) -> Iterator[str]:
+    """A part's lines without secrets, and without prompts where users' texts may be in it."""
+    if name == "collect_env.txt":
+        return iter([redactor.assignments(text)])
+    lines = (match[0].rstrip("\n") for match in LINE.finditer(text))
     match name:
         case "log.txt":
-            return redactor.tail(text)
-        case "supervisor.txt":
-            return redactor.log(text)
-        case "collect_env.txt":
-            return redactor.assignments(text)
-    return redactor.text(text)
+            return redactor.tail_lines(lines)
+        case "metrics.txt":
+            return redactor.lines(lines)
+    return redactor.log_lines(lines)
 
 
 def configured(found: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
     """A configuration whose words and variables are judged by their names."""
     record = found["record"] or {}
     shown: dict[str, Any] = redactor.walk(
-        {**found, "command": [], "environment": {}, "record": None}
+        {**found, "command": [], "environment": {}, "record": None}, log=True
     )
     shown["command"] = redactor.words(found["command"])
     shown["environment"] = redactor.environment(found["environment"])
     if record:
         shown["record"] = {
-            **redactor.walk({**record, "command": [], "environment": {}}),
+            **redactor.walk({**record, "command": [], "environment": {}, "watch": []}, log=True),
             "command": redactor.words(record["command"]),
             "environment": redactor.environment(record["environment"]),
+            "watch": redactor.words(record["watch"]) if record.get("watch") else None,
         }
     return shown
 

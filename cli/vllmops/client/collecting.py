@@ -6,8 +6,11 @@ is late; what is not there is told.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
 import platform
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +21,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from .. import __version__
+from .. import __version__, admin
 from ..diagnose import doctor
 from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S
@@ -26,11 +29,12 @@ from ..errors import VllmopsError
 from ..instances import logs
 from ..instances.record import Folder
 from ..instances.servers import Server
+from ..keys import file as keyring
 from ..snapshots.bundles import Missing
 from ..snapshots.memory import Recording
 from ..snapshots.server import ServerSnapshot
 from . import agent, examine, http, interpreter, memory, procfacts
-from .redact import secrets
+from .redact import TEXT, secrets, values
 
 TIMEOUT_S = 20.0
 COLLECT_ENV_S = 20.0
@@ -174,7 +178,9 @@ class Collecting:
         self.tasks: dict[str, Task] = {}
         self.facts: dict[str, list[str]] = {}
         self.runs: list[interpreter.Run] = []
-        self.known = Task(lambda: list(known_secrets(self.server)))
+        # Those that were found before one that hangs or fails count, too.
+        self.secrets: list[str] = []
+        self.known = Task(lambda: self.secrets.extend(known_secrets(self.server)))
 
     def look(self, *, alone: bool = False) -> ServerSnapshot:
         """Look at the server.
@@ -298,7 +304,7 @@ class Collecting:
         finally:
             self.end()
         found = Contents(self.server.label, self.made_at, interrupted=self.stop.is_set())
-        found.known = self.known.result or []
+        found.known = list(self.secrets)
         if not self.known.done or self.known.error:
             why = self.known.error or "the server's environment was not read in time"
             found.missing.append(Missing("known secrets", f"{why}: redacted by form alone"))
@@ -383,12 +389,55 @@ def wish(seconds: float, patience_s: float = PATIENCE_S) -> examine.Wish:
 
 
 def known_secrets(server: Server) -> Iterator[str]:
-    """What is secret for certain: in the environments and on the command lines of a server."""
+    """What is secret for certain: in environments, on command lines, and in the files they name."""
     yield from secrets({"VLLM_API_KEY": os.environ.get("VLLM_API_KEY", "")}, ())
-    for process in server.processes:
-        yield from secrets(agent.environ(process.pid), interpreter.words_of(process.pid))
-    if server.record:
-        yield from secrets(server.record.environment, server.record.command)
+    started = [(agent.environ(p.pid), interpreter.words_of(p.pid)) for p in server.processes]
+    if record := server.record:
+        started.append((record.environment, list(record.command)))
+        yield from secrets({}, record.watch or ())
+    for environment, words in started:
+        yield from secrets(environment, words)
+    named = {(e.get(keyring.PLACE), e.get(admin.PLACE), configuration_file(w)) for e, w in started}
+    for ring, token, configured in named:
+        yield from secrets_of_files(ring, token, configured)
+
+
+def secrets_of_files(ring: str | None, token: str | None, configured: str | None) -> Iterator[str]:
+    """What is secret in a keyring, an admin token's file and vLLM's configuration file."""
+    with contextlib.suppress(VllmopsError):
+        for key in keyring.load(Path(ring) if ring else keyring.default_path()).keys:
+            secret = key.secret.reveal()
+            yield from (secret.hex(), secret.hex().upper())
+            yield from (
+                base64.b64encode(secret).decode(),
+                base64.urlsafe_b64encode(secret).decode(),
+            )
+    if token:
+        with contextlib.suppress(VllmopsError):
+            yield admin.token(Path(token))
+    if configured:
+        yield from values(beginning(Path(configured)))
+
+
+def configuration_file(words: Sequence[str]) -> str | None:
+    """The file that vLLM is told to read its options from."""
+    for number, word in enumerate(words):
+        if word == "--config":
+            return next(iter(words[number + 1 :]), None)
+        if word.startswith("--config="):
+            return word.partition("=")[2]
+    return None
+
+
+def beginning(path: Path) -> str:
+    """What a plain file begins with; nothing where it is none, or can't be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            plain = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            return file.read(TEXT).decode(errors="replace") if plain else ""
+    except (OSError, ValueError):
+        return ""
 
 
 def metrics(server: Server) -> str:
@@ -453,13 +502,21 @@ def configuration(server: Server) -> dict[str, Any]:
     return {
         "server": server.label,
         "pid": server.pid,
-        "command": interpreter.words_of(server.pid) if server.pid else [],
-        "environment": agent.environ(server.pid) if server.pid else {},
+        "command": list(map(printable, interpreter.words_of(server.pid))) if server.pid else [],
+        "environment": {
+            printable(name): printable(value)
+            for name, value in (agent.environ(server.pid) if server.pid else {}).items()
+        },
         # Its processes are told elsewhere, without their command lines.
         "record": msgspec.to_builtins(
             server.record and msgspec.structs.replace(server.record, processes=())
         ),
     }
+
+
+def printable(text: str) -> str:
+    """A text that JSON can hold, whatever bytes a process was given."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def recorded(server: Server) -> Recording:

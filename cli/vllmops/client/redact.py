@@ -1,26 +1,50 @@
 """Takes secrets and prompts out of what leaves the machine.
 
 Two nets: what is known to be secret, from the server's environment and arguments, is taken out
-wherever it stands; what looks like a secret, by the name before it or by its form, is taken out,
-too. Hashes stay: the keys of caches are some. Pure: text in, text out.
+wherever it stands; what looks like a secret, by the name before it (`secretnames`) or by its form
+(`secretforms`), is taken out, too. Hashes stay: the keys of caches are some. Pure: text in, text
+out; line by line, so that a long log costs no more memory than a short one.
 """
 
 from __future__ import annotations
 
-import json
+import base64
+import binascii
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote, quote_plus
+from urllib.parse import unquote
 
+from . import said
 from .loglines import Lines
+from .secretforms import FORMS, MARK
+from .secretnames import STEMS, Kind, kind
+from .secretvalues import (
+    CLOSING,
+    CODE,
+    LEAST,
+    NOTHING,
+    OPENING,
+    QUOTE,
+    QUOTES,
+    RUN,
+    inside,
+    looks_secret,
+    random,
+    value_end,
+    written,
+)
 
-MARK = "[redacted]"
-# Shorter ones stand in too many words; where they are expected their place tells them.
-LEAST = 6
-LEAST_LINE = 12  # of a secret with several
+__all__ = ["MARK", "Redactor", "secrets"]
 
+LINE = 32 << 10  # characters of a line; what is behind them is left out
+CUT = "[the rest of the line is left out]"
+CODED = 2  # how often what is coded in URLs or in base64 is decoded again
+TEXT = 1 << 20  # characters of a text that is looked through for values
+SEEN = 300  # characters of a value whose name says little
+
+HINTS = tuple((has, form) for form in FORMS for has in form.has)
 # Environment variables whose values tell how a server runs, and not with what rights.
 ALLOWED = re.compile(
     r"(?:VLLM|VLLMOPS|CUDA|NVIDIA|NCCL|TORCH\w*|PYTORCH|TRITON|OMP|MKL|KMP|GOMP|HIP|ROCR|ROCM|RCCL"
@@ -28,110 +52,147 @@ ALLOWED = re.compile(
     r"|PYTHON[A-Z]+|PATH|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|CONDA_PREFIX|HF_HOME|LANG|LC_ALL|TZ"
 )
 SECRET_VARIABLE = re.compile(
-    r"(?:KEYS?|TOKENS?|PASS|PWD|AUTH|DSN|SALT|SIGNATURE|BEARER)$"
+    r"(?:KEYS?|TOKENS?|PASS|PWD|AUTH|DSN|SALT|SIGNATURE|BEARER|PAT|JWT|SAS|CREDS?)$"
     r"|API_?KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|COOKIE|WEBHOOK|SIGNING",
     re.IGNORECASE,
 )
 NO_SECRET = re.compile(r"(?:PWD|OLDPWD|.*_(?:FILE|PATH|DIR))$", re.IGNORECASE)
-# Letters and digits in one word as people don't write them.
 RANDOM = re.compile(r"(?=[^\s/:,;@]*\d)(?=[^\s/:,;@]*[A-Za-z])[A-Za-z0-9+=_\-~%]{20,}")
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.MULTILINE)
+# Options whose whole value is nobody else's business.
+PRIVATE_OPTIONS = {"webhook", "exec"}
+LOGIN_OPTIONS = {"-u", "--user", "-U", "--proxy-user", "--auth", "--basic-auth"}
 
-# What stands before a secret, in code, JSON, headers, queries and command lines.
-NAME = (
-    r"api[_-]?keys?|(?<![A-Za-z0-9_])token|(?:access|auth|refresh|bearer|hf|hub|id|session|security"
-    r"|github|gitlab|csrf|secret|account|service|admin|bot|registry|wandb|oauth2?)[_-]?token"
-    r"|secret[\w-]{0,40}|passw(?:or)?d|passphrase|(?<![a-z])pwd|credentials?"
-    r"|(?:private|signing|encryption|master|access|secret|account|shared|storage|sas|license|client"
-    r"|admin|service|auth|hmac|ssh|rsa)[_-]?keys?(?:[_-]?id)?|authorization|(?:set-)?cookie|bearer"
-    r"|dsn|connection[_-]?string|(?<![a-z])sig|signature|x-amz-[a-z-]{1,40}"
+# A name and what stands between it and its value, in code, JSON, headers, queries, tables.
+NAMED = re.compile(
+    r"(?<![\w.$-])(?P<name>[\w.$-]++)"
+    rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?:=>|:=|=(?!=)|:(?![:/]))\s{{0,4}}"
+    rf"|{QUOTE}\s?,\s?(?=[bru]?{QUOTE})|[ \t]{{1,40}}(?:[|\u2502\u2192]|->)[ \t]{{1,4}})(?=\S)"
 )
-# Each of them, and each variable's name, has one of these.
-STEMS = (
-    *("key", "token", "secret", "pass", "pwd", "cred", "auth", "cookie", "bearer", "dsn", "sig"),
-    *("connection", "x-amz"),
+BEFORE = re.compile(r"(?<![\w.-])([A-Za-z]{1,20})[ -]$")
+OPTION = re.compile(
+    r"(?<![\w-])(?:--?(?P<name>[A-Za-z][\w.-]*+)|(?:ENV|ARG|setenv|set -\w{1,3}) (?P<variable>\w++))"
+    r"[ \t]+(?=[^\s|&;>-])"
 )
-FOLLOWS = 8  # characters of the next line, where a value may begin
-# Longest first: the environment's names are in capitals, and have anything before the last word.
-VARIABLE = (
-    r"\b[A-Z][A-Z0-9_]{0,60}_"
-    r"(?:KEYS?|TOKEN|SECRET|PASS|PASSWORD|PASSWD|AUTH|COOKIE|DSN|CREDENTIALS)"
+HEADER = re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie)$")
+# In sentences: with password "…", API key … is not valid.
+SENTENCE = re.compile(
+    r"(?<![\w.-])(?P<name>(?i:(?:(?:secret|access|api|private|auth(?:entication|orization)?|bearer"
+    r"|admin|session|refresh|signing|license|account|hub|security|master|service|client|encryption"
+    r"|shared|user|db|database|root)[ _-]?){0,3}"
+    r"(?:key|token|secret|password|passwd|passphrase|passcode|pwd|credentials?)))"
+    r"(?:\s+(?i:is|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
+    r"|header)|\s\[[^\]\s]{0,20}\]|\s+for\s+[^\s:]{1,60}(?=[\s:])){0,3}"
+    rf"(?:\s*[:=]?\s+|\s*\()(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
-SEPARATOR = (
-    r"(?:[\"'`\]]{0,2}[ \t]{0,3}(?:=>|:=|=(?!=)|:(?![:/]))\s{0,3}|[\"']\s?,\s?(?=[bru]?[\"']))"
+TUPLE = re.compile(r"\(\s?[bru]?[\"'][^\"']{0,100}[\"'],\s?[bru]?[\"']")
+SIGN = re.compile(r"^[\w-]+[=:]")
+REFUSED = re.compile(
+    r"[\"'`)]?,? (?:which |that |it )?(?:is|was|has|isn't|wasn't|does|did)? ?(?:not (?:a )?(?:valid|correct|accepted|known|found"
+    r"|allowed|authorized|match)|invalid|wrong|incorrect|expired|rejected|denied|revoked|unknown)"
 )
-NAMED = re.compile(rf"(?:(?i:(?P<name>{NAME}))|{VARIABLE}){SEPARATOR}")
-OPTION = re.compile(rf"(?P<option>--(?:[A-Za-z]+[-_.]){{0,6}}(?i:{NAME}))[ \t]+(?=[^\s-])")
-HEADER = re.compile(r"authorization|(?:set-)?cookie|bearer", re.IGNORECASE)
-NOTHING = re.compile(r"(?:None|null|[Tt]rue|[Ff]alse|\[\]|\{\}|''|\"\"|\[redacted\])(?![\w.])")
+PAIR = re.compile(
+    rf"(?i)\b(?:name|key){QUOTE}?\s{{0,4}}[:=]\s{{0,4}}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?\s{{0,4}},?\s{{0,4}}"
+    rf"(?:{QUOTE}?value{QUOTE}?\s{{0,4}}[:=]\s{{0,4}}(?=\S)|(?P<below>$))"
+)
+TAG = re.compile(r"<(?P<name>[\w:.-]++)(?:\s[^<>]{0,200})?>(?=[^<\s])")
+BELOW = re.compile(rf"^\s*(?:- )?{QUOTE}?value{QUOTE}?\s*[:=]\s*(?=\S)", re.IGNORECASE)
+# A word as people write it unquoted; what may end it is part of it, where nothing follows.
+BARE = re.compile(
+    r"(?:[^\s\"'<>`&,;\\]|,(?!\s|$)|&(?![\w.-]+=|$)|;(?!\s|$|[\w ]{1,40}=)|\\(?![\"'nrt\\]))+"
+)
+LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
+CODED_RUN = re.compile(r"[A-Za-z0-9+/_-]{16,}+={0,2}")
+PERCENT = re.compile(r"[^\s\"'<>]++")
+ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 
-SIGNING = re.compile(
-    r"(?P<before>(?<![A-Za-z])(?:signing|hmac|secret|private|encryption|master|state|carrier)(?![a-z])"
-    r"[\w \-]{0,24}"
-    r"[\"'`]?\s{0,2}(?:[:=]|\bis\b)?\s{0,2}[\"'`(]?)(?<![0-9a-fA-F])[0-9a-fA-F]{64,}",
-    re.IGNORECASE,
+# What goes on over several lines.
+PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|^Private-Lines: \d+\s*$")
+PEM_END = re.compile(r"-----END [A-Z0-9 ]{0,40}KEY")
+PEM_BODY = re.compile(
+    r"(?:\([\w.-]+ pid=\d+\) ?)?[\s|>\"']*"
+    r"(?:[A-Za-z0-9+/=]{0,100}|(?:Proc-Type|DEK-Info|Comment|Version|Private-MAC)\b.*)[\s\"',\\]*"
 )
-FORMS = (
-    (
-        "private key",
-        re.compile(
-            r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}KEY-----|\Z)",
-            re.DOTALL,
-        ),
-        MARK,
-    ),
-    # A conversation's state, as clients carry it.
-    ("carrier", re.compile(r"\bvllm:\d+:[A-Za-z0-9+/=_\-]{16,}(?::[0-9a-fA-F]{32,})?"), MARK),
-    (
-        "media",
-        re.compile(r"(data:[\w.+-]+/[\w.+-]+(?:;[\w=.-]+)*;base64,)[\w+/=%-]{8,}"),
-        r"\1" + MARK,
-    ),
-    (
-        "URL credentials",
-        re.compile(
-            r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]{1,30}://)"
-            r"(?:[^\s/@:'\"<>]*:(?!\d{1,5}(?:[/?#]|$))[^\s'\"<>]*|[^\s/?#@'\"<>]+)@"
-        ),
-        rf"\g<scheme>{MARK}@",
-    ),
-    (
-        "token",
-        re.compile(r"(?P<how>\b(?:[Bb]earer|BEARER)\s{1,3}b?[\"']?)(?!\[redacted)[\w.~+/=-]{8,}"),
-        rf"\g<how>{MARK}",
-    ),
-    ("token", re.compile(r"(?P<how>\bBasic )[A-Za-z0-9+/]{6,}={0,2}(?![\w ])"), rf"\g<how>{MARK}"),
-    (
-        "token",
-        re.compile(
-            r"(?<![A-Za-z0-9])(?:hf_(?=[a-z]{0,40}[A-Z0-9])[A-Za-z0-9]{8,}|hf_[a-z]{20,}|sk-[\w-]{6,}|sk_(?:live|test)_\w{6,}"
-            r"|gh[pousr]_\w{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}|xox[abeprs]-[\w-]{8,}"
-            r"|nvapi-[\w-]{10,}|AIza[\w-]{20,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|ya29\.[\w-]{10,}"
-            r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
-        ),
-        MARK,
-    ),
+PEM_LINES = 500
+PARENT = re.compile(
+    r"(?P<indent>[\s-]*)[\"']?(?P<name>[\w.-]+)[\"']?\s*[:=]\s*"
+    r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|)\s*$"
+)
+KEY_BELOW = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*:(?:\s|$)")
+CHILD = re.compile(
+    r"(?P<keep>\s+[\"']?[\w.-]+[\"']?:\s+)(?P<value>[\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$"
 )
 
-# What stands before a prompt or an answer in vLLM's log lines, and in requests as they are quoted.
-SAID = re.compile(
-    r"(?<![\w-])(?:prompts?|outputs?|inputs?|content|messages|texts?|instructions|query|queries"
-    r"|documents|(?:prompt_|output_|input_)?token_ids|input_ids|input_value|response_body|body"
-    r"|reasoning(?:_content)?|arguments|delta|tool_calls|system|file_data|stop|bad_words"
-    r"|structured_outputs)[\"']?\s{0,2}[:=]\s?(?=[bru]{0,2}[\"'\[{(]|[a-zA-Z]\w{0,60}\()"
-    r"|(?:JSON body:|\b[Rr]equest|\b[Rr]esponse:) (?=\{)"
-)
-# The rest of the line, whatever it is, and those that go on with it.
-WHOLE = re.compile(
-    r"(?<![\w-])(?:input |final |text )?prompt(?: text)?: "
-    r"(?!None|\[redacted|[\"'\[{(]|\d+(?:\D|$))",
-    re.IGNORECASE,
-)
-ENTRY = re.compile(
-    r"(?P<process>\([\w.-]+ pid=\d+\) ?)?"
-    r"(?P<head>[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)? \[[^\]]*\])?"
-)
-OTHER_ENTRY = re.compile(r"(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|Traceback)\b[: (]")
+
+class Blocks:
+    """Tells which lines are part of a secret that began in an earlier one."""
+
+    def __init__(self) -> None:
+        self.pem = 0  # lines that may still belong to a key
+        self.until: re.Pattern[str] | None = None
+        self.indent = -1
+        self.all = False
+        self.data = -1
+        self.pair = False
+
+    def hidden(self, line: str) -> int | None:
+        """From where a line is to be hidden, None where it is no part of a secret."""
+        if self.pem:
+            self.pem -= 1
+            ends = bool(PEM_END.search(line))
+            if ends or PEM_BODY.fullmatch(line):
+                self.pem = 0 if ends else self.pem
+                return 0
+            self.pem = 0
+        if self.until:
+            if self.until.search(line):
+                self.until = None
+            return 0
+        pair, self.pair = self.pair, False
+        if pair and (match := BELOW.match(line)):
+            return match.end()
+        indent = len(line) - len(line.lstrip())
+        if self.indent >= 0 and line.strip():
+            if indent > self.indent or (indent == self.indent and line[indent:].startswith("- ")):
+                if self.all or not KEY_BELOW.match(line):
+                    return indent
+            else:
+                self.indent = -1
+        if self.data >= 0 and line.strip():
+            if indent <= self.data:
+                self.data = -1
+            elif match := CHILD.match(line):
+                return match.start("value")
+        return None
+
+    def begin(self, line: str) -> None:
+        """Look whether something begins in a line that goes on in the next."""
+        if "PRIVATE KEY" in line or line.startswith("Private-Lines"):
+            begin = PEM.search(line)
+            if begin and not PEM_END.search(line, begin.end()) and "\\n" not in line:
+                self.pem = PEM_LINES
+                return
+        if (
+            not line.rstrip().endswith((":", "|", ">", "-", "+", '"""', "'''", "[", ",", '"', "'"))
+            and "ame" not in line
+        ):
+            return
+        if match := PARENT.match(line):
+            name, style = match["name"], match["style"]
+            if kind(name) >= Kind.LIKELY:
+                if style in {'"""', "'''"}:
+                    self.until = re.compile(style)
+                elif style == "[":
+                    self.until = re.compile(r"^\s*\]")
+                else:
+                    self.indent, self.all = (
+                        len(match["indent"].replace("-", " ").rstrip("\t")),
+                        bool(style),
+                    )
+            elif name in {"data", "stringData", "binaryData"} and not style:
+                self.data = len(match["indent"])
+        elif (pair := PAIR.search(line)) and pair["below"] is not None:
+            self.pair = kind(pair["name"]) >= Kind.LIKELY
 
 
 class Redactor:
@@ -149,126 +210,199 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """A text without secrets; prompts stay, see `log`."""
-        text = self.literal(text)
-        for kind, form, mark in FORMS:
-            text = self.counted(kind, form, mark, text)
-        text = self.counted("signing key", SIGNING, rf"\g<before>{MARK}", text)
-        text = self.after(NAMED, "secret by its name", text)
-        return self.after(OPTION, "secret by its name", text)
+        return "\n".join(self.lines(text.split("\n")))
 
     def log(self, text: str) -> str:
         """A log without secrets, prompts and answers."""
-        lines = []
-        hiding: dict[str, str] = {}  # by process: how the entry began that goes on
-        for line in self.text(text).split("\n"):
-            entry = ENTRY.match(line)
-            assert entry is not None  # both parts are optional
-            process, head = entry["process"] or "", entry["head"] or ""
-            # vLLM begins each further line of an entry as it began the first.
-            if hiding.get(process) == head and not OTHER_ENTRY.match(line, entry.end()):
-                lines.append(f"{entry.group()} {MARK}".lstrip())
-                continue
-            said, whole = self.quoted(line)
-            lines.append(said)
-            hiding.pop(process, None)
-            if not whole:
-                hiding[process] = head
-        return "\n".join(lines)
+        return "\n".join(self.log_lines(text.split("\n")))
 
     def tail(self, text: str) -> str:
         """A server's log as `log`, and without what anybody may have written in it."""
-        lines, known = [], Lines()
-        for line in self.log(text).split("\n"):
+        return "\n".join(self.tail_lines(text.split("\n")))
+
+    def lines(self, lines: Iterable[str]) -> Iterator[str]:
+        """Lines as `text`, one by one."""
+        blocks = Blocks()
+        for line in map(self.literal, self.whole(lines)):
+            start = blocks.hidden(line)
+            if start is None:
+                blocks.begin(line)
+                yield self.line(line)
+            elif NOTHING.match(line, start) or not line[start:]:
+                yield line
+            else:
+                self.counts["secret of several lines"] += 1
+                yield line[:start] + MARK
+
+    def log_lines(self, lines: Iterable[str]) -> Iterator[str]:
+        """Lines as `log`, one by one."""
+        return said.without(self.lines(lines), self.counts)
+
+    def tail_lines(self, lines: Iterable[str]) -> Iterator[str]:
+        """Lines as `tail`, one by one."""
+        known = Lines()
+        for line in self.log_lines(lines):
             kept = known.kept(line)
             if kept < len(line) and line[kept:] != MARK:
                 self.counts["log line of no known form"] += 1
-                line = line[:kept] + MARK  # noqa: PLW2901
-            lines.append(line)
-        return "\n".join(lines)
-
-    def quoted(self, line: str) -> tuple[str, bool]:
-        """A line without what was said, and whether that ended with the line."""
-        found, whole, at = [], True, 0
-        while whole and (match := SAID.search(line, at)):
-            if WHOLE.match(line, match.start()):
-                break  # it looks like a call, and may be one in a prompt's first words
-            end = value_end(line, match.end())
-            if not NOTHING.fullmatch(line, match.end(), end):
-                self.counts["prompt or answer"] += 1
-                found += [line[at : match.end()], MARK]
-                whole = end <= len(line)
+                yield line[:kept] + MARK
             else:
-                found.append(line[at:end])
-            at = min(end, len(line))
-        line = "".join(found) + line[at:]
-        if match := WHOLE.search(line):
-            self.counts["prompt or answer"] += 1
-            return line[: match.end()] + MARK, False
-        return line, whole
+                yield line
 
-    def after(self, names: re.Pattern[str], kind: str, text: str) -> str:
-        """A text without the values that stand after names."""
-        found, at = [], 0
-        for match in (each for place in places(text) for each in names.finditer(text, *place)):
-            start = match.end()
-            if start < at or NOTHING.match(text, start):
-                continue
-            end = value_end(text, start)
-            if end > len(text) or (
-                HEADER.match(match[0]) and text[start : start + 1] not in QUOTES
-            ):
-                end = line_end(text, start)
-            if end <= start:
-                continue
-            self.counts[kind] += 1
-            found += [text[at:start], MARK]
-            at = end
-        return "".join(found) + text[at:]
+    def whole(self, lines: Iterable[str]) -> Iterator[str]:
+        """Lines of a bounded length: what is longer is cut off before a word."""
+        for line in lines:
+            if len(line) <= LINE:
+                yield line
+            else:
+                self.counts["long line"] += 1
+                head = self.literal(line)[:LINE].rpartition(" ")[0]
+                yield f"{head} {CUT}"
 
-    def counted(self, kind: str, form: re.Pattern[str], mark: str, text: str) -> str:
-        text, count = form.subn(mark, text)
+    def line(self, line: str, coded: int = CODED) -> str:
+        """A line without secrets, what is known to be one excepted."""
+        if len(line) < LEAST:
+            return line
+        low = line.lower()
+        for each in dict.fromkeys(form for has, form in HINTS if has in low):
+            line = self.counted(each.name, each.pattern, line)
+        if any(stem in low for stem in STEMS):
+            line = self.named(line)
+        line = RUN.sub(self.run, line)
+        if coded:
+            if "%" in line:
+                line = PERCENT.sub(lambda match: self.unquoted(match[0], coded - 1), line)
+            line = CODED_RUN.sub(lambda match: self.decoded(match[0], coded - 1), line)
+        return line
+
+    def run(self, match: re.Match[str]) -> str:
+        """A run of characters, unless nobody can have written it."""
+        if not random(match[0]):
+            return match[0]
+        self.counts["random text"] += 1
+        return MARK
+
+    def unquoted(self, word: str, coded: int) -> str:
+        """A word that is coded as in URLs: as it is, or without its secrets."""
+        if not ESCAPE.search(word):
+            return word
+        plain = unquote(word)
+        told = self.line(plain, coded)
+        return word if told == plain else told
+
+    def decoded(self, word: str, coded: int) -> str:
+        """A word of base64's letters: as it is, or nothing of it, if there are secrets in it."""
+        try:
+            content = base64.b64decode(word.rstrip("=").translate({45: "+", 95: "/"}) + "==")
+            plain = content.decode("ascii")
+        except (binascii.Error, ValueError):
+            return word
+        if not all(each.isprintable() or each.isspace() for each in plain):
+            return word
+        redactor = Redactor()
+        redactor.known = self.known
+        if "\n".join(redactor.literal(redactor.line(x, coded)) for x in plain.split("\n")) == plain:
+            return word
+        self.counts["secret in base64"] += 1
+        return MARK
+
+    def counted(self, kind: str, form: re.Pattern[str], text: str) -> str:
+        with_kept = "keep" in form.groupindex
+        text, count = form.subn(rf"\g<keep>{MARK}" if with_kept else MARK, text)
         self.counts[kind] += count
         return text
 
     def literal(self, text: str) -> str:
         """A text without what is known to be secret."""
         if self.known:
-            text = self.counted("known secret", self.known, MARK, text)
+            text, count = self.known.subn(MARK, text)
+            self.counts["known secret"] += count
         return text
 
-    def walk(self, value: Any) -> Any:
-        """Plain data without secrets, in the same shape."""
+    # -- by the name before it ---------------------------------------------------------------
+
+    def named(self, line: str) -> str:
+        """A line without the values that stand after names."""
+        for places in PLACES:
+            found, at = [], 0
+            for start, end in places(line):
+                if start < at or end <= start or NOTHING.match(line, start):
+                    continue
+                end = min(end, len(line))
+                self.counts["secret by its name"] += 1
+                found += [line[at:start], MARK]
+                at = end
+            line = "".join(found) + line[at:]
+        return line
+
+    # -- data --------------------------------------------------------------------------------
+
+    def walk(self, value: Any, *, log: bool = False) -> Any:
+        """Plain data without secrets, in the same shape.
+
+        Args:
+            value: what JSON can hold.
+            log: whether texts may be a log's, and prompts are taken out of them, too.
+        """
         if isinstance(value, str):
-            return self.text(value)
+            return self.log(value) if log else self.text(value)
         if isinstance(value, Mapping):
-            return {self.literal(key): self.walk(each) for key, each in value.items()}
+            name = value.get("name", value.get("key"))
+            pair = isinstance(name, str) and kind(name) >= Kind.LIKELY
+            return {
+                self.line(self.literal(key)): self.hidden(each)
+                if hides(key, each) or (pair and key == "value")
+                else self.walk(each, log=log)
+                for key, each in value.items()
+            }
         if isinstance(value, Sequence):
-            return [self.walk(each) for each in value]
+            return [self.walk(each, log=log) for each in value]
+        return value
+
+    def hidden(self, value: Any) -> Any:
+        """Data that is secret: its texts are taken out."""
+        if isinstance(value, str):
+            if not value or NOTHING.fullmatch(value):
+                return value
+            self.counts["secret by its name"] += 1
+            return MARK
+        if isinstance(value, Mapping):
+            return {self.line(self.literal(key)): self.hidden(each) for key, each in value.items()}
+        if isinstance(value, Sequence):
+            return [self.hidden(each) for each in value]
         return value
 
     def words(self, words: Sequence[str]) -> list[str]:
         """A command line without secrets."""
         found = []
-        secret = False
+        secret, before = False, ""
         for word in words:
-            if word.startswith("-"):
+            if word.startswith("-") and len(word) > 1:
                 option, sign, value = word.partition("=")
                 secret = secret_option(option)
                 if secret and sign:
                     self.counts["secret argument"] += 1
                     found.append(f"{option}={MARK}")
                 else:
-                    found.append(option + self.text(sign + value))
-            elif secret:
+                    found.append(option + self.text(sign + value) if sign else self.text(option))
+            elif secret or (before in LOGIN_OPTIONS and ":" in word):
                 self.counts["secret argument"] += 1
                 found.append(MARK)
             else:
                 found.append(self.text(word))
+            before = word
         return found
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Every variable's name, and the values of those that are harmless."""
         return {name: self.variable(name, value) for name, value in sorted(variables.items())}
+
+    def assigned(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Variables that somebody has set, without secrets; others than those keep their values."""
+        return {
+            name: MARK if value and secret_variable(name) else self.text(value)
+            for name, value in variables.items()
+        }
 
     def variable(self, name: str, value: str) -> str:
         allowed = ALLOWED.fullmatch(name) and not secret_variable(name)
@@ -287,14 +421,166 @@ class Redactor:
         return self.text(text)
 
 
-def places(text: str) -> Iterator[tuple[int, int]]:
-    """Where in a text a name may stand: its lines with a stem of one, and what follows them."""
-    at = 0
-    for line in text.split("\n"):
-        low = line.lower()
-        if any(stem in low for stem in STEMS):
-            yield at, at + len(line) + FOLLOWS
-        at += len(line) + 1
+# -- where the values of names stand in a line: from, and to -------------------------------------
+
+
+def assigned(line: str) -> Iterator[tuple[int, int]]:
+    """Values behind a name and a sign: ``name=value``, ``"name": "value"``, ``('name', 'value')``."""
+    for match in NAMED.finditer(line):
+        start, name = match.end(), match["name"]
+        if "," in match["sign"] and not pair_of(line, match.start(), start):
+            continue
+        before = BEFORE.search(line, max(match.start() - 21, 0), match.start())
+        what = kind(name, before[1] if before else "")
+        if what is Kind.NONE:
+            continue
+        if HEADER.search(name):
+            yield start, header_end(line, match.start(), start)
+        elif what is not Kind.SECRET:
+            if looks_secret(maybe(line, start), hashes=what is Kind.LIKELY):
+                yield start, value_end(line, start)
+        elif not code(line, start) and not same(line, start, name):
+            yield start, secret_end(line, match)
+
+
+def pair_of(line: str, name: int, value: int) -> bool:
+    """Whether two texts with a comma between them are a name and its value.
+
+    They are not where the first is the end of a path, or the second a name itself.
+    """
+    quoted = line[name - 1 : name] in {*QUOTES, "`"} if name else False
+    return quoted and not re.match(r"\s?[:=]", line[value_end(line, value) :][:2])
+
+
+def paired(line: str) -> Iterator[tuple[int, int]]:
+    """Values in ``name: NAME, value: …``."""
+    if "value" in line.lower():
+        for match in PAIR.finditer(line):
+            if match["below"] is None and kind(match["name"]) >= Kind.LIKELY:
+                yield match.end(), value_end(line, match.end())
+
+
+def tagged(line: str) -> Iterator[tuple[int, int]]:
+    """Values in XML: ``<name>value</name>``."""
+    if "</" in line:
+        for match in TAG.finditer(line):
+            if kind(match["name"]) >= Kind.LIKELY:
+                yield match.end(), end_at(line, match.end(), "<")
+
+
+def options(line: str) -> Iterator[tuple[int, int]]:
+    """Values behind options: ``--name value``, ``ENV NAME value``."""
+    for match in OPTION.finditer(line):
+        what = kind(match["name"] or match["variable"])
+        start = match.end()
+        if what is Kind.SECRET or (what and looks_secret(maybe(line, start), hashes=True)):
+            yield start, value_end(line, start, " \t\"'`")
+
+
+def sentences(line: str) -> Iterator[tuple[int, int]]:
+    """Values in sentences: ``with password "…"``, ``API key … is not valid``."""
+    for match in SENTENCE.finditer(line):
+        *before, name = re.split(r"[ _-]", match["name"])
+        if not before:
+            before = BEFORE.findall(line, max(match.start() - 21, 0), match.start())
+        what = kind(name, before[-1] if before else "")
+        start = match.end() - len(match["quote"] or "")
+        end = min(value_end(line, start), len(line))
+        value = inside(line, start, end)
+        refused = REFUSED.match(line, end)
+        if match["quote"]:
+            goes = (
+                bool(value)
+                if what is Kind.SECRET
+                else looks_secret(value, hashes=what is Kind.LIKELY)
+            )
+            goes &= not value.startswith("<")
+        else:
+            value = value.rstrip(".:!?")
+            mixed = re.search(r"\d", value) or (
+                what is Kind.SECRET
+                and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
+            )
+            goes = looks_secret(value, hashes=what >= Kind.LIKELY) and not SIGN.search(value)
+            goes = goes and bool(mixed or refused) and not code(line, start)
+        if goes:
+            yield start, end
+
+
+PLACES = (paired, assigned, tagged, options, sentences)
+
+
+def code(line: str, start: int) -> bool:
+    return bool(CODE.match(line, start))
+
+
+def same(line: str, start: int, name: str) -> bool:
+    """Whether the value is a variable of the same name: ``password=password``."""
+    word = re.match(r"\w+(?=[,)\s]|$)", line[start : start + len(name) + 2])
+    return bool(word) and bool(re.search(rf"(?:^|[._-]){word[0]}$", name)) if word else False
+
+
+def maybe(line: str, start: int) -> str:
+    """A value whose name says little, if it is none of code."""
+    if TUPLE.match(line, start):
+        return line[start : start + SEEN]  # auth=('user', 'password')
+    if line[start] in "({" or code(line, start):
+        return ""
+    part = line[start : start + SEEN]
+    end = min(value_end(part, 0), len(part))
+    return inside(part, 1 if part[0] == "[" else 0, end)
+
+
+def header_end(line: str, name: int, start: int) -> int:
+    """The end of a header's value: of the quotes that it is in, or of the line."""
+    if OPENING.match(line, start):
+        return value_end(line, start)
+    around = line[name - 1 : name] if name else ""
+    end = line.find(around, start) if around in {"'", '"'} and around else -1
+    return len(line) if end < 0 else end
+
+
+def secret_end(line: str, match: re.Match[str]) -> int:
+    """The end of a value that is secret for certain."""
+    start = match.end()
+    first = line[start]
+    call = re.compile(r"[A-Za-z_]\w*\(").match(line, start)
+    if OPENING.match(line, start) or first in CLOSING or call:
+        return value_end(line, start)
+    name, sign = match["name"], match["sign"].strip()
+    if LINE_START.fullmatch(line, 0, match.start()) and (
+        sign.endswith(":") or (sign == "=" and match["sign"] != "=")
+    ):
+        # YAML's, INI's: all of the line, a comment excepted.
+        end = line.find(" #", start)
+        end = len(line) if end < 0 else end
+        return start + len(line[start:end].rstrip(" \t\r,"))
+    if name.isupper() and sign == "=":
+        around = line[match.start() - 1 : match.start()]
+        stops = around if around in {'"', "'"} and around else " \t"
+        return value_end(line, start, stops) if stops in " \t" else end_at(line, start, stops)
+    bare = BARE.match(line, start)
+    end = bare.end() if bare else start
+    while end > start + 1 and line[end - 1] in ")]}":
+        end -= 1
+    return end
+
+
+def end_at(line: str, start: int, mark: str) -> int:
+    end = line.find(mark, start)
+    return len(line) if end < 0 else end
+
+
+def hides(name: str, value: Any) -> bool:
+    """Whether data below a name is secret."""
+    what = kind(name)
+    if what is Kind.SECRET:
+        return not (isinstance(value, str) and re.fullmatch(r"\d+(?:\.\w+){1,5}\S{0,20}", value))
+    hashes = what is Kind.LIKELY
+    return bool(what) and isinstance(value, str) and looks_secret(value, hashes=hashes)
+
+
+# -- what is known ---------------------------------------------------------------------------
 
 
 def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
@@ -304,25 +590,38 @@ def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[st
             yield value
         elif not ALLOWED.fullmatch(name):
             yield from RANDOM.findall(value)
-        if "://" in value:
-            yield from passwords(value)
-    secret = False
+        yield from values(value)
+    secret, before = "", ""
     for word in words:
         if word.startswith("-"):
             option, _, value = word.partition("=")
-            secret = secret_option(option)
-            if secret and value:
-                yield value
-        elif secret:
-            yield word
-        if "://" in word:
-            yield from passwords(word)
+            secret = option if secret_option(option) else ""
+        else:
+            option, value = secret, word
+        # A hook's command has words that stand everywhere.
+        if secret and value and not option.endswith("exec"):
+            yield value
+        if before in LOGIN_OPTIONS and ":" in word:
+            yield from (word, word.partition(":")[2])
+        yield from values(value or word)
+        before = word
+
+
+def values(text: str) -> Iterator[str]:
+    """What is secret in a text by the name before it, and the passwords in its URLs."""
+    for line in text[:TEXT].splitlines():
+        if "://" in line:
+            yield from passwords(line)
+        for places in PLACES:
+            for start, end in places(line):
+                if not NOTHING.match(line, start):
+                    yield inside(line, start, min(end, len(line)))
 
 
 def passwords(text: str) -> Iterator[str]:
     """The passwords in a text's URLs."""
     for match in re.finditer(r"://[^\s/@:]*:(?!\d{1,5}(?:[/?#]|$))([^\s'\"<>]*)@", text):
-        yield match[1]
+        yield from {match[1], unquote(match[1])}
 
 
 def secret_variable(name: str) -> bool:
@@ -332,85 +631,6 @@ def secret_variable(name: str) -> bool:
 
 def secret_option(option: str) -> bool:
     """Whether an option's value is a secret, by its name."""
-    name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
-    return bool(re.search(rf"(?i:(?:^|_)(?:{NAME})$)", name))
-
-
-def written(secret: str) -> Iterator[str]:
-    """The forms in which a secret may be written down, those that nothing else has."""
-    secret = secret.strip()
-    whole = [] if secret.isdigit() and len(secret) < 2 * LEAST else [secret]
-    lines = secret.splitlines()
-    for each in whole + [line for line in lines if len(line) >= LEAST_LINE and len(lines) > 1]:
-        if len(each) >= LEAST and each != MARK:
-            once = {each, *quoted(each)}
-            # JSON in JSON is not rare.
-            yield from {*once, *(form for one in once for form in quoted(one))}
-            yield from {quote(each, safe=""), quote(each), quote_plus(each)}
-
-
-def quoted(text: str) -> set[str]:
-    """A text between quotes in JSON, with and without other alphabets, and in Python."""
-    return {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]}
-
-
-CLOSING = {"(": ")", "[": "]", "{": "}"}
-QUOTES = {'"', "'"}
-
-
-def value_end(text: str, start: int) -> int:
-    """Where the value that begins there ends: a quoted one, one in brackets, or a word.
-
-    Returns:
-        ``len(text) + 1`` where it is broken off.
-    """
-    at = start
-    while at < len(text) and text[at] in "bruBRU" and text[at + 1 : at + 2] in {*QUOTES, *"bruBRU"}:
-        at += 1
-    if at < len(text) and text[at] in QUOTES:
-        return quote_end(text, at)
-    if at < len(text) and text[at] in CLOSING:
-        return bracket_end(text, at)
-    at = start
-    while at < len(text) and text[at] not in " \t\r\n,;&)]}\"'":
-        if text[at] in CLOSING and at > start:
-            return bracket_end(text, at)
-        at += 1
-    return at
-
-
-def quote_end(text: str, start: int) -> int:
-    """The end of a quoted string as Python and JSON write them."""
-    mark, at = text[start], start + 1
-    while at < len(text):
-        if text[at] == "\\":
-            at += 1
-        elif text[at] == mark:
-            return at + 1
-        elif text[at] == "\n":
-            return at
-        at += 1
-    return len(text) + 1
-
-
-def bracket_end(text: str, start: int) -> int:
-    """The end of what stands in brackets, with brackets and strings in it."""
-    open_, at = [CLOSING[text[start]]], start + 1
-    while at < len(text):
-        mark = text[at]
-        if mark in QUOTES and text[at - 1] in "([{,:= bru":
-            at = quote_end(text, at)
-            continue
-        if mark in CLOSING:
-            open_.append(CLOSING[mark])
-        elif mark == open_[-1]:
-            open_.pop()
-            if not open_:
-                return at + 1
-        at += 1
-    return len(text) + 1
-
-
-def line_end(text: str, start: int) -> int:
-    end = text.find("\n", start)
-    return len(text) if end < 0 else end
+    name = option.lstrip("-").rpartition(".")[2]
+    private = name.rpartition("-")[2] in PRIVATE_OPTIONS
+    return private or kind(name) is Kind.SECRET or name in {"token", "pass"}

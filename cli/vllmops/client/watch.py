@@ -19,6 +19,7 @@ from ..instances.servers import Server
 from ..snapshots.repairs import Change
 from ..snapshots.server import Look, ServerSnapshot
 from ..snapshots.watch import Event
+from .redact import Redactor
 from .repairs import Report
 from .watched import Phase
 
@@ -30,6 +31,8 @@ SLIP_S = 5.0
 MENDING_S = 20.0
 KEPT = 1000  # events
 REPAIRABLE = {"mm-cache.ghost-keys"}
+# What of an event may quote a log.
+QUOTING = ("title", "evidence")
 # What says why something stands still, besides stacks.
 CAUSES = {"process.stopped", "engine.missing"}
 
@@ -315,13 +318,15 @@ class Watch:
     def say(self, event: Any, text: str, **fields: Any) -> None:
         """Tell something, and remember it."""
         server = self.subject.server
+        # Chat services show it, and an exception's message may repeat a prompt or a key.
+        fields |= {name: Redactor().log(fields[name]) for name in QUOTING if fields.get(name)}
         told = Event(
             event=event,
             at=time.time(),
             server=server.label,
             url=server.url,
             model=server.model,
-            text=text,
+            text=Redactor().log(text),
             **fields,
         )
         self.diary.counts[told.event] += 1

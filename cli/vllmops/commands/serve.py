@@ -456,7 +456,10 @@ class LogFollower:
 
 
 def instance(record: Record) -> dict[str, Any]:
-    """An instance for ``--json``."""
+    """An instance for ``--json``, which is kept in logs: without secrets."""
+    from ..client.redact import Redactor  # noqa: PLC0415 - few commands need it
+
+    hidden = Redactor()
     return {
         "name": record.name,
         "state": record.state,
@@ -465,10 +468,10 @@ def instance(record: Record) -> dict[str, Any]:
         "detached": record.detached,
         "pid": record.session,
         "log": str(Folder(record.name).log),
-        "command": record.command,
-        "environment": record.environment,
+        "command": hidden.words(record.command),
+        "environment": hidden.assigned(record.environment),
         "directory": record.directory,
-        "watch": record.watch,
+        "watch": record.watch and hidden.words(record.watch),
         "failure": record.failure,
         "note": record.note,
     }
@@ -500,6 +503,11 @@ def failed(record: Record, folder: Folder) -> VllmopsError:
 
 
 def shell_lines(record: Record) -> list[Verbatim]:
-    """The command as one would paste it into a shell."""
-    assignments = [f"{key}={shlex.quote(value)}" for key, value in record.environment.items()]
-    return [Verbatim(" \\\n  ".join(["env " + " ".join(assignments), shlex.join(record.command)]))]
+    """The command as one would paste it into a shell; what is secret in it is to be put in."""
+    from ..client.redact import Redactor  # noqa: PLC0415 - few commands need it
+
+    hidden = Redactor()
+    environment = hidden.assigned(record.environment)
+    assignments = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
+    words = shlex.join(hidden.words(record.command))
+    return [Verbatim(" \\\n  ".join(["env " + " ".join(assignments), words]))]

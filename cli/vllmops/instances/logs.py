@@ -223,6 +223,8 @@ def first(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[
             found = file.read(limit)
     except OSError:
         return []
+    # Not all of it in lines: there may be a million.
+    found = b"\n".join(found.split(b"\n", lines)[:lines])
     return found.decode(errors="replace").splitlines()[:lines]
 
 
@@ -250,6 +252,8 @@ def last(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[s
             break
         number += 1
         place = aside(path, number)
+    # Not all of it in lines: there may be a million.
+    found = b"\n".join(found.rsplit(b"\n", lines + 1)[-lines - 1 :])
     return found.decode(errors="replace").splitlines()[-lines:]
 
 

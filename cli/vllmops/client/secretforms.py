@@ -1,0 +1,145 @@
+r"""What looks like a secret by its form alone: a table, which the redactor and its test read.
+
+The examples hold no secret: ``{w20}`` stands for twenty random characters, which the test draws:
+``w`` letters and digits, ``l`` small letters and digits, ``u`` capitals and digits, ``d`` digits,
+``h`` hex, ``b`` base64.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MARK = "[redacted]"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of secrets.
+
+    Args:
+        name: what it is, as the index of a bundle counts it.
+        has: each line with it has one of these, in small letters; a quick look before the pattern.
+        pattern: what is taken out; a group ``keep`` before it stays.
+        goes: an example that must go.
+        stays: a line that looks like it, and must stay as it is.
+    """
+
+    name: str
+    has: tuple[str, ...]
+    pattern: re.Pattern[str]
+    goes: str
+    stays: str
+
+
+def form(name: str, has: str, pattern: str, goes: str, stays: str) -> Form:
+    return Form(name, tuple(has.split("|")), re.compile(pattern), goes, stays)
+
+
+def token(name: str, start: str, rest: str, goes: str, stays: str, has: str = "") -> Form:
+    """A form that begins with letters of its own, in the midst of no word."""
+    has = has or re.split(r"[\[(?\\]", start)[0].lower()
+    return form(name, has, rf"(?<![A-Za-z0-9]){start}{rest}", goes, stays)
+
+
+FORMS = (
+    # -- tokens that tell whose they are by how they begin
+    token("Hugging Face token", "hf_", r"(?:(?=[a-z]{0,40}[A-Z0-9])[A-Za-z0-9]{8,}|[a-z]{20,})", "hf_{w34}", "hf_overrides={}, hf_config=None"),
+    token("OpenAI key", "sk-", r"(?:(?:proj|ant|or|svcacct|admin|None|lf|litellm)-[\w-]{4,}|(?=[\w-]*\d)[\w-]{10,}|(?=\w*\d)\w{4,})", "sk-proj-{w40}", "sk-learn-compat is on"),
+    token("Stripe key", "[srp]k_(?:live|test)_", r"\w{6,}", "rk_live_{w24}", "risk_test_suite passed", has="k_live_|k_test_"),
+    token("Stripe webhook key", "whsec_", r"[\w+/=]{8,}", "whsec_{b32}", "whsec_ is how they begin"),
+    token("GitHub token", "gh[pousr]_", r"\w{10,}", "ghp_{w36}", "ghost key in the cache"),
+    token("GitHub token", "github_pat_", r"\w{10,}", "github_pat_{w22}_{w59}", "github_pat_ is how they begin"),
+    token("GitLab token", "gl[a-z]{2,6}-", r"(?=[\w.-]{0,200}[A-Z0-9])[\w.-]{16,}", "glpat-{w20}", "glibc-compatible-builds-only"),
+    token("GitLab token", "GR1348941", r"[\w-]{10,}", "GR1348941{w20}", "GR1348941"),
+    token("Slack token", "xox[a-z]-", r"[\w-]{8,}", "xoxb-{d12}-{d12}-{w24}", "xoxo"),
+    token("Slack token", "xapp-", r"[\w-]{8,}", "xapp-1-A{u10}-{d13}-{h64}", "xapp is none"),
+    token("NVIDIA key", "nvapi-", r"[\w-]{10,}", "nvapi-{w60}", "nvapi-docs"),
+    token("Google key", "AIza", r"[\w-]{20,}", "AIza{w35}", "AIza"),
+    token("Google OAuth token", "ya29", r"\.[\w.-]{10,}", "ya29.{w60}", "ya29 is none"),
+    token("Google OAuth token", "GOCSPX", r"-[\w-]{10,}", "GOCSPX-{w28}", "GOCSPX"),
+    token("Google OAuth token", "1//0", r"[\w-]{10,}", "1//0{w40}", "1//0 of them"),
+    token("Google OAuth token", "4/0", r"A[\w-]{20,}", "4/0A{w60}", "4/0 done"),
+    token("AWS key id", "(?:AKIA|ASIA|ABIA|ACCA)", r"[A-Z0-9]{12,}\w*", "AKIA{u16}", "ASIA-PACIFIC is a region", has="akia|asia|abia|acca"),
+    token("AWS Bedrock key", "ABSK", r"[A-Za-z0-9+/]{30,}={0,2}", "ABSK{b60}", "ABSK"),
+    token("SendGrid key", "SG", r"\.[\w-]{16,}\.[\w-]{16,}", "SG.{w22}.{w43}", "SG.x.y"),
+    token("npm token", "npm_", r"(?=[a-z_]{0,60}[A-Z0-9])[A-Za-z0-9]{20,}", "npm_{w36}", "npm_config_registry=x"),
+    token("PyPI token", "pypi-", r"[\w-]{16,}", "pypi-AgEIcHlwaS5vcmc{w60}", "pypi-mirror"),
+    token("Docker token", "dckr_", r"(?:pat|oat)_[\w-]{10,}", "dckr_pat_{w27}", "dckr_ps"),
+    token("Vault token", "hv[sbr]", r"\.(?=[\w-]{0,200}[A-Z0-9])[\w-]{16,}", "hvs.{w90}", "hvs.is_a_prefix_of_tokens"),
+    token("Vault token", "[sb]", r"\.(?=[a-z0-9]*[A-Z])(?=[A-Za-z]*\d)[A-Za-z0-9]{24}(?!\w)", "s.{w24}", "s.abcdefghijklmnopqrstuvwx", has="s.|b."),
+    token("Databricks token", "dapi", r"[0-9a-fA-F]{16,}(?:-\d+)?", "dapi{h32}", "dapi_version=2"),
+    token("Databricks token", "dose", r"[0-9a-f]{30,}", "dose{h32}", "doses"),
+    token("Twilio key", "(?:SK|AC)", r"(?=[0-9a-f]{0,31}\d)[0-9a-f]{32}", "SK{h32}", "SKIPPED", has="sk|ac"),
+    token("DigitalOcean token", "do[opr]_v1_", r"[a-f0-9]{20,}", "dop_v1_{h64}", "do_v1 it"),
+    token("Telegram token", r"\d{8,10}:A", r"A[\w-]{30,}", "{d10}:AA{w33}", "1234567890:AA", has=":aa"),
+    token("Replicate token", "r8_", r"[A-Za-z0-9]{20,}", "r8_{w37}", "r8_is_a_register"),
+    token("Groq key", "gsk_", r"\w{20,}", "gsk_{w52}", "gsk_"),
+    token("xAI key", "xai-", r"\w{20,}", "xai-{w80}", "xai-grok-beta"),
+    token("Perplexity key", "pplx-", r"\w{20,}", "pplx-{w48}", "pplx-api"),
+    token("Fireworks key", "fw_", r"(?=[a-z_]{0,60}[A-Z0-9])[A-Za-z0-9]{16,}", "fw_{w24}", "fw_version"),
+    token("Tavily key", "tvly-", r"[\w-]{12,}", "tvly-{w32}", "tvly-sdk"),
+    token("LangSmith key", "ls(?:v2_(?:pt|sk)|__)_?", r"\w{16,}", "lsv2_pt_{h32}_{h10}", "ls -l"),
+    token("Langfuse key", "pk-lf-", r"[\w-]{16,}", "pk-lf-{h32}", "pk-lf"),
+    token("Anyscale key", "(?:esecret|aph0)_", r"\w{16,}", "esecret_{w24}", "esecret_", has="esecret|aph0"),
+    token("Weights & Biases key", "wandb_v1_", r"\w{16,}", "wandb_v1_{w60}", "wandb_version"),
+    token("Grafana token", "gl(?:sa|c)_", r"[\w+/=]{16,}", "glsa_{w32}_{h8}", "glsa_x"),
+    token("Shopify token", "shp(?:at|ca|pa|ss|tka)_", r"\w{16,}", "shpat_{h32}", "ships"),
+    token("Linear key", "lin_(?:api|oauth)_", r"\w{16,}", "lin_api_{w40}", "lin_api_x"),
+    token("Notion token", "(?:ntn_|secret_(?=[A-Za-z]*\\d))", r"[A-Za-z0-9]{30,}", "ntn_{w46}", "ntn_x", has="ntn_|secret_"),
+    token("Atlassian token", "ATATT3", r"[\w=-]{20,}", "ATATT3{w60}", "ATATT3"),
+    token("Postman key", "PMAK-", r"[\w-]{20,}", "PMAK-{h24}-{h34}", "PMAK-x"),
+    token("Doppler token", r"dp\.(?:pt|st|ct|sa|scim|audit)\.", r"[\w.-]{16,}", "dp.pt.{w43}", "dp.pt.x"),
+    token("Pulumi token", "pul-", r"[0-9a-f]{30,}", "pul-{h40}", "pul-x"),
+    token("Terraform token", r"[A-Za-z0-9]{14}\.atlasv1\.", r"[\w=-]{20,}", "{w14}.atlasv1.{w64}", "a.atlasv1.b", has=".atlasv1."),
+    token("RubyGems key", "rubygems_", r"[0-9a-f]{30,}", "rubygems_{h48}", "rubygems_api"),
+    token("crates.io token", "cio", r"(?=[a-zA-Z]*\d)[A-Za-z0-9]{32}(?!\w)", "cio{w32}", "cio"),
+    token("age key", "AGE-SECRET-KEY-1", r"[A-Z0-9]{20,}", "AGE-SECRET-KEY-1{u58}", "AGE-SECRET-KEY-1"),
+    token("New Relic key", "NR(?:AK|JS|AA|RA)-", r"[\w-]{16,}", "NRAK-{u27}", "NRAK-x"),
+    token("Mailgun key", "key-", r"(?=[a-z]*\d)[0-9a-z]{32}(?!\w)", "key-{h32}", "key-value"),
+    token("Mailchimp key", r"(?=[0-9a-f]{32}-us\d)", r"[0-9a-f]{32}-us\d{1,2}", "{h32}-us12", "in us-east-1", has="-us"),
+    token("Sentry token", "sntry[su]_", r"[\w+/=]{16,}", "sntrys_{w60}", "sntry"),
+    token("Azure client secret", r"[\w~.-]{3}8Q~", r"[\w~.-]{30,}", "{l3}8Q~{w34}", "8Q~", has="8q~"),
+    token("1Password token", "ops_eyJ", r"[\w=-]{20,}", "ops_eyJ{w60}", "ops_eyJ"),
+    token("Flutterwave, Tailscale and others' key", "(?:tskey|fo1|flyv1|fm2|dnkey|ngrok|ditto)[-_]", r"[\w-]{16,}", "tskey-auth-{w20}-{w20}", "tskey-x", has="tskey|fo1|flyv1|fm2|dnkey|ngrok|ditto"),
+    token("PlanetScale token", "pscale_(?:tkn|oauth|pw)_", r"[\w.=-]{16,}", "pscale_tkn_{w43}", "pscale_x"),
+    token("Supabase token", "sb[pa]?_(?:secret_|publishable_)?", r"(?=[\w-]*\d)[\w-]{24,}", "sbp_{h40}", "sb_x"),
+    token("Artifactory key", "AKCp", r"[A-Za-z0-9]{16,}", "AKCp{w69}", "AKCp"),
+    token("JWT", "eyJ", r"[\w-]{8,}\.[\w-]{8,}\.?[\w-]*", "eyJ{w20}.eyJ{w40}.{w43}", "eyJ.eyJ.x"),
+    token("Fernet token", "gAAAAA", r"[\w-]{20,}={0,2}", "gAAAAA{w90}==", "gAAAAA"),
+    token("password hash", r"\$(?:2[abxy]|5|6|y|argon2(?:id|i|d)|pbkdf2[\w-]*)\$", r"[\w./$,=+-]{16,}", "$2b$12${w53}", "costs $5 each", has="$2|$5|$6|$y|$argon2|$pbkdf2"),
+    # -- keys in files
+    form("private key", "private key", r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z0-9 ]{0,40}KEY(?: BLOCK)?-----|$)", "-----BEGIN PRIVATE KEY-----{b60}-----END PRIVATE KEY-----", "-----BEGIN PUBLIC KEY-----"),
+    form("private key", "ls0tls1crudjti", r"LS0tLS1CRUdJTi[A-Za-z0-9+/=_-]{8,}", "LS0tLS1CRUdJTi{b60}", "LS0tLS1CRUdJTi"),
+    # -- a conversation's state, as clients carry it
+    form("carrier", "vllm:", r"\bvllm:\d+:[A-Za-z0-9+/=_\-]{16,}(?::[0-9a-fA-F]{32,})?", "vllm:1:{b64}:{h64}", "vllm:1:x"),
+    form("media", ";base64,", r"(?P<keep>data:[\w.+-]+/[\w.+-]+(?:;[\w=.-]+){0,9};base64,)[\w+/=%-]{8,}", "data:image/png;base64,{b80}", "data:image/png;base64,"),
+    # -- in URLs
+    form("URL credentials", "://", r"(?P<keep>\b[A-Za-z][A-Za-z0-9+.-]{1,30}://)(?:[^\s/@:'\"<>]*:(?!\d{1,5}(?:[/?#]|$))[^\s'\"<>]*|[^\s/?#@'\"<>]+)(?=@(?!sha\d{3}:))", "postgresql://u:{w20}@db:5432/x", "http://127.0.0.1:8000/a@b"),
+    form("webhook", "/services/", r"(?P<keep>\bhooks\.slack(?:-gov)?\.com/)(?:services|workflows|triggers)/[^\s\"'<>]+", "https://hooks.slack.com/services/T{u8}/B{u8}/{w24}", "GET /services/x HTTP/1.1"),
+    form("webhook", "/webhook", r"(?P<keep>\b[\w.-]*\.(?:com|net|io|dev|cloud|org|us)(?::\d+)?(?:/[\w.-]+){0,4}?/webhooks?(?:b2)?/)[^\s\"'<>]+", "https://discord.com/api/webhooks/{d18}/{w68}", "docs say /webhook is not served"),
+    form("webhook", "hook/|hooks/|/integration/|/incoming/", r"(?P<keep>\bhttps?://[\w.:-]+/(?:[\w.-]+/){0,4}(?:[\w-]{0,20}hooks?|integration|incoming)/)[^\s\"'<>]{4,}", "https://chat.example.com/hooks/{l26}", "git/hooks/pre-commit"),
+    form("webhook", "webhook.office.com", r"(?P<keep>webhook\.office\.com/)[^\s\"'<>]+", "https://x.webhook.office.com/webhookb2/{h32}@{h32}/IncomingWebhook/{h32}/{h32}", "webhook.office.com is down"),
+    form("webhook", "api.telegram.org/bot", r"(?P<keep>api\.telegram\.org/bot)[^\s\"'<>/]+", "https://api.telegram.org/bot{d9}:{w35}/sendMessage", "api.telegram.org/bot is it"),
+    form("webhook", "/triggers/", r"(?P<keep>logic\.azure\.com(?::\d+)?/)[^\s\"'<>]+", "https://prod-1.westus.logic.azure.com:443/workflows/{h32}/triggers/manual/paths/invoke?sig={w43}", "see /triggers/ of them"),
+    form("URL query", "?|&|;", r"(?P<keep>[?&;](?i:(?:\w{0,30}[_-])?(?:key|code|token|sig|signature|auth|pass|pwd|sid|session|jwt|credential|secret|password|apikey|access_token|state|assertion|ticket))=)(?!\[redacted\]|&)[^\s&\"'<>#;]+", "GET /v1/models?key={l12} HTTP/1.1", "GET /v1/models?limit=5 HTTP/1.1"),
+    form("URL query", "#", r"(?P<keep>#(?:[\w.-]+=[^\s&#]*&){0,9}(?i:access_token|id_token|token|key|code|auth|secret)=)(?!\[redacted\])[^\s&\"'<>#]+", "http://h/ui#access_token={w30}&x=1", "see #1 and key=x"),
+    # -- in headers and command lines
+    form("bearer token", "bearer", r"(?P<keep>\b(?i:bearer)(?:%20|[\s:=]{1,3})b?[\"']?)(?!\[redacted|(?i:token|auth|scheme|format|header|is|or|and|in|not|was|authentication|authorization)\b)[^\s\"'<>,;)\]}]{8,}", "Bearer {w24}", "bearer token, bearer authentication"),
+    form("basic credentials", "basic", r"(?P<keep>\b(?i:basic)(?:%20|\s))(?=[A-Za-z0-9+/]{0,40}(?:\d|[a-z][A-Z]|[+/=]))[A-Za-z0-9+/]{8,}={0,2}(?![\w.])", "Basic dX{b30}", "Basic Algorithm."),
+    form("header token", "authorization", r"(?P<keep>\b(?i:authorization)[\"']?\s?[:=,]\s?b?[\"']?(?i:token|apikey|key|aws4-hmac-sha256|digest|negotiate|ntlm|hawk)\s)[^\"'\r\n]{4,}", "Authorization: Token {w20}", "authorization is off"),
+    form("login", "curl", r"(?P<keep>\bcurl\b.{0,400}?\s(?:-u|--user|-U|--proxy-user)[ =]?[\"']?)(?!\[redacted)[^\s\"':]*:[\"']?[^\s\"']+", "curl -s -u admin:{w12} http://h/x", "curl -s http://h/x"),
+    form("login", "-p", r"(?P<keep>\b(?:sshpass|docker|podman|mysql\w*|mariadb|mongo\w*|ldapsearch|smbclient|helm|az|oc|vault)\b.{0,400}?\s(?:-p|-P|-w)[ =]?[\"']?)(?!\[redacted|\d{1,5}[: ]|\d{1,5}$)[^\s\"':]{4,}(?![^\s\"']*:)", "sshpass -p {w12} ssh h", "docker run -p 8000:8000 vllm"),
+    form("login", "redis-cli", r"(?P<keep>\bredis-cli\b.{0,200}?\s(?:-a|--pass)[ =]?[\"']?)(?!\[redacted)[^\s\"']+", "redis-cli -a {w12} ping", "redis-cli ping"),
+    form("login", "login", r"(?P<keep>\b(?i:login)\s+\S{1,100}\s+(?:account\s+\S{1,100}\s+)?(?i:password|passwd|pass)\s+)(?!\[redacted)\S+", "machine h login u password {w12}", "login is off"),
+    form("login", "password", r"(?P<keep>^\s+password\s+(?=\S+\s*$)|^password\s+(?![a-z]+\s*$))(?!\[redacted)[^\s:=]+(?=\s*$)", "password {w12}", "password auth"),
+    form("login", ":5|:6|:1|:*:", r"(?P<keep>(?<![^\s\"'])[\w.*-]{1,100}:(?:\d{4,5}|\*):[\w*-]{1,63}:[\w.*-]{1,63}:)(?!\d{1,5}(?:\s|$)|\[redacted)[^\s\"':]+", "db.local:5432:app:vllm:{w12}", "file.py:1234: a: b"),
+    form("login", "login", r"(?P<keep>\becho\s+(?:-n\s+)?[\"']?)[^\s\"'|]+(?=[\"']?\s*\|\s*(?:sudo )?(?:docker|podman|helm|gh|oc|az|kubectl|skopeo|buildah|crane)\b.{0,80}\blogin\b)", "echo {w12} | docker login -u u --password-stdin h", "echo docker login"),
+    form("login", "login", r"(?P<keep>\b(?:vault|wandb|huggingface-cli|hf auth|hf|neptune|comet|ngc|replicate)\s+login\s+(?:--relogin\s+)?)(?![a-z]+(?:\s|$)|-|\[redacted)\S{6,}", "wandb login {h40}", "wandb login failed"),
+    form("login", "openssl", r"(?P<keep>\bopenssl\b.{0,200}?\s-(?:k|K|pass|passin|passout)\s+(?:pass:)?)(?!\[redacted)\S+", "openssl enc -k {w12} -in x", "openssl version"),
+    form("login", "--from-literal", r"(?P<keep>--from-literal[= ][\"']?[\w.-]{1,100}=)(?!\[redacted)[^\s\"']+", "kubectl create secret generic a --from-literal=a={w12}", "--from-literal"),
+    # -- in sentences
+    form("named after it", "key", r"(?P<keep>)(?<=[\"'`])[^\s\"'`]{6,}(?=[\"'`] (?:is|was|isn't|wasn't) (?:(?:not|an?|no|the|invalid|valid|wrong|incorrect|expired|revoked|unknown|your|my) ){0,4}(?i:api|access|secret|license|signing|auth)[ _-]?(?i:key))", "'{w16}' is not a valid API key", "'x' is not a valid key"),
+    form("named after it", "password|token|secret|passphrase|credential", r"(?P<keep>)(?<=[\"'`])[^\s\"'`]{6,}(?=[\"'`] (?:is|was|isn't|wasn't) (?:(?:not|an?|no|the|invalid|valid|wrong|incorrect|expired|revoked|unknown|your|my|right|correct|access|api|auth|bearer) ){1,4}(?i:password|token|secret|passphrase|credential)\b)", "'{w16}' is not the password", "'x' is not a token"),
+    form("signing key", "signing|hmac|secret|private|encryption|master|state|carrier", r"(?P<keep>(?<![A-Za-z])(?i:signing|hmac|secret|private|encryption|master|state|carrier)(?![a-z])[\w \-]{0,24}[\"'`]?\s{0,2}(?:[:=]|\bis\b)?\s{0,2}[\"'`(]?)(?<![0-9a-fA-F])[0-9a-fA-F]{64,}", "wrong signing key {h64}", "ghost key 4dfb04f3173c1f2e4dfb04f3173c1f2e4dfb04f3173c1f2e4dfb04f3173c1f2e"),
+)  # fmt: skip

@@ -1,0 +1,170 @@
+"""Which names stand before secrets: of variables, options, fields, headers, and in sentences.
+
+A name is judged by its words, however they are joined: ``DB_PASS``, ``dbPass``, ``db-pass``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from enum import IntEnum
+
+# Each name of a secret has one of these.
+STEMS = (
+    *("key", "token", "secret", "pass", "pwd", "cred", "auth", "cookie", "bearer", "dsn", "sig"),
+    *("pat", "jwt", "salt", "otp", "sas", "hook", "conn", "sess", "x-amz", "dockerc", "kubec"),
+)
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+
+
+class Kind(IntEnum):
+    """What a name says of its value."""
+
+    NONE = 0
+    MAYBE = 1  # a secret if the value looks like one, and not like a hash
+    LIKELY = 2  # a secret if the value looks like one
+    SECRET = 3
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Whatever else is in the name.
+STRONG = words(
+    "password passwords passwd passphrase passcode secret secrets credential credentials creds cred "
+    "apikey apikeys bearer authorization htpasswd dockerconfigjson dockercfg kubeconfig authtoken "
+    "accesstoken accesskey secretkey privatekey webhook webhooks cookie cookies jwt pwd"
+)
+ENDINGS = (
+    *("password", "passwd", "passphrase", "secret", "apikey", "apitoken", "authtoken", "sessid"),
+    *("accesstoken", "refreshtoken", "secretkey", "accesskey", "privatekey", "sessionid", "dsn"),
+)
+# What a name is about that ends so is told of the secret, and is none.
+ABOUT = words(
+    "file files path dir directory folder name names length len count min max ttl expiry expires "
+    "expiration type types kind policy required enabled disabled manager provider source version "
+    "size field prompt class status error errors ref arn algorithm mode method location hint age "
+    "authentication validator validation middleware handler headers store backend format scheme "
+    "index rotation rotated rules rule keyref mount engine url uri urls env var variable set "
+    "timeout retries failed failures requests created updated at by for is has domain parameters"
+)
+# Before "key": keys of mappings, caches and tables.
+OTHER_KEYS = words(
+    "cache sort primary foreign partition group block mm hash dict lru kv ghost map unique index "
+    "row column public pub lookup registry state_dict weight param parameter config query attention "
+    "stale missing unexpected unknown duplicate object object json metric metrics label request "
+    "routing item entry feature sorted composite compile graph shape bucket kernel custom head "
+    "value num n k arrow down up enter page answer image audio video modality tuple string prefix "
+    "hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree node"
+)
+OTHER_KEY_WORDS = words(
+    "monkey turkey hotkey donkey jockey hockey whiskey pubkey publickey cachekey sortkey hashkey"
+)
+# Before "token": those of models.
+OTHER_TOKENS = words(
+    "eos bos pad unk mask sep cls stop special image img audio video vision think thinking start "
+    "end begin next last first new num max min total prompt input output generated sampled sample "
+    "draft target bonus accepted rejected placeholder tool call boi eoi eot eom eog chunk per fim "
+    "prefix suffix middle text single cached reasoning completion speech decoder encoder padding "
+    "mm multimodal patch newline separator unexpected every each one two any "
+    "same vocab added continuation sot transcribe timestamp nl channel role turn ubatch by"
+)
+# Before "tokens": those that give rights.
+RIGHTS = words(
+    "api access auth refresh bearer admin session secret hf hub github gitlab service account id "
+    "bot csrf xsrf oauth oauth2 security registry personal deploy vault"
+)
+# Before "key", those that do.
+RIGHTS_OF_KEYS = RIGHTS | words(
+    "private signing encryption master shared storage sas license client hmac ssh rsa subscription "
+    "apikey openai anthropic deploy host function developer root user your my recovery"
+)
+OTHER_PASSES = words(
+    "forward backward fwd bwd first second third single multi one two prefill decode compile "
+    "fusion inductor grad post pre custom warmup warm profile profiling dummy model optimization "
+    "graph draft the this each every next last by did tests test reshape noop sequence joint"
+)
+PASS_WORDS = words("bypass compass encompass surpass trespass overpass")
+AFTER = words(
+    "value val plain plaintext raw base64 b64 hex str string data old new prev previous current "
+    "prod production staging dev test live main primary secondary header env"
+)
+
+
+def of_words(name: str, before: str) -> Kind:
+    """What a name of at most a hundred characters says; ``before`` is the word before it."""
+    found = [each.lower() for each in WORD.findall(name)]
+    capitals = name.isupper()
+    alone = len(found) == 1
+    if found[-2:] in (["connection", "string"], ["conn", "str"]):
+        return Kind.SECRET
+    while len(found) > 1 and (found[-1].isdigit() or found[-1] in AFTER):
+        found.pop()
+    if not found:
+        return Kind.NONE
+    last, others = found[-1], found[:-1] or [before.lower()]
+    qualifier = others[-1]
+    if last in {"id", "ids"}:
+        return Kind.MAYBE if {"key", "secret"} & set(others) and "access" in others else Kind.NONE
+    if last in ABOUT and not (last in {"url", "uri"} and qualifier in {"webhook", "hook"}):
+        return Kind.NONE
+    if last.endswith(("pat", "sas")) and (capitals or len(found) > 1) and len(last) <= 5:
+        return Kind.SECRET
+    if found == ["pwd"]:
+        return Kind.LIKELY  # or a directory
+    if last in {"key", "keys"} or last.endswith("key"):
+        return key(last, qualifier, capitals=capitals, alone=alone)
+    if last in {"token", "tokens"}:
+        return token(last, qualifier, capitals=capitals, alone=alone)
+    if last.endswith("pass"):
+        return passing(last, qualifier, alone=alone)
+    if STRONG & set(found) or last.endswith(ENDINGS):
+        return Kind.SECRET
+    if last in {"auth", "sig", "signature", "salt", "hmac", "otp", "totp", "session", "sid"}:
+        # "signature: (self, x)" is a function's; X-Amz-Signature is a secret.
+        return Kind.SECRET if capitals or "amz" in found else Kind.LIKELY
+    if last.endswith(("auth", "pwd", "tok", "token", "sess")):
+        return Kind.LIKELY
+    return Kind.NONE
+
+
+def key(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Kind:
+    if last in OTHER_KEY_WORDS or qualifier in OTHER_KEYS:
+        return Kind.NONE
+    if last == "keys":
+        return Kind.SECRET if qualifier in RIGHTS_OF_KEYS or capitals else Kind.NONE
+    if alone and last == "key" and not capitals:
+        return Kind.SECRET if qualifier in RIGHTS_OF_KEYS else Kind.MAYBE
+    return Kind.SECRET
+
+
+def token(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Kind:
+    if qualifier in RIGHTS:
+        return Kind.SECRET
+    if qualifier in OTHER_TOKENS:
+        return Kind.LIKELY if capitals and last == "token" else Kind.NONE
+    if last == "tokens":
+        return Kind.LIKELY if capitals else Kind.NONE
+    return Kind.LIKELY if alone and not capitals else Kind.SECRET
+
+
+def passing(last: str, qualifier: str, *, alone: bool) -> Kind:
+    if last in PASS_WORDS or qualifier in OTHER_PASSES:
+        return Kind.NONE
+    return Kind.LIKELY if alone and last == "pass" else Kind.SECRET
+
+
+@functools.lru_cache(4096)
+def kind(name: str, before: str = "") -> Kind:
+    """What a name says of its value.
+
+    Args:
+        name: a variable's, an option's, a field's, or the last word of several.
+        before: the word before it in a sentence.
+    """
+    name = name.strip("-_.$")[-100:]
+    if not any(stem in name.lower() for stem in STEMS):
+        return Kind.NONE
+    # Of options and properties in dots the last part counts, and others where it is a word alone.
+    return of_words(name, before if re.fullmatch(r"[A-Za-z]+", name) else "")

@@ -1,0 +1,203 @@
+r"""Where a value ends, whether it may be a secret, and in which forms it may be written down."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from urllib.parse import quote, quote_plus
+
+from .secretforms import MARK
+
+# Shorter ones stand in too many words; where they are expected their place tells them.
+LEAST = 6
+LEAST_LINE = 12  # of a secret with several
+LEAST_CODED = 8  # characters of base64 or hex
+# What a variable with a secret's name may hold, and half of all lines, too.
+COMMON = frozenset(
+    "default enabled disabled required optional production development staging localhost "
+    "password postgres secret string server models number engine worker system".split()
+)
+
+# A quote, and what stands for one in JSON that is in JSON, in HTML and in URLs.
+QUOTE = r"(?:\\{0,15}[\"'`]|\\{1,15}u002[27]|&quot;|&#3[49];)"
+OPENING = re.compile(
+    rf"[bruBRUfF]{{0,2}}(?P<slashes>\\{{0,15}})(?P<mark>[\"'`]|u002[27])|&quot;|&#3[49];"
+)
+NOTHING = re.compile(
+    r"(?:None|none|null|nil|NULL|N/A|n/a|undefined|not (?:set|configured|given|used|provided|required)"
+    r"|[Tt]rue|[Ff]alse|TRUE|FALSE|yes|no|YES|NO|on|off|unset|missing|empty"
+    r"|\[\]|\{\}|\(\)|''|\"\"|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
+    r"|[\"']?<?\[?(?:redacted|hidden|masked|REDACTED)\]?>?[\"']?"
+    r"|\\{1,15}[\"']\\{1,15}[\"'])(?![\w.])"
+)
+# Code that gets a value, and not the value; a type; a variable.
+CODE = re.compile(
+    r"(?:self|cls|args|kwargs|os|config|settings|request|params|data|env)\.[A-Za-z_]"
+    r"|(?:await )?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*){0,9}\((?!\s*[bru]?[\"'])|[A-Za-z_]\w*\.[\w.]*[(\[]"
+    r"|[A-Za-z_]\w*\[[\w:\-]+\]"
+    r"|lambda\b|(?:str|bytes|int|bool|float|string|object|SecretStr|Any)(?:[,)=\s|]|$)"
+    r"|(?:Optional|Union|Annotated|list|dict|Literal)\[|<(?:class|function|bound|object)\b|typing\."
+    r"|\$\{[\w:.-]+\}|\$[A-Z_][A-Z0-9_]*(?![\w])|\{\{|%\(\w+\)s|%s|\{\w*\}"
+)
+# Of a model's tokens, and of hashes.
+ORDINARY = re.compile(
+    r"<\|?[^<>]{0,60}\|?>|\[[A-Z_]{1,20}\]|[\d.,%+\-/ ]{1,40}|[A-Za-z]?[a-z]{0,20}|[A-Z_]{1,30}"
+    r"|[a-z]{1,20}[_-][a-z]{1,20}|[a-z]{1,20}(?:_[a-z]{1,20}){0,9}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+    r"|(?:/|\./|~/|[a-z]+://).*|0x[0-9a-f]+"
+)
+SEVERAL_WORDS = re.compile(
+    r"[a-z]{1,20}(?:-[a-z]{1,20}){0,9}|[A-Za-z_]\w*(?:\.\w+){2,}|(?:\{[\w.\[\]!:]+\}\W*)+"
+)
+HASH = re.compile(r"(?:\w{1,12}[-_:])?(?:[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})")
+# Letters and digits in one word as people don't write them.
+RUN = re.compile(r"[A-Za-z0-9_+=~-]{20,}+")
+HEXLIKE = re.compile(r"[0-9a-f-]+|[0-9A-F-]+")
+HEX_PART = re.compile(r"(?<![A-Za-z0-9])(?:[0-9a-f]{4,}|[0-9A-F]{4,})(?![A-Za-z0-9])")
+WORDS = re.compile(r"[^A-Za-z0-9]+")
+LEAST_RANDOM, LEAST_PIECE = 16, 10
+CHANGES = 0.35  # of the places between two characters, those where their kind changes
+CLOSING = {"(": ")", "[": "]", "{": "}"}
+QUOTES = {'"', "'"}
+
+
+def looks_secret(value: str, *, hashes: bool = False) -> bool:
+    """Whether a value whose name says little may be a secret; ``hashes``: also if it is a hash."""
+    if len(value) < LEAST or ORDINARY.fullmatch(value):
+        return False
+    return hashes or not (HASH.fullmatch(value) or SEVERAL_WORDS.fullmatch(value))
+
+
+def random(run: str) -> bool:
+    """Whether nobody can have written it: small letters, capitals and digits all mixed."""
+    if HEXLIKE.fullmatch(run) or run.startswith(("_Z", "__")):
+        return False
+    run = HEX_PART.sub("", run)
+    pieces = [piece for piece in WORDS.split(run) if len(piece) >= LEAST_PIECE]
+    return (
+        len(run) >= LEAST_RANDOM and bool(pieces) and all(map(mixed, ["".join(pieces), pieces[0]]))
+    )
+
+
+def mixed(run: str) -> bool:
+    kinds = ["d" if c.isdigit() else "u" if c.isupper() else "l" for c in run]
+    changes = sum(a != b for a, b in zip(kinds, kinds[1:], strict=False))
+    return len(set(kinds)) == len("dul") and changes >= CHANGES * len(run)
+
+
+# -- where it ends ---------------------------------------------------------------------------
+
+
+def inside(text: str, start: int, end: int) -> str:
+    """A value without its quotes."""
+    opening = OPENING.match(text, start, end)
+    if not opening:
+        return text[start:end]
+    return text[opening.end() : end].rstrip("\\\"'`")
+
+
+def value_end(text: str, start: int, stops: str = " \t\r\n,;&)]}\"'<>`") -> int:
+    """Where the value that begins there ends: a quoted one, one in brackets, or a word.
+
+    Args:
+        text: what it is in.
+        start: where it begins.
+        stops: what ends a word.
+
+    Returns:
+        ``len(text) + 1`` where it is broken off.
+    """
+    opening = OPENING.match(text, start)
+    if opening:
+        if opening["mark"] is None:  # HTML's
+            end = text.find(opening.group(), opening.end())
+            return len(text) + 1 if end < 0 else end + len(opening.group())
+        return quote_end(text, opening.end(), opening["mark"], len(opening["slashes"]))
+    if start < len(text) and text[start] in CLOSING:
+        return bracket_end(text, start)
+    at = start
+    while at < len(text) and text[at] not in stops:
+        if text[at] in CLOSING and at > start:
+            return bracket_end(text, at)
+        if text[at] == "\\" and text[at + 1 : at + 2] in {'"', "'", "n", "\\"}:
+            return at
+        at += 1
+    return at
+
+
+def quote_end(text: str, start: int, mark: str, slashes: int) -> int:
+    """The end of a quoted string as Python and JSON write them, in JSON that is in JSON, too.
+
+    Args:
+        text: what it is in.
+        start: behind the quote that opens it.
+        mark: that quote.
+        slashes: how many backslashes stand before it.
+    """
+    at = start
+    while (at := text.find(mark, at)) >= 0:
+        before = at
+        while before > start and text[before - 1] == "\\":
+            before -= 1
+        run = at - before
+        at += len(mark)
+        if run < slashes or ((run - slashes) // (slashes + 1)) % 2 == 0:
+            line = text.find("\n", start, at)
+            return at if line < 0 else line
+    line = text.find("\n", start)
+    return len(text) + 1 if line < 0 else line
+
+
+def bracket_end(text: str, start: int) -> int:
+    """The end of what stands in brackets, with brackets and strings in it."""
+    open_, at = [CLOSING[text[start]]], start + 1
+    while at < len(text):
+        mark = text[at]
+        if mark in QUOTES and text[at - 1] in "([{,:= bru":
+            at = quote_end(text, at + 1, mark, 0)
+            continue
+        if mark in CLOSING:
+            open_.append(CLOSING[mark])
+        elif mark == open_[-1]:
+            open_.pop()
+            if not open_:
+                return at + 1
+        at += 1
+    return len(text) + 1
+
+
+# -- how it is written -----------------------------------------------------------------------
+
+
+def written(secret: str) -> Iterator[str]:
+    """The forms in which a secret may be written down, those that nothing else has."""
+    secret = secret.strip()
+    whole = [] if secret.isdigit() and len(secret) < 2 * LEAST else [secret]
+    lines = secret.splitlines()
+    for each in whole + [line for line in lines if len(line) >= LEAST_LINE and len(lines) > 1]:
+        if len(each) < LEAST or each == MARK or each.lower() in COMMON:
+            continue
+        once = {each, *quoted(each)}
+        # JSON in JSON is not rare.
+        yield from {*once, *(form for one in once for form in quoted(one))}
+        yield from {quote(each, safe=""), quote(each), quote_plus(each)}
+        yield from {form for form in coded(each) if len(form) >= LEAST_CODED}
+
+
+def quoted(text: str) -> set[str]:
+    """A text between quotes in JSON, with and without other alphabets, and in Python."""
+    return {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]}
+
+
+def coded(text: str) -> Iterator[str]:
+    """A text in hex, and in base64 wherever in a longer one it begins."""
+    content = text.encode(errors="surrogateescape")
+    yield content.hex()
+    yield content.hex().upper()
+    for offset, skip in ((0, 0), (1, 2), (2, 3)):
+        # The last character holds bits of what follows.
+        whole = (offset + len(content)) * 8 // 6
+        coded = base64.b64encode(bytes(offset) + content).decode()[skip:whole]
+        yield coded
+        yield coded.translate({ord("+"): "-", ord("/"): "_"})
