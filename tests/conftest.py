@@ -251,6 +251,7 @@ def become(
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.closerange(3, 100)
+        sys.stdin = os.fdopen(0)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8")
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
         if uid is not None:

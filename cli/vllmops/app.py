@@ -151,6 +151,8 @@ def run() -> int:
         return Exit.OK
     except OutputError as error:
         failure = output_failed(error)
+    except (OSError, MemoryError) as error:
+        failure = refused(error)
     except Exception as error:
         failure = VllmopsError(
             "internal",
@@ -173,6 +175,26 @@ def wrong_usage(error: Any) -> VllmopsError | None:
         return None
     mend = f"{context.command_path} --help" if context else ""
     return VllmopsError("usage", error.format_message(), mend, exit_code=Exit(error.exit_code))
+
+
+def refused(error: OSError | MemoryError) -> VllmopsError:
+    """What the system refused: it says which file and why, and is no fault of ours."""
+    from .errors import Exit, VllmopsError  # noqa: PLC0415
+
+    if isinstance(error, MemoryError):
+        what, code = "there is not enough memory", Exit.FAILED
+    else:
+        name = error.filename
+        named = os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
+        what = ": ".join(filter(None, (named, error.strerror or str(error))))
+        if isinstance(error, FileNotFoundError) and not named:  # getcwd(3) names nothing
+            what = "the current directory is there no more"
+        code = Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
+    failure = VllmopsError(
+        "system.refused", what, "VLLMOPS_DEBUG=1 before the command shows where", exit_code=code
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def output_failed(error: OSError) -> VllmopsError:

@@ -15,6 +15,8 @@ from ..snapshots.metrics import Metrics
 from ..snapshots.server import Canary, Outcome
 
 TIMEOUT_S = 2.0
+# What reading JSON of any shape may raise.
+NO_ANSWER = (ValueError, LookupError, TypeError, RecursionError)
 
 
 # A sample's name, and labels that it must have, to the field that it adds to.
@@ -82,7 +84,7 @@ def version(url: str) -> str | None:
     try:
         found = ask("GET", f"{url}/version", TIMEOUT_S).raise_for_status().json()["version"]
         return str(found)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+    except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER):
         return None
 
 
@@ -115,7 +117,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
         answer = ask("POST", f"{url}/v1/completions", left_s, headers=headers, json=body)
     except httpx.TimeoutException:
         return told("timeout", f"no answer within {timeout_s:.0f} s")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
         return told("refused", f"{type(error).__name__}: {error}")
     if answer.is_success:
         return told("answered", "")

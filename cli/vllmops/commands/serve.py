@@ -311,7 +311,10 @@ def place(
     Raises:
         VllmopsError: ``usage``.
     """
-    if (model is None) == (demo is None):
+    for word in filter(None, (model, name, host, *env, *behind)):
+        if not_utf8(word):
+            raise usage(f"{word!r} is not UTF-8: the instance's record could not keep it")
+    if (model is None) == (demo is None) or model == "":
         raise usage("give either a MODEL or --demo text|vision|audio")
     if port is not None and not 1 <= port <= 65535:
         raise usage(f"--port {port}: ports go from 1 to 65535")
@@ -343,6 +346,14 @@ def place(
         detached=detach,
         default_name="demo" if demo else "",
     )
+
+
+def not_utf8(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def usage(message: str) -> VllmopsError:
