@@ -1,30 +1,35 @@
-"""Registers the commands; a command's module is imported only when it is called."""
+"""Registers the commands; a command's module is imported only when it is called.
+
+What is imported at the top is in every interpreter already: a Ctrl-C before `main` runs is a
+traceback, so there must be no time for one.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __version__
 
+TYPE_CHECKING = False  # typing's, without the import
 if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
     from .errors import VllmopsError
 
 
-class Entry(NamedTuple):  # not a dataclass: those cost `--version` a third of its time
+class Entry:  # not a dataclass: those cost `--version` a third of its time
     """Where a command lives: a module of `commands`, and in it ``app`` or what follows a colon.
 
     Args:
         several: whether it is a noun with commands of its own.
     """
 
-    module: str
-    help: str
-    several: bool = False
+    def __init__(self, module: str, help: str, several: bool = False) -> None:  # noqa: A002
+        self.module = module
+        self.help = help
+        self.several = several
 
 
 COMMANDS = {
@@ -52,6 +57,8 @@ COMMANDS = {
 
 def build() -> Any:
     """The click command behind ``vllmops``; imports Typer, and no command."""
+    from importlib import import_module  # noqa: PLC0415
+
     import typer  # noqa: PLC0415
     from typer.core import TyperCommand, TyperGroup  # noqa: PLC0415
 
@@ -102,20 +109,23 @@ def build() -> Any:
 
 def main() -> None:
     """Run ``vllmops``: exit codes as in `errors.Exit`, a traceback only on request."""
-    from . import streams  # noqa: PLC0415
+    try:
+        from . import streams  # noqa: PLC0415
 
-    streams.on_interrupt(interrupted)
-    streams.prepare()
-    gc.disable()  # to import makes no garbage, and to look for it was 6 % of `stacks dump`
-    code = run()
-    if error := streams.close():
-        code = told(output_failed(error))
-    # From here on a Ctrl-C would be a traceback from the end of the interpreter.
-    streams.on_interrupt(signal.SIG_DFL)
+        streams.on_interrupt(interrupted)
+        streams.prepare()
+        gc.disable()  # to import makes no garbage, and to look for it was 6 % of `stacks dump`
+        code = run()
+        if error := streams.close():
+            code = told(output_failed(error))
+        # From here on a Ctrl-C would be a traceback from the end of the interpreter.
+        streams.on_interrupt(streams.DEFAULT)
+    except KeyboardInterrupt:
+        interrupted()
     sys.exit(code)
 
 
-def interrupted(*_: object) -> None:
+def interrupted(*_: object) -> NoReturn:
     """End at Ctrl-C, before a command runs: an exception in the middle of an import shows."""
     try:
         from .errors import Exit, VllmopsError  # noqa: PLC0415

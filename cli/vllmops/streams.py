@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+DEFAULT = signal.SIG_DFL
 MIN_COLUMNS, MAX_COLUMNS = 20, 2000  # narrower shows nothing, wider costs memory for blanks
 
 # What moves the cursor, changes colours, reverses the order of letters, or can't be seen: C0 and C1
