@@ -223,14 +223,23 @@ def vllmops(home: Path) -> Vllmops:
             pid = os.fork()
             if pid == 0:
                 os.close(out)
-                become(words, theirs, err.fileno() if columns is None else theirs, uid, env or {}, before)
+                become(
+                    words,
+                    theirs,
+                    err.fileno() if columns is None else theirs,
+                    uid,
+                    env or {},
+                    before,
+                )
             os.close(theirs)
             said = read(out, pid, timeout_s)
             _, status = os.waitpid(pid, 0)
             os.close(out)
             err.seek(0)
             code = os.waitstatus_to_exitcode(status)
-            text = STYLE.sub("", said.decode(errors="replace").replace("\r\n", "\n"))
+            text = said.decode(errors="replace")
+            if columns is not None:  # in a pipe there must be none
+                text = STYLE.sub("", text.replace("\r\n", "\n"))
             return Answer(code, text, err.read().decode(errors="replace"))
 
     return run

@@ -29,7 +29,7 @@ def elsewhere(home: Path, tmp_path: Path) -> list[str]:
     """What to put before a command to have it run on no Linux; ``PRETEND`` says where."""
     (tmp_path / "sitecustomize.py").write_text(PRETENCE)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    script = "mount -t tmpfs none /proc && exec \"$@\""
+    script = 'mount -t tmpfs none /proc && exec "$@"'
     inside = ["unshare", "--mount", "sh", "-c", script, "sh"]
     return [*inside, "env", f"PYTHONPATH={path}", sys.executable, "-m", "vllmops"]
 

@@ -145,7 +145,7 @@ def run() -> int:
     import typer  # noqa: PLC0415
 
     from .errors import Exit, VllmopsError  # noqa: PLC0415
-    from .streams import OutputError, ReaderGone  # noqa: PLC0415
+    from .streams import OutputError, ReaderGoneError  # noqa: PLC0415
 
     try:
         return build().main(prog_name="vllmops", standalone_mode=False) or Exit.OK
@@ -157,7 +157,7 @@ def run() -> int:
         failure = error
     except (KeyboardInterrupt, typer.Abort):
         failure = VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
-    except ReaderGone:  # it has read what it wanted
+    except ReaderGoneError:  # it has read what it wanted
         return Exit.OK
     except OutputError as error:
         failure = output_failed(error)
@@ -227,7 +227,7 @@ def told(failure: VllmopsError) -> int:
 
     try:
         fail(failure, as_json=wants_json() and failure.code != "output.failed")
-    except streams.ReaderGone:
+    except streams.ReaderGoneError:
         pass
     except streams.OutputError as error:
         for each in (failure, output_failed(error)):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
 import typer
 
 from .errors import Exit, VllmopsError
-from .streams import ReaderGone, json_safe, on_interrupt, plain_log, printable
+from .streams import ReaderGoneError, json_safe, on_interrupt, plain_log, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -78,7 +78,7 @@ def command(run: Callable[P, Result]) -> Callable[P, None]:
             result = run(*args, **kwargs)
         except KeyboardInterrupt as error:  # Typer would end without a word
             raise VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED) from error
-        with suppress(ReaderGone):  # what was found counts, whether all of it was read or not
+        with suppress(ReaderGoneError):  # what was found counts, whether all of it was read or not
             if kwargs.get("json_"):
                 envelope(result.data, result.exit_code)
             else:

@@ -4,7 +4,7 @@ A shell may close any of them, a disk may be full, a reader may go. Python then 
 at the exit, or in ``print`` of None; here each of these has one meaning:
 
 - standard output that can't be written is an `OutputError`, told on standard error;
-- a reader that has gone is a `ReaderGone`, and no failure: nobody is left to tell;
+- a reader that has gone is a `ReaderGoneError`, and no failure: nobody is left to tell;
 - standard error that can't be written is silent: there is no other place for what it says.
 """
 
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 DEFAULT = signal.SIG_DFL
-MIN_COLUMNS, MAX_COLUMNS = 20, 2000  # narrower shows nothing, wider costs memory for blanks
+# A narrower terminal breaks the lines itself: a table of columns one letter wide is no table.
+# A wider one costs memory for blanks.
+MIN_COLUMNS, MAX_COLUMNS = 40, 2000
 
 # What moves the cursor, changes colours, reverses the order of letters, or can't be seen: C0 and C1
 # controls but tab and newline, zero-width and bidirectional marks, line separators, lone
@@ -40,7 +42,7 @@ class OutputError(OSError):
     """Standard output can't be written."""
 
 
-class ReaderGone(OSError):
+class ReaderGoneError(OSError):
     """Whoever read standard output reads no more."""
 
 
@@ -51,7 +53,7 @@ class Out(io.FileIO):
         try:
             return whole(super().write, data, self)
         except BrokenPipeError as error:
-            raise ReaderGone from error  # without its number: Typer would end with code 1
+            raise ReaderGoneError from error  # without its number: Typer would end with code 1
         except OSError as error:
             raise OutputError(*error.args) from error
 
@@ -83,7 +85,7 @@ def prepare() -> None:
         except OSError:
             os.open(os.devnull, mode)
     if sys.stdin is None:
-        sys.stdin = open(0, closefd=False)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
     KEPT.extend((sys.stdout, sys.stderr))
     sys.stdout = writer(Out(1, "w", closefd=False), sys.stdout)
     sys.stderr = writer(Err(2, "w", closefd=False), sys.stderr, line_buffering=True)
@@ -128,7 +130,7 @@ def close() -> OutputError | None:
         sys.stdout.flush()
     except OutputError as error:
         found = error
-    except ReaderGone:
+    except ReaderGoneError:
         pass
     else:
         return None

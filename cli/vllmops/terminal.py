@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -14,13 +15,15 @@ from .streams import printable
 class Terminal(Console):
     """A console that reads no markup in strings, and lets only its own escape sequences out."""
 
+    def render_str(self, text: str, **how: Any) -> Text:
+        """A string as it is measured and rendered."""
+        return super().render_str(printable(text), **how)
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         """Render; texts before they are laid out, and whatever others come out with."""
-        if isinstance(renderable, str):
-            renderable = printable(renderable)
-        elif isinstance(renderable, Text) and not renderable.plain.isprintable():
+        if isinstance(renderable, Text) and not renderable.plain.isprintable():
             renderable = renderable.copy()
             renderable.plain = printable(renderable.plain)
         for segment in super().render(renderable, options):
