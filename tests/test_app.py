@@ -227,7 +227,7 @@ def test_interrupted_while_it_starts(home: Path, moment: str, words: tuple[str, 
         assert "interrupted" in said
 
 
-def stdout_to(path: str) -> Callable[[], None]:
+def stdout_to(path: str) -> Callable[[], object]:
     return lambda: os.dup2(os.open(path, os.O_WRONLY), 1)
 
 

@@ -12,6 +12,7 @@ import os
 import resource
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -144,7 +145,7 @@ def trial(vllmops: Any, standin: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     assert not made.wrong, f"{len(made.wrong)} wrong:\n" + "\n".join(made.wrong)
 
 
-def numbered(cases: dict[str, Any]) -> Any:
+def numbered(cases: dict[str, Any]) -> pytest.MarkDecorator:
     """Each case with its number, for the turns."""
     return pytest.mark.parametrize(
         ("number", "case"), list(enumerate(cases.values())), ids=list(cases)
@@ -154,23 +155,23 @@ def numbered(cases: dict[str, Any]) -> Any:
 # Streams
 
 
-def closed(*numbers: int) -> Callable[[], None]:
+def closed(*numbers: int) -> Callable[[], object]:
     def close() -> None:
         for number in numbers:
             os.close(number)
         # What the interpreter itself does at its start.
-        sys.stdin = None if 0 in numbers else sys.stdin  # type: ignore[assignment]
-        sys.stdout = None if 1 in numbers else sys.stdout  # type: ignore[assignment]
-        sys.stderr = None if 2 in numbers else sys.stderr  # type: ignore[assignment]
+        sys.stdin = None if 0 in numbers else sys.stdin
+        sys.stdout = None if 1 in numbers else sys.stdout
+        sys.stderr = None if 2 in numbers else sys.stderr
 
     return close
 
 
-def turned(number: int, path: str, mode: int = os.O_RDWR) -> Callable[[], None]:
+def turned(number: int, path: str, mode: int = os.O_RDWR) -> Callable[[], object]:
     return lambda: os.dup2(os.open(path, mode), number)
 
 
-def cut_off(number: int) -> Callable[[], None]:
+def cut_off(number: int) -> Callable[[], object]:
     def cut() -> None:
         reader, ours = os.pipe()
         os.close(reader)
@@ -179,8 +180,8 @@ def cut_off(number: int) -> Callable[[], None]:
     return cut
 
 
-def both(*several: Callable[[], None]) -> Callable[[], None]:
-    return lambda: [each() for each in several] and None
+def both(*several: Callable[[], object]) -> Callable[[], object]:
+    return lambda: [each() for each in several]
 
 
 STREAMS = {
@@ -202,7 +203,7 @@ STREAMS = {
 
 
 @numbered(STREAMS)
-def test_streams(trial: Trial, number: int, case: Callable[[], None]) -> None:
+def test_streams(trial: Trial, number: int, case: Callable[[], object]) -> None:
     for leaf in turns(LEAVES, number):
         trial.each(leaf, leaf.line(), "--json", "--help", before=case)
     trial.run(["--version"], before=case)
@@ -212,7 +213,7 @@ def test_streams(trial: Trial, number: int, case: Callable[[], None]) -> None:
 # Terminals and locales
 
 
-def spoken(encoding: str) -> Callable[[], None]:
+def spoken(encoding: str) -> Callable[[], object]:
     def speak() -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(encoding=encoding)  # type: ignore[union-attr]
@@ -302,7 +303,7 @@ def test_homes(
 # Limits
 
 
-def limited(kind: int, limit: int) -> Callable[[], None]:
+def limited(kind: int, limit: int) -> Callable[[], object]:
     return lambda: resource.setrlimit(kind, (limit, limit))
 
 
@@ -312,23 +313,25 @@ def little_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def left_behind() -> None:
+    place = tempfile.mkdtemp()
+    os.chdir(place)
+    os.rmdir(place)
+
+
 LIMITS = {
     "10 files": limited(resource.RLIMIT_NOFILE, 10),
     "20 files": limited(resource.RLIMIT_NOFILE, 20),
     "files of no size": limited(resource.RLIMIT_FSIZE, 0),
     "96 MiB of memory": little_memory,
     "no core": limited(resource.RLIMIT_CORE, 0),
-    "deleted directory": lambda: (
-        os.mkdir("/tmp/gone"),
-        os.chdir("/tmp/gone"),
-        os.rmdir("/tmp/gone"),
-    ),
+    "no directory": left_behind,
     "umask": lambda: os.umask(0o777),
 }
 
 
 @numbered(LIMITS)
-def test_limits(trial: Trial, number: int, case: Callable[[], None]) -> None:
+def test_limits(trial: Trial, number: int, case: Callable[[], object]) -> None:
     for leaf in turns(LEAVES, number):
         trial.run(leaf.line(), before=case)
 
