@@ -201,7 +201,8 @@ def vllmops(home: Path) -> Vllmops:
     """Runs a command in a child process: ``vllmops("ps", "--json")``.
 
     A fork of this process has the imports done and the fixtures' view of the process table.
-    Options: ``columns`` for a terminal of that width as its output, ``uid``, ``env`` to add.
+    Options: ``columns`` for a terminal of that width as its output, ``uid``, ``env`` to add,
+    ``before`` to call in the child before anything else of ours.
     """
 
     def run(
@@ -210,9 +211,10 @@ def vllmops(home: Path) -> Vllmops:
         uid: int | None = None,
         env: dict[str, str] | None = None,
         timeout_s: float = 60,
+        before: Callable[[], object] = lambda: None,
     ) -> Answer:
         with tempfile.TemporaryFile() as err:
-            if columns:
+            if columns is not None:
                 out, theirs = pty.openpty()
                 fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
             else:
@@ -221,21 +223,35 @@ def vllmops(home: Path) -> Vllmops:
             pid = os.fork()
             if pid == 0:
                 os.close(out)
-                become(words, theirs, theirs if columns else err.fileno(), uid, env or {})
+                become(
+                    words,
+                    theirs,
+                    err.fileno() if columns is None else theirs,
+                    uid,
+                    env or {},
+                    before,
+                )
             os.close(theirs)
             said = read(out, pid, timeout_s)
             _, status = os.waitpid(pid, 0)
             os.close(out)
             err.seek(0)
             code = os.waitstatus_to_exitcode(status)
-            text = STYLE.sub("", said.decode().replace("\r\n", "\n"))
-            return Answer(code, text, err.read().decode())
+            text = said.decode(errors="replace")
+            if columns is not None:  # in a pipe there must be none
+                text = STYLE.sub("", text.replace("\r\n", "\n"))
+            return Answer(code, text, err.read().decode(errors="replace"))
 
     return run
 
 
 def become(
-    words: tuple[str, ...], out: int, err: int, uid: int | None, env: dict[str, str]
+    words: tuple[str, ...],
+    out: int,
+    err: int,
+    uid: int | None,
+    env: dict[str, str],
+    before: Callable[[], object],
 ) -> None:
     """Be the command; never returns."""
     code = 70
@@ -244,6 +260,7 @@ def become(
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.closerange(3, 100)
+        sys.stdin = os.fdopen(0)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8")
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
         if uid is not None:
@@ -252,6 +269,7 @@ def become(
             os.setresuid(uid, uid, uid)
         os.environ.update(env)
         sys.argv = ["vllmops", *words]
+        before()
         try:
             app.main()
             code = 0

@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +187,91 @@ def test_help_on_a_narrow_terminal(vllmops: Any, words: tuple[str, ...]) -> None
     assert answer.code == 0
     assert max(map(len, answer.out.splitlines())) <= 60
     assert "…" not in answer.out
+
+
+INTERRUPTED_AT = """
+import builtins, os, signal, sys
+from vllmops.app import main
+moment = sys.argv.pop(1)
+found = builtins.__import__
+
+def noticed(name, globals=None, locals=None, fromlist=(), level=0):
+    if moment in {name, *(fromlist or ())}:
+        builtins.__import__ = found
+        os.kill(os.getpid(), signal.SIGINT)
+    return found(name, globals, locals, fromlist, level)
+
+builtins.__import__ = noticed
+main()
+"""
+
+
+@pytest.mark.parametrize("words", [("keys", "list"), ("keys", "list", "--json")], ids=" ".join)
+@pytest.mark.parametrize(
+    "moment", ["streams", "re", "typer", "shutil", "errors", "inspect", "msgspec", "rich", "table"]
+)
+def test_interrupted_while_it_starts(home: Path, moment: str, words: tuple[str, ...]) -> None:
+    """At an import, by a real signal: the first 100 ms are imports."""
+    answer = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT, moment, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = answer.stdout + answer.stderr
+    assert "Traceback" not in said
+    assert "ignored" not in said
+    assert answer.returncode in {130, Exit.NOT_FOUND}  # what is not imported interrupts nothing
+    if moment in {"streams", "typer"}:
+        assert answer.returncode == 130
+        assert "interrupted" in said
+
+
+def stdout_to(path: str) -> Callable[[], object]:
+    return lambda: os.dup2(os.open(path, os.O_WRONLY), 1)
+
+
+def no_reader() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+
+
+@pytest.mark.parametrize(
+    "words", [("--version",), ("--help",), ("ps",), ("ps", "--json"), ("keygen",), ("keys", "add")]
+)
+def test_a_full_disk_is_told_and_a_reader_that_left_is_not(
+    vllmops: Any, words: tuple[str, ...]
+) -> None:
+    answer = vllmops(*words, before=stdout_to("/dev/full"))
+    assert answer.code == 1
+    assert "error: standard output: No space left on device\n" in answer.err
+    answer = vllmops(*words, before=lambda: os.close(1))
+    assert answer.code == 1
+    assert "error: standard output: Bad file descriptor\n" in answer.err
+    answer = vllmops(*words, before=no_reader)
+    assert answer.code == 0
+    assert "error" not in answer.err
+
+
+def test_what_was_found_counts_though_nobody_reads_it(vllmops: Any) -> None:
+    assert vllmops("keys", "list", "--json", before=no_reader).code == Exit.NOT_FOUND
+
+
+def test_following_ends_with_its_reader(lab: Any) -> None:
+    lab.serve("a")
+    begun = time.monotonic()
+    assert lab.vllmops("logs", "-f", "a", before=no_reader).code == 0
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    "columns", ["0", "1", "20", "-7", "many", "", "1000000000", "9" * 5000, "\u00b2"]
+)
+def test_any_width_shows_everything(vllmops: Any, columns: str) -> None:
+    vllmops("keys", "add")
+    whole = Counter(vllmops("keys", "list").out.replace("─", "").replace(" ", ""))
+    answer = vllmops("keys", "list", env={"COLUMNS": columns})
+    assert answer.code == 0
+    assert Counter(answer.out) >= whole  # every letter, on whatever line
+    assert len(answer.out) < 20_000

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,24 @@ def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert home() == Path("/home/op/.local/state/vllmops")
     monkeypatch.setenv("VLLMOPS_HOME", "~/here")
     assert home() == Path("/home/op/here")
+
+
+def test_of_a_user_who_is_not_there(vllmops: Any) -> None:
+    for words in (["keys", "add"], ["ps"]):
+        answer = vllmops(*words, env={"VLLMOPS_HOME": "~nosuchuser/x"})
+        assert answer.code == 2
+        assert answer.err.startswith("error: VLLMOPS_HOME is ~nosuchuser/x, and there is no user ")
+
+
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_done(
+    vllmops: Any, tmp_path: Path
+) -> None:
+    place = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    for words in (["keys", "add", "--json"], ["keys", "list"], ["ps"], ["serve", "x"]):
+        answer = vllmops(*words, env={"VLLMOPS_HOME": place})
+        assert answer.code == 2
+        assert "is not UTF-8" in answer.out + answer.err
+    assert not Path(place).exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -1,14 +1,29 @@
 """The one place that prints."""
 
+import json
 import sys
 import time
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from vllmops import output
 from vllmops.errors import Exit, VllmopsError
-from vllmops.output import Progress, Verbatim, fail, invoked, say, show, size, span, table
+from vllmops.output import (
+    Folded,
+    Line,
+    Progress,
+    Verbatim,
+    fail,
+    invoked,
+    say,
+    show,
+    size,
+    span,
+    table,
+)
+from vllmops.streams import UNSAFE, json_safe, printable
 
 
 @pytest.mark.parametrize(
@@ -143,3 +158,63 @@ def test_which_command_was_typed(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["vllmops", *words])
     assert invoked() == command
+
+
+UNSEEN = [
+    *map(chr, [*range(9), *range(11, 32), *range(127, 160)]),
+    *"\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202e\u2060\u2066\u2069\ufeff",
+    "\ud800",
+    "\udcff",
+    "\U000e0041",
+]
+
+
+def test_foreign_text_is_visible_and_as_wide() -> None:
+    for each in UNSEEN:
+        shown = printable(f"a{each}b")
+        assert len(shown) == 3
+        assert cell_len(shown) == 3
+        assert shown.isprintable()
+    for text in ("ä€漢字🙂", "👩\u200d💻", "a\u00a0b", "line\n\ttab"):
+        assert printable(text) == text
+    assert printable("a\n\tb", lines=False) == "a␊␉b"
+
+
+@pytest.mark.parametrize("unseen", UNSEEN, ids=ascii)
+def test_nothing_foreign_reaches_the_terminal_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unseen: str
+) -> None:
+    """By whatever way it is printed; SGR sequences of our own styles stay."""
+    from rich.panel import Panel
+    from rich.text import Text
+
+    evil = f"a{unseen}[red]b[/]c"
+    made = table(evil)
+    made.add_row(evil)
+    made.add_row(Text(evil, "bold"))
+    show(evil, Text(evil), made, Panel("x", title=Text(evil)), Verbatim(evil))
+    show(Folded((Line(2, evil, "red"),)), stderr=True)
+    say(evil)
+    with Progress(time.time()) as progress:
+        progress.update(evil)
+    fail(VllmopsError(evil, evil, evil), as_json=False)
+    captured = capsys.readouterr()
+    assert not UNSAFE.search(captured.out + captured.err)
+    assert "".join(captured.out.split()).count("[red]b[/]c") == 7
+    monkeypatch.setattr(sys, "argv", ["vllmops", evil])
+    fail(VllmopsError(evil, evil, evil, data={evil: evil}), as_json=True)
+    answer = capsys.readouterr().out
+    assert not UNSAFE.search(answer)
+    found = json.loads(answer)
+    assert found["errors"][0]["message"] == evil
+    assert found["data"] == {evil: evil}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", None])
+def test_json_that_an_encoding_can_hold(encoding: str | None) -> None:
+    text = json.dumps("ü漢🙂\u202e\x9b\x7f\ud800", ensure_ascii=False)
+    safe = json_safe(text, encoding)
+    assert json.loads(safe) == json.loads(text)
+    assert not UNSAFE.search(safe)
+    if encoding:
+        safe.encode(encoding)

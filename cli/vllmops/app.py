@@ -1,26 +1,35 @@
-"""Registers the commands; a command's module is imported only when it is called."""
+"""Registers the commands; a command's module is imported only when it is called.
+
+What is imported at the top is in every interpreter already: a Ctrl-C before `main` runs is a
+traceback, so there must be no time for one.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-from importlib import import_module
-from typing import Any, NamedTuple
 
 from . import __version__
 
+TYPE_CHECKING = False  # typing's, without the import
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
-class Entry(NamedTuple):  # not a dataclass: those cost `--version` a third of its time
+    from .errors import VllmopsError
+
+
+class Entry:  # not a dataclass: those cost `--version` a third of its time
     """Where a command lives: a module of `commands`, and in it ``app`` or what follows a colon.
 
     Args:
         several: whether it is a noun with commands of its own.
     """
 
-    module: str
-    help: str
-    several: bool = False
+    def __init__(self, module: str, help: str, several: bool = False) -> None:  # noqa: A002
+        self.module = module
+        self.help = help
+        self.several = several
 
 
 COMMANDS = {
@@ -48,6 +57,8 @@ COMMANDS = {
 
 def build() -> Any:
     """The click command behind ``vllmops``; imports Typer, and no command."""
+    from importlib import import_module  # noqa: PLC0415
+
     import typer  # noqa: PLC0415
     from typer.core import TyperCommand, TyperGroup  # noqa: PLC0415
 
@@ -98,34 +109,60 @@ def build() -> Any:
 
 def main() -> None:
     """Run ``vllmops``: exit codes as in `errors.Exit`, a traceback only on request."""
-    if sys.argv[1:] == ["--version"]:
-        print(f"vllmops {__version__}")
-        return
-    gc.disable()  # to import makes no garbage, and to look for it was 6 % of `stacks dump`
-    sys.exit(run())
+    try:
+        from . import streams  # noqa: PLC0415
+
+        streams.on_interrupt(interrupted)
+        streams.prepare()
+        gc.disable()  # to import makes no garbage, and to look for it was 6 % of `stacks dump`
+        code = run()
+        if error := streams.close():
+            code = told(output_failed(error))
+        # From here on a Ctrl-C would be a traceback from the end of the interpreter.
+        streams.on_interrupt(streams.DEFAULT)
+    except KeyboardInterrupt:
+        interrupted()
+    sys.exit(code)
+
+
+def interrupted(*_: object) -> NoReturn:
+    """End at Ctrl-C, before a command runs: an exception in the middle of an import shows."""
+    try:
+        from .errors import Exit, VllmopsError  # noqa: PLC0415
+
+        told(VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED))
+    except BaseException:  # half imported is what it needs to tell it
+        os.write(2, b"error: interrupted\n")
+    finally:
+        os._exit(130)
 
 
 def run() -> int:
     """Run the command in ``sys.argv``; returns the exit code."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"vllmops {__version__}")
+        return 0
     import typer  # noqa: PLC0415
 
     from .errors import Exit, VllmopsError  # noqa: PLC0415
+    from .streams import OutputError, ReaderGoneError  # noqa: PLC0415
 
     try:
         return build().main(prog_name="vllmops", standalone_mode=False) or Exit.OK
     except typer.TyperException as error:
-        if error.exit_code != Exit.USAGE or not wants_json():
-            error.show()  # type: ignore[attr-defined]  # ClickException has it, its base not
+        failure = wrong_usage(error)
+        if failure is None:
             return error.exit_code
-        failure = VllmopsError("usage", error.format_message(), exit_code=Exit.USAGE)
     except VllmopsError as error:
         failure = error
     except (KeyboardInterrupt, typer.Abort):
         failure = VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of a pipe has gone; nothing is left to tell it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.FAILED
+    except ReaderGoneError:  # it has read what it wanted
+        return Exit.OK
+    except OutputError as error:
+        failure = output_failed(error)
+    except (OSError, MemoryError) as error:
+        failure = refused(error)
     except Exception as error:
         failure = VllmopsError(
             "internal",
@@ -135,9 +172,66 @@ def run() -> int:
         failure.__cause__ = error
     if os.environ.get("VLLMOPS_DEBUG") == "1":
         raise failure
+    return told(failure)
+
+
+def wrong_usage(error: Any) -> VllmopsError | None:
+    """What Typer has to say of a command line, as an error of ours; None where it was help."""
+    from .errors import Exit, VllmopsError  # noqa: PLC0415
+
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":  # Typer keeps the class to itself, too
+        error.show()
+        return None
+    mend = f"{context.command_path} --help" if context else ""
+    return VllmopsError("usage", error.format_message(), mend, exit_code=Exit(error.exit_code))
+
+
+def refused(error: OSError | MemoryError) -> VllmopsError:
+    """What the system refused: it says which file and why, and is no fault of ours."""
+    from .errors import Exit, VllmopsError  # noqa: PLC0415
+
+    if isinstance(error, MemoryError):
+        what, code = "there is not enough memory", Exit.FAILED
+    else:
+        name = error.filename
+        named = os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
+        what = ": ".join(filter(None, (named, error.strerror or str(error))))
+        if isinstance(error, FileNotFoundError) and not named:  # getcwd(3) names nothing
+            what = "the current directory is there no more"
+        code = Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
+    failure = VllmopsError(
+        "system.refused", what, "VLLMOPS_DEBUG=1 before the command shows where", exit_code=code
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def output_failed(error: OSError) -> VllmopsError:
+    """Give standard output up; the error to tell of it."""
+    from . import streams  # noqa: PLC0415
+    from .errors import VllmopsError  # noqa: PLC0415
+
+    streams.close()
+    return VllmopsError(
+        "output.failed",
+        f"standard output: {error.strerror or error}",
+        "write it to another place; what the command had to change, it has changed",
+    )
+
+
+def told(failure: VllmopsError) -> int:
+    """Tell an error; returns the exit code."""
+    from . import streams  # noqa: PLC0415
     from .output import fail  # noqa: PLC0415
 
-    fail(failure, as_json=wants_json())
+    try:
+        fail(failure, as_json=wants_json() and failure.code != "output.failed")
+    except streams.ReaderGoneError:
+        pass
+    except streams.OutputError as error:
+        for each in (failure, output_failed(error)):
+            fail(each, as_json=False)
     return failure.exit_code
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """Exit codes, the same for every command."""
+    """Exit codes, the same for every command.
+
+    A file that was named and is not there, or can't be read: FAILED, and NOT_AUTHORISED where this
+    user may not. A URL or a number that is none: USAGE. NOT_FOUND is for servers and what they
+    hold.
+    """
 
     OK = 0
     FAILED = 1
@@ -43,3 +49,18 @@ class VllmopsError(Exception):
         self.mend = mend
         self.exit_code = exit_code
         self.data = data
+
+
+def needs_linux(what: str) -> VllmopsError:
+    """The error of what another system, or a Linux without /proc, has not.
+
+    Args:
+        what: what is needed there, as in "looking into processes".
+    """
+    where = "no /proc is mounted here" if sys.platform == "linux" else f"this is {sys.platform}"
+    return VllmopsError(
+        "platform.linux",
+        f"{what} needs Linux and its /proc, and {where}",
+        "run it on the machine of the server; --help, keygen, -t URL, --store URL and what reads a "
+        "file work here, too",
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 import stat
 import struct
 import tempfile
 from pathlib import Path
+
+from .errors import needs_linux
 
 FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 ANYBODY = -1
@@ -58,10 +59,17 @@ def take(path: Path, *, wait: bool = False) -> int | None:
 
     An open-file-description lock: it goes along to a child that inherits the descriptor, is
     dropped with the last one, and can be asked about without being taken.
+
+    Raises:
+        VllmopsError: ``platform.linux``: other systems have no such locks.
     """
+    try:
+        from fcntl import F_OFD_SETLK, F_OFD_SETLKW  # noqa: PLC0415
+    except ImportError:
+        raise needs_linux("to hold a file for one writer") from None
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        asked(descriptor, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK)
+        asked(descriptor, F_OFD_SETLKW if wait else F_OFD_SETLK)
     except BlockingIOError:
         os.close(descriptor)
         return None
@@ -70,6 +78,8 @@ def take(path: Path, *, wait: bool = False) -> int | None:
 
 def asked(descriptor: int, command: int) -> int:
     """Ask fcntl(2) about a write lock on the whole file; returns the type of lock it answers."""
+    import fcntl  # noqa: PLC0415 - Windows has none, and runs what needs no lock
+
     whole_file = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     answer: int = struct.unpack(FLOCK, fcntl.fcntl(descriptor, command, whole_file))[0]
     return answer

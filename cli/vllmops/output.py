@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
 
 import typer
 
 from .errors import Exit, VllmopsError
+from .streams import ReaderGoneError, json_safe, on_interrupt, plain_log, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -31,7 +35,11 @@ P = ParamSpec("P")
 
 
 class Verbatim(str):
-    """Text to print as it is: a script, a log, never wrapped and never marked up."""
+    """Text to print line by line as it is, never wrapped: a script, a log.
+
+    A log's colours are left out and other controls shown as visible characters, in a pipe too:
+    what comes out of `grep` or `tail` ends in a terminal. The file has the bytes themselves.
+    """
 
 
 @dataclass(frozen=True)
@@ -65,14 +73,16 @@ def command(run: Callable[P, Result]) -> Callable[P, None]:
 
     @functools.wraps(run)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        on_interrupt(signal.default_int_handler)
         try:
             result = run(*args, **kwargs)
         except KeyboardInterrupt as error:  # Typer would end without a word
             raise VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED) from error
-        if kwargs.get("json_"):
-            envelope(result.data, result.exit_code)
-        else:
-            show(*result.text())
+        with suppress(ReaderGoneError):  # what was found counts, whether all of it was read or not
+            if kwargs.get("json_"):
+                envelope(result.data, result.exit_code)
+            else:
+                show(*result.text())
         raise typer.Exit(result.exit_code)
 
     # Typer reads the parameters from the wrapped function, the return type from here.
@@ -82,11 +92,13 @@ def command(run: Callable[P, Result]) -> Callable[P, None]:
 
 def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr; a pipe gets wide lines instead of cut ones."""
-    from rich.console import Console  # noqa: PLC0415
+    from .terminal import Terminal  # noqa: PLC0415
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    return Terminal(
+        stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False
+    )
 
 
 def show(*parts: RenderableType, stderr: bool = False) -> None:
@@ -94,7 +106,7 @@ def show(*parts: RenderableType, stderr: bool = False) -> None:
     out = console(stderr=stderr)
     for part in parts:
         if isinstance(part, Verbatim):
-            out.file.write(f"{part}\n")
+            out.file.write(f"{plain_log(part)}\n")
         else:
             out.print(part)
     out.file.flush()
@@ -102,7 +114,7 @@ def show(*parts: RenderableType, stderr: bool = False) -> None:
 
 def say(message: str, style: str = "") -> None:
     """Print a hint or a progress line, on stderr, without markup."""
-    console(stderr=True).print(message, style=style, markup=False)
+    console(stderr=True).print(message, style=style)
 
 
 def confirm(question: str, mend: str) -> None:
@@ -119,7 +131,7 @@ def confirm(question: str, mend: str) -> None:
         raise VllmopsError(
             "unconfirmed", f"{question} Nobody is there to answer", mend, exit_code=Exit.USAGE
         )
-    if not typer.confirm(question, err=True):
+    if not typer.confirm(printable(question), err=True):
         raise VllmopsError("unconfirmed", "nothing was done", mend)
 
 
@@ -224,17 +236,19 @@ def envelope(data: object, exit_code: int, error: VllmopsError | None = None) ->
 
     errors = [{"code": error.code, "message": error.message, "mend": error.mend}] if error else []
     status = "error" if error else "ok" if exit_code == Exit.OK else "findings"
-    text = msgspec.json.encode(
-        {
-            "version": ENVELOPE_VERSION,
-            "command": invoked(),
-            "status": status,
-            "exit_code": int(exit_code),
-            "data": data,
-            "errors": errors,
-        }
-    )
-    sys.stdout.write(msgspec.json.format(text, indent=2).decode() + "\n")
+    content = {
+        "version": ENVELOPE_VERSION,
+        "command": invoked(),
+        "status": status,
+        "exit_code": int(exit_code),
+        "data": data,
+        "errors": errors,
+    }
+    try:
+        text = msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
+    except UnicodeEncodeError:  # a file's name that is not UTF-8, which msgspec can't write
+        text = json.dumps(msgspec.to_builtins(content), indent=2)
+    sys.stdout.write(json_safe(text, sys.stdout.encoding) + "\n")
     sys.stdout.flush()
 
 

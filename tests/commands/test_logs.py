@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from vllmops.instances.logs import rotate
 from vllmops.instances.record import Folder
 
@@ -130,3 +132,14 @@ def test_the_log_is_rotated_while_it_serves(lab: Any, monkeypatch: Any) -> None:
             lab.until(lambda: path.stat().st_size < 2000)
     assert path.with_name("server.log.1").exists()
     assert lab.vllmops("logs", "a").out.count("x" * 3000) == 3
+
+
+@pytest.mark.parametrize("columns", [100, None])
+def test_a_log_moves_no_cursor(lab: Any, columns: int | None) -> None:
+    lab.serve("a")
+    with Folder("a").log.open("a") as file:
+        file.write("\x1b[32mgreen\x1b[0m\ttab \x1b]0;title\x07 10%\r90%\r\n")
+    answer = lab.vllmops("logs", "a", columns=columns)
+    assert "green\ttab ␛]0;title␇ 10%\n90%\n" in answer.out.replace("   tab", "\ttab")
+    line = lab.vllmops("logs", "a", "--json").data["lines"][-1]
+    assert line == "\x1b[32mgreen\x1b[0m\ttab \x1b]0;title\x07 10%\r90%\r"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from vllmops.instances.record import Folder
+from vllmops.streams import UNSAFE
 
 KEYS = {"name", "state", "pid", "url", "model", "started_by_vllmops", "processes"}
 
@@ -108,3 +109,20 @@ def test_a_state_directory_that_cannot_be_read(vllmops: Any, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     answer = vllmops("ps", "--json", env={"VLLMOPS_HOME": str(tmp_path / "file" / "x")})
     assert (answer.code, answer.error["code"]) == (1, "home.unusable")
+
+
+EVIL = "m\x1b[2J\x1b]0;t\x07\u202e\u2028[red]\nb  ready  up 9d"
+
+
+@pytest.mark.parametrize("columns", [100, None])
+def test_a_stranger_s_words_are_only_words(lab: Any, columns: int | None) -> None:
+    """No escape sequence, no markup and no line of its own from another's command line."""
+    lab.model = lab.model.rename(lab.model.with_name(EVIL))
+    lab.stranger()
+    answer = lab.vllmops("ps", columns=columns)
+    shown = "m␛[2J␛]0;t␇��[red]␊b  ready  up 9d"
+    assert "".join(shown.split()) in "".join(answer.out.split())
+    assert len([line for line in answer.out.splitlines() if "up" in line.split()]) <= 2
+    found = lab.vllmops("ps", "--json")
+    assert not UNSAFE.search(found.out)
+    assert found.data["instances"][0]["model"] == str(lab.model)

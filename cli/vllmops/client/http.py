@@ -19,6 +19,8 @@ TIMEOUT_S = 2.0
 GRACE_S = 0.5  # for an answer that comes in several parts, each in time
 ANSWER_BYTES = 64 << 20  # metrics of many engines have some MB
 KEY = "VLLM_API_KEY"
+# What reading JSON of any shape may raise.
+NO_ANSWER = (ValueError, LookupError, TypeError, RecursionError)
 
 
 # A sample's name, and labels that it must have, to the field that it adds to.
@@ -86,7 +88,7 @@ def version(url: str) -> str | None:
     try:
         found = ask("GET", f"{url}/version", TIMEOUT_S).raise_for_status().json()["version"]
         return str(found)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+    except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER):
         return None
 
 
@@ -140,7 +142,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
         answer = ask("POST", f"{url}/v1/completions", left_s, headers=headers, json=body)
     except httpx.TimeoutException:
         return told("timeout", f"no answer within {timeout_s:.0f} s")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
         return told("refused", f"{type(error).__name__}: {error}")
     if answer.is_success:
         return told("answered", "")

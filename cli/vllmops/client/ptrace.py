@@ -6,7 +6,6 @@ The rules are those of ptrace(2), "Ptrace access mode checking", and of Yama.
 from __future__ import annotations
 
 import os
-import pwd
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,6 +130,8 @@ def refusal(pid: int, rights: Rights, command: str = "stacks dump") -> VllmopsEr
 def user(uid: int) -> str:
     """A user for a person; in containers many have no name."""
     try:
+        import pwd  # noqa: PLC0415 - Windows has none
+
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"

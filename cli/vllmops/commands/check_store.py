@@ -62,9 +62,11 @@ async def checked(url: str, progress: Progress) -> tuple[list[conformance.Outcom
 
 def told(outcomes: list[conformance.Outcome], caveats: list[str]) -> Iterator[RenderableType]:
     """The same for a person."""
+    from rich.text import Text  # noqa: PLC0415
+
     table = output.table("a store …", "", "seconds", right=["seconds"])
     for name, problem, seconds in outcomes:
-        table.add_row(name, "[red]no[/red]" if problem else "yes", f"{seconds:.2f}")
+        table.add_row(name, Text("no", "red") if problem else "yes", f"{seconds:.2f}")
     yield table
     for name, problem, _ in outcomes:
         if problem:

@@ -18,6 +18,7 @@ from ..instances.processes import Role
 from ..instances.record import State, folders
 from ..instances.servers import Server, find, pending, reclaim
 from ..output import Json, Result, command, say, size, span, table, typer_app
+from ..streams import printable
 
 app = typer_app()
 
@@ -150,7 +151,9 @@ def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
         if shown:
             shown.append("")
         shown.append(head)
-        shown.append(Text(f"  {one.url or 'no port'}  {one.model or ''}", overflow="fold"))
+        # A stranger's words: a line break in them would pass for a line of ours.
+        words = printable(f"{one.url or 'no port'}  {one.model or ''}", lines=False)
+        shown.append(Text(f"  {words}", overflow="fold"))
         if one.failure:
             shown.append(Text(f"  {one.failure}", style="red", overflow="fold"))
         processes = table("  process", "pid", "rss", "agent", right=["pid", "rss"])

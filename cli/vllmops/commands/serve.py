@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 from typer.core import TyperCommand
@@ -32,6 +32,9 @@ from ..responses import settings
 from ..responses.store import ResponseStore
 from .keyring import Keyring
 from .options import AdminToken, duration, patch_ids
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 BEHIND = "vllmops.behind"
 LOG_POLL_S = 0.2
@@ -308,7 +311,10 @@ def place(
     Raises:
         VllmopsError: ``usage``.
     """
-    if (model is None) == (demo is None):
+    for word in filter(None, (model, name, host, *env, *behind)):
+        if not_utf8(word):
+            raise usage(f"{word!r} is not UTF-8: the instance's record could not keep it")
+    if (model is None) == (demo is None) or model == "":
         raise usage("give either a MODEL or --demo text|vision|audio")
     if port is not None and not 1 <= port <= 65535:
         raise usage(f"--port {port}: ports go from 1 to 65535")
@@ -340,6 +346,14 @@ def place(
         detached=detach,
         default_name="demo" if demo else "",
     )
+
+
+def not_utf8(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def usage(message: str) -> VllmopsError:
@@ -477,12 +491,16 @@ def instance(record: Record) -> dict[str, Any]:
     }
 
 
-def summary(record: Record) -> list[str]:
+def summary(record: Record) -> list[RenderableType]:
     """What a person wants to know of a server that has just come up."""
+    from rich.text import Text  # noqa: PLC0415
+
     took = span((record.ready_at or 0.0) - (record.started_at or 0.0))
     watch = [f"  watch:       vllmops logs --process watch {record.name}"]
     return [
-        f"[bold]{record.name}[/bold] is ready at [bold]{record.url}[/bold] after {took}",
+        Text.assemble(
+            (record.name, "bold"), " is ready at ", (str(record.url), "bold"), f" after {took}"
+        ),
         f"  log:         vllmops logs -f {record.name}",
         *(watch if record.watch is not None else ()),
         f"  look inside: vllmops cache inspect -t {record.name}",

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from ..errors import needs_linux
+
 # The kernel's boot time, which psutil adds to a process's age, moves when the clock is slewed.
 CLOCK_SLACK_S = 2.0
 
@@ -76,7 +78,13 @@ Table = dict[int, Seen]
 
 
 def table() -> Table:
-    """The process table, one pass over it."""
+    """The process table, one pass over it.
+
+    Raises:
+        VllmopsError: ``platform.linux``.
+    """
+    if not Path("/proc/self/stat").exists():
+        raise needs_linux("to look into processes")
     fields = ["pid", "ppid", "create_time", "cmdline", "memory_info", "status"]
     return {
         info["pid"]: Seen(

@@ -7,7 +7,6 @@ its pid.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shlex
@@ -185,6 +184,8 @@ class Folder:
 
 def held(path: Path) -> bool:
     """Whether somebody holds a lock."""
+    import fcntl  # noqa: PLC0415 - Windows has none
+
     try:
         with open(open_plain(path), "rb") as file:
             return asked(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK

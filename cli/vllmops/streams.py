@@ -1,0 +1,187 @@
+"""The standard streams, made fit for use: open, wide enough, plain about faults, printable.
+
+A shell may close any of them, a disk may be full, a reader may go. Python then fails at the write,
+at the exit, or in ``print`` of None; here each of these has one meaning:
+
+- standard output that can't be written is an `OutputError`, told on standard error;
+- a reader that has gone is a `ReaderGoneError`, and no failure: nobody is left to tell;
+- standard error that can't be written is silent: there is no other place for what it says.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import select
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+DEFAULT = signal.SIG_DFL
+# A narrower terminal breaks the lines itself: a table of columns one letter wide is no table.
+# A wider one costs memory for blanks.
+MIN_COLUMNS, MAX_COLUMNS = 40, 2000
+
+# What moves the cursor, changes colours, reverses the order of letters, or can't be seen: C0 and C1
+# controls but tab and newline, zero-width and bidirectional marks, line separators, lone
+# surrogates, tags. Joiners stay: scripts and emoji need them.
+UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+
+
+class OutputError(OSError):
+    """Standard output can't be written."""
+
+
+class ReaderGoneError(OSError):
+    """Whoever read standard output reads no more."""
+
+
+class Out(io.FileIO):
+    """Standard output: its faults have names, so that no other file's is taken for one."""
+
+    def write(self, data: Buffer) -> int:
+        try:
+            return whole(super().write, data, self)
+        except BrokenPipeError as error:
+            raise ReaderGoneError from error  # without its number: Typer would end with code 1
+        except OSError as error:
+            raise OutputError(*error.args) from error
+
+
+class Err(io.FileIO):
+    """Standard error: what it can't say is lost, and changes nothing else."""
+
+    def write(self, data: Buffer) -> int:
+        try:
+            return whole(super().write, data, self)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def whole(write: Callable[[Buffer], int | None], data: Buffer, file: io.FileIO) -> int:
+    """Write; where another process made the file non-blocking, wait until it takes more."""
+    while (count := write(data)) is None:
+        select.select((), (file,), ())
+    return count
+
+
+def prepare() -> None:
+    """Open what is closed, and put streams in place that fail as this module says."""
+    # A file opened later would get the number of a closed stream, and be taken for it. Standard
+    # output is opened for reading: to write to it stays the error that it was.
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, mode)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    KEPT.extend((sys.stdout, sys.stderr))
+    sys.stdout = writer(Out(1, "w", closefd=False), sys.stdout)
+    sys.stderr = writer(Err(2, "w", closefd=False), sys.stderr, line_buffering=True)
+    set_width()
+
+
+KEPT: list[TextIO | None] = []  # a stream that nobody holds closes its file
+
+
+def writer(
+    raw: io.FileIO, before: TextIO | None, *, line_buffering: bool = False
+) -> io.TextIOWrapper:
+    """A text stream like the one before; what its encoding lacks is escaped, never an error."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=before.encoding if before else None,
+        errors="backslashreplace",
+        line_buffering=line_buffering or raw.isatty(),
+    )
+
+
+def set_width() -> None:
+    """Let ``COLUMNS`` and ``LINES`` be sensible or absent: Rich, Typer and shutil read them."""
+    for name, least in (("COLUMNS", MIN_COLUMNS), ("LINES", 1)):
+        text = os.environ.get(name, "")
+        if not re.fullmatch(r"0*[1-9][0-9]{0,9}", text, re.ASCII):
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(min(max(int(text), least), MAX_COLUMNS))
+    if "COLUMNS" not in os.environ:
+        for number in (1, 2):
+            with suppress(OSError):
+                width = os.get_terminal_size(number).columns
+                if 0 < width < MIN_COLUMNS or width > MAX_COLUMNS:
+                    os.environ["COLUMNS"] = str(min(max(width, MIN_COLUMNS), MAX_COLUMNS))
+
+
+def close() -> OutputError | None:
+    """Write out what is left, as the last thing; returns why it could not be written."""
+    found = None
+    try:
+        sys.stdout.flush()
+    except OutputError as error:
+        found = error
+    except ReaderGoneError:
+        pass
+    else:
+        return None
+    with suppress(OSError):  # else Python would try again, and complain in its own way
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.stdout.flush()
+    return found
+
+
+def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
+    """Change what Ctrl-C does, except where we were started to ignore it, as by nohup."""
+    with suppress(ValueError):  # not the main thread
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, handler)
+
+
+def printable(text: str, *, lines: bool = True) -> str:
+    """Foreign text with each character that a terminal would obey replaced by a visible one.
+
+    Args:
+        text: from another process, a server or a file.
+        lines: whether its newlines and tabs stay; not in a text that has to be one line.
+    """
+    if text.isprintable():
+        return text
+    text = UNSAFE.sub(visible, text)
+    return text if lines else text.replace("\n", "␊").replace("\t", "␉")
+
+
+def visible(found: re.Match[str]) -> str:
+    """One character, as wide as one: layout must not change."""
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"
+
+
+def plain_log(text: str) -> str:
+    """A log without its colours; a carriage return, as progress bars have it, begins a line."""
+    if text.isprintable():
+        return text
+    return printable(COLOUR.sub("", text).rstrip("\r").replace("\r", "\n"))
+
+
+def json_safe(text: str, encoding: str | None) -> str:
+    """JSON with every unsafe character escaped, and all that an encoding may lack."""
+    if text.isascii():
+        return text.replace("\x7f", "\\u007f")
+    if encoding is None or not encoding.lower().replace("-", "").startswith("utf"):
+        return re.sub(r"[^\x00-\x7e]", escaped, text)
+    return UNSAFE.sub(escaped, text)
+
+
+def escaped(found: re.Match[str]) -> str:
+    units = found[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

@@ -1,0 +1,549 @@
+"""Every command with every bad input: an answer or an error of ours, a code of the contract, soon.
+
+Each test takes one bad input, and some of the commands: over the tests each has its turns.
+``VLLMOPS_TEST_ALL=1`` takes all of them with all of it, which takes minutes. Commands, their
+options and what these take are read from the program itself, so a new one is tried without a word
+here.
+"""
+
+import importlib.readers
+import itertools
+import os
+import resource
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from vllmops.app import COMMANDS
+from vllmops.errors import Exit
+from vllmops.streams import UNSAFE
+
+# A user who may not read this Python's library would not find what is imported late.
+assert importlib.readers
+
+ALL = os.environ.get("VLLMOPS_TEST_ALL") == "1"
+TURNS = 4  # commands, or places in them, for each bad input
+TIMEOUT_S = 10.0
+NOBODY = 65534
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202eevil\u2028\rover\x7f"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A command: its words, and its parameters as click sees them."""
+
+    words: tuple[str, ...]
+    params: tuple[Any, ...]
+
+    def line(self, bad: Any = None, value: str = "", *, given: str = "x") -> list[str]:
+        """A command line where one parameter has a bad value and all that is needed is there."""
+        flags = [param.opts[0] for param in self.params if param.name == "dry_run"]
+        line = [*self.words, *flags]
+        behind = []
+        for param in self.params:
+            if param.param_type_name == "argument":
+                if param is bad:
+                    behind.append(value)
+                elif param.required:
+                    behind.append(sample(param, given))
+            elif param is bad:
+                line.append(f"{param.opts[0]}={value}")
+        # An argument that begins with a dash would be an option.
+        return [*line, *(["--"] if behind and self.words != ("serve",) else []), *behind]
+
+
+def sample(param: Any, given: str) -> str:
+    choices = getattr(param.type, "choices", None)
+    return str(getattr(choices[0], "value", choices[0])) if choices else given
+
+
+def leaves() -> Iterator[Leaf]:
+    for name, entry in COMMANDS.items():
+        module, _, attribute = entry.module.partition(":")
+        app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
+        command: Any = typer.main.get_command(app)
+        if entry.several:
+            for word, each in command.commands.items():
+                yield Leaf((name, word), tuple(each.params))
+        else:
+            yield Leaf((name,), tuple(command.params))
+
+
+LEAVES = list(leaves())
+
+
+def places(*kinds: str, names: str = "") -> list[tuple[Leaf, Any]]:
+    """Every parameter whose type is of these kinds, with its command."""
+    return [
+        (leaf, param)
+        for leaf in LEAVES
+        for param in leaf.params
+        if any(kind in type(param.type).__name__ for kind in kinds)
+        and (not names or param.name in names.split())
+    ]
+
+
+def turns(all_of_them: list[Any], number: int) -> list[Any]:
+    """Those whose turn it is at a bad input of that number."""
+    if ALL or len(all_of_them) <= TURNS:
+        return all_of_them
+    start = number * TURNS
+    return [all_of_them[(start + each) % len(all_of_them)] for each in range(TURNS)]
+
+
+@dataclass
+class Trial:
+    """Runs commands, and keeps what is wrong with how they end."""
+
+    vllmops: Any
+    wrong: list[str] = field(default_factory=list)
+    count: int = 0
+
+    def each(self, leaf: Leaf, line: list[str], *more: str, **how: Any) -> None:
+        """Run it as it is, and with further words; where not everything is run, one of them."""
+        ways = ["", *more]
+        self.count += 1
+        for word in ways if ALL else [ways[self.count % len(ways)]]:
+            here = len(leaf.words)
+            self.run([*leaf.words, *([word] if word else []), *line[here:]], **how)
+
+    def run(self, words: list[str], **how: Any) -> Any:
+        shown = " ".join(repr(word)[:60] for word in words)
+        try:
+            answer = self.vllmops(*words, timeout_s=TIMEOUT_S, **how)
+        except AssertionError as error:
+            self.wrong.append(f"{shown}: {error}")
+            return None
+        said = answer.out + answer.err
+        faults = [
+            word for word in ("Traceback", "unexpected ", "Exception ignored") if word in said
+        ]
+        if answer.code not in list(Exit):
+            faults.append(f"code {answer.code}")
+        if found := UNSAFE.search(said.replace("\r", "") if "columns" in how else said):
+            faults.append(f"raw {found[0]!r}")
+        if faults:
+            self.wrong.append(f"{shown}: {', '.join(faults)}: {said[-900:]}")
+        return answer
+
+
+@pytest.fixture
+def trial(vllmops: Any, standin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+    # `patches` tries them in a process of its own, which imports vLLM: a small one.
+    monkeypatch.setenv("PYTHONPATH", str(standin), prepend=os.pathsep)
+    made = Trial(vllmops)
+    yield made
+    assert not made.wrong, f"{len(made.wrong)} wrong:\n" + "\n".join(made.wrong)
+
+
+def numbered(cases: dict[str, Any]) -> pytest.MarkDecorator:
+    """Each case with its number, for the turns."""
+    return pytest.mark.parametrize(
+        ("number", "case"), list(enumerate(cases.values())), ids=list(cases)
+    )
+
+
+# Streams
+
+
+def closed(*numbers: int) -> Callable[[], object]:
+    def close() -> None:
+        for number in numbers:
+            os.close(number)
+        # What the interpreter itself does at its start.
+        sys.stdin = None if 0 in numbers else sys.stdin
+        sys.stdout = None if 1 in numbers else sys.stdout
+        sys.stderr = None if 2 in numbers else sys.stderr
+
+    return close
+
+
+def turned(number: int, path: str, mode: int = os.O_RDWR) -> Callable[[], object]:
+    return lambda: os.dup2(os.open(path, mode), number)
+
+
+def cut_off(number: int) -> Callable[[], object]:
+    def cut() -> None:
+        reader, ours = os.pipe()
+        os.close(reader)
+        os.dup2(ours, number)
+
+    return cut
+
+
+def both(*several: Callable[[], object]) -> Callable[[], object]:
+    return lambda: [each() for each in several]
+
+
+STREAMS = {
+    "stdin closed": closed(0),
+    "stdin is a directory": turned(0, "/", os.O_RDONLY),
+    "stdin is for writing": turned(0, "/dev/null", os.O_WRONLY),
+    "stdin without end": turned(0, "/dev/zero"),
+    "stdout closed": closed(1),
+    "stdout full": turned(1, "/dev/full"),
+    "stdout cut off": cut_off(1),
+    "stdout for reading": turned(1, "/dev/null", os.O_RDONLY),
+    "stderr closed": closed(2),
+    "stderr full": turned(2, "/dev/full"),
+    "stderr cut off": cut_off(2),
+    "stdout and stderr full": both(turned(1, "/dev/full"), turned(2, "/dev/full")),
+    "stdout and stderr cut off": both(cut_off(1), cut_off(2)),
+    "all closed": closed(0, 1, 2),
+}
+
+
+@numbered(STREAMS)
+def test_streams(trial: Trial, number: int, case: Callable[[], object]) -> None:
+    for leaf in turns(LEAVES, number):
+        trial.each(leaf, leaf.line(), "--json", "--help", before=case)
+    trial.run(["--version"], before=case)
+    trial.run(["nonsense"], before=case)
+
+
+# Terminals and locales
+
+
+def spoken(encoding: str) -> Callable[[], object]:
+    def speak() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(encoding=encoding)  # type: ignore[union-attr]
+
+    return speak
+
+
+TERMINALS: dict[str, dict[str, Any]] = {
+    **{f"COLUMNS={text}": {"env": {"COLUMNS": text}} for text in ("0", "1", "20", "-5", "²", "x")},
+    "COLUMNS=10^9": {"env": {"COLUMNS": "1000000000", "LINES": "1000000000"}},
+    "LINES=0": {"env": {"LINES": "0"}},
+    **{f"{count} columns": {"columns": count} for count in (0, 1, 20, 5000)},
+    "no TERM": {"columns": 80, "before": lambda: os.environ.pop("TERM", None)},
+    "TERM=dumb": {"columns": 80, "env": {"TERM": "dumb"}},
+    "TERM=nonsense": {"columns": 80, "env": {"TERM": "\udcff%s"}},
+    "NO_COLOR": {"columns": 80, "env": {"NO_COLOR": "1"}},
+    "ascii": {"before": spoken("ascii"), "env": {"LANG": "C"}},
+    "latin-1": {"before": spoken("latin-1")},
+}
+
+
+@numbered(TERMINALS)
+def test_terminals(trial: Trial, number: int, case: dict[str, Any]) -> None:
+    for leaf in turns(LEAVES, number):
+        trial.each(leaf, leaf.line(), "--help", **case)
+    answer = trial.run(["keys", "add"], **case)
+    assert answer
+    assert answer.code == 0
+    answer = trial.run(["keys", "list"], **case)
+    assert answer
+    assert answer.code == 0
+    assert answer.out.strip()
+
+
+# Places for the state
+
+
+def with_home(name: str) -> Callable[[Path], dict[str, Any]]:
+    return lambda place: {"env": {"VLLMOPS_HOME": name.replace("HERE", str(place))}}
+
+
+def no_home() -> None:
+    for name in ("HOME", "VLLMOPS_HOME", "XDG_STATE_HOME"):
+        os.environ.pop(name, None)
+
+
+HOMES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "none": lambda _: {"before": no_home},
+    "none, and no user": lambda _: {"before": no_home, "uid": 54321},
+    "of nobody": with_home("~nosuchuser/x"),
+    "a file": with_home("HERE/file"),
+    "below a file": with_home("HERE/file/x"),
+    "a device": with_home("/dev/null"),
+    "proc": with_home("/proc/self/x"),
+    "a loop": with_home("HERE/loop"),
+    "a link to nothing": with_home("HERE/dangling"),
+    "read-only": lambda _: {"env": {"VLLMOPS_HOME": "/usr/x"}, "uid": NOBODY},
+    "not UTF-8": with_home("HERE/\udcff\udc80"),
+    "escapes": with_home("HERE/" + ESCAPES.replace("\u2028", "")),
+    "a line break": with_home("HERE/a\nb"),
+    "blanks": with_home("HERE/ a  b "),
+    "markup": with_home("HERE/[red]x[/link]"),
+    "too long": with_home("/tmp/" + "x" * 300),
+    "far too long": with_home("/tmp/" + "x/" * 3000),
+    "long": with_home("HERE/" + "y" * 150),
+    "~": with_home("~"),
+}
+
+
+@numbered(HOMES)
+def test_homes(
+    trial: Trial, tmp_path: Path, number: int, case: Callable[[Path], dict[str, Any]]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    how = case(tmp_path)
+    if how.get("env", {}).get("VLLMOPS_HOME") == "~":
+        how["env"]["HOME"] = str(tmp_path)
+    for leaf in turns(LEAVES, number):
+        trial.each(leaf, leaf.line(), "--json", **how)
+    # What changes something does it, or refuses before: to try again must not do it twice.
+    for words in (["keys", "add", "--json"], ["keys", "list", "--json"]):
+        trial.run(words, **how)
+
+
+# Limits
+
+
+def limited(kind: int, limit: int) -> Callable[[], object]:
+    return lambda: resource.setrlimit(kind, (limit, limit))
+
+
+def little_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + (96 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def left_behind() -> None:
+    place = tempfile.mkdtemp()
+    os.chdir(place)
+    os.rmdir(place)
+
+
+LIMITS = {
+    "10 files": limited(resource.RLIMIT_NOFILE, 10),
+    "20 files": limited(resource.RLIMIT_NOFILE, 20),
+    "files of no size": limited(resource.RLIMIT_FSIZE, 0),
+    "96 MiB of memory": little_memory,
+    "no core": limited(resource.RLIMIT_CORE, 0),
+    "no directory": left_behind,
+    "umask": lambda: os.umask(0o777),
+}
+
+
+@numbered(LIMITS)
+def test_limits(trial: Trial, number: int, case: Callable[[], object]) -> None:
+    for leaf in turns(LEAVES, number):
+        trial.run(leaf.line(), before=case)
+
+
+# Files
+
+
+CONTENTS = {
+    "empty": b"",
+    "binary": bytes(range(256)) * 400,
+    "brackets": b"[" * 100_000,
+    "nested": b'{"a":' * 50_000,
+    "cut gzip": b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03abc",
+    "cut zip": b"PK\x03\x04" + b"\0" * 40,
+    "null": b"null",
+    "number": b"1e999",
+    "a long line": b"x" * 20_000_000,
+    "escapes": f'{{"{ESCAPES}": 1}}\n{ESCAPES}'.encode(),
+    "nan": b'{"version": NaN, "keys": Infinity}',
+    "surrogate": b'{"version": "\\ud800"}',
+}
+PATHS = {
+    **{name: f"HERE/{name}" for name in CONTENTS},
+    **{name: f"HERE/{name}" for name in ("fifo", "sparse", "loop", "socket", "missing")},
+    # Links, not the devices: whoever replaces what he is given replaces ours.
+    **{f"/dev/{name}": f"HERE/dev-{name}" for name in ("zero", "full", "null", "tty")},
+    "directory": "HERE",
+    "below a file": "HERE/empty/x",
+    "no such directory": "HERE/nowhere/x",
+    "no text": "",
+    "not UTF-8": "HERE/\udcff",
+    "escapes in the name": "HERE/\x1b[31m\u202e\x9b\n",
+    "too long": "x" * 300,
+    "far too long": "x/" * 3000,
+    "a dash": "-",
+    "of nobody": "~nosuchuser/x",
+}
+
+
+def make_files(place: Path) -> None:
+    for name, content in CONTENTS.items():
+        (place / name).write_bytes(content)
+    os.mkfifo(place / "fifo")
+    with (place / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    (place / "loop").symlink_to("loop")
+    for device in ("zero", "full", "null", "tty"):
+        (place / f"dev-{device}").symlink_to(f"/dev/{device}")
+    with socket.socket(socket.AF_UNIX) as sock:
+        here = os.open(place, os.O_RDONLY)
+        sock.bind(f"/proc/self/fd/{here}/socket")  # the name of a socket has to be short
+        os.close(here)
+
+
+@numbered(PATHS)
+def test_files(trial: Trial, tmp_path: Path, number: int, case: str) -> None:
+    make_files(tmp_path)
+    for leaf, param in turns(places("Path"), number):
+        trial.run(leaf.line(param, case.replace("HERE", str(tmp_path))))
+
+
+def test_a_file_of_somebody_else(trial: Trial, home: Path) -> None:
+    home.chmod(0o777)
+    secret = home / "secret"
+    secret.write_text("x")
+    secret.chmod(0o600)
+    for leaf, param in places("Path"):
+        trial.run(leaf.line(param, str(secret)), uid=NOBODY)
+
+
+# Numbers and texts
+
+NUMBERS = (
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "1e999",
+    "-1",
+    "0",
+    "",
+    "x",
+    "9" * 4400,
+    "1_0",
+    "\u0661",
+    "0x10",
+)
+TEXTS = {
+    "empty": "",
+    "blank": " ",
+    "100 KB": "x" * 100_000,
+    "escapes": ESCAPES,
+    "not UTF-8": "a\udcffb",
+    "lines": "a\nb\tc",
+    "markup": "[red]x[/bold][link=http://x]y",
+    "format": "%s{0}{x!r}\\",
+    "a dash": "-",
+    "a path": "../../../../etc/passwd",
+    "zero width": "a\u200b\ufeff\U000e0041b",
+    "big number": "9" * 5000,
+}
+URLS = {
+    "no host": "http://",
+    "port too big": "http://h:99999",
+    "port no number": "http://x:abc",
+    "port below zero": "http://127.0.0.1:-1",
+    "open bracket": "http://[::1",
+    "no address": "http://[zz]:80",
+    "control": "http://a\x1b[31m\r\nb/",
+    "user": "http://u:p@127.0.0.1:1/",
+    "closed port": "http://127.0.0.1:1",
+    "wrong scheme": "ftp://h/x",
+    "not UTF-8": "http://\udcff/",
+    "long host": f"http://{'a' * 300}.example/",
+    "international": "http://ex\u200bämple\u2028.invalid/",
+    "percent": "http://%zz%00/",
+    "slashes": "http:////",
+    "redis port": "redis://h:notaport",
+    "redis number": "redis://127.0.0.1:1/notanumber",
+    "redis closed": "redis://127.0.0.1:1/0",
+    "redis bracket": "redis://[::1",
+    "postgresql bracket": "postgresql://[::1",
+    "postgresql port": "postgresql://127.0.0.1:99999/x",
+    "postgresql closed": "postgresql://127.0.0.1:1/x",
+    "sqlite directory": "sqlite:////",
+    "sqlite missing": "sqlite:////nowhere/at/all.db",
+    "sqlite device": "sqlite:////dev/full",
+    "memory with a path": "memory://x/y",
+    "unknown": "foo",
+    "a class of nobody": "no.such.Class",
+    "scheme alone": "redis://",
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "value"), list(enumerate(NUMBERS)), ids=[n[:8] or "-" for n in NUMBERS]
+)
+def test_numbers(trial: Trial, number: int, value: str) -> None:
+    for leaf, param in turns(places("Int", "Float"), number):
+        trial.run(leaf.line(param, value))
+
+
+@numbered(TEXTS)
+def test_texts(trial: Trial, number: int, case: str) -> None:
+    for leaf, param in turns(places("String", "Choice"), number):
+        trial.each(leaf, leaf.line(param, case), "--json")
+
+
+@numbered(URLS)
+def test_urls(trial: Trial, number: int, case: str) -> None:
+    for leaf, param in turns(
+        places("String", names="target store url webhook watch_webhook"), number
+    ):
+        trial.each(leaf, leaf.line(param, case), "--json")
+
+
+# A server that answers badly
+
+ANSWERS = {
+    "silence": b"",
+    "nonsense": b"\x00\xff\x1b[31m\r\n\r\n",
+    "escapes": b"HTTP/1.1 500 \x1b[31m\r\nContent-Length: 5\r\n\r\n\x1b[2J\xff",
+    "json of another kind": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+    "brackets": b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n" + b"[" * 9000,
+    "cut": b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n{",
+    "unauthorised": b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n",
+    "moved to itself": b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n",
+    "length no number": b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+    "gzip that is none": b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\nabc",
+}
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[bytes], str]]:
+    """Starts a server that says the same to everybody; returns its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve(answer: bytes) -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    try:
+                        connection.recv(65536)
+                        connection.sendall(answer)
+                    except OSError:
+                        continue
+
+        def start(answer: bytes) -> str:
+            threading.Thread(target=serve, args=(answer,), daemon=True).start()
+            return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        yield start
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@numbered(ANSWERS)
+def test_answers(trial: Trial, answering: Callable[[bytes], str], number: int, case: bytes) -> None:
+    url = answering(case)
+    for leaf, param in turns(places("String", names="target"), number):
+        trial.run(leaf.line(param, url))
+
+
+def test_every_command_has_its_turns() -> None:
+    """Each command is tried with a fair share of the inputs."""
+    names = (STREAMS, TERMINALS, HOMES, LIMITS)
+    tried = itertools.chain.from_iterable(
+        turns(LEAVES, number) for cases in names for number in range(len(cases))
+    )
+    counts = {leaf.words: 0 for leaf in LEAVES}
+    for leaf in tried:
+        counts[leaf.words] += 1
+    assert min(counts.values()) >= 3

@@ -1,0 +1,87 @@
+"""Where there is no Linux: what only talks HTTP or reads files works, the rest says why not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# No Mac and no Windows is at hand. A real interpreter, with what they lack taken away: its own name
+# of the system, Linux's locks, on Windows also whole modules; and a real absence of /proc.
+PRETENCE = """
+import importlib.readers, os, sys
+# What looks at the system's name itself, and is installed here as it is made for Linux.
+import asyncio, ctypes, httpx, multiprocessing, platformdirs, psutil, rich.console, rich.live
+import sqlite3, typer, typer.rich_utils, urllib.request
+import fcntl
+for name in [name for name in vars(fcntl) if name.startswith("F_OFD")]:
+    delattr(fcntl, name)
+if os.environ["PRETEND"] == "win32":
+    for name in ("fcntl", "grp", "pwd", "resource", "termios", "pty"):
+        sys.modules[name] = None
+sys.platform = os.environ["PRETEND"]
+"""
+
+
+@pytest.fixture
+def elsewhere(home: Path, tmp_path: Path) -> list[str]:
+    """What to put before a command to have it run on no Linux; ``PRETEND`` says where."""
+    (tmp_path / "sitecustomize.py").write_text(PRETENCE)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = 'mount -t tmpfs none /proc && exec "$@"'
+    inside = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    return [*inside, "env", f"PYTHONPATH={path}", sys.executable, "-m", "vllmops"]
+
+
+def run(words: list[str], system: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words,
+        env={**os.environ, "PRETEND": system},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32", "linux"])
+def test_what_needs_no_linux(elsewhere: list[str], tmp_path: Path, system: str) -> None:
+    (tmp_path / "stacks.txt").write_text("Thread 0x00007f (most recent call first):\n")
+    url = "http://127.0.0.1:1"
+    for words, code in (
+        (["--help"], 0),
+        (["--version"], 0),
+        (["serve", "--help"], 0),
+        (["attach", "--help"], 0),
+        (["stacks", "dump", "--help"], 0),
+        (["keygen"], 0),
+        (["patches", "show", "mm-lru-ghost-keys"], 0),
+        (["completions", "bash"], 0),
+        (["stacks", "explain", str(tmp_path / "stacks.txt")], None),
+        (["doctor", str(tmp_path / "none.json")], None),
+        (["responses", "list", "--store", f"sqlite:///{tmp_path}/store.db"], None),
+        (["responses", "list", "-t", url], 5),
+        (["responses", "show", "x", "-t", url], 5),
+    ):
+        answer = run([*elsewhere, *words], system)
+        said = answer.stdout + answer.stderr
+        assert "Traceback" not in said
+        assert "unexpected" not in said, said
+        assert "Linux" not in answer.stderr, said
+        if code is not None:
+            assert answer.returncode == code, said
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32", "linux"])
+def test_what_needs_linux_says_so(elsewhere: list[str], system: str) -> None:
+    for words in (["ps"], ["stop", "x"], ["attach", "-t", "1"], ["doctor"], ["cache", "inspect"]):
+        answer = run([*elsewhere, *words], system)
+        assert answer.returncode == 1
+        assert "Linux" in answer.stderr
+        assert "unexpected" not in answer.stderr
+    answer = run([*elsewhere, "keys", "add"], system)
+    if system != "linux":
+        assert answer.returncode == 1
+        assert "Linux" in answer.stderr
