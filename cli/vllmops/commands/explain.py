@@ -16,6 +16,7 @@ from ..diagnose import stacks as judge
 from ..diagnose.findings import Severity, worst
 from ..diagnose.progress import PATIENCE_S
 from ..errors import Exit, VllmopsError
+from ..files import STDIN, read, spelt
 from ..instances.servers import Server
 from ..output import Folded, Line, Result
 from ..snapshots import files
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 
 STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
+MOST_BYTES = 32 << 20
 MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
 CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
@@ -158,20 +160,18 @@ def load(file: Path | None) -> Pasted:
     """The stacks in a file, or in standard input.
 
     Raises:
-        VllmopsError: as `files.read` does; ``usage`` where nothing is piped in; ``stacks.empty``,
+        VllmopsError: as `read` does; ``usage`` where nothing is piped in; ``stacks.empty``,
             ``stacks.binary``, or ``stacks.not-found`` where it holds no stacks.
     """
-    if file is None and sys.stdin.isatty():
+    if file is None and sys.stdin is not None and sys.stdin.isatty():
         raise VllmopsError(
             "usage",
             "give a FILE, or pipe stacks in",
             "vllmops stacks explain FILE",
             exit_code=Exit.USAGE,
         )
-    if file is None or str(file) == "-":
-        where, content = "standard input", sys.stdin.buffer.read()
-    else:
-        where, content = str(file), files.read(file)
+    source = file or Path(STDIN)
+    where, content = spelt(source), read(source, MOST_BYTES)
     if not content.strip():
         raise VllmopsError("stacks.empty", f"{where} is empty", MEND)
     text = decoded(content)

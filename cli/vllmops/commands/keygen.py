@@ -11,7 +11,7 @@ import typer
 
 from .. import output
 from ..errors import Exit, VllmopsError
-from ..files import write_atomically
+from ..files import not_written, write_atomically
 from ..keys import file
 from ..keys.ring import Key, Ring, fresh, only
 from ..output import Result, Verbatim, command
@@ -124,8 +124,5 @@ def save(path: Path, text: str, *, force: bool) -> None:
             exit_code=Exit.USAGE,
         ) from error
     except OSError as error:
-        raise VllmopsError(
-            "keys.not-written",
-            f"{path} can't be written: {error.strerror or error}",
-            "choose another place with --out",
-        ) from error
+        mend = "choose another place with --out"
+        raise not_written(path, error, "keys.not-written", mend) from error

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import msgspec
 import typer
 
 from .. import output
 from ..errors import Exit, VllmopsError
+from ..files import not_written, opened, unreadable, written
 from ..output import Json, Progress, Result, Verbatim, command
 from ..responses import archive
 from ..responses.backend import EVERYBODY, Limits, Response
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from ..client.responses import Source
 
 SHOWN = 10  # broken lines
+MOST_BYTES = 64 << 20  # of a line
 
 
 class Exported(msgspec.Struct):
@@ -114,30 +114,16 @@ def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], N
         "another --out, or --force to replace it",
         exit_code=Exit.USAGE,
     )
-    if out.exists() and not force:
+    if os.path.isfile(out) and not force:
         raise exists
-    name = ""
     try:
-        descriptor, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-        with open(descriptor, "wb") as file:
+        with written(out, overwrite=force) as file:
             yield lambda lines: file.writelines(each + b"\n" for each in lines)
-            file.flush()
-            os.fsync(descriptor)
-        if force:
-            os.replace(name, out)
-        else:
-            os.link(name, out)
     except FileExistsError as error:
         raise exists from error
     except OSError as error:
-        raise VllmopsError(
-            "responses.not-written",
-            f"{out} can't be written: {error.strerror or error}",
-            "choose another place with --out",
-        ) from error
-    finally:
-        if name:
-            Path(name).unlink(missing_ok=True)
+        mend = "choose another place with --out"
+        raise not_written(out, error, "responses.not-written", mend) from error
 
 
 async def exported(
@@ -288,29 +274,32 @@ def store_behind(target: str | None) -> str:
 
 
 @contextmanager
-def lines_of(file: Path) -> Iterator[IO[bytes]]:
+def lines_of(file: Path) -> Iterator[Iterable[bytes]]:
     """A file's lines.
 
     Raises:
-        VllmopsError: ``responses.unreadable``.
+        VllmopsError: as `opened` does.
     """
-    if str(file) == "-":
+    with opened(file) as source:
+        if file.is_file():
+            yield bounded(source)
+            return
         # All of it first: whoever waits for a pipe does not hear of Ctrl-C in an event loop.
         with tempfile.TemporaryFile() as spooled:
-            shutil.copyfileobj(sys.stdin.buffer, spooled)
+            try:
+                spooled.writelines(bounded(source))
+            except OSError as error:
+                raise unreadable(file, error) from error
             spooled.seek(0)
-            yield spooled
-        return
-    try:
-        opened = file.open("rb")
-    except OSError as error:
-        raise VllmopsError(
-            "responses.unreadable",
-            f"{file}: {error.strerror or error}",
-            "the name of a file that vllmops responses export wrote",
-        ) from error
-    with opened:
-        yield opened
+            yield bounded(spooled)
+
+
+def bounded(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file; one that is too long is cut, and the last: it may never end."""
+    while line := file.readline(MOST_BYTES + 1):
+        yield line
+        if len(line) > MOST_BYTES:
+            return
 
 
 async def imported(
@@ -337,6 +326,9 @@ async def imported(
 
 async def taken(store: Any, number: int, text: bytes, done: Imported, *, overwrite: bool) -> None:
     """Take one line into a store."""
+    if len(text) > MOST_BYTES:
+        done.broken[number] = f"longer than {MOST_BYTES >> 20} MiB; nothing behind it is read"
+        return
     try:
         response, events = archive.decode(text)
     except ValueError as error:
