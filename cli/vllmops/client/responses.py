@@ -16,6 +16,7 @@ from ..instances.servers import find, resolve
 from ..responses.backend import FINISHED, owner_of, shown
 from ..responses.settings import STORE
 from ..responses.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
+from ..snapshots.files import DAMAGE
 from . import http
 
 TIMEOUT_S = 10.0
@@ -259,7 +260,7 @@ class Http:
         try:
             listing = LISTING.decode(self.good(answer, "list responses").content)
             found = [made(bytes(each)) for each in listing.data]
-        except msgspec.DecodeError as error:
+        except DAMAGE as error:
             raise self.lacking("list responses") from error
         return Page(found, listing.has_more)
 
@@ -269,7 +270,7 @@ class Http:
             raise unknown(self.name, response_id, sure=response_id in answer.text)
         try:
             return made(self.good(answer, "retrieve a response").content)
-        except msgspec.DecodeError as error:
+        except DAMAGE as error:
             raise self.lacking("retrieve a response") from error
 
     async def items(self, response: Response) -> bytes:
@@ -490,7 +491,7 @@ def decoded(document: bytes) -> Head | None:
     """The head of a response object, None where it is none."""
     try:
         return HEAD.decode(document)
-    except msgspec.DecodeError:
+    except DAMAGE:
         return None
 
 
@@ -499,7 +500,7 @@ def keep(frame: bytes, found: list[Events]) -> None:
     data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
     try:
         event = SAID.decode(data)
-    except msgspec.DecodeError:
+    except DAMAGE:
         return  # [DONE], say
     if event.type in TERMINAL:
         return

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
-MOST_BYTES = 32 << 20
+MOST_BYTES, MOST_LINES = 16 << 20, 500_000
 MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
 CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
@@ -177,6 +177,8 @@ def load(file: Path | None) -> Pasted:
     text = decoded(content)
     if text is None:
         raise VllmopsError("stacks.binary", f"{where} is binary, not text", MEND)
+    if text.count("\n") > MOST_LINES:
+        raise VllmopsError("file.too-large", f"{where} has more than {MOST_LINES:,} lines", MEND)
     pasted = paste.read(text, file.name if file else "")
     if not pasted.samples and not pasted.crashes:
         raise VllmopsError("stacks.not-found", f"there are no stacks in {where}", MEND)

@@ -157,7 +157,7 @@ class Folder:
                 f"{self.record_file}: {error.strerror}",
                 "run vllmops as the user who started the server",
             ) from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise VllmopsError(
                 "registry.corrupt",
                 f"{self.record_file} is not a record this vllmops can read: {error}",

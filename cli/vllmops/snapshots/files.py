@@ -62,7 +62,7 @@ class Journal:
                 write_atomically(place, msgspec.json.encode(head) + b"\n")
                 self.file = place.open("r+b", buffering=0)
             else:
-                self.file = open(special, "wb", buffering=0)
+                self.file = os.fdopen(special, "wb", 0)
                 self.file.write(msgspec.json.encode(head) + b"\n")
         except OSError as error:
             raise not_written(path, error) from error
