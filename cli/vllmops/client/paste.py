@@ -125,8 +125,8 @@ ENDS = re.compile(
 )
 RUN_TOGETHER = 160
 CACHED = 1 << 14  # lines: dumps repeat themselves
-# A C++ name may take as many lines of a narrow terminal.
 NARROWEST = 19  # a line that a terminal wrapped is longer
+# A C++ name may take as many lines of a narrow terminal.
 JOINED = 14
 BEGUN = re.compile(
     r"==> |File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call "

@@ -21,7 +21,7 @@ from ..errors import Exit, VllmopsError
 from ..instances.servers import Server, find, resolve
 from ..output import Json, Progress, Result, command, size, table, typer_app
 from ..snapshots.bundles import Index
-from .options import Target
+from .options import Target, seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,7 +46,7 @@ def bundle(
     timeout: Annotated[
         float,
         typer.Option(
-            min=1,
+            parser=seconds(1),
             help="Seconds for everything but vLLM's collect_env, which has "
             f"{COLLECT_ENV_S:g} of its own beside.",
         ),

@@ -19,7 +19,7 @@ from ..snapshots.metrics import Metrics
 from ..snapshots.server import ServerSnapshot, Unseen
 from .explain import steps
 from .findings import STYLES
-from .options import Target
+from .options import Target, seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,7 +64,7 @@ def doctor(
         bool, typer.Option("--list", help="Name every check, and look at nothing.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds over which metrics are compared.")
+        float, typer.Option(parser=seconds(0.1), help="Seconds over which metrics are compared.")
     ] = 1.0,
     canary: Annotated[
         bool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from ..diagnose.progress import PATIENCE_S
 from ..errors import Exit, VllmopsError
 from ..files import STDIN, read, spelt
 from ..instances.servers import Server
+from ..numbers import MOST, number
 from ..output import Folded, Line, Result
 from ..snapshots import files
 from ..snapshots.pasted import Pasted
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
-MOST_BYTES, MOST_LINES = 16 << 20, 500_000
+MOST_BYTES, MOST_LINES = 16 << 20, 200_000
 MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
 CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
@@ -153,7 +155,10 @@ def facts(told: Sequence[str]) -> dict[str, str]:
 
 
 def is_number(value: str) -> bool:
-    return value.replace(".", "", 1).isdigit()
+    with contextlib.suppress(ValueError):
+        number(value, 0, MOST)
+        return True
+    return False
 
 
 def load(file: Path | None) -> Pasted:

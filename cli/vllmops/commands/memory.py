@@ -17,10 +17,11 @@ from ..diagnose import memory as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit, VllmopsError
 from ..instances.servers import resolve
+from ..numbers import MOST, number
 from ..output import Json, Progress, Result, command, size
 from ..snapshots import files
 from ..snapshots.memory import MemorySample, Recording, RecordingHead
-from .options import Target
+from .options import YEAR_S, Target, count, seconds
 from .recording import notes, shown
 
 app = output.typer_app("Memory of a server's processes over time.")
@@ -58,15 +59,20 @@ def record(
     *,
     target: Target = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of the load.", show_default=str(ROUNDS))
+        int | None,
+        typer.Option(parser=count(), help="Rounds of the load.", show_default=str(ROUNDS)),
     ] = None,
     interval: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Seconds between samples.", show_default=f"{INTERVAL_S:g}"),
+        typer.Option(
+            parser=seconds(0.1), help="Seconds between samples.", show_default=f"{INTERVAL_S:g}"
+        ),
     ] = None,
     duration: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Seconds in all.", show_default=f"{DURATION_S:g}"),
+        typer.Option(
+            parser=seconds(0.1, YEAR_S), help="Seconds in all.", show_default=f"{DURATION_S:g}"
+        ),
     ] = None,
     load: Annotated[
         str | None,
@@ -77,12 +83,14 @@ def record(
         ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=1, help="Of a built-in load, each round.")
+        int, typer.Option(parser=count(), help="Of a built-in load, each round.")
     ] = REQUESTS,
-    inputs: Annotated[int, typer.Option(min=1, help="Images in each request.")] = INPUTS,
+    inputs: Annotated[int, typer.Option(parser=count(), help="Images in each request.")] = INPUTS,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="Of a built-in load's inputs; else new.", show_default=False),
+        typer.Option(
+            parser=count(0, MOST), help="Of a built-in load's inputs; else new.", show_default=False
+        ),
     ] = None,
     tolerance: Tolerance = None,
     save: Annotated[
@@ -240,14 +248,13 @@ def parsed(amount: str | None) -> int | None:
     """Bytes that a person wrote: ``500K``, ``2M``, ``1G``, or plain."""
     if amount is None:
         return None
-    number, unit = (amount[:-1], amount[-1]) if amount[-1:].upper() in UNITS else (amount, "")
+    text, unit = (amount[:-1], amount[-1]) if amount[-1:].upper() in UNITS else (amount, "")
+    scale = UNITS.get(unit.upper(), 1)
     try:
-        found = int(float(number) * UNITS.get(unit.upper(), 1))
-    except (ValueError, OverflowError):
-        found = -1
-    if found < 0:
-        raise usage(f"--tolerance {amount!r} is no number of bytes", "--tolerance 2M, say")
-    return found
+        return int(number(text, 0, MOST / scale) * scale)
+    except ValueError as error:
+        wrong = f"--tolerance {amount!r} is no number of bytes"
+        raise usage(wrong, "--tolerance 2M, say") from error
 
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

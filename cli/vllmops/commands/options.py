@@ -3,15 +3,58 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from ..admin import PLACE
 from ..errors import Exit, VllmopsError
+from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, number, whole
+
+T = TypeVar("T")
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+TINIEST_S = 0.001
+YEAR_S = 366 * DAY_S
+MOST_COUNTED = 1_000_000_000
+
+
+def seconds(least: float = 0.0, most: float = LONGEST_WAIT_S) -> Callable[[object], float]:
+    """A parser for an option in seconds: finite, and not longer than a process can wait."""
+
+    def parsed(value: object) -> float:
+        return refused(lambda: number(str(value), least, most))
+
+    parsed.__name__ = "seconds"  # what --help calls the value
+    return parsed
+
+
+def count(least: int = 1, most: int = MOST_COUNTED) -> Callable[[object], int]:
+    """A parser for an option that is a whole number."""
+
+    def parsed(value: object) -> int:
+        return refused(lambda: whole(str(value), least, most))
+
+    parsed.__name__ = "n"
+    return parsed
+
+
+def time_(value: object) -> str:
+    """A parser for an option that `duration` reads later on."""
+    refused(lambda: duration(str(value)))
+    return str(value)
+
+
+def refused(parse: Callable[[], T]) -> T:
+    """What is parsed; where it can't be, Typer's error, which names the option."""
+    try:
+        return parse()
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from error
+    except VllmopsError as error:
+        raise typer.BadParameter(f"{error.message}; {error.mend}.") from error
 
 
 def duration(text: str) -> float:
@@ -21,11 +64,15 @@ def duration(text: str) -> float:
         VllmopsError: ``usage``.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
-    if not found or not float(found[1]):
+    length = float(found[1]) * UNITS[found[2]] if found else 0.0
+    if not TINIEST_S <= length <= CENTURY_S:
         raise VllmopsError(
-            "usage", f"{text!r} is no duration", "write it as 15m, 36h or 30d", exit_code=Exit.USAGE
+            "usage",
+            f"{text!r} is no duration",
+            "write it as 15m, 36h or 30d, up to 36500d",
+            exit_code=Exit.USAGE,
         )
-    return float(found[1]) * UNITS[found[2]]
+    return length
 
 
 def running_names(incomplete: str) -> list[str]:
