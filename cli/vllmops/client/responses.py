@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -17,6 +17,7 @@ from ..responses.backend import FINISHED, owner_of, shown
 from ..responses.settings import STORE
 from ..responses.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
 from ..snapshots.files import DAMAGE
+from ..targets import Url, parsed
 from . import http
 
 TIMEOUT_S = 10.0
@@ -162,15 +163,8 @@ def place(target: str | None) -> Place:
     Raises:
         VllmopsError: as `resolve` does, or ``responses.no-url``.
     """
-    if target and target.startswith(("http://", "https://")):
-        url = target.rstrip("/").removesuffix("/v1")
-        try:
-            httpx.URL(url)
-            return Place(url, url, local=bool(LOCAL.fullmatch(urlsplit(url).hostname or "")))
-        except (ValueError, httpx.InvalidURL) as error:
-            raise VllmopsError(
-                "usage", f"{target}: {error}", "-t http://HOST:PORT", exit_code=Exit.USAGE
-            ) from error
+    if target is not None and isinstance(named := parsed(target), Url):
+        return Place(named.text, named.text, local=bool(LOCAL.fullmatch(named.host)))
     try:
         server = resolve(target)
     except VllmopsError as error:

@@ -12,6 +12,7 @@ import typer
 from ..admin import PLACE
 from ..errors import Exit, VllmopsError
 from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, number, whole
+from ..targets import parsed
 
 T = TypeVar("T")
 
@@ -96,17 +97,31 @@ def patch_ids(incomplete: str) -> list[str]:
     return [name for name in PATCHES if name.startswith(incomplete)]
 
 
+def named(ctx: typer.Context, param: typer.CallbackParam, target: str | None) -> str | None:
+    """A target that was typed, if it can be one; what the environment has may not be needed."""
+    source = param.name and ctx.get_parameter_source(param.name)
+    if target is not None and source and source.name == "COMMANDLINE":
+        parsed(target)
+    return target
+
+
 HELP = "Instance name, pid or URL of a server; not needed where only one runs."
 
 Target = Annotated[
     str | None,
     typer.Option(
-        "--target", "-t", envvar="VLLMOPS_TARGET", help=HELP, autocompletion=running_names
+        "--target",
+        "-t",
+        envvar="VLLMOPS_TARGET",
+        help=HELP,
+        autocompletion=running_names,
+        callback=named,
     ),
 ]
 # Not from the environment: the option below it is, and an argument stands before both.
 TargetArgument = Annotated[
-    str | None, typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name)
+    str | None,
+    typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name, callback=named),
 ]
 AdminToken = Annotated[
     Path | None,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from enum import StrEnum
@@ -20,10 +19,10 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..files import asked, take, write_atomically
 from ..home import home
+from ..targets import NAME
 from .processes import Process
 
 SCHEMA = 1
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 UNIX_PATH_BYTES = 107  # sun_path of unix(7), less its final NUL
 
 
