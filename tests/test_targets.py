@@ -1,8 +1,8 @@
 """What names a server, and what names none."""
 
 import pytest
-
 from tests.conftest import Vllmops
+
 from vllmops.errors import Exit, VllmopsError
 from vllmops.targets import Url, parsed
 
