@@ -86,7 +86,7 @@ def build() -> Any:
         version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     ) -> None:
         if version:
-            print(f"vllmops {__version__}")
+            tell_version()
             raise typer.Exit
 
     if "_VLLMOPS_COMPLETE" in os.environ:
@@ -96,10 +96,19 @@ def build() -> Any:
     return typer.main.get_command(app)
 
 
+def tell_version() -> None:
+    """Print the version, and on stderr whether another program has our name."""
+    from .namesake import warning  # noqa: PLC0415
+
+    print(f"vllmops {__version__}")
+    if line := warning():
+        print(line, file=sys.stderr)
+
+
 def main() -> None:
     """Run ``vllmops``: exit codes as in `errors.Exit`, a traceback only on request."""
     if sys.argv[1:] == ["--version"]:
-        print(f"vllmops {__version__}")
+        tell_version()
         return
     gc.disable()  # to import makes no garbage, and to look for it was 6 % of `stacks dump`
     sys.exit(run())

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from .. import namesake
 from ..diagnose import doctor as judge
 from ..diagnose.findings import Finding, Severity, worst
 from ..diagnose.stacks import StackFinding
 from ..errors import Exit, VllmopsError
-from ..output import Folded, Json, Line, Progress, Result, command, span, table, typer_app
+from ..output import Folded, Json, Line, Progress, Result, command, say, span, table, typer_app
 from ..snapshots.metrics import Metrics
 from ..snapshots.server import ServerSnapshot, Unseen
 from .explain import steps
@@ -99,6 +100,8 @@ def doctor(
 
         snapshot = bundle.load(file)
     else:
+        if line := namesake.warning():
+            say(line, "yellow")
         snapshot = live(target, interval, canary=canary, quiet=json_)
     told = judge.examine(snapshot)
     found = [each for each in told.findings if each.code in wanted]

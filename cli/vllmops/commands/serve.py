@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self
 import typer
 from typer.core import TyperCommand
 
-from .. import admin
+from .. import admin, namesake
 from .. import demo as demos
 from ..errors import Exit, VllmopsError
 from ..instances import launch, logs
@@ -27,7 +27,7 @@ from ..instances.record import Failure, Folder, Record, State
 from ..instances.servers import option
 from ..keys import file as keys
 from ..numbers import MOST
-from ..output import Json, Progress, Result, Verbatim, command, show, span, typer_app
+from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..patches.registry import OFF, known
 from ..responses import settings
 from ..responses.store import ResponseStore
@@ -170,6 +170,8 @@ def serve(
         return Result(instance(planned), lambda: shell_lines(planned))
     launch.check(order)
     check_store(order)
+    if line := namesake.warning():
+        say(line, "yellow")
     reserved = launch.reserve(order)
     wish = Wish(hold=not detach)
     control = start_supervisor(
