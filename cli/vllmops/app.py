@@ -126,7 +126,9 @@ def run() -> int:
         if error.exit_code != Exit.USAGE or not wants_json():
             error.show()  # type: ignore[attr-defined]  # ClickException has it, its base not
             return error.exit_code
-        failure = VllmopsError("usage", error.format_message(), exit_code=Exit.USAGE)
+        context = getattr(error, "ctx", None)
+        mend = f"{context.command_path} --help" if context else ""
+        failure = VllmopsError("usage", error.format_message(), mend, exit_code=Exit.USAGE)
     except VllmopsError as error:
         failure = error
     except (KeyboardInterrupt, typer.Abort):

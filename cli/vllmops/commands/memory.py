@@ -17,11 +17,11 @@ from ..diagnose import memory as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit, VllmopsError
 from ..instances.servers import resolve
-from ..numbers import MOST, number
+from ..numbers import MOST
 from ..output import Json, Progress, Result, command, size
 from ..snapshots import files
 from ..snapshots.memory import MemorySample, Recording, RecordingHead
-from .options import YEAR_S, Target, count, seconds
+from .options import YEAR_S, Target, count, seconds, size_
 from .recording import notes, shown
 
 app = output.typer_app("Memory of a server's processes over time.")
@@ -39,8 +39,9 @@ Plot = Annotated[
     typer.Option("--plot", help="Draw it: a .png or an .svg.", show_default=False),
 ]
 Tolerance = Annotated[
-    str | None,
+    int | None,
     typer.Option(
+        parser=size_,
         help="Growth that counts as none, for each round or hour: 500K, 2M, 1G. "
         "0.1 % of a process's RSS for each round, 1 % for each hour.",
         show_default=False,
@@ -116,7 +117,6 @@ def record(
     A server's API key is taken from VLLM_API_KEY.
     """
     rounds, interval, duration = plan(rounds, interval, duration, load)
-    tolerance_bytes = parsed(tolerance)
     if plot_:
         plot.check(plot_)
     server = resolve(target)
@@ -141,7 +141,7 @@ def record(
         load=load or "",
         requests=requests if built_in else None,
         seed=seed if built_in else None,
-        tolerance_bytes=tolerance_bytes,
+        tolerance_bytes=tolerance,
     )
     watch = Watch(server)
     journal = files.Journal(save, head) if save else kept(server.label, head)
@@ -160,7 +160,7 @@ def record(
         trouble = None
     if not recorder.recording.samples:
         raise trouble or KeyboardInterrupt
-    found = result(recorder.recording, tolerance_bytes, fail_on, plot_)
+    found = result(recorder.recording, tolerance, fail_on, plot_)
     if plot_:
         try:
             plot.draw(recorder.recording, plot_)
@@ -190,7 +190,7 @@ def report(
     recording = bundled(file) if archive.is_one(file) else read(file)
     if plot_:
         plot.draw(recording, plot_)
-    return result(recording, parsed(tolerance), fail_on, plot_)
+    return result(recording, tolerance, fail_on, plot_)
 
 
 def bundled(file: Path) -> Recording:
@@ -242,22 +242,6 @@ def plan(
 
 def usage(message: str, mend: str) -> VllmopsError:
     return VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
-
-
-def parsed(amount: str | None) -> int | None:
-    """Bytes that a person wrote: ``500K``, ``2M``, ``1G``, or plain."""
-    if amount is None:
-        return None
-    text, unit = (amount[:-1], amount[-1]) if amount[-1:].upper() in UNITS else (amount, "")
-    scale = UNITS.get(unit.upper(), 1)
-    try:
-        return int(number(text, 0, MOST / scale) * scale)
-    except ValueError as error:
-        wrong = f"--tolerance {amount!r} is no number of bytes"
-        raise usage(wrong, "--tolerance 2M, say") from error
-
-
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def result(

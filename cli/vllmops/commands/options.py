@@ -11,12 +11,13 @@ import typer
 
 from ..admin import PLACE
 from ..errors import Exit, VllmopsError
-from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, number, whole
+from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
 from ..targets import parsed
 
 T = TypeVar("T")
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 TINIEST_S = 0.001
 YEAR_S = 366 * DAY_S
 MOST_COUNTED = 1_000_000_000
@@ -46,6 +47,13 @@ def time_(value: object) -> str:
     """A parser for an option that `duration` reads later on."""
     refused(lambda: duration(str(value)))
     return str(value)
+
+
+def size_(value: object) -> int:
+    """A parser for bytes: ``500K``, ``2M``, ``1G``, or plain."""
+    text = str(value)
+    scale = SIZES.get(text[-1:].upper(), 1)
+    return refused(lambda: int(number(text if scale == 1 else text[:-1], 0, MOST / scale) * scale))
 
 
 def refused(parse: Callable[[], T]) -> T:
