@@ -31,7 +31,7 @@ from ..snapshots.caches import (
 )
 from .compare import compare
 from .findings import lines
-from .options import Target, seconds
+from .options import Target, seconds, to_write
 from .repair import repair
 from .reset import reset
 
@@ -63,7 +63,9 @@ def inspect(
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="What --save wrote, or a bundle, instead of a server.", metavar="[FILE]"
+            readable=False,
+            help="What --save wrote, or a bundle, instead of a server.",
+            metavar="[FILE]",
         ),
     ] = None,
     *,
@@ -78,7 +80,12 @@ def inspect(
     keys: Annotated[bool, typer.Option("--keys", help="Show every key, oldest first.")] = False,
     save: Annotated[
         Path | None,
-        typer.Option(help="Write the snapshot to this file too.", show_default=False),
+        typer.Option(
+            readable=False,
+            callback=to_write,
+            help="Write the snapshot to this file too.",
+            show_default=False,
+        ),
     ] = None,
     json_: output.Json = False,
 ) -> Result:

@@ -52,7 +52,7 @@ def doctor(
     ctx: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(help="A bundle, instead of a server.", metavar="[FILE]"),
+        typer.Argument(readable=False, help="A bundle, instead of a server.", metavar="[FILE]"),
     ] = None,
     *,
     target: Target = None,

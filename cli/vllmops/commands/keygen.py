@@ -15,6 +15,7 @@ from ..files import not_written, write_atomically
 from ..keys import file
 from ..keys.ring import Key, Ring, fresh, only
 from ..output import Result, Verbatim, command
+from .options import to_write
 
 app = output.typer_app()
 
@@ -32,7 +33,12 @@ class Format(StrEnum):
 
 Out = Annotated[
     Path | None,
-    typer.Option(help="Write it to this file, for its owner's eyes only.", show_default=False),
+    typer.Option(
+        readable=False,
+        callback=to_write,
+        help="Write it to this file, for its owner's eyes only.",
+        show_default=False,
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that is there.")]
 

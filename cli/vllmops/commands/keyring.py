@@ -38,6 +38,7 @@ Keyring = Annotated[
     Path | None,
     typer.Option(
         "--keyring",
+        readable=False,
         metavar="FILE",
         help="The keyring; otherwise VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
         show_default=False,

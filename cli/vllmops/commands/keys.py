@@ -160,7 +160,10 @@ def harm(ring: Ring, kid: str) -> str:
 @command
 def import_(
     source: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What keygen or export wrote; - reads stdin.")
+        Path,
+        typer.Argument(
+            readable=False, metavar="FILE", help="What keygen or export wrote; - reads stdin."
+        ),
     ],
     *,
     verify_only: Annotated[

@@ -21,7 +21,7 @@ from ..numbers import MOST
 from ..output import Json, Progress, Result, command, size
 from ..snapshots import files
 from ..snapshots.memory import MemorySample, Recording, RecordingHead
-from .options import YEAR_S, Target, count, seconds, size_
+from .options import YEAR_S, Target, count, seconds, size_, to_write
 from .recording import notes, shown
 
 app = output.typer_app("Memory of a server's processes over time.")
@@ -36,7 +36,13 @@ UNKEPT = "this recording is not kept for doctor and bundle"
 FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", help="Draw it: a .png or an .svg.", show_default=False),
+    typer.Option(
+        "--plot",
+        readable=False,
+        callback=to_write,
+        help="Draw it: a .png or an .svg.",
+        show_default=False,
+    ),
 ]
 Tolerance = Annotated[
     int | None,
@@ -97,6 +103,8 @@ def record(
     save: Annotated[
         Path | None,
         typer.Option(
+            readable=False,
+            callback=to_write,
             help="Write each sample to this file at once; else the newest recording is kept for "
             "doctor and bundle.",
             show_default=False,
@@ -177,7 +185,9 @@ def record(
 @app.command(epilog="Example: vllmops memory report memory.json --plot memory.svg")
 @command
 def report(
-    file: Annotated[Path, typer.Argument(help="What `memory record --save` wrote, or a bundle.")],
+    file: Annotated[
+        Path, typer.Argument(readable=False, help="What `memory record --save` wrote, or a bundle.")
+    ],
     *,
     tolerance: Tolerance = None,
     plot_: Plot = None,

@@ -11,6 +11,7 @@ import typer
 
 from ..admin import PLACE
 from ..errors import Exit, VllmopsError
+from ..files import STDIN
 from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
 from ..targets import parsed
 
@@ -84,6 +85,13 @@ def duration(text: str) -> float:
     return length
 
 
+def to_write(path: Path | None) -> Path | None:
+    """A callback for an option that names a file to write; ``-`` is none: stdout has the result."""
+    if path is not None and str(path) == STDIN:
+        raise typer.BadParameter("it wants the name of a file; ./- is one.")
+    return path
+
+
 def running_names(incomplete: str) -> list[str]:
     """Names of the instances that run, for completion."""
     from ..instances.record import folders  # noqa: PLC0415
@@ -135,6 +143,7 @@ AdminToken = Annotated[
     Path | None,
     typer.Option(
         "--admin-token",
+        readable=False,
         metavar="FILE",
         envvar=PLACE,
         show_envvar=False,  # its name is too long for a narrow terminal

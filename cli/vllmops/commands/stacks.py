@@ -17,7 +17,7 @@ from ..instances.processes import Role
 from ..instances.servers import resolve
 from ..output import Folded, Line, Result, command
 from ..snapshots.stacks import Options, ProcessStacks, StacksSnapshot, Thread
-from .options import Target, count, seconds
+from .options import Target, count, seconds, to_write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,6 +73,8 @@ def dump(
     save: Annotated[
         Path | None,
         typer.Option(
+            readable=False,
+            callback=to_write,
             help="Write the snapshot to this file too, in place of what it holds.",
             show_default=False,
         ),
@@ -169,6 +171,7 @@ def explain(
     file: Annotated[
         Path | None,
         typer.Argument(
+            readable=False,
             metavar="[FILE | -]",
             help="Stacks in any form, or a bundle; - for standard input.",
             allow_dash=True,

@@ -21,7 +21,7 @@ from ..files import not_written, opened, unreadable, written
 from ..output import Json, Progress, Result, Verbatim, command
 from ..responses import archive
 from ..responses.backend import EVERYBODY, Limits, Response
-from .options import Target
+from .options import Target, to_write
 from .sources import (
     Counting,
     Model,
@@ -63,7 +63,15 @@ def export(
     since: Since = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write it there.", show_default=False),
+        typer.Option(
+            "--out",
+            "-o",
+            readable=False,
+            callback=to_write,
+            metavar="FILE",
+            help="Write it there.",
+            show_default=False,
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
     json_: Json = False,
@@ -197,7 +205,8 @@ class Imported(msgspec.Struct):
 @command
 def import_(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `export` wrote; - reads stdin.")
+        Path,
+        typer.Argument(readable=False, metavar="FILE", help="What `export` wrote; - reads stdin."),
     ],
     *,
     target: Target = None,
@@ -331,7 +340,7 @@ async def taken(store: Any, number: int, text: bytes, done: Imported, *, overwri
         return
     try:
         response, events = archive.decode(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         done.broken[number] = f"{error}"
         return
     new = await patiently(lambda: store.create(response))

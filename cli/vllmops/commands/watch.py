@@ -87,6 +87,7 @@ def watch(
         typer.Option(
             "--output",
             "-o",
+            readable=False,
             help="Folder for the evidence; bundles/ in VLLMOPS_HOME.",
             show_default=False,
         ),
