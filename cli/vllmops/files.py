@@ -207,18 +207,18 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     if str(path) == STDIN:
         if sys.stdin is None:
             raise unreadable(path, OSError(errno.EBADF, "it is closed"))
-        yield sys.stdin.buffer  # type: ignore[misc]
+        yield sys.stdin.buffer
         return
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        file = io.BufferedReader(Patient(descriptor))
+        file = io.BufferedReader(Patient(descriptor))  # type: ignore[type-var]
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             file.close()
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
     with file:
-        yield file  # type: ignore[misc]
+        yield file
 
 
 class Patient(io.RawIOBase):

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from vllmops.commands import stacks
+from vllmops.commands import explain
 from vllmops.errors import Exit
 
 # What commands import late, a user who may not read this Python's library would not find.
-assert stacks
+assert explain
 
 # Each takes a file where {} is.
 READERS = (

@@ -23,9 +23,10 @@ from ..files import take
 from ..home import home
 from ..responses.opening import CLASS
 from ..responses.settings import STORE
+from ..targets import NAME
 from . import logs, ports
 from .processes import alive
-from .record import NAME, Folder, Record, State, create_root, folders, named
+from .record import Folder, Record, State, create_root, folders, named
 from .servers import find, option
 
 FIRST_PORT, LAST_PORT = 8000, 8999
