@@ -1,12 +1,39 @@
 """A file that is replaced is the old one or the new one, whatever happens in between."""
 
+import contextlib
 import os
-from collections.abc import Callable
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from vllmops import files
+from vllmops.errors import Exit, VllmopsError
 from vllmops.files import write_atomically
+
+NOBODY = 65534
+MIB = 1 << 20
+
+
+@pytest.fixture
+def everybodys() -> Iterator[Path]:
+    """A directory that everybody may write to, like /tmp."""
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    place.chmod(0o1777)
+    yield place
+    shutil.rmtree(place)
+
+
+def device(path: Path, minor: int) -> Path:
+    """A device like /dev/null (3), /dev/zero (5) or /dev/full (7), which may be broken here."""
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
+    return path
 
 
 def test_it_replaces_and_is_private(tmp_path: Path) -> None:
@@ -56,3 +83,165 @@ def test_a_crash_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "no" / "file", b"")
+
+
+def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
+    for overwrite in (True, False):
+        path = device(tmp_path / f"null{overwrite}", 3)
+        write_atomically(path, b"x", overwrite=overwrite)
+        assert stat.S_ISCHR(path.lstat().st_mode)
+    full = device(tmp_path / "full", 7)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(full, b"x" * 100_000)
+    assert stat.S_ISCHR(full.lstat().st_mode)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    os.mknod(disk, 0o600 | stat.S_IFBLK, os.makedev(7, 250))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        for path, why in ((disk, "block device"), (tmp_path / "socket", "socket")):
+            with pytest.raises(OSError, match=why):
+                write_atomically(path, b"x")
+    with pytest.raises(IsADirectoryError):
+        write_atomically(tmp_path, b"x")
+    assert sorted(os.listdir(tmp_path)) == ["disk", "socket"]
+
+
+def test_a_fifo_has_a_reader_or_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="no process reads it"):
+        write_atomically(path, b"x")
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(path.read_bytes()))
+    reader.start()
+    content = b"x" * 300_000  # more than a FIFO holds
+    while True:
+        with contextlib.suppress(OSError):  # until it reads
+            write_atomically(path, content)
+            break
+    reader.join(10)
+    assert found == [content]
+    assert stat.S_ISFIFO(path.lstat().st_mode)
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    target, link, first = tmp_path / "far" / "file", tmp_path / "link", tmp_path / "first"
+    link.symlink_to("far/file")
+    first.symlink_to(link)
+    for content in (b"one", b"two"):
+        write_atomically(first, content)
+        assert target.read_bytes() == content
+    assert first.is_symlink()
+    assert link.is_symlink()
+    with pytest.raises(FileExistsError):
+        write_atomically(first, b"three", overwrite=False)
+    assert target.read_bytes() == b"two"
+    null = device(tmp_path / "null", 3)
+    link.unlink()
+    link.symlink_to(null)
+    write_atomically(first, b"x")
+    assert stat.S_ISCHR(null.lstat().st_mode)
+    link.unlink()
+    link.symlink_to(first)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_atomically(first, b"x")
+
+
+def test_standard_output_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"before\n")
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    write_atomically(Path(f"/dev/fd/{descriptor}"), b"new\n")
+    os.close(descriptor)
+    assert path.read_bytes() == b"before\nnew\n"
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "fifo"])
+def test_what_another_user_has_put_into_a_common_directory(everybodys: Path, kind: str) -> None:
+    victim, path = everybodys / "victim", everybodys / "planted"
+    victim.write_bytes(b"old")
+    match kind:
+        case "link":
+            path.symlink_to(victim)
+        case "fifo":
+            os.mkfifo(path)
+        case _:
+            path.write_bytes(b"theirs")
+    os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(PermissionError, match=f"uid {NOBODY}"):
+        write_atomically(path, b"new")
+    assert victim.read_bytes() == b"old"
+    assert path.lstat().st_uid == NOBODY
+    assert len(os.listdir(everybodys)) == 2
+
+
+def test_a_long_name_and_a_folder_that_can_not_be_listed(tmp_path: Path) -> None:
+    path = tmp_path / ("\N{SNOWMAN}" * 85)
+    write_atomically(path, b"x")
+    assert path.read_bytes() == b"x"
+    with pytest.raises(OSError, match="too long"):
+        write_atomically(tmp_path / ("x" * 300), b"x")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def unread(path: Path, most: int = MIB) -> VllmopsError:
+    with pytest.raises(VllmopsError) as caught:
+        files.read(path, most)
+    assert str(path) in caught.value.message
+    return caught.value
+
+
+def test_reading_ends(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * MIB)
+    assert files.read(path, MIB) == b"x" * MIB
+    assert unread(path, MIB - 1).code == "file.too-large"
+    assert unread(device(tmp_path / "zero", 5)).code == "file.too-large"
+    assert files.read(device(tmp_path / "null", 3), 1) == b""
+    began = time.monotonic()
+    os.mkfifo(tmp_path / "fifo")
+    assert "no process writes" in unread(tmp_path / "fifo").message
+    assert time.monotonic() - began < 8
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        assert unread(tmp_path / "socket").code == "file.unreadable"
+    for other in (tmp_path, tmp_path / "none", path / "below", tmp_path / ("x" * 300)):
+        error = unread(other)
+        assert (error.code, error.exit_code) == ("file.unreadable", Exit.FAILED)
+
+
+def test_a_slow_writer_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+
+    def write() -> None:
+        time.sleep(0.3)
+        with path.open("wb", buffering=0) as file:
+            for _ in range(3):
+                time.sleep(0.3)
+                file.write(b"x" * 100_000)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert files.read(path, MIB) == b"x" * 300_000
+    writer.join()
+
+
+def test_what_may_not_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    path.chmod(0)
+    tmp_path.chmod(0o755)
+    pid = os.fork()
+    if pid == 0:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        try:
+            files.read(path, 1)
+        except VllmopsError as error:
+            os._exit(error.exit_code if error.code == "file.unreadable" else 99)
+        os._exit(98)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == Exit.NOT_AUTHORISED

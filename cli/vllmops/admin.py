@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .errors import Exit, VllmopsError
+from .errors import VllmopsError
+from .files import unreadable
 
 PLACE = "VLLMOPS_ADMIN_TOKEN_FILE"
 ROUTES = "/v1/vllmops/"
@@ -22,7 +23,7 @@ def token(path: Path) -> str:
     """The token that a file holds.
 
     Raises:
-        VllmopsError: ``admin.no-token`` (exit code 5), ``admin.bad-token``, ``keys.unreadable`` or
+        VllmopsError: ``file.unreadable``, ``admin.bad-token``, ``keys.unreadable`` or
             ``keys.unsafe`` (4).
     """
     from .keys.file import private  # noqa: PLC0415 - slow, and every command knows the place
@@ -30,12 +31,9 @@ def token(path: Path) -> str:
     try:
         text = private(path).decode("ascii", "replace").strip()
     except FileNotFoundError as error:
-        raise VllmopsError(
-            "admin.no-token",
-            f"there is no {path}, which is to have the admin token",
-            f"vllmops keygen --out {path}",
-            exit_code=Exit.NOT_FOUND,
-        ) from error
+        failure = unreadable(path, error)
+        failure.mend = f"vllmops keygen --out {path} makes an admin token"
+        raise failure from error
     if not TOKEN.fullmatch(text):
         raise VllmopsError(
             "admin.bad-token",

@@ -97,7 +97,7 @@ def build() -> Any:
         version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     ) -> None:
         if version:
-            print(f"vllmops {__version__}")
+            tell_version()
             raise typer.Exit
 
     if "_VLLMOPS_COMPLETE" in os.environ:
@@ -105,6 +105,15 @@ def build() -> Any:
 
         completion_init()
     return typer.main.get_command(app)
+
+
+def tell_version() -> None:
+    """Print the version, and on stderr whether another program has our name."""
+    from .namesake import warning  # noqa: PLC0415
+
+    print(f"vllmops {__version__}")
+    if line := warning():
+        print(line, file=sys.stderr)
 
 
 def main() -> None:
@@ -140,7 +149,7 @@ def interrupted(*_: object) -> NoReturn:
 def run() -> int:
     """Run the command in ``sys.argv``; returns the exit code."""
     if sys.argv[1:] == ["--version"]:
-        print(f"vllmops {__version__}")
+        tell_version()
         return 0
     import typer  # noqa: PLC0415
 

@@ -1,44 +1,76 @@
-"""Files that several processes write: old or new, never half; and one writer at a time."""
+"""Files: written old or new, never half; read up to a limit; and one writer at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import os
+import select
 import socket
 import stat
 import struct
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from .errors import needs_linux
+from .errors import Exit, VllmopsError, needs_linux
 
 FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 ANYBODY = -1
+MOST_LINKS = 40  # as the kernel follows
+NAME_CHARACTERS = 50  # of a file's name that its temporary file has, too: names have 255 bytes
+# How long a FIFO may go without anybody who writes into it.
+WRITER_WAIT_S = 3.0
+STDIN = "-"
 
 
 def write_atomically(
     path: Path, content: bytes, *, overwrite: bool = True, group: int | None = None
 ) -> None:
-    """Write ``path`` whole, private to its owner.
+    """Write ``path`` whole; see `written`."""
+    with written(path, overwrite=overwrite, group=group) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def written(path: Path, *, overwrite: bool = True, group: int | None = None) -> Iterator[BinaryIO]:
+    """A file to write, which has its name once it is whole; private to its owner.
+
+    A link stays, and the file that it names is replaced. A character device and a FIFO are
+    written into, and never replaced.
 
     Args:
         path: its name.
-        content: what is to be in it.
         overwrite: whether to replace a file that is there.
         group: a group that may read it, too.
 
     Raises:
-        OSError: with the old content intact; FileExistsError without `overwrite`.
+        OSError: with the old content intact; FileExistsError without `overwrite`, PermissionError
+            for what another user has put into a directory of everybody's.
     """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    path = followed(path)
+    special = through(path)
+    if special is not None:
+        with open(special, "wb") as file:
+            yield file
+        return
+    if overwrite:
+        trust(path)
+    descriptor, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name[:NAME_CHARACTERS]}."
+    )
     try:
         with open(descriptor, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             if group is not None:
                 os.fchown(descriptor, -1, group)
                 os.fchmod(descriptor, 0o640)
-            os.fsync(file.fileno())
+            os.fsync(descriptor)
         if overwrite:
             os.replace(temporary, path)
         else:
@@ -47,11 +79,218 @@ def write_atomically(
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(PermissionError):  # a directory can be writable and not readable
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def followed(path: Path) -> Path:
+    """Where a name leads that may be a link's; the file itself need not be there.
+
+    Raises:
+        OSError: the links go in a circle, or another user has put one where everybody may.
+    """
+    for _ in range(MOST_LINKS):
+        path = Path(os.path.realpath(path.parent), path.name)
+        # What /proc calls a link (/dev/stdout leads there) is a file that is open.
+        if in_proc(path) or not path.is_symlink():
+            return path
+        trust(path)
+        path = path.parent / path.readlink()
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def in_proc(path: Path) -> bool:
+    return path.parts[:2] == ("/", "proc")
+
+
+def trust(path: Path) -> None:
+    """Refuse what another user has put into a directory of somebody else's, such as /tmp.
+
+    Raises:
+        PermissionError: it was.
+    """
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        owner = path.lstat().st_uid
+    except FileNotFoundError:
+        return
+    if owner not in {0, os.geteuid(), path.parent.stat().st_uid}:
+        raise PermissionError(errno.EPERM, f"uid {owner} has put it there")
+
+
+def through(path: Path) -> int | None:
+    """A descriptor to write into what is no regular file; None for one, or where nothing is.
+
+    Args:
+        path: as `followed` gives it.
+
+    Raises:
+        OSError: it is a directory, a socket, a block device, or a FIFO that nobody reads.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(mode) and not in_proc(path):
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
+        raise OSError(errno.EINVAL, "It is a block device or a socket, not a file")
+    if stat.S_ISFIFO(mode) and not in_proc(path):
+        trust(path)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if stat.S_ISFIFO(mode) and error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "It is a FIFO, and no process reads it") from error
+        raise
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def check(path: Path) -> None:
+    """Raise what `written` would, before there is anything to write.
+
+    Raises:
+        OSError: as `written`, as far as that can be told.
+    """
+    path = followed(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if path.is_file() or not path.exists():
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def not_written(
+    path: Path,
+    error: OSError,
+    code: str = "file.not-written",
+    mend: str = "choose another place with --save",
+) -> VllmopsError:
+    """The error of a file that could not be written, which is as it was."""
+    return VllmopsError(
+        code, f"{path} can't be written: {error.strerror or error}", mend, exit_code=denied(error)
+    )
+
+
+def read(path: Path, most: int) -> bytes:
+    """What a file holds that a person named; ``-`` is standard input.
+
+    Args:
+        path: its name.
+        most: bytes.
+
+    Raises:
+        VllmopsError: ``file.unreadable`` (exit code 1, or 4 where permission lacks), or
+            ``file.too-large``.
+    """
+    with opened(path) as file:
+        try:
+            content = file.read(most + 1)
+        except OSError as error:
+            raise unreadable(path, error) from error
+    if len(content) > most:
+        raise too_large(path, most)
+    return content
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file that a person named, to be read; ``-`` is standard input.
+
+    Raises:
+        VllmopsError: ``file.unreadable`` (exit code 1, or 4 where permission lacks).
+    """
+    if str(path) == STDIN:
+        if sys.stdin is None:
+            raise unreadable(path, OSError(errno.EBADF, "it is closed"))
+        yield sys.stdin.buffer
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        file = io.BufferedReader(Patient(descriptor))  # type: ignore[type-var]
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            file.close()
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    with file:
+        yield file
+
+
+class Patient(io.RawIOBase):
+    """A file that is read as others are, but that a FIFO without a writer ends with an error.
+
+    Args:
+        descriptor: of the file, which does not block.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.deadline = 0.0
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            self.deadline = time.monotonic() + WRITER_WAIT_S
+
+    def readable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def readinto(self, buffer: bytearray, /) -> int:  # type: ignore[override]
+        while True:
+            try:
+                count = os.readv(self.descriptor, [buffer])
+            except BlockingIOError:
+                self.deadline = 0.0  # somebody has it open, and writes when they like
+                select.select([self.descriptor], [], [])
+                continue
+            if count or not self.deadline:
+                self.deadline = 0.0
+                return count
+            if time.monotonic() > self.deadline:
+                raise OSError(errno.EPIPE, "It is a FIFO, and no process writes into it")
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self.descriptor)
+
+
+def spelt(path: Path) -> str:
+    """How messages name a file."""
+    return "standard input" if str(path) == STDIN else str(path)
+
+
+def unreadable(path: Path, error: Exception) -> VllmopsError:
+    """The error of a file that a person named and that can't be read, missing ones included."""
+    why = getattr(error, "strerror", None) or error
+    return VllmopsError(
+        "file.unreadable",
+        f"{spelt(path)} can't be read: {why}",
+        "do it as the user whose file it is"
+        if isinstance(error, PermissionError)
+        else "check the name of the file",
+        exit_code=denied(error),
+    )
+
+
+def too_large(path: Path, most: int) -> VllmopsError:
+    return VllmopsError(
+        "file.too-large",
+        f"{spelt(path)} is larger than {most >> 20} MiB, the most that is read here",
+        "check the name of the file",
+    )
+
+
+def denied(error: Exception) -> Exit:
+    """The exit code of a file that can't be read or written."""
+    return Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
 
 
 def take(path: Path, *, wait: bool = False) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
 import typer
 
 from .errors import Exit, VllmopsError
+from .numbers import CENTURY_S
 from .streams import ReaderGoneError, json_safe, on_interrupt, plain_log, printable
 
 if TYPE_CHECKING:
@@ -273,7 +275,7 @@ def invoked() -> str:
 
 def size(count: float | None) -> str:
     """Bytes for a person: ``1.5 MiB``; a dash where unknown."""
-    if count is None:
+    if count is None or not math.isfinite(count):
         return "-"
     amount = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -284,9 +286,11 @@ def size(count: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """A duration for a person: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``."""
-    if seconds is None:
+    """A duration for a person: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; a dash else."""
+    if seconds is None or not abs(seconds) <= CENTURY_S:
         return "-"
+    if seconds <= -1:
+        return f"-{span(-seconds)}"
     total = int(seconds)
     if total < 60:
         return f"{total}s"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from . import files
 from .diagnose.memory import TOTAL
 from .errors import Exit, VllmopsError
 from .output import size
@@ -36,20 +36,14 @@ def check(path: Path) -> None:
             "pip install 'vllmops-cli[plot]'",
         )
     try:
-        if path.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        files.check(path)
     except OSError as error:
         raise not_written(path, error) from error
 
 
 def not_written(path: Path, error: OSError) -> VllmopsError:
-    return VllmopsError(
-        "plot.not-written",
-        f"{path} can't be written: {error.strerror or error}",
-        "choose another place with --plot",
-    )
+    mend = "choose another place with --plot"
+    return files.not_written(path, error, "plot.not-written", mend)
 
 
 def draw(recording: Recording, path: Path) -> None:
@@ -104,6 +98,7 @@ def draw(recording: Recording, path: Path) -> None:
     if rounds:
         lowest.xaxis.get_major_locator().set_params(integer=True)
     try:
-        figure.savefig(path, dpi=120)
+        with files.written(path) as file:
+            figure.savefig(file, dpi=120, format=path.suffix[1:].lower())
     except OSError as error:
         raise not_written(path, error) from error

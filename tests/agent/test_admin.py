@@ -231,7 +231,7 @@ def test_keys_go_over_no_line_that_others_may_read(
     answer = vllmops(*words, "http://127.0.0.1:9")
     assert (answer.code, answer.error["code"]) == (5, "admin.unreachable")
     answer = vllmops(*words[:2], "--admin-token", str(home / "none"), *words[4:], "http://h")
-    assert (answer.code, answer.error["code"]) == (5, "admin.no-token")
+    assert (answer.code, answer.error["code"]) == (1, "file.unreadable")
     token.chmod(0o644)
     answer = vllmops(*words, "http://127.0.0.1:9")
     assert (answer.code, answer.error["code"]) == (4, "keys.unsafe")

@@ -438,7 +438,7 @@ def test_what_is_no_archive(tmp_path: Path, content: bytes) -> None:
 
 
 def test_no_file_and_no_right_to_it(tmp_path: Path) -> None:
-    assert refused(tmp_path / "none").code == "file.missing"
+    assert refused(tmp_path / "none").code == "file.unreadable"
     assert refused(tmp_path).code == "file.unreadable"
 
 

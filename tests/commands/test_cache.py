@@ -296,7 +296,7 @@ def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "code", "exit_code"),
     [
-        (None, "file.missing", 5),
+        (None, "file.unreadable", 1),
         (b"", "file.not-a-snapshot", 1),
         (b"{", "file.not-a-snapshot", 1),
         (b'{"kind":"caches","schema":2}', "file.newer", 1),

@@ -162,7 +162,7 @@ def test_no_stacks(vllmops: Any, tmp_path: Path, content: bytes, code: str) -> N
 
 def test_no_file(vllmops: Any, tmp_path: Path) -> None:
     answer = vllmops("stacks", "explain", str(tmp_path / "absent"), "--json")
-    assert (answer.code, answer.error["code"]) == (5, "file.missing")
+    assert (answer.code, answer.error["code"]) == (1, "file.unreadable")
     answer = vllmops("stacks", "explain", str(tmp_path), "--json")
     assert (answer.code, answer.error["code"]) == (1, "file.unreadable")
 

@@ -270,7 +270,7 @@ def test_files_that_are_no_recording(
     path.write_bytes(content)
     answer = vllmops("memory", "report", str(path), "--json")
     assert answer.error["code"] == code
-    assert vllmops("memory", "report", str(tmp_path / "none"), "--json").code == 5
+    assert vllmops("memory", "report", str(tmp_path / "none"), "--json").code == 1
 
 
 def test_a_file_that_can_not_grow_is_told_and_the_recording_goes_on(

@@ -399,7 +399,7 @@ def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:
     assert "line 2: 'me' is no owner" in text.out
     assert "10 of 11 lines are broken" in text.err
     missing = vllmops("responses", "import", "/none", "--store", store, "--json")
-    assert (missing.code, missing.error["code"]) == (Exit.FAILED, "responses.unreadable")
+    assert (missing.code, missing.error["code"]) == (Exit.FAILED, "file.unreadable")
 
 
 def test_from_stdin(tmp_path: Path, home: Path) -> None:

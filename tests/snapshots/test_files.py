@@ -60,7 +60,7 @@ def test_another_kind_and_a_newer_one_are_told(tmp_path: Path) -> None:
 
 def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
     assert (refusal(tmp_path / "none").code, refusal(tmp_path).code) == (
-        "file.missing",
+        "file.unreadable",
         "file.unreadable",
     )
 

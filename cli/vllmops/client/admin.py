@@ -11,6 +11,7 @@ from .. import admin
 from ..errors import Exit, VllmopsError
 from ..keys import file
 from ..keys.ring import Ring
+from ..snapshots.files import DAMAGE
 from ..snapshots.keys import ProcessKeys
 from .agent import DECODERS
 from .listeners import distrust
@@ -96,7 +97,7 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
             held: ProcessKeys = DECODERS[ProcessKeys].decode(answer.content)
             return held
         raise refused(place, REFUSED.decode(answer.content).error)
-    except msgspec.DecodeError as error:
+    except DAMAGE as error:
         # vLLM's own answer, or a gateway's.
         raise VllmopsError(
             "admin.no-route",

@@ -24,6 +24,7 @@ from ..instances.processes import CLOCK_SLACK_S, Process
 from ..snapshots.caches import ProcessCaches, Silent
 from ..snapshots.compares import CompareWish, Comparison
 from ..snapshots.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
+from ..snapshots.files import DAMAGE
 from ..snapshots.keys import ProcessKeys
 from ..snapshots.memory import AgentMemory
 from ..snapshots.patches import ProcessPatches
@@ -359,7 +360,7 @@ def beat(process: Process) -> Pulse | None:
             found = BEATS.decode(read_private(path, uid, BEAT_BYTES))
         except OSError:
             return None
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except DAMAGE:
             time.sleep(0.005)  # caught in the middle of a write
             continue
         own = (
@@ -480,7 +481,7 @@ def decode(process: Process, content: bytes, kind: type[A]) -> A:
         if schema == SCHEMA:
             answer: A = DECODERS[kind].decode(content)
             return answer
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except DAMAGE as error:
         raise broken(process, f"its answer can't be read: {error}") from error
     age = "older" if schema < SCHEMA else "newer"
     raise VllmopsError(

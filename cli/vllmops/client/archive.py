@@ -9,7 +9,8 @@ import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
+from ..files import opened, unreadable
 
 MAGIC = b"\x1f\x8b"
 # Bundles of real servers have some MB; what a stranger packed may unfold to any size.
@@ -40,8 +41,10 @@ def packed(files: Mapping[str, bytes], at: float) -> bytes:
 
 
 def is_one(path: Path) -> bool:
-    """Whether a file begins as an archive does; not where it can't be read."""
+    """Whether a file begins as an archive does; not where it can't be read, or only once."""
     try:
+        if not path.is_file():
+            return False
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
@@ -75,15 +78,15 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
         wanted: tells by its name whether a file is to be read.
 
     Raises:
-        VllmopsError: ``file.missing`` (exit code 5), ``file.unreadable``, or ``bundle.damaged``
-            where it is broken, too large, or holds what no bundle holds: links, devices, names
-            that lead out of it.
+        VllmopsError: ``file.unreadable``, or ``bundle.damaged`` where it is broken, too large, or
+            holds what no bundle holds: links, devices, names that lead out of it.
     """
     found: dict[str, bytes] = {}
     left = LIMIT_READ
     try:
         with (
-            gzip.open(path) as unfolded,
+            opened(path) as file,
+            gzip.open(file) as unfolded,
             tarfile.open(fileobj=(stream := Limited(unfolded)), mode="r|") as archive,
         ):
             for number, member in enumerate(archive):
@@ -98,26 +101,20 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
                     raise tarfile.TarError(f"{member.name!r} does not belong in it")
                 if not 0 <= member.size <= LIMIT_BYTES:
                     raise tarfile.TarError(f"{member.name!r} has {member.size} bytes")
-                if wanted(str(name)) and (file := archive.extractfile(member)):
+                if wanted(str(name)) and (part := archive.extractfile(member)):
                     left -= member.size
                     if left < 0:
                         raise tarfile.TarError(
                             f"{name} and others have over {LIMIT_READ >> 20} MiB"
                         )
-                    found[str(name)] = file.read()
+                    found[str(name)] = part.read()
             # To the end, where the checksum stands.
             while stream.read(tarfile.RECORDSIZE):
                 pass
-    except FileNotFoundError as error:
-        raise VllmopsError(
-            "file.missing", f"there is no file {path}", exit_code=Exit.NOT_FOUND
-        ) from error
     except DAMAGE as error:
         raise damaged(path, str(error)) from error
     except OSError as error:
-        raise VllmopsError(
-            "file.unreadable", f"{path} can't be read: {error.strerror or error}"
-        ) from error
+        raise unreadable(path, error) from error
     return found
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from .. import __version__
 from ..errors import VllmopsError
+from ..files import not_written as file_not_written
 from ..files import write_atomically
 from ..snapshots import files
 from ..snapshots.bundles import Index, Missing, Part
@@ -110,11 +111,7 @@ def write(
 
 
 def not_written(path: Path, error: OSError) -> VllmopsError:
-    return VllmopsError(
-        "bundle.not-written",
-        f"{path} can't be written: {error.strerror or error}",
-        "choose another place with -o FILE",
-    )
+    return file_not_written(path, error, "bundle.not-written", "choose another place with -o FILE")
 
 
 def numbered(path: Path, number: int) -> Path:

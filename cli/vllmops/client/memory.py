@@ -14,13 +14,14 @@ import msgspec
 import psutil
 
 from ..errors import Exit, VllmopsError
-from ..files import read_private, take
+from ..files import not_written, read_private, take
+from ..files import read as read_bounded
 from ..home import home, make, own
 from ..instances.processes import CLOCK_SLACK_S, VITAL, Process
 from ..instances.record import Folder
 from ..instances.servers import Server
 from ..snapshots import files
-from ..snapshots.files import Journal, not_written
+from ..snapshots.files import Journal
 from ..snapshots.memory import (
     AgentMemory,
     End,
@@ -115,7 +116,7 @@ def read(path: Path) -> Recording:
     Raises:
         VllmopsError: as `files.read` and `decode` do.
     """
-    return decode(path, files.read(path))
+    return decode(path, read_bounded(path, files.MOST_BYTES))
 
 
 def decode(path: Path, content: bytes) -> Recording:

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
 from ..errors import Exit, VllmopsError
 from ..snapshots.watch import Event
+from ..targets import split
 
 HOOK_S = 30.0
 POST_S, TRIES, PAUSE_S = 5.0, 3, 1.0
@@ -155,11 +155,11 @@ class Webhook:
     def __init__(self, url: str, pause_s: float = PAUSE_S) -> None:
         self.url = url
         self.pause_s = pause_s
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise VllmopsError(
-                "usage", "--webhook wants an http or https URL", exit_code=Exit.USAGE
-            )
+        try:
+            parts = split(url)
+        except VllmopsError as error:
+            error.mend = "--webhook wants an http or https URL"
+            raise
         # Its path and its query may be secret.
         self.where = f"{parts.scheme}://{parts.hostname}/…"
 

@@ -7,6 +7,7 @@ is no stack gives no samples.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator
@@ -124,6 +125,7 @@ ENDS = re.compile(
 )
 RUN_TOGETHER = 160
 CACHED = 1 << 14  # lines: dumps repeat themselves
+NARROWEST = 19  # a line that a terminal wrapped is longer
 # A C++ name may take as many lines of a narrow terminal.
 JOINED = 14
 BEGUN = re.compile(
@@ -209,8 +211,10 @@ def read(text: str, name: str = "") -> Pasted:
     Returns:
         Samples, crashes and the cleaned text; no samples where it holds no stacks.
     """
-    if found := _json(text):
-        return found
+    # JSON of any shape, and of any depth.
+    with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+        if found := _json(text):
+            return found
     cleaned: list[str] = []
     streams = _streams(text, cleaned)
     reader = _Reader()
@@ -239,18 +243,11 @@ def _json(text: str) -> Pasted | None:
     if start[:1] not in {"[", "{"}:
         return None
     content = start.rstrip("` \r\n\t")
-    try:
-        documents = list(_documents(content))
-    except ValueError:
-        return None
-    for document in documents:
+    for document in list(_documents(content)):
         if isinstance(document, dict) and isinstance(document.get("data"), dict):
             document = document["data"]  # noqa: PLW2901 - the envelope of `stacks dump --json`
         if isinstance(document, dict) and "processes" in document:
-            try:
-                snapshots.append(msgspec.convert({"kind": "stacks", **document}, StacksSnapshot))
-            except msgspec.ValidationError:
-                return None
+            snapshots.append(msgspec.convert({"kind": "stacks", **document}, StacksSnapshot))
         by_pid: dict[int, list[Any]] = {}
         for thread in document if isinstance(document, list) else ():
             if isinstance(thread, dict):
@@ -334,7 +331,7 @@ FRAME_END = re.compile(r":\d+\)|\.so[\d.]*\)|, line \d+")
 def _join(raw: str, rest: list[str], width: int) -> tuple[int, str]:
     """How many of the next lines belong to a line, 0 where it is whole, and what they make."""
     line = raw.strip()
-    full = len(raw) >= width - 1
+    full = len(raw) >= width - 1 >= NARROWEST
     complete = _complete(line)
     begun = BEGUN.match(line)
     if not begun and not (full and PLAUSIBLE.match(line)):

@@ -22,6 +22,7 @@ import psutil
 
 from ..errors import VllmopsError
 from ..instances.processes import CLOCK_SLACK_S, Process
+from ..snapshots.files import DAMAGE
 from ..snapshots.stacks import (
     Frame,
     Local,
@@ -138,7 +139,7 @@ def parse(output: bytes, *, with_locals: bool = False) -> tuple[Thread, ...]:
     """
     try:
         threads = msgspec.json.decode(output, type=list[_Thread])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except DAMAGE as error:
         raise VllmopsError(
             "stacks.unreadable",
             f"py-spy's output is not as expected: {error}",

@@ -6,7 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -17,6 +17,8 @@ from ..instances.servers import find, resolve
 from ..responses.backend import FINISHED, owner_of, shown
 from ..responses.settings import STORE
 from ..responses.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
+from ..snapshots.files import DAMAGE
+from ..targets import Url, parsed
 from . import http
 
 TIMEOUT_S = 10.0
@@ -162,15 +164,8 @@ def place(target: str | None) -> Place:
     Raises:
         VllmopsError: as `resolve` does, or ``responses.no-url``.
     """
-    if target and target.startswith(("http://", "https://")):
-        url = target.rstrip("/").removesuffix("/v1")
-        try:
-            httpx.URL(url)
-            return Place(url, url, local=bool(LOCAL.fullmatch(urlsplit(url).hostname or "")))
-        except (ValueError, httpx.InvalidURL) as error:
-            raise VllmopsError(
-                "usage", f"{target}: {error}", "-t http://HOST:PORT", exit_code=Exit.USAGE
-            ) from error
+    if target is not None and isinstance(named := parsed(target), Url):
+        return Place(named.text, named.text, local=bool(LOCAL.fullmatch(named.host)))
     try:
         server = resolve(target)
     except VllmopsError as error:
@@ -261,7 +256,7 @@ class Http:
         try:
             listing = LISTING.decode(self.good(answer, "list responses").content)
             found = [made(bytes(each)) for each in listing.data]
-        except msgspec.DecodeError as error:
+        except DAMAGE as error:
             raise self.lacking("list responses") from error
         return Page(found, listing.has_more)
 
@@ -271,7 +266,7 @@ class Http:
             raise unknown(self.name, response_id, sure=response_id in answer.text)
         try:
             return made(self.good(answer, "retrieve a response").content)
-        except msgspec.DecodeError as error:
+        except DAMAGE as error:
             raise self.lacking("retrieve a response") from error
 
     async def items(self, response: Response) -> bytes:
@@ -497,7 +492,7 @@ def decoded(document: bytes) -> Head | None:
     """The head of a response object, None where it is none."""
     try:
         return HEAD.decode(document)
-    except msgspec.DecodeError:
+    except DAMAGE:
         return None
 
 
@@ -506,7 +501,7 @@ def keep(frame: bytes, found: list[Events]) -> None:
     data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
     try:
         event = SAID.decode(data)
-    except msgspec.DecodeError:
+    except DAMAGE:
         return  # [DONE], say
     if event.type in TERMINAL:
         return

@@ -17,7 +17,7 @@ from ..errors import Exit, VllmopsError
 from ..instances.servers import Server, resolve
 from ..output import Progress, Result, command
 from ..snapshots.caches import Silent
-from .options import Target
+from .options import Target, seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +38,7 @@ def attach_(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds until the agents must answer.")
+        float, typer.Option(parser=seconds(0.1), help="Seconds until the agents must answer.")
     ] = 15.0,
     json_: output.Json = False,
 ) -> Result:

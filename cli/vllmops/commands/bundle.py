@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from .. import output
+from .. import files, output
 from ..client import bundle as bundles
 from ..client.collecting import COLLECT_ENV_S, TIMEOUT_S, collect
 from ..diagnose.findings import Finding
@@ -21,7 +21,7 @@ from ..errors import Exit, VllmopsError
 from ..instances.servers import Server, find, resolve
 from ..output import Json, Progress, Result, command, size, table, typer_app
 from ..snapshots.bundles import Index
-from .options import Target
+from .options import Target, seconds, to_write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,6 +39,8 @@ def bundle(
         typer.Option(
             "--output",
             "-o",
+            readable=False,
+            callback=to_write,
             help="The file, or a folder for it; a name with server and time, here.",
             show_default=False,
         ),
@@ -46,7 +48,7 @@ def bundle(
     timeout: Annotated[
         float,
         typer.Option(
-            min=1,
+            parser=seconds(1),
             help="Seconds for everything but vLLM's collect_env, which has "
             f"{COLLECT_ENV_S:g} of its own beside.",
         ),
@@ -74,7 +76,7 @@ def bundle(
         return preview(server, redact=not no_redact)
     path = place(out, server.label)
     replace = force
-    if path.exists() and not force:
+    if path.is_file() and not force:
         output.confirm(f"{path} exists. Replace it?", "vllmops bundle --force, or another -o FILE")
         replace = True
     stop = threading.Event()
@@ -117,14 +119,12 @@ def place(out: Path | None, label: str) -> Path:
         VllmopsError: ``bundle.not-written``.
     """
     name = bundles.file_name(label, time.time())
-    path = Path(name) if out is None else out / name if out.is_dir() else out
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        why = "is not there" if not path.parent.exists() else "can't be written to"
-        raise VllmopsError(
-            "bundle.not-written",
-            f"{path.parent.absolute()} {why}",
-            "choose another place with -o FILE",
-        )
+    path = out or Path()
+    try:
+        path = path / name if path.is_dir() else path
+        files.check(path)
+    except OSError as error:
+        raise bundles.not_written(path.absolute(), error) from error
     return path
 
 

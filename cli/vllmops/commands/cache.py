@@ -31,7 +31,7 @@ from ..snapshots.caches import (
 )
 from .compare import compare
 from .findings import lines
-from .options import Target
+from .options import Target, seconds, to_write
 from .repair import repair
 from .reset import reset
 
@@ -63,7 +63,9 @@ def inspect(
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="What --save wrote, or a bundle, instead of a server.", metavar="[FILE]"
+            readable=False,
+            help="What --save wrote, or a bundle, instead of a server.",
+            metavar="[FILE]",
         ),
     ] = None,
     *,
@@ -72,11 +74,18 @@ def inspect(
         Severity, typer.Option(help="Exit code 1 from findings of this severity up.")
     ] = Severity.ERROR,
     watch: Annotated[bool, typer.Option("--watch", help="Look again and again.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option(parser=seconds(0.1), help="Seconds between looks.")
+    ] = 2.0,
     keys: Annotated[bool, typer.Option("--keys", help="Show every key, oldest first.")] = False,
     save: Annotated[
         Path | None,
-        typer.Option(help="Write the snapshot to this file too.", show_default=False),
+        typer.Option(
+            readable=False,
+            callback=to_write,
+            help="Write the snapshot to this file too.",
+            show_default=False,
+        ),
     ] = None,
     json_: output.Json = False,
 ) -> Result:

@@ -18,7 +18,7 @@ from ..output import Progress, Result, command
 from ..snapshots.caches import Silent
 from ..snapshots.compares import CompareWish, Comparison
 from .findings import lines
-from .options import Target
+from .options import Target, seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,9 +33,11 @@ def compare(
     fail_on: Annotated[
         Severity, typer.Option(help="Exit code 1 from findings of this severity up.")
     ] = Severity.ERROR,
-    apart: Annotated[float, typer.Option(min=0.1, help="Seconds between the two looks.")] = 0.5,
+    apart: Annotated[
+        float, typer.Option(parser=seconds(0.1), help="Seconds between the two looks.")
+    ] = 0.5,
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds for the engine to answer in.")
+        float, typer.Option(parser=seconds(1), help="Seconds for the engine to answer in.")
     ] = 10.0,
     json_: output.Json = False,
 ) -> Result:

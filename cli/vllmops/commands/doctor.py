@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from .. import namesake
 from ..diagnose import doctor as judge
 from ..diagnose.findings import Finding, Severity, worst
 from ..diagnose.stacks import StackFinding
 from ..errors import Exit, VllmopsError
-from ..output import Folded, Json, Line, Progress, Result, command, span, table, typer_app
+from ..output import Folded, Json, Line, Progress, Result, command, say, span, table, typer_app
 from ..snapshots.metrics import Metrics
 from ..snapshots.server import ServerSnapshot, Unseen
 from .explain import steps
 from .findings import STYLES
-from .options import Target
+from .options import Target, seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,7 +52,7 @@ def doctor(
     ctx: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(help="A bundle, instead of a server.", metavar="[FILE]"),
+        typer.Argument(readable=False, help="A bundle, instead of a server.", metavar="[FILE]"),
     ] = None,
     *,
     target: Target = None,
@@ -64,7 +65,7 @@ def doctor(
         bool, typer.Option("--list", help="Name every check, and look at nothing.")
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds over which metrics are compared.")
+        float, typer.Option(parser=seconds(0.1), help="Seconds over which metrics are compared.")
     ] = 1.0,
     canary: Annotated[
         bool,
@@ -103,6 +104,8 @@ def doctor(
 
         snapshot = bundle.load(file)
     else:
+        if line := namesake.warning():
+            say(line, "yellow")
         snapshot = live(target, interval, canary=canary, quiet=json_)
     told = judge.examine(snapshot)
     found = [each for each in told.findings if each.code in wanted]

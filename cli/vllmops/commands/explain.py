@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,9 @@ from ..diagnose import stacks as judge
 from ..diagnose.findings import Severity, worst
 from ..diagnose.progress import PATIENCE_S
 from ..errors import Exit, VllmopsError
+from ..files import STDIN, read, spelt
 from ..instances.servers import Server
+from ..numbers import MOST, number
 from ..output import Folded, Line, Result
 from ..snapshots import files
 from ..snapshots.pasted import Pasted
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 
 STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
+MOST_BYTES, MOST_LINES = 16 << 20, 200_000
 MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
 CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
@@ -151,32 +155,35 @@ def facts(told: Sequence[str]) -> dict[str, str]:
 
 
 def is_number(value: str) -> bool:
-    return value.replace(".", "", 1).isdigit()
+    with contextlib.suppress(ValueError):
+        number(value, 0, MOST)
+        return True
+    return False
 
 
 def load(file: Path | None) -> Pasted:
     """The stacks in a file, or in standard input.
 
     Raises:
-        VllmopsError: as `files.read` does; ``usage`` where nothing is piped in; ``stacks.empty``,
+        VllmopsError: as `read` does; ``usage`` where nothing is piped in; ``stacks.empty``,
             ``stacks.binary``, or ``stacks.not-found`` where it holds no stacks.
     """
-    if file is None and sys.stdin.isatty():
+    if file is None and sys.stdin is not None and sys.stdin.isatty():
         raise VllmopsError(
             "usage",
             "give a FILE, or pipe stacks in",
             "vllmops stacks explain FILE",
             exit_code=Exit.USAGE,
         )
-    if file is None or str(file) == "-":
-        where, content = "standard input", sys.stdin.buffer.read()
-    else:
-        where, content = str(file), files.read(file)
+    source = file or Path(STDIN)
+    where, content = spelt(source), read(source, MOST_BYTES)
     if not content.strip():
         raise VllmopsError("stacks.empty", f"{where} is empty", MEND)
     text = decoded(content)
     if text is None:
         raise VllmopsError("stacks.binary", f"{where} is binary, not text", MEND)
+    if text.count("\n") > MOST_LINES:
+        raise VllmopsError("file.too-large", f"{where} has more than {MOST_LINES:,} lines", MEND)
     pasted = paste.read(text, file.name if file else "")
     if not pasted.samples and not pasted.crashes:
         raise VllmopsError("stacks.not-found", f"there are no stacks in {where}", MEND)

@@ -11,10 +11,11 @@ import typer
 
 from .. import output
 from ..errors import Exit, VllmopsError
-from ..files import write_atomically
+from ..files import not_written, write_atomically
 from ..keys import file
 from ..keys.ring import Key, Ring, fresh, only
 from ..output import Result, Verbatim, command
+from .options import to_write
 
 app = output.typer_app()
 
@@ -32,7 +33,12 @@ class Format(StrEnum):
 
 Out = Annotated[
     Path | None,
-    typer.Option(help="Write it to this file, for its owner's eyes only.", show_default=False),
+    typer.Option(
+        readable=False,
+        callback=to_write,
+        help="Write it to this file, for its owner's eyes only.",
+        show_default=False,
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that is there.")]
 
@@ -124,8 +130,5 @@ def save(path: Path, text: str, *, force: bool) -> None:
             exit_code=Exit.USAGE,
         ) from error
     except OSError as error:
-        raise VllmopsError(
-            "keys.not-written",
-            f"{path} can't be written: {error.strerror or error}",
-            "choose another place with --out",
-        ) from error
+        mend = "choose another place with --out"
+        raise not_written(path, error, "keys.not-written", mend) from error

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import output
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..keys import file
 from ..keys.ring import DAY_S, Ring
+from ..numbers import CENTURY_S
 from ..output import Result, table
-from .options import duration
+from .options import time_
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,21 +34,11 @@ def kids(incomplete: str) -> list[str]:
     return []
 
 
-def overlap_s(text: str) -> float:
-    """Seconds from what was given as ``--overlap``.
-
-    Raises:
-        VllmopsError: ``usage``.
-    """
-    if (seconds := duration(text)) > LONGEST_S:
-        raise VllmopsError("usage", "--overlap is over a century", "30d", exit_code=Exit.USAGE)
-    return seconds
-
-
 Keyring = Annotated[
     Path | None,
     typer.Option(
         "--keyring",
+        readable=False,
         metavar="FILE",
         help="The keyring; otherwise VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
         show_default=False,
@@ -57,6 +48,7 @@ Kid = Annotated[str, typer.Argument(metavar="KID", help="The key.", autocompleti
 Overlap = Annotated[
     str | None,
     typer.Option(
+        parser=time_,
         metavar="TIME",
         help="For how long the old primary opens what it sealed [as long as carriers live: 30d, or"
         " the longest `serve --carrier-ttl`].",
@@ -108,7 +100,9 @@ def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
 
 def when(epoch: float | None) -> str:
     """A moment for a person, in UTC; a dash where there is none."""
-    return "-" if epoch is None else time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))
+    if epoch is None or not abs(epoch) <= 10 * CENTURY_S:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))
 
 
 def said(*lines: str, quiet: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ import typer
 
 from .. import output
 from ..errors import Exit, VllmopsError
+from ..files import read
 from ..keys import file
 from ..keys.ring import Key, Ring, Status, fresh, from_hex
 from ..output import Result, Verbatim, command, confirm
@@ -160,7 +160,10 @@ def harm(ring: Ring, kid: str) -> str:
 @command
 def import_(
     source: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What keygen or export wrote; - reads stdin.")
+        Path,
+        typer.Argument(
+            readable=False, metavar="FILE", help="What keygen or export wrote; - reads stdin."
+        ),
     ],
     *,
     verify_only: Annotated[
@@ -197,12 +200,9 @@ def parsed(source: Path, *, verify_only: bool) -> Key | Ring:
     """A key or a ring from a file or from stdin.
 
     Raises:
-        VllmopsError: ``keys.unreadable``, or whatever is wrong with what is there.
+        VllmopsError: as `files.read` does, or whatever is wrong with what is there.
     """
-    try:
-        content = sys.stdin.buffer.read() if str(source) == "-" else source.read_bytes()
-    except OSError as error:
-        raise file.unreadable(source, error) from error
+    content = read(source, file.MOST_BYTES)
     if content.lstrip().startswith(b"{"):
         return file.decode(content, source)
     text = content.decode(errors="replace").strip()

@@ -17,7 +17,7 @@ from ..instances.processes import Role
 from ..instances.record import Folder
 from ..instances.servers import find, resolve
 from ..output import Json, Result, Verbatim, command, show, typer_app
-from .options import Target, TargetArgument
+from .options import Target, TargetArgument, count
 
 app = typer_app()
 
@@ -38,7 +38,8 @@ def logs(
     target: Target = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
     lines: Annotated[
-        int | None, typer.Option("--lines", "-n", min=0, help="The last so many lines only.")
+        int | None,
+        typer.Option("--lines", "-n", parser=count(0), help="The last so many lines only."),
     ] = None,
     part: Annotated[
         Part | None, typer.Option("--process", help="Lines of one kind of process only.")

@@ -17,10 +17,11 @@ from ..diagnose import memory as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit, VllmopsError
 from ..instances.servers import resolve
+from ..numbers import MOST
 from ..output import Json, Progress, Result, command, size
 from ..snapshots import files
 from ..snapshots.memory import MemorySample, Recording, RecordingHead
-from .options import Target
+from .options import YEAR_S, Target, count, seconds, size_, to_write
 from .recording import notes, shown
 
 app = output.typer_app("Memory of a server's processes over time.")
@@ -35,11 +36,18 @@ UNKEPT = "this recording is not kept for doctor and bundle"
 FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", help="Draw it: a .png or an .svg.", show_default=False),
+    typer.Option(
+        "--plot",
+        readable=False,
+        callback=to_write,
+        help="Draw it: a .png or an .svg.",
+        show_default=False,
+    ),
 ]
 Tolerance = Annotated[
-    str | None,
+    int | None,
     typer.Option(
+        parser=size_,
         help="Growth that counts as none, for each round or hour: 500K, 2M, 1G. "
         "0.1 % of a process's RSS for each round, 1 % for each hour.",
         show_default=False,
@@ -58,15 +66,20 @@ def record(
     *,
     target: Target = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of the load.", show_default=str(ROUNDS))
+        int | None,
+        typer.Option(parser=count(), help="Rounds of the load.", show_default=str(ROUNDS)),
     ] = None,
     interval: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Seconds between samples.", show_default=f"{INTERVAL_S:g}"),
+        typer.Option(
+            parser=seconds(0.1), help="Seconds between samples.", show_default=f"{INTERVAL_S:g}"
+        ),
     ] = None,
     duration: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Seconds in all.", show_default=f"{DURATION_S:g}"),
+        typer.Option(
+            parser=seconds(0.1, YEAR_S), help="Seconds in all.", show_default=f"{DURATION_S:g}"
+        ),
     ] = None,
     load: Annotated[
         str | None,
@@ -77,17 +90,21 @@ def record(
         ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=1, help="Of a built-in load, each round.")
+        int, typer.Option(parser=count(), help="Of a built-in load, each round.")
     ] = REQUESTS,
-    inputs: Annotated[int, typer.Option(min=1, help="Images in each request.")] = INPUTS,
+    inputs: Annotated[int, typer.Option(parser=count(), help="Images in each request.")] = INPUTS,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="Of a built-in load's inputs; else new.", show_default=False),
+        typer.Option(
+            parser=count(0, MOST), help="Of a built-in load's inputs; else new.", show_default=False
+        ),
     ] = None,
     tolerance: Tolerance = None,
     save: Annotated[
         Path | None,
         typer.Option(
+            readable=False,
+            callback=to_write,
             help="Write each sample to this file at once; else the newest recording is kept for "
             "doctor and bundle.",
             show_default=False,
@@ -109,7 +126,6 @@ def record(
     to a process of yours or of root's alone.
     """
     rounds, interval, duration = plan(rounds, interval, duration, load)
-    tolerance_bytes = parsed(tolerance)
     if plot_:
         plot.check(plot_)
     server = resolve(target)
@@ -134,7 +150,7 @@ def record(
         load=load or "",
         requests=requests if built_in else None,
         seed=seed if built_in else None,
-        tolerance_bytes=tolerance_bytes,
+        tolerance_bytes=tolerance,
     )
     watch = Watch(server)
     journal = files.Journal(save, head) if save else kept(server.label, head)
@@ -153,7 +169,7 @@ def record(
         trouble = None
     if not recorder.recording.samples:
         raise trouble or KeyboardInterrupt
-    found = result(recorder.recording, tolerance_bytes, fail_on, plot_)
+    found = result(recorder.recording, tolerance, fail_on, plot_)
     if plot_:
         try:
             plot.draw(recorder.recording, plot_)
@@ -170,7 +186,9 @@ def record(
 @app.command(epilog="Example: vllmops memory report memory.json --plot memory.svg")
 @command
 def report(
-    file: Annotated[Path, typer.Argument(help="What `memory record --save` wrote, or a bundle.")],
+    file: Annotated[
+        Path, typer.Argument(readable=False, help="What `memory record --save` wrote, or a bundle.")
+    ],
     *,
     tolerance: Tolerance = None,
     plot_: Plot = None,
@@ -183,7 +201,7 @@ def report(
     recording = bundled(file) if archive.is_one(file) else read(file)
     if plot_:
         plot.draw(recording, plot_)
-    return result(recording, parsed(tolerance), fail_on, plot_)
+    return result(recording, tolerance, fail_on, plot_)
 
 
 def bundled(file: Path) -> Recording:
@@ -235,23 +253,6 @@ def plan(
 
 def usage(message: str, mend: str) -> VllmopsError:
     return VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
-
-
-def parsed(amount: str | None) -> int | None:
-    """Bytes that a person wrote: ``500K``, ``2M``, ``1G``, or plain."""
-    if amount is None:
-        return None
-    number, unit = (amount[:-1], amount[-1]) if amount[-1:].upper() in UNITS else (amount, "")
-    try:
-        found = int(float(number) * UNITS.get(unit.upper(), 1))
-    except (ValueError, OverflowError):
-        found = -1
-    if found < 0:
-        raise usage(f"--tolerance {amount!r} is no number of bytes", "--tolerance 2M, say")
-    return found
-
-
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def result(

@@ -3,16 +3,69 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from ..admin import PLACE
 from ..errors import Exit, VllmopsError
+from ..files import STDIN
+from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
+from ..targets import parsed
+
+T = TypeVar("T")
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+TINIEST_S = 0.001
+YEAR_S = 366 * DAY_S
+MOST_COUNTED = 1_000_000_000
+
+
+def seconds(least: float = 0.0, most: float = LONGEST_WAIT_S) -> Callable[[object], float]:
+    """A parser for an option in seconds: finite, and not longer than a process can wait."""
+
+    def parsed(value: object) -> float:
+        return refused(lambda: number(str(value), least, most))
+
+    parsed.__name__ = "seconds"  # what --help calls the value
+    return parsed
+
+
+def count(least: int = 1, most: int = MOST_COUNTED) -> Callable[[object], int]:
+    """A parser for an option that is a whole number."""
+
+    def parsed(value: object) -> int:
+        return refused(lambda: whole(str(value), least, most))
+
+    parsed.__name__ = "n"
+    return parsed
+
+
+def time_(value: object) -> str:
+    """A parser for an option that `duration` reads later on."""
+    refused(lambda: duration(str(value)))
+    return str(value)
+
+
+def size_(value: object) -> int:
+    """A parser for bytes: ``500K``, ``2M``, ``1G``, or plain."""
+    text = str(value)
+    scale = SIZES.get(text[-1:].upper(), 1)
+    return refused(lambda: int(number(text if scale == 1 else text[:-1], 0, MOST / scale) * scale))
+
+
+def refused(parse: Callable[[], T]) -> T:
+    """What is parsed; where it can't be, Typer's error, which names the option."""
+    try:
+        return parse()
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from error
+    except VllmopsError as error:
+        raise typer.BadParameter(f"{error.message}; {error.mend}.") from error
 
 
 def duration(text: str) -> float:
@@ -22,11 +75,22 @@ def duration(text: str) -> float:
         VllmopsError: ``usage``.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
-    if not found or not float(found[1]):
+    length = float(found[1]) * UNITS[found[2]] if found else 0.0
+    if not TINIEST_S <= length <= CENTURY_S:
         raise VllmopsError(
-            "usage", f"{text!r} is no duration", "write it as 15m, 36h or 30d", exit_code=Exit.USAGE
+            "usage",
+            f"{text!r} is no duration",
+            "write it as 15m, 36h or 30d, up to 36500d",
+            exit_code=Exit.USAGE,
         )
-    return float(found[1]) * UNITS[found[2]]
+    return length
+
+
+def to_write(path: Path | None) -> Path | None:
+    """A callback for an option that names a file to write; ``-`` is none: stdout has the result."""
+    if path is not None and str(path) == STDIN:
+        raise typer.BadParameter("it wants the name of a file; ./- is one.")
+    return path
 
 
 def running_names(incomplete: str) -> list[str]:
@@ -52,22 +116,37 @@ def patch_ids(incomplete: str) -> list[str]:
     return [name for name in PATCHES if name.startswith(incomplete)]
 
 
+def named(ctx: typer.Context, param: typer.CallbackParam, target: str | None) -> str | None:
+    """A target that was typed, if it can be one; what the environment has may not be needed."""
+    source = param.name and ctx.get_parameter_source(param.name)
+    if target is not None and source and source.name == "COMMANDLINE":
+        parsed(target)
+    return target
+
+
 HELP = "Instance name, pid or URL of a server; not needed where only one runs."
 
 Target = Annotated[
     str | None,
     typer.Option(
-        "--target", "-t", envvar="VLLMOPS_TARGET", help=HELP, autocompletion=running_names
+        "--target",
+        "-t",
+        envvar="VLLMOPS_TARGET",
+        help=HELP,
+        autocompletion=running_names,
+        callback=named,
     ),
 ]
 # Not from the environment: the option below it is, and an argument stands before both.
 TargetArgument = Annotated[
-    str | None, typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name)
+    str | None,
+    typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name, callback=named),
 ]
 AdminToken = Annotated[
     Path | None,
     typer.Option(
         "--admin-token",
+        readable=False,
         metavar="FILE",
         envvar=PLACE,
         show_envvar=False,  # its name is too long for a narrow terminal

@@ -16,7 +16,7 @@ from ..instances.servers import Server, resolve
 from ..instances.takedown import in_flight
 from ..output import Progress, Result, command
 from ..snapshots.resets import ResetDone, ResetWish
-from .options import Target
+from .options import Target, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ def reset(
     *,
     target: Target = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to wait for requests in flight.")
+        float, typer.Option(parser=seconds(0.1), help="Seconds to wait for requests in flight.")
     ] = 60.0,
     now: Annotated[
         bool,

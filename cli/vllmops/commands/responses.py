@@ -18,7 +18,7 @@ from ..responses.backend import CursorUnknown, Stats
 from ..responses.store import document
 from .check_store import check_store
 from .keyring import when
-from .options import Target
+from .options import Target, count
 from .removal import cancel, delete, purge
 from .sources import (
     PAGE,
@@ -71,7 +71,9 @@ def list_(
     status: Statuses = None,
     model: Model = None,
     since: Since = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="At most so many.")] = 20,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", parser=count(), help="At most so many.")
+    ] = 20,
     every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     after: Annotated[
         str | None,

@@ -18,7 +18,8 @@ from ..keys import file, rotation
 from ..keys.ring import Key, Ring, Status, days, fresh
 from ..keys.rotation import Stage
 from ..output import Progress, Result, command, table
-from .keyring import LONGEST_S, Keyring, Overlap, listing, overlap_s, result, ring_path, when
+from .keyring import LONGEST_S, Keyring, Overlap, listing, result, ring_path, when
+from .options import duration, seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,7 +41,8 @@ def rotate(
     *,
     overlap: Overlap = None,
     timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait until every server has the new key.")
+        float,
+        typer.Option(parser=seconds(), help="Seconds to wait until every server has the new key."),
     ] = 30.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
@@ -97,7 +99,7 @@ def period(overlap: str | None, path: Path) -> Period:
     live = f"carriers{f' of {whose}' if whose else ''} live for {days(needed)}"
     if overlap is None:
         return Period(min(needed, LONGEST_S), live)
-    seconds = overlap_s(overlap)
+    seconds = duration(overlap)
     return Period(seconds, "--overlap" + (f", though {live}" if seconds < needed else ""))
 
 

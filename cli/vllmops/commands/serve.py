@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 from typer.core import TyperCommand
 
-from .. import admin
+from .. import admin, namesake
 from .. import demo as demos
 from ..errors import Exit, VllmopsError
 from ..instances import launch, logs
@@ -26,12 +26,13 @@ from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
 from ..instances.record import Failure, Folder, Record, State
 from ..instances.servers import option
 from ..keys import file as keys
-from ..output import Json, Progress, Result, Verbatim, command, show, span, typer_app
+from ..numbers import MOST
+from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..patches.registry import OFF, known
 from ..responses import settings
 from ..responses.store import ResponseStore
 from .keyring import Keyring
-from .options import AdminToken, duration, patch_ids
+from .options import AdminToken, count, duration, patch_ids, time_
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +80,9 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Port to listen on; a free one from 8000 otherwise."),
+        typer.Option(
+            parser=count(1, 65535), help="Port to listen on; a free one from 8000 otherwise."
+        ),
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return once it is ready; it goes on serving.")
@@ -104,12 +107,14 @@ def serve(
         ),
     ] = None,
     store_max_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Responses that are kept [10000].")
+        int | None, typer.Option(parser=count(1, MOST), help="Responses that are kept [10000].")
     ] = None,
     store_ttl: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="How long one is kept after its last use, such as 12h [30d]."
+            parser=time_,
+            metavar="TIME",
+            help="How long one is kept after its last use, such as 12h [30d].",
         ),
     ] = None,
     keyring: Keyring = None,
@@ -123,7 +128,9 @@ def serve(
     ] = None,
     carrier_ttl: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="For how long one is taken back, such as 12h [30d]."),
+        typer.Option(
+            parser=time_, metavar="TIME", help="For how long one is taken back, such as 12h [30d]."
+        ),
     ] = None,
     admin_token: AdminToken = None,
     dry_run: Annotated[
@@ -166,6 +173,8 @@ def serve(
         return Result(instance(planned), lambda: shell_lines(planned))
     launch.check(order)
     check_store(order)
+    if line := namesake.warning():
+        say(line, "yellow")
     reserved = launch.reserve(order)
     wish = Wish(hold=not detach)
     control = start_supervisor(

@@ -19,7 +19,7 @@ from ..errors import Exit, VllmopsError
 from ..output import Progress, Result, span
 from ..responses.backend import STATUSES, CursorUnknown, Query, Response, StoreUnavailable
 from ..responses.store import document
-from .options import duration
+from .options import duration, time_
 
 if TYPE_CHECKING:
     from ..client.responses import Outcome, Source
@@ -109,13 +109,20 @@ Model = Annotated[
 Since = Annotated[
     str | None,
     typer.Option(
-        metavar="TIME", help="Made within this time only: 15m, 36h, 30d.", show_default=False
+        parser=time_,
+        metavar="TIME",
+        help="Made within this time only: 15m, 36h, 30d.",
+        show_default=False,
     ),
 ]
 OlderThan = Annotated[
     str | None,
     typer.Option(
-        "--older-than", metavar="TIME", help="Made before that: 15m, 36h, 30d.", show_default=False
+        "--older-than",
+        parser=time_,
+        metavar="TIME",
+        help="Made before that: 15m, 36h, 30d.",
+        show_default=False,
     ),
 ]
 

@@ -17,7 +17,7 @@ from ..instances.processes import Role
 from ..instances.servers import resolve
 from ..output import Folded, Line, Result, command
 from ..snapshots.stacks import Options, ProcessStacks, StacksSnapshot, Thread
-from .options import Target
+from .options import Target, count, seconds, to_write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,7 +50,7 @@ def dump(
     *,
     target: Target = None,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds for all processes together.")
+        float, typer.Option(parser=seconds(0.1), help="Seconds for all processes together.")
     ] = 20.0,
     locals_: Annotated[
         bool,
@@ -73,6 +73,8 @@ def dump(
     save: Annotated[
         Path | None,
         typer.Option(
+            readable=False,
+            callback=to_write,
             help="Write the snapshot to this file too, in place of what it holds.",
             show_default=False,
         ),
@@ -82,11 +84,13 @@ def dump(
     ] = False,
     samples: Annotated[
         int | None,
-        typer.Option(min=1, help="Dumps to explain.", show_default=str(SAMPLES)),
+        typer.Option(parser=count(), help="Dumps to explain.", show_default=str(SAMPLES)),
     ] = None,
     interval: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds between them.", show_default=f"{INTERVAL_S:g}"),
+        typer.Option(
+            parser=seconds(), help="Seconds between them.", show_default=f"{INTERVAL_S:g}"
+        ),
     ] = None,
     fail_on: FailOn = Severity.ERROR,
     json_: output.Json = False,
@@ -167,6 +171,7 @@ def explain(
     file: Annotated[
         Path | None,
         typer.Argument(
+            readable=False,
             metavar="[FILE | -]",
             help="Stacks in any form, or a bundle; - for standard input.",
             allow_dash=True,

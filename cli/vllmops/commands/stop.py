@@ -16,7 +16,7 @@ from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find, resolve
 from ..instances.takedown import drain, take_down
 from ..output import Json, Progress, Result, command, typer_app
-from .options import Target, TargetArgument
+from .options import Target, TargetArgument, seconds
 from .serve import failed, instance, stay, summary
 
 stop_app = typer_app()
@@ -24,7 +24,7 @@ restart_app = typer_app()
 
 Timeout = Annotated[
     float,
-    typer.Option(min=0, help="Seconds that requests in flight get to finish."),
+    typer.Option(parser=seconds(), help="Seconds that requests in flight get to finish."),
 ]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requests in flight.")]
 

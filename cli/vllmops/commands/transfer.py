@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import msgspec
 import typer
 
 from .. import output
 from ..errors import Exit, VllmopsError
+from ..files import not_written, opened, unreadable, written
 from ..output import Json, Progress, Result, Verbatim, command
 from ..responses import archive
 from ..responses.backend import EVERYBODY, Limits, Response
-from .options import Target
+from .options import Target, to_write
 from .sources import (
     Counting,
     Model,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from ..client.responses import Source
 
 SHOWN = 10  # broken lines
+MOST_BYTES = 64 << 20  # of a line
 
 
 class Exported(msgspec.Struct):
@@ -63,7 +63,15 @@ def export(
     since: Since = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write it there.", show_default=False),
+        typer.Option(
+            "--out",
+            "-o",
+            readable=False,
+            callback=to_write,
+            metavar="FILE",
+            help="Write it there.",
+            show_default=False,
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
     json_: Json = False,
@@ -114,30 +122,16 @@ def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], N
         "another --out",
         exit_code=Exit.USAGE,
     )
-    if out.exists() and not force:
+    if os.path.isfile(out) and not force:
         raise exists
-    name = ""
     try:
-        descriptor, name = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
-        with open(descriptor, "wb") as file:
+        with written(out, overwrite=force) as file:
             yield lambda lines: file.writelines(each + b"\n" for each in lines)
-            file.flush()
-            os.fsync(descriptor)
-        if force:
-            os.replace(name, out)
-        else:
-            os.link(name, out)
     except FileExistsError as error:
         raise exists from error
     except OSError as error:
-        raise VllmopsError(
-            "responses.not-written",
-            f"{out} can't be written: {error.strerror or error}",
-            "choose another place with --out",
-        ) from error
-    finally:
-        if name:
-            Path(name).unlink(missing_ok=True)
+        mend = "choose another place with --out"
+        raise not_written(out, error, "responses.not-written", mend) from error
 
 
 async def exported(
@@ -211,7 +205,8 @@ class Imported(msgspec.Struct):
 @command
 def import_(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `export` wrote; - reads stdin.")
+        Path,
+        typer.Argument(readable=False, metavar="FILE", help="What `export` wrote; - reads stdin."),
     ],
     *,
     target: Target = None,
@@ -288,29 +283,32 @@ def store_behind(target: str | None) -> str:
 
 
 @contextmanager
-def lines_of(file: Path) -> Iterator[IO[bytes]]:
+def lines_of(file: Path) -> Iterator[Iterable[bytes]]:
     """A file's lines.
 
     Raises:
-        VllmopsError: ``responses.unreadable``.
+        VllmopsError: as `opened` does.
     """
-    if str(file) == "-":
+    with opened(file) as source:
+        if file.is_file():
+            yield bounded(source)
+            return
         # All of it first: whoever waits for a pipe does not hear of Ctrl-C in an event loop.
         with tempfile.TemporaryFile() as spooled:
-            shutil.copyfileobj(sys.stdin.buffer, spooled)
+            try:
+                spooled.writelines(bounded(source))
+            except OSError as error:
+                raise unreadable(file, error) from error
             spooled.seek(0)
-            yield spooled
-        return
-    try:
-        opened = file.open("rb")
-    except OSError as error:
-        raise VllmopsError(
-            "responses.unreadable",
-            f"{file}: {error.strerror or error}",
-            "the name of a file that vllmops responses export wrote",
-        ) from error
-    with opened:
-        yield opened
+            yield bounded(spooled)
+
+
+def bounded(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a file; one that is too long is cut, and the last: it may never end."""
+    while line := file.readline(MOST_BYTES + 1):
+        yield line
+        if len(line) > MOST_BYTES:
+            return
 
 
 async def imported(
@@ -337,9 +335,12 @@ async def imported(
 
 async def taken(store: Any, number: int, text: bytes, done: Imported, *, overwrite: bool) -> None:
     """Take one line into a store."""
+    if len(text) > MOST_BYTES:
+        done.broken[number] = f"longer than {MOST_BYTES >> 20} MiB; nothing behind it is read"
+        return
     try:
         response, events = archive.decode(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         done.broken[number] = f"{error}"
         return
     new = await patiently(lambda: store.create(response))

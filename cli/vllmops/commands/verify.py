@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -13,6 +13,7 @@ import typer
 
 from .. import output
 from ..errors import Exit
+from ..files import STDIN, read
 from ..keys import file
 from ..output import Result, command, span, table
 from .keyring import Keyring, when
@@ -38,9 +39,11 @@ def verify(
 
     Exit code 1 where a server that holds this keyring would refuse it.
     """
-    from ..keys.carrier import CarrierError, genuine, refusal  # noqa: PLC0415
+    from ..keys.carrier import MOST_BYTES, CarrierError, genuine, refusal  # noqa: PLC0415
 
-    text = (sys.stdin.read() if carrier == "-" else carrier).strip().strip("\"'")
+    if carrier == STDIN:
+        carrier = read(Path(STDIN), 2 * MOST_BYTES).decode("ascii", "replace")
+    text = carrier.strip().strip("\"'")
     ring = file.source(os.environ, keyring).load()
     data: dict[str, Any] = {"valid": False, "case": None, "reason": "", "kid": None}
     try:

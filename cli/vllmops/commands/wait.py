@@ -14,7 +14,7 @@ from ..instances.processes import alive
 from ..instances.record import Folder, State
 from ..instances.servers import Server, resolve
 from ..output import Json, Progress, Result, command, span, typer_app
-from .options import Target, TargetArgument
+from .options import Target, TargetArgument, seconds
 from .serve import failed
 
 app = typer_app()
@@ -34,7 +34,8 @@ def wait(
     target: Target = None,
     goal: Annotated[Goal, typer.Option("--for", help="What to wait for.")] = Goal.READY,
     timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds to wait at most; for ever otherwise.")
+        float | None,
+        typer.Option(parser=seconds(), help="Seconds to wait at most; for ever otherwise."),
     ] = None,
     json_: Json = False,
 ) -> Result:

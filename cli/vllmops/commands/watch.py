@@ -27,7 +27,7 @@ from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, command, span, typer_app
 from ..snapshots.watch import Event
-from .options import Target
+from .options import YEAR_S, Target, count, seconds
 
 app = typer_app()
 
@@ -39,20 +39,27 @@ LOUD = {"stalled", "failed", "trouble"}
 def watch(
     *,
     target: Target = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = INTERVAL_S,
+    interval: Annotated[
+        float, typer.Option(parser=seconds(0.1), help="Seconds between looks.")
+    ] = INTERVAL_S,
     checks: Annotated[
-        int, typer.Option(min=1, help="Looks in a row in which nothing moves.")
+        int, typer.Option(parser=count(), help="Looks in a row in which nothing moves.")
     ] = CHECKS,
     patience: Annotated[
         float,
-        typer.Option(min=1, help="Seconds without a token that are no stall yet."),
+        typer.Option(parser=seconds(1), help="Seconds without a token that are no stall yet."),
     ] = PATIENCE_S,
     once: Annotated[
         bool, typer.Option("--once", help="End with the first stall: exit code 1.")
     ] = False,
     for_: Annotated[
         float | None,
-        typer.Option("--for", min=0, help="End after so many seconds.", show_default=False),
+        typer.Option(
+            "--for",
+            parser=seconds(most=YEAR_S),
+            help="End after so many seconds.",
+            show_default=False,
+        ),
     ] = None,
     exec_: Annotated[
         str | None,
@@ -80,6 +87,7 @@ def watch(
         typer.Option(
             "--output",
             "-o",
+            readable=False,
             help="Folder for the evidence; bundles/ in VLLMOPS_HOME.",
             show_default=False,
         ),

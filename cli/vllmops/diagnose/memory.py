@@ -17,6 +17,7 @@ import msgspec
 
 from ..snapshots.memory import AgentMemory, MemorySample, ProcessMemory, Recording
 from .findings import Finding, Rule, Severity
+from .student import quantile
 
 CONFIDENCE = 0.95
 LEAST_STEPS = 3
@@ -271,10 +272,7 @@ def halfwidth(scatter: float, count: int, apart: float) -> float:
         count: of the slopes.
         apart: rounds or hours that each is over.
     """
-    from scipy.special import stdtrit  # noqa: PLC0415 - not scipy.stats, which takes 1 s to load
-
-    quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
-    return quantile * max(scatter, STEP_BYTES / apart) / math.sqrt(count)
+    return quantile(CONFIDENCE, count - 1) * max(scatter, STEP_BYTES / apart) / math.sqrt(count)
 
 
 def enough(scatter: float, count: int, apart: float, distance: float, most: int) -> int | None:

@@ -23,9 +23,10 @@ from ..files import take
 from ..home import home
 from ..responses.opening import CLASS
 from ..responses.settings import STORE
-from . import ports
+from ..targets import NAME
+from . import logs, ports
 from .processes import alive
-from .record import NAME, Folder, Record, State, create_root, folders, named
+from .record import Folder, Record, State, create_root, folders, named
 from .servers import find, option
 
 FIRST_PORT, LAST_PORT = 8000, 8999
@@ -72,9 +73,10 @@ def check(order: Order) -> None:
     """Refuse what can't work before a minute of loading.
 
     Raises:
-        VllmopsError: ``vllm.missing``, ``model.missing``, ``model.unreadable``, ``host.unknown``
-            or ``port.taken``.
+        VllmopsError: ``usage``, ``vllm.missing``, ``model.missing``, ``model.unreadable``,
+            ``host.unknown`` or ``port.taken``.
     """
+    logs.limit()
     check_installed()
     check_model(order.model)
     if order.port is not None:

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ..errors import Exit, VllmopsError
 from ..files import ANYBODY, open_plain
+from ..numbers import whole
 from .processes import Role
 from .record import Failure
 
+LIMIT = "VLLMOPS_LOG_MAX_BYTES"
+LIMIT_BYTES = 64 << 20
 STAGES = ("launching", "launched", "loading weights", "profiling", "warming up", "ready")
 
 LINE = re.compile(
@@ -262,6 +266,21 @@ def inode(path: Path) -> int | None:
         return path.stat().st_ino
     except OSError:
         return None
+
+
+def limit() -> int:
+    """Bytes after which a log is rotated, by the environment.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    text = os.environ.get(LIMIT)
+    try:
+        return whole(text, 1) if text else LIMIT_BYTES
+    except ValueError as error:
+        raise VllmopsError(
+            "usage", f"{LIMIT}: {error}", f"export {LIMIT}={LIMIT_BYTES}", exit_code=Exit.USAGE
+        ) from error
 
 
 def rotate(path: Path, *, limit: int, keep: int) -> bool:

@@ -8,7 +8,6 @@ its pid.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import tempfile
 from collections.abc import Iterator
@@ -20,10 +19,10 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..files import asked, open_plain, read_private, take, write_atomically
 from ..home import another, home, make, own, place
+from ..targets import NAME
 from .processes import Process
 
 SCHEMA = 1
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 RECORD_BYTES = 16 << 20  # a server has some thousand processes at most
 UNIX_PATH_BYTES = 107  # sun_path of unix(7), less its final NUL
 

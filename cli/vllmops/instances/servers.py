@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from ..errors import Exit, VllmopsError
+from ..targets import Url, parsed
 from . import processes
 from .control import adopt
 from .processes import Process, Role
@@ -162,17 +163,19 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
 
     Raises:
         VllmopsError: ``target.unknown``, ``target.none``, ``target.over`` (exit code 5),
-            or ``target.ambiguous`` (2).
+            ``target.ambiguous`` or ``usage`` (2).
     """
-    target = target or os.environ.get("VLLMOPS_TARGET") or None
+    if target is None:
+        target = os.environ.get("VLLMOPS_TARGET") or None
+    wanted = None if target is None else parsed(target)
     every = find()
     reclaim(every)
     servers = [server for server in every if server.processes or pending(server)]
-    if target is None:
+    if wanted is None:
         own = [server for server in servers if server.record]
         return only(own or (servers if strangers else []), servers)
     for server in servers:
-        if names(server, target):
+        if names(server, wanted):
             return server
     for server in every:
         if server.name == target and server.record:
@@ -226,18 +229,12 @@ def choices(servers: Sequence[Server]) -> str:
     return "running: " + ", ".join(server.label for server in servers)
 
 
-def names(server: Server, target: str) -> bool:
+def names(server: Server, target: str | Url) -> bool:
+    if isinstance(target, Url):
+        return target.port == server.port and is_local(target.host, server.host or "")
     if server.name == target:
         return True
-    if target.isdigit():
-        return int(target) in {process.pid for process in server.processes}
-    from urllib.parse import urlsplit  # noqa: PLC0415 - slow, and most targets are names
-
-    parts = urlsplit(target)
-    if parts.scheme not in {"http", "https"}:
-        return False
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return port == server.port and is_local(parts.hostname or "", server.host or "")
+    return target.isdigit() and int(target) in {process.pid for process in server.processes}
 
 
 def is_local(asked: str, listening: str) -> bool:

@@ -28,6 +28,7 @@ import msgspec
 import psutil
 
 from ..client import http as client_http
+from ..errors import VllmopsError
 from ..files import peer
 from . import logs, ports, processes, shm, takedown, watcher
 from .control import Wish
@@ -40,7 +41,9 @@ SCAN_READY_S = 5.0
 WATCH_S = 10.0  # between two starts of a watch
 HEALTH_TIMEOUT_S = 2.0
 HOLDER_GRACE_S = 10.0
-LOG_LIMIT_BYTES = int(os.environ.get("VLLMOPS_LOG_MAX_BYTES", str(64 * 2**20)))
+LOG_LIMIT_BYTES = logs.LIMIT_BYTES
+with contextlib.suppress(VllmopsError):  # `serve` refuses it
+    LOG_LIMIT_BYTES = logs.limit()
 LOGS_KEPT = 3
 LAST_WORDS_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import Exit, VllmopsError
-from ..files import take, write_atomically
+from ..files import denied, not_written, take, write_atomically
 from ..home import home, make_missing, place
 from .ring import VERSION, Ring, Secret, from_hex, only
 
@@ -209,11 +209,8 @@ def write(path: Path, ring: Ring) -> None:
         write_atomically(copy(path), content)
         write_atomically(path, content, group=group)
     except OSError as error:
-        raise VllmopsError(
-            "keys.not-written",
-            f"{path} can't be written: {error.strerror or error}; it is as it was",
-            "make room, or give this user the right to write there, and try again",
-        ) from error
+        mend = "make room, or give this user the right to write there, and try again"
+        raise not_written(path, error, "keys.not-written", mend) from error
 
 
 def copy(path: Path) -> Path:
@@ -291,6 +288,7 @@ def unreadable(path: Path, error: OSError) -> VllmopsError:
         "keys.unreadable",
         f"{path} can't be read: {error.strerror or error}",
         "do it as the user whose file it is",
+        exit_code=denied(error),
     )
 
 

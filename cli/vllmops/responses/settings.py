@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..errors import Exit, VllmopsError
 from ..keys.ring import CARRIER_TTL_S
+from ..numbers import MOST, number
 from . import opening
 from .backend import Backend, Limits
 
@@ -18,6 +19,7 @@ TTL = "VLLMOPS_RESPONSES_STORE_TTL"
 CARRIER = "VLLMOPS_CARRIER"
 CARRIER_TTL = "VLLMOPS_CARRIER_TTL"
 OFF = "none"
+LEAST_S = 0.001
 
 
 class Format(StrEnum):
@@ -53,8 +55,8 @@ def backend(environment: Mapping[str, str] = os.environ) -> Backend:
     """
     known = Limits()
     limits = Limits(
-        max_size=int(number(environment, MAX_SIZE, known.max_size)),
-        ttl_s=number(environment, TTL, known.ttl_s),
+        max_size=int(given(environment, MAX_SIZE, known.max_size, least=1)),
+        ttl_s=given(environment, TTL, known.ttl_s),
     )
     url = environment.get(STORE, "")
     if named := environment.get(opening.CLASS):
@@ -76,17 +78,16 @@ def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:
             f"{CARRIER}={' or '.join(Format)}",
             exit_code=Exit.USAGE,
         )
-    return Carriers(Format(name), number(environment, CARRIER_TTL, CARRIER_TTL_S))
+    return Carriers(Format(name), given(environment, CARRIER_TTL, CARRIER_TTL_S))
 
 
-def number(environment: Mapping[str, str], name: str, default: float) -> float:
+def given(
+    environment: Mapping[str, str], name: str, default: float, *, least: float = LEAST_S
+) -> float:
     text = environment.get(name, "")
     try:
-        found = float(text) if text else default
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+        return number(text, least, MOST) if text else default
+    except ValueError as error:
         raise VllmopsError(
-            "usage", f"{name} is {text!r}", f"{name}={default:g}", exit_code=Exit.USAGE
-        )
-    return found
+            "usage", f"{name}: {error}", f"{name}={default:g}", exit_code=Exit.USAGE
+        ) from error

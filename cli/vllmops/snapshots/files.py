@@ -12,10 +12,11 @@ from typing import TypeVar
 import msgspec
 
 from ..errors import Exit, VllmopsError
-from ..files import write_atomically
+from ..files import followed, not_written, read, through, write_atomically
 
 T = TypeVar("T", bound=msgspec.Struct)
 E = TypeVar("E")
+MOST_BYTES = 256 << 20
 DAMAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -38,19 +39,11 @@ def save(path: Path, snapshot: msgspec.Struct) -> None:
         raise not_written(path, error) from error
 
 
-def not_written(path: Path, error: OSError) -> VllmopsError:
-    return VllmopsError(
-        "file.not-written",
-        f"{path} can't be written: {error.strerror or error}",
-        "choose another place with --save",
-    )
-
-
 class Journal:
     """A file that grows by lines; what a full disk refuses is kept and tried again.
 
     Args:
-        path: its name; a file that has it is replaced.
+        path: its name; a file that has it is replaced, a device or a FIFO written into.
         head: its first line.
 
     Raises:
@@ -62,22 +55,31 @@ class Journal:
         self.pending = b""
         self.trouble: VllmopsError | None = None
         try:
-            write_atomically(path, msgspec.json.encode(head) + b"\n")
-            self.file = path.open("r+b", buffering=0)
+            place = followed(path)
+            special = through(place)
+            self.regular = special is None
+            if special is None:
+                write_atomically(place, msgspec.json.encode(head) + b"\n")
+                self.file = place.open("r+b", buffering=0)
+            else:
+                self.file = os.fdopen(special, "wb", 0)
+                self.file.write(msgspec.json.encode(head) + b"\n")
         except OSError as error:
             raise not_written(path, error) from error
-        self.size = self.file.seek(0, os.SEEK_END)
+        self.size = self.file.seek(0, os.SEEK_END) if self.regular else 0
 
     def add(self, entry: msgspec.Struct) -> None:
         """Add a line; `trouble` tells whether it, or an older one, is not in the file."""
         self.pending += msgspec.json.encode(entry) + b"\n"
         try:
-            self.file.seek(self.size)
+            if self.regular:
+                self.file.seek(self.size)
             while self.pending:
                 written = self.file.write(self.pending)
                 self.pending = self.pending[written:]
                 self.size += written
-            os.fdatasync(self.file.fileno())
+            if self.regular:
+                os.fdatasync(self.file.fileno())
             self.trouble = None
         except OSError as error:
             self.trouble = not_written(self.path, error)
@@ -89,7 +91,7 @@ def load(path: Path, kind: type[T]) -> T:
     Raises:
         VllmopsError: as `read` and `decode` do.
     """
-    return decode(path, read(path), kind)
+    return decode(path, read(path, MOST_BYTES), kind)
 
 
 def decode_lines(
@@ -106,24 +108,6 @@ def decode_lines(
         return found, [entry.decode(line) for line in rest[:-1]]
     except DAMAGE as error:
         raise damaged(path, error) from error
-
-
-def read(path: Path) -> bytes:
-    """A file's content.
-
-    Raises:
-        VllmopsError: ``file.missing`` (exit code 5) or ``file.unreadable``.
-    """
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise VllmopsError(
-            "file.missing", f"there is no file {path}", exit_code=Exit.NOT_FOUND
-        ) from error
-    except OSError as error:
-        raise VllmopsError(
-            "file.unreadable", f"{path} can't be read: {error.strerror or error}"
-        ) from error
 
 
 def decode(path: Path, content: bytes, kind: type[T]) -> T:

@@ -1,0 +1,65 @@
+"""Whether another program is called vllmops, too: an unrelated package has that name."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+
+OURS = "vllmops-cli"
+COMMAND = "vllmops"
+# What every script of ours imports, however it was installed.
+MARK = b"vllmops.app"
+SCRIPT = re.compile(r"^\[console_scripts\]\s*(?:^[^\[].*\n)*?^\s*vllmops\s*=", re.MULTILINE)
+METADATA = re.compile(r"(?P<name>[\w.-]+?)-(?P<version>[^-]+?)(?:-py[\d.]+)?\.(?:dist|egg)-info")
+SCRIPT_BYTES = 1 << 16
+
+
+def warning() -> str:
+    """One line for a person; empty where this is the only one."""
+    found = sorted({*packages(), *scripts()})
+    if not found:
+        return ""
+    return (
+        f"another program is called {COMMAND}, too: {', '.join(found)}; "
+        f"{sys.executable} -m vllmops runs this one"
+    )
+
+
+def packages() -> Iterator[str]:
+    """Other installed packages of that name, or with a command of that name.
+
+    Not by importlib.metadata, which takes longer than all else that ``--version`` does.
+    """
+    for folder in dict.fromkeys(sys.path):
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for name in names:
+            found = METADATA.fullmatch(name)
+            if not found or (own := re.sub(r"[-_.]+", "-", found["name"].lower())) == OURS:
+                continue
+            text = content(os.path.join(folder, name, "entry_points.txt"))
+            if own == COMMAND or SCRIPT.search(text.decode(errors="replace")):
+                yield f"package {found['name']} {found['version']} in {folder}"
+
+
+def scripts() -> Iterator[str]:
+    """Programs of that name on the PATH that are not this one."""
+    for folder in dict.fromkeys(os.environ.get("PATH", "").split(os.pathsep)):
+        path = os.path.join(folder, COMMAND)
+        if folder and os.access(path, os.X_OK) and MARK not in content(path):
+            yield path
+
+
+def content(path: str) -> bytes:
+    """The begin of a file; nothing where there is none."""
+    try:
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                return file.read(SCRIPT_BYTES)
+    except OSError:
+        pass
+    return b""

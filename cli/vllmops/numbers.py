@@ -1,0 +1,37 @@
+"""Numbers that a person writes: on a command line, or in the environment."""
+
+from __future__ import annotations
+
+import re
+
+NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
+
+DAY_S = 86_400.0
+# For waits: poll(2) and epoll(7) count milliseconds in 31 bits, which are 24 days.
+LONGEST_WAIT_S = 14 * DAY_S
+CENTURY_S = 36_500 * DAY_S
+# For counts and bytes: databases and JSON readers keep so much exactly.
+MOST = 1 << 53
+
+
+def number(text: str, least: float, most: float) -> float:
+    """A number in plain digits, finite, of the right size.
+
+    Raises:
+        ValueError: it is none; its text says which would be one.
+    """
+    if NUMBER.fullmatch(text) and least <= (found := float(text)) <= most:
+        return found
+    raise ValueError(f"{text!r} is not a number from {least:.10g} to {most:.10g}")
+
+
+def whole(text: str, least: int, most: int = MOST) -> int:
+    """The same of a whole number.
+
+    Raises:
+        ValueError: it is none; its text says which would be one.
+    """
+    if WHOLE.fullmatch(text) and least <= (found := int(text)) <= most:
+        return found
+    raise ValueError(f"{text!r} is not a whole number from {least} to {most}")

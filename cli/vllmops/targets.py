@@ -1,0 +1,100 @@
+"""How a person names a server: an instance name, a pid, or a URL."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from .errors import Exit, VllmopsError
+
+if TYPE_CHECKING:
+    from urllib.parse import SplitResult
+
+# Of an instance; a pid has this form, too.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+HOST = re.compile(r"[A-Za-z0-9._-]+")
+SCHEMES = {"http": 80, "https": 443}
+FORMS = "-t NAME, -t PID or -t http://HOST:PORT"
+
+
+class Url(NamedTuple):
+    """A server's URL.
+
+    Args:
+        text: the URL without ``/v1`` or a slash at its end.
+        host: a name or an address, without brackets.
+        port: the scheme's own where none was given.
+    """
+
+    text: str
+    host: str
+    port: int
+
+
+def parsed(target: str) -> str | Url:
+    """An instance name or a pid as it was given, or a URL.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    if "://" in target:
+        return url(target)
+    if NAME.fullmatch(target):
+        return target
+    raise refused(f"{target!r} is no instance name, pid or URL")
+
+
+def url(text: str) -> Url:
+    """The URL of a server.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    parts = split(text)
+    if parts.username is not None or parts.password is not None:
+        # Not the URL itself: nobody's password is to be in a message.
+        raise refused("a server's URL has no user and no password; set VLLM_API_KEY for its key")
+    if parts.query or parts.fragment:
+        raise refused("a server's URL has no query and no fragment")
+    assert parts.hostname
+    base = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
+    return Url(base, parts.hostname, parts.port or SCHEMES[parts.scheme])
+
+
+def split(text: str) -> SplitResult:
+    """The parts of an http or https URL that can be one.
+
+    Raises:
+        VllmopsError: ``usage``; the message tells no more of the URL than its host and port.
+    """
+    from urllib.parse import urlsplit  # noqa: PLC0415 - slow, and most targets are names
+
+    try:
+        if not text.isprintable() or " " in text:
+            raise ValueError("it has a space or a control character")
+        parts = urlsplit(text)
+        if parts.scheme not in SCHEMES:
+            raise ValueError("it does not begin with http:// or https://")
+        host = parts.hostname or ""
+        if not host.isascii() or "xn--" in host:
+            import idna  # noqa: PLC0415 - it comes with httpx, which would raise no error of its own
+
+            host = idna.encode(idna.decode(host)).decode()
+        address = parts.netloc.rpartition("@")[2]
+        if not host or not (HOST.fullmatch(host) or address.startswith("[")):
+            raise ValueError(f"{host!r} is no host name")
+        if address.startswith("["):
+            from ipaddress import IPv6Address  # noqa: PLC0415 - seldom needed
+
+            IPv6Address(host)
+        if parts.port == 0 or address.endswith(":"):
+            raise ValueError("its port is none")
+        if "\\" in text:
+            raise ValueError("it has a backslash")
+    except ValueError as error:
+        raise refused(f"this is no URL of a server: {error}") from error
+    return parts
+
+
+def refused(message: str) -> VllmopsError:
+    return VllmopsError("usage", message, FORMS, exit_code=Exit.USAGE)

@@ -1,0 +1,89 @@
+"""What names a server, and what names none."""
+
+import pytest
+from tests.conftest import Vllmops
+
+from vllmops.errors import Exit, VllmopsError
+from vllmops.targets import Url, parsed
+
+NONE = (
+    "",
+    " ",
+    "-5",
+    "+5",
+    "\N{ARABIC-INDIC DIGIT THREE}",
+    "a/b",
+    "a b",
+    "a\tb",
+    "x" * 64,
+    "../../etc",
+    "localhost:8000",
+    "http://",
+    "http:///v1",
+    "http://:8000",
+    "http://h:99999",
+    "http://h:0",
+    "http://h:",
+    "http://x:abc",
+    "http://h:-1",
+    "https://[::1",
+    "http://[zz]:80",
+    "http://a b",
+    "http://h\n:80",
+    "http://h\x00",
+    "http://h\\x",
+    "http://xn--/",
+    "http://\N{LATIN SMALL LETTER U WITH DIAERESIS}..de",
+    "ftp://h",
+    "file:///etc/passwd",
+    "://",
+    "http://h?x=1",
+    "http://h#x",
+    "http://user:hunter2@h:80",
+)
+
+
+@pytest.mark.parametrize("text", NONE)
+def test_what_names_none(text: str) -> None:
+    with pytest.raises(VllmopsError) as caught:
+        parsed(text)
+    assert (caught.value.code, caught.value.exit_code) == ("usage", Exit.USAGE)
+    assert "hunter2" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("http://h", Url("http://h", "h", 80)),
+        ("https://h/", Url("https://h", "h", 443)),
+        ("HTTP://h:8000/v1/", Url("http://h:8000", "h", 8000)),
+        ("http://[::1]:8000", Url("http://[::1]:8000", "::1", 8000)),
+        ("https://gate/team/v1", Url("https://gate/team", "gate", 443)),
+        (
+            "http://m\N{LATIN SMALL LETTER U WITH DIAERESIS}ller:8",
+            Url(
+                "http://m\N{LATIN SMALL LETTER U WITH DIAERESIS}ller:8",
+                "m\N{LATIN SMALL LETTER U WITH DIAERESIS}ller",
+                8,
+            ),
+        ),
+    ],
+)
+def test_urls(text: str, url: Url) -> None:
+    assert parsed(text) == url
+
+
+@pytest.mark.parametrize("words", [("status",), ("responses", "list"), ("keys", "push")])
+@pytest.mark.parametrize("text", ["", "http://h:99999", "http://x:abc", "+5", "https://[::1"])
+def test_commands_refuse_it(vllmops: Vllmops, words: tuple[str, ...], text: str) -> None:
+    answer = vllmops(*words, "--json", "-t", text)
+    assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+    if text and words != ("keys", "push"):
+        answer = vllmops(*words, "--json", env={"VLLMOPS_TARGET": text})
+        assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+
+
+@pytest.mark.parametrize("text", ["0", "9" * 60, "nosuch", "http://127.0.0.1:1"])
+def test_what_is_well_formed_is_not_found(vllmops: Vllmops, text: str) -> None:
+    assert vllmops("status", "--json", "-t", text).code == Exit.NOT_FOUND
+    assert vllmops("stop", "--json", text).code == Exit.NOT_FOUND
