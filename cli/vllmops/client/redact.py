@@ -71,7 +71,8 @@ NAMED = re.compile(
 )
 BEFORE = re.compile(r"(?<![\w.-])([A-Za-z]{1,20})[ -]$")
 OPTION = re.compile(
-    r"(?<![\w-])(?:--?(?P<name>[A-Za-z][\w.-]*+)|(?:ENV|ARG|setenv|set -\w{1,3}) (?P<variable>\w++))"
+    r"(?<![\w-])(?:--?(?P<name>[A-Za-z][\w.-]*+)"
+    r"|(?:ENV|ARG|setenv|set -\w{1,3}) (?P<variable>\w++))"
     r"[ \t]+(?=[^\s|&;>-])"
 )
 HEADER = re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie)$")
@@ -88,7 +89,8 @@ SENTENCE = re.compile(
 TUPLE = re.compile(r"\(\s?[bru]?[\"'][^\"']{0,100}[\"'],\s?[bru]?[\"']")
 SIGN = re.compile(r"^[\w-]+[=:]")
 REFUSED = re.compile(
-    r"[\"'`)]?,? (?:which |that |it )?(?:is|was|has|isn't|wasn't|does|did)? ?(?:not (?:a )?(?:valid|correct|accepted|known|found"
+    r"[\"'`)]?,? (?:which |that |it )?(?:is|was|has|isn't|wasn't|does|did)? ?"
+    r"(?:not (?:a )?(?:valid|correct|accepted|known|found"
     r"|allowed|authorized|match)|invalid|wrong|incorrect|expired|rejected|denied|revoked|unknown)"
 )
 PAIR = re.compile(
@@ -328,10 +330,9 @@ class Redactor:
             for start, end in places(line):
                 if start < at or end <= start or NOTHING.match(line, start):
                     continue
-                end = min(end, len(line))
                 self.counts["secret by its name"] += 1
                 found += [line[at:start], MARK]
-                at = end
+                at = min(end, len(line))
             line = "".join(found) + line[at:]
         return line
 
@@ -425,7 +426,7 @@ class Redactor:
 
 
 def assigned(line: str) -> Iterator[tuple[int, int]]:
-    """Values behind a name and a sign: ``name=value``, ``"name": "value"``, ``('name', 'value')``."""
+    """Values behind a name and a sign: ``name=value``, ``"name": "value"``."""
     for match in NAMED.finditer(line):
         start, name = match.end(), match["name"]
         if "," in match["sign"] and not pair_of(line, match.start(), start):

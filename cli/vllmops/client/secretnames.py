@@ -32,8 +32,9 @@ def words(text: str) -> frozenset[str]:
 
 # Whatever else is in the name.
 STRONG = words(
-    "password passwords passwd passphrase passcode secret secrets credential credentials creds cred "
-    "apikey apikeys bearer authorization htpasswd dockerconfigjson dockercfg kubeconfig authtoken "
+    "password passwords passwd passphrase passcode secret secrets credential credentials creds "
+    "cred apikey apikeys bearer authorization htpasswd dockerconfigjson dockercfg kubeconfig "
+    "authtoken "
     "accesstoken accesskey secretkey privatekey webhook webhooks cookie cookies jwt pwd"
 )
 ENDINGS = (
@@ -52,8 +53,9 @@ ABOUT = words(
 # Before "key": keys of mappings, caches and tables.
 OTHER_KEYS = words(
     "cache sort primary foreign partition group block mm hash dict lru kv ghost map unique index "
-    "row column public pub lookup registry state_dict weight param parameter config query attention "
-    "stale missing unexpected unknown duplicate object object json metric metrics label request "
+    "row column public pub lookup registry state_dict weight param parameter config query "
+    "attention stale missing unexpected unknown duplicate object object json metric metrics "
+    "label request "
     "routing item entry feature sorted composite compile graph shape bucket kernel custom head "
     "value num n k arrow down up enter page answer image audio video modality tuple string prefix "
     "hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree node"
@@ -95,35 +97,38 @@ AFTER = words(
 def of_words(name: str, before: str) -> Kind:
     """What a name of at most a hundred characters says; ``before`` is the word before it."""
     found = [each.lower() for each in WORD.findall(name)]
-    capitals = name.isupper()
-    alone = len(found) == 1
     if found[-2:] in (["connection", "string"], ["conn", "str"]):
         return Kind.SECRET
     while len(found) > 1 and (found[-1].isdigit() or found[-1] in AFTER):
         found.pop()
     if not found:
         return Kind.NONE
-    last, others = found[-1], found[:-1] or [before.lower()]
+    others, capitals, alone = found[:-1] or [before.lower()], name.isupper(), len(found) == 1
+    if STRONG & set(found) and found[-1] not in ABOUT:
+        return Kind.LIKELY if found == ["pwd"] else Kind.SECRET  # or a directory
+    return judged(found[-1], others, capitals=capitals, alone=alone)
+
+
+def judged(last: str, others: list[str], *, capitals: bool, alone: bool) -> Kind:
+    """What a name says by its last word and those before it, or by the one before it."""
     qualifier = others[-1]
     if last in {"id", "ids"}:
         return Kind.MAYBE if {"key", "secret"} & set(others) and "access" in others else Kind.NONE
     if last in ABOUT and not (last in {"url", "uri"} and qualifier in {"webhook", "hook"}):
         return Kind.NONE
-    if last.endswith(("pat", "sas")) and (capitals or len(found) > 1) and len(last) <= 5:
+    if last.endswith(("pat", "sas")) and (capitals or not alone) and len(last) <= 5:
         return Kind.SECRET
-    if found == ["pwd"]:
-        return Kind.LIKELY  # or a directory
     if last in {"key", "keys"} or last.endswith("key"):
         return key(last, qualifier, capitals=capitals, alone=alone)
     if last in {"token", "tokens"}:
         return token(last, qualifier, capitals=capitals, alone=alone)
     if last.endswith("pass"):
         return passing(last, qualifier, alone=alone)
-    if STRONG & set(found) or last.endswith(ENDINGS):
+    if last.endswith(ENDINGS):
         return Kind.SECRET
     if last in {"auth", "sig", "signature", "salt", "hmac", "otp", "totp", "session", "sid"}:
         # "signature: (self, x)" is a function's; X-Amz-Signature is a secret.
-        return Kind.SECRET if capitals or "amz" in found else Kind.LIKELY
+        return Kind.SECRET if capitals or "amz" in others else Kind.LIKELY
     if last.endswith(("auth", "pwd", "tok", "token", "sess")):
         return Kind.LIKELY
     return Kind.NONE

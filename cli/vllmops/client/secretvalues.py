@@ -6,6 +6,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from urllib.parse import quote, quote_plus
 
 from .secretforms import MARK
@@ -16,21 +17,25 @@ LEAST_LINE = 12  # of a secret with several
 LEAST_CODED = 8  # characters of base64 or hex
 # What a variable with a secret's name may hold, and half of all lines, too.
 COMMON = frozenset(
-    "default enabled disabled required optional production development staging localhost "
-    "password postgres secret string server models number engine worker system".split()
+    {
+        *("default", "enabled", "disabled", "required", "optional", "production", "development"),
+        *("staging", "localhost", "password", "postgres", "secret", "string", "server", "models"),
+        *("number", "engine", "worker", "system"),
+    }
 )
 
 # A quote, and what stands for one in JSON that is in JSON, in HTML and in URLs.
 QUOTE = r"(?:\\{0,15}[\"'`]|\\{1,15}u002[27]|&quot;|&#3[49];)"
 OPENING = re.compile(
-    rf"[bruBRUfF]{{0,2}}(?P<slashes>\\{{0,15}})(?P<mark>[\"'`]|u002[27])|&quot;|&#3[49];"
+    r"[bruBRUfF]{0,2}(?P<slashes>\\{0,15})(?P<mark>[\"'`]|u002[27])|&quot;|&#3[49];"
 )
 NOTHING = re.compile(
-    r"(?:None|none|null|nil|NULL|N/A|n/a|undefined|not (?:set|configured|given|used|provided|required)"
+    r"(?:None|none|null|nil|NULL|N/A|n/a|undefined"
+    r"|not (?:set|configured|given|used|provided|required)"
     r"|[Tt]rue|[Ff]alse|TRUE|FALSE|yes|no|YES|NO|on|off|unset|missing|empty"
     r"|\[\]|\{\}|\(\)|''|\"\"|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
     r"|[\"']?<?\[?(?:redacted|hidden|masked|REDACTED)\]?>?[\"']?"
-    r"|\\{1,15}[\"']\\{1,15}[\"'])(?![\w.])"
+    r"|\\{1,15}[\"']\\{1,15}[\"'])(?![\w.@!#$%^&*+~=/-])"
 )
 # Code that gets a value, and not the value; a type; a variable.
 CODE = re.compile(
@@ -82,7 +87,7 @@ def random(run: str) -> bool:
 
 def mixed(run: str) -> bool:
     kinds = ["d" if c.isdigit() else "u" if c.isupper() else "l" for c in run]
-    changes = sum(a != b for a, b in zip(kinds, kinds[1:], strict=False))
+    changes = sum(a != b for a, b in pairwise(kinds))
     return len(set(kinds)) == len("dul") and changes >= CHANGES * len(run)
 
 
