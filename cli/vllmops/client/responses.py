@@ -13,9 +13,10 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..instances.record import Folder, Record
 from ..instances.servers import find, resolve
-from ..responses.backend import FINISHED, owner_of, shown
+from ..responses.backend import FINISHED, owner_of
 from ..responses.settings import STORE
 from ..responses.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
+from ..responses.urls import shown
 from . import http
 
 TIMEOUT_S = 10.0
