@@ -80,6 +80,8 @@ class Connections(Pool["Connection"]):
     def __init__(self, source: Source) -> None:
         super().__init__(CONNECTIONS)
         self.source = source
+        # Whether the server is taken to have no replica: who waits for one looks first.
+        self.alone = True
 
     async def take(self) -> Connection:
         if await self.source.moved():
@@ -87,6 +89,7 @@ class Connections(Pool["Connection"]):
         return await super().take()
 
     async def connect(self) -> Connection:
+        self.alone = True
         try:
             return await self.source.connection()
         except TROUBLE:
@@ -125,7 +128,6 @@ class Redis(Backend):
         self.calling = Gathered(self.call_all, lambda words: sum(map(weight, words)))
         self.uses = Uses(self.used)
         self.replicas, self.strict = waited_for(parts)
-        self.alone = False
 
     async def call(self, operation: str, *values: Any) -> Any:
         """Run an operation of the script."""
@@ -155,7 +157,8 @@ class Redis(Backend):
     async def try_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         """As `call_all`, and another server is looked for where this one refuses a call."""
         writes = [i for i, each in enumerate(calls) if each[4] in WRITES] if self.replicas else []
-        wait = [("WAIT", self.replicas, GLANCE_MS if self.alone else WAIT_MS)] if writes else []
+        wait_ms = GLANCE_MS if self.connections.alone and not self.strict else WAIT_MS
+        wait = [("WAIT", self.replicas, wait_ms)] if writes else []
         async with self.connections.lend() as connection:
             found = await asked(connection, [*calls, *wait])
             unknown = [i for i, each in enumerate(found) if isinstance(each, NoScriptError)]
@@ -183,17 +186,19 @@ class Redis(Backend):
             connection: on which it was written.
             count: how many have said so.
         """
-        if not self.strict and answered(count) < self.replicas:
+        glanced = self.connections.alone
+        self.connections.alone = answered(count) < self.replicas
+        if self.connections.alone and not self.strict:
             (role,) = await asked(connection, [("ROLE",)])
-            primary, there = answered(role)[0] == b"master", answered(role)[2]
-            if primary and not there:
+            if answered(role)[0] != b"master":
+                return False
+            if not role[2]:
                 # None is connected: it may be dead, or take writes itself by now.
-                self.alone = await self.source.confirms(connection)
-                return self.alone
-            if primary and self.alone:
-                self.alone = False
+                return await self.source.confirms(connection)
+            if glanced:
                 (count,) = await asked(connection, [("WAIT", self.replicas, WAIT_MS)])
-        return bool(answered(count) >= self.replicas)
+            self.connections.alone = answered(count) < self.replicas
+        return not self.connections.alone
 
     async def used(self, uses: list[tuple[str, float]]) -> None:
         """Write down when responses were used, where none is created with which that goes."""
