@@ -287,13 +287,13 @@ class Servers:
         for each in made[1:]:
             each.ask("CLUSTER", "MEET", LOCAL, made[0].port)
         for each in made:
-            until(lambda each=each: each.ask("CLUSTER", "INFO")["cluster_known_nodes"] == "6")
+            until(lambda each=each: "known_nodes:6" in each.ask("CLUSTER", "INFO"))
         for primary, replica in zip(made[:3], made[3:], strict=True):
             name = primary.ask("CLUSTER", "MYID")
             until(lambda replica=replica, name=name: followed(replica, name))
             until(lambda replica=replica: replica.ask("ROLE")[3] == "connected")
         for each in made:
-            until(lambda each=each: each.ask("CLUSTER", "INFO")["cluster_state"] == "ok")
+            until(lambda each=each: "state:ok" in each.ask("CLUSTER", "INFO"))
         return made
 
     def start(self, server: S) -> S:

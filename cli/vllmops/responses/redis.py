@@ -157,9 +157,9 @@ class Redis(Backend):
     async def try_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         """As `call_all`, and another server is looked for where this one refuses a call."""
         writes = [i for i, each in enumerate(calls) if each[4] in WRITES] if self.replicas else []
-        wait_ms = GLANCE_MS if self.connections.alone and not self.strict else WAIT_MS
-        wait = [("WAIT", self.replicas, wait_ms)] if writes else []
         async with self.connections.lend() as connection:
+            wait_ms = GLANCE_MS if self.connections.alone and not self.strict else WAIT_MS
+            wait = [("WAIT", self.replicas, wait_ms)] if writes else []
             found = await asked(connection, [*calls, *wait])
             unknown = [i for i, each in enumerate(found) if isinstance(each, NoScriptError)]
             if unknown:
