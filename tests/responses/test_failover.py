@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import asyncpg
 import pytest
 import redis
 
@@ -123,7 +125,7 @@ def test_sentinels_promote_a_replica(way: str, servers: Servers) -> None:
         if way == "killed":
             primary.kill()
         elif way == "frozen":
-            primary.signal(19)
+            primary.signal(signal.SIGSTOP)
         else:
             sentinels[1].ask("SENTINEL", "FAILOVER", "main")
         began = time.monotonic()
@@ -152,6 +154,46 @@ def test_servers_of_a_cluster_change_their_parts(servers: Servers) -> None:
     load = Load(f"redis+cluster://{LOCAL}:{nodes[0].port}?namespace=x")
     here = nodes[0].ask("CLUSTER", "KEYSLOT", "{x}:") * 3 // 16384
     asyncio.run(through(load, lambda: nodes[here + 3].ask("CLUSTER", "FAILOVER")))
+
+
+@pytest.mark.parametrize("way", ["killed", "frozen", "shut down"])
+@pytest.mark.parametrize("attrs", ["", "?target_session_attrs=read-write"])
+def test_a_standby_of_postgresql_is_promoted(way: str, attrs: str, servers: Servers) -> None:
+    primary = servers.postgres(None, "synchronous_standby_names=*")
+    standby = servers.postgres(primary, "synchronous_standby_names=")
+
+    def change() -> None:
+        if way == "shut down":
+            primary.signal(signal.SIGINT)
+        else:
+            primary.signal(signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+        standby.promote()
+
+    hosts = ",".join(f"{LOCAL}:{each.port}" for each in (primary, standby))
+    asyncio.run(through(Load(f"postgresql://postgres@{hosts}/postgres{attrs}"), change))
+
+
+def test_postgresql_becomes_read_only_and_writable_again(servers: Servers) -> None:
+    """As it is behind a load balancer, which may lead to a standby for a while."""
+    server = servers.postgres()
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(server.url)) as store:
+            assert await store.create(response("a"))
+            for value in ("on", "off"):
+                change = await asyncpg.connect(server.url)
+                await change.execute(f"ALTER SYSTEM SET default_transaction_read_only = {value}")
+                await change.execute("SELECT pg_reload_conf()")
+                await change.close()
+                await asyncio.sleep(0.3)
+                if value == "on":
+                    with pytest.raises(StoreUnavailable, match="read-only"):
+                        await store.create(response("b"))
+                    assert store.backend.connections.idle == []  # type: ignore[attr-defined]
+                    await asyncio.sleep(1.1)
+            assert await store.create(response("c"))
+
+    asyncio.run(main())
 
 
 class Switch:
@@ -257,10 +299,10 @@ def test_a_replica_that_is_there_and_silent_is_waited_for(servers: Servers) -> N
             opening.backend(f"redis+sentinel://{LOCAL}:{sentinel.port}/main")
         ) as store:
             assert await store.create(response("a"))
-            replica.signal(19)
+            replica.signal(signal.SIGSTOP)
             with pytest.raises(StoreUnavailable, match="too few replicas"):
                 await store.create(response("b"))
-            replica.signal(18)
+            replica.signal(signal.SIGCONT)
             await asyncio.sleep(1.1)
             assert await store.create(response("c"))
             replica.kill()
