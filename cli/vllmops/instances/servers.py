@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from ..errors import Exit, VllmopsError
+from ..responses.urls import shown
 from . import processes
 from .control import adopt
 from .processes import Process, Role
@@ -179,7 +180,7 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
             raise over(server.record)
     raise VllmopsError(
         "target.unknown",
-        f"no running vLLM server is {target!r}; {choices(servers)}",
+        f"no running vLLM server is {shown(target) if '://' in target else target!r}; {choices(servers)}",
         "vllmops ps --all",
         exit_code=Exit.NOT_FOUND,
     )

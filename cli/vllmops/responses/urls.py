@@ -27,8 +27,7 @@ FORMS = {
     "postgresql": "postgresql://USER:PASSWORD@HOST:5432/DATABASE or postgresql://HOST1:5432,"
     f"HOST2:5432/DATABASE; {ENCODE}",
     "redis": f"redis://USER:PASSWORD@HOST:6379/0; {ENCODE}",
-    SENTINEL: "redis+sentinel://USER:PASSWORD@SENTINEL1:26379,SENTINEL2:26379/SERVICE/0; "
-    + ENCODE,
+    SENTINEL: "redis+sentinel://USER:PASSWORD@SENTINEL1:26379,SENTINEL2:26379/SERVICE/0; " + ENCODE,
     CLUSTER: f"redis+cluster://USER:PASSWORD@HOST1:6379,HOST2:6379; {ENCODE}",
 }
 EVERY_FORM = (
@@ -37,19 +36,67 @@ EVERY_FORM = (
 )
 # What asyncpg takes, and settings of the server that a client may want.
 POSTGRESQL_QUERY = frozenset(
-    "host port user password passfile database dbname service sslmode sslcert sslkey sslrootcert"
-    " sslcrl sslpassword sslnegotiation ssl_min_protocol_version ssl_max_protocol_version"
-    " target_session_attrs krbsrvname gsslib application_name search_path statement_timeout"
-    " lock_timeout idle_in_transaction_session_timeout synchronous_commit work_mem timezone"
-    " options".split()
+    [
+        "host",
+        "port",
+        "user",
+        "password",
+        "passfile",
+        "database",
+        "dbname",
+        "service",
+        "sslmode",
+        "sslcert",
+        "sslkey",
+        "sslrootcert",
+        "sslcrl",
+        "sslpassword",
+        "sslnegotiation",
+        "ssl_min_protocol_version",
+        "ssl_max_protocol_version",
+        "target_session_attrs",
+        "krbsrvname",
+        "gsslib",
+        "application_name",
+        "search_path",
+        "statement_timeout",
+        "lock_timeout",
+        "idle_in_transaction_session_timeout",
+        "synchronous_commit",
+        "work_mem",
+        "timezone",
+        "options",
+    ]
 )
 # What redis-py takes for a connection.
 REDIS_QUERY = frozenset(
-    "db username password client_name protocol socket_timeout socket_connect_timeout"
-    " socket_read_size socket_keepalive health_check_interval timeout retry_on_timeout"
-    " max_connections ssl_keyfile ssl_certfile ssl_cert_reqs ssl_ca_certs ssl_ca_data"
-    " ssl_ca_path ssl_check_hostname ssl_password ssl_min_version ssl_ciphers"
-    " ssl_include_verify_flags ssl_exclude_verify_flags".split()
+    [
+        "db",
+        "username",
+        "password",
+        "client_name",
+        "protocol",
+        "socket_timeout",
+        "socket_connect_timeout",
+        "socket_read_size",
+        "socket_keepalive",
+        "health_check_interval",
+        "timeout",
+        "retry_on_timeout",
+        "max_connections",
+        "ssl_keyfile",
+        "ssl_certfile",
+        "ssl_cert_reqs",
+        "ssl_ca_certs",
+        "ssl_ca_data",
+        "ssl_ca_path",
+        "ssl_check_hostname",
+        "ssl_password",
+        "ssl_min_version",
+        "ssl_ciphers",
+        "ssl_include_verify_flags",
+        "ssl_exclude_verify_flags",
+    ]
 ) | {WAIT_REPLICAS}
 SENTINEL_QUERY = REDIS_QUERY | {"sentinel_username", "sentinel_password"}
 # Of these the values are shown, too.
@@ -195,7 +242,8 @@ def host(text: str, who: str, form: str) -> tuple[str, int | None]:
 
 
 def refuse(message: str, mend: str) -> NoReturn:
-    raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
+    # Not what the driver has said: that may be the password.
+    raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE) from None
 
 
 def shown(url: str) -> str:
@@ -218,7 +266,9 @@ def shown(url: str) -> str:
             return f"{scheme}://{MARK}"
         return f"{scheme}://{shown_user(before, scheme)}@{shown_place(parts)}"
     user = parts["userinfo"]
-    return f"{scheme}://{'' if user is None else shown_user(user, scheme) + '@'}{shown_place(parts)}"
+    return (
+        f"{scheme}://{'' if user is None else shown_user(user, scheme) + '@'}{shown_place(parts)}"
+    )
 
 
 def shown_user(userinfo: str, scheme: str) -> str:
