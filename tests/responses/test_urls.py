@@ -82,6 +82,10 @@ PASSWORDS = [
 @pytest.mark.parametrize("form", FORMS)
 def test_no_password_is_shown(form: str) -> None:
     for password in (*PASSWORDS, *map(quote, PASSWORDS), *map(quote_plus, PASSWORDS)):
+        if ("@" in password and not form.rpartition("{}")[2].startswith("@")) or (
+            ":" in password and "//{}" in form
+        ):
+            continue  # that is another URL, and a good one: behind an @ is a host
         url = form.replace("{}", password)
         assert SECRET not in urls.shown(url), url
         for error in (ValueError(url), ValueError(repr(url)), OSError(f"{password!r} is bad")):
@@ -98,10 +102,11 @@ def test_no_password_is_shown(form: str) -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=8, max_size=40))
 @example("@/:#?&=%")
 @example("aaaa@bbbb")
-@example("1234/5678")
 @example("h:1/0?db=")
 def test_no_password_that_somebody_thinks_of_is_shown(password: str) -> None:
-    for form in FORMS[:30]:
+    for form in FORMS:
+        if "{}@" not in form and "={}" not in form:
+            continue
         plain = form.replace("{}", "")
         url = form.replace("{}", password)
         told = urls.shown(url)
@@ -216,6 +221,8 @@ BAD = [
     "redis://h1,h2",
     "redis://h\n",
     "redis://u:p@q@h",
+    "postgresql://h/d?sslmode=perhaps",
+    "postgresql://h/d?target_session_attrs=best",
     "redis://h?ssl_cert_reqs=none",
     "rediss://h?ssl_cert_reqs=perhaps",
     "redis+sentinel://h",
@@ -271,9 +278,10 @@ def test_all_commands_agree(vllmops: Any, url: str) -> None:
     ):
         answer = vllmops(*words, "--json")
         assert (answer.code, answer.error["code"]) == (2, "usage"), words
-        assert "is no store" in answer.error["message"] or url.partition(":")[0] in answer.error[
-            "message"
-        ], words
+        assert (
+            "is no store" in answer.error["message"]
+            or url.partition(":")[0] in answer.error["message"]
+        ), words
 
 
 def test_a_dry_run_shows_no_password(vllmops: Any) -> None:
@@ -286,7 +294,11 @@ def test_a_dry_run_shows_no_password(vllmops: Any) -> None:
 
 
 def test_a_target_with_a_password(vllmops: Any) -> None:
-    for target in (f"http://u:{SECRET}@127.0.0.1:1", f"http://u:{SECRET}@h:x", f"http://{SECRET}@:"):
+    for target in (
+        f"http://u:{SECRET}@127.0.0.1:1",
+        f"http://u:{SECRET}@h:x",
+        f"http://{SECRET}@:",
+    ):
         for words in (("responses", "list"), ("doctor",), ("cache", "inspect")):
             answer = vllmops(*words, "-t", target, "--json")
             assert answer.code
@@ -297,8 +309,8 @@ def test_what_a_real_driver_says_of_a_store_tells_no_password() -> None:
     """Each of them is asked with a URL of which it makes something else than we do."""
 
     async def told(url: str) -> str:
-        async with ResponseStore(opening.backend(url, Limits())) as store:
-            with pytest.raises((StoreUnavailable, VllmopsError)) as error:
+        with pytest.raises((StoreUnavailable, VllmopsError)) as error:  # noqa: PT012
+            async with ResponseStore(opening.backend(url, Limits())) as store:
                 await store.get("", "r")
         return f"{error.value} {error.value.message} {error.value.mend}"
 
@@ -309,6 +321,6 @@ def test_what_a_real_driver_says_of_a_store_tells_no_password() -> None:
         f"redis+cluster://u:{SECRET}@127.0.0.1:1",
         f"postgresql://u:{SECRET}@127.0.0.1:1/d",
         f"postgresql://u:{SECRET}@127.0.0.1:1,127.0.0.1:2/d",
-        f"postgresql://127.0.0.1:1/d?password={SECRET}&sslmode={SECRET}",
+        f"postgresql://127.0.0.1:1/d?password={SECRET}&ssl_min_protocol_version={SECRET}",
     ):
         assert SECRET not in asyncio.run(told(url)), url
