@@ -16,7 +16,7 @@ from vllmops.responses import opening, settings, urls
 from vllmops.responses.backend import Limits
 from vllmops.responses.store import ResponseStore, StoreUnavailable
 
-SECRET = "S3cr3tWord"  # noqa: S105
+SECRET = "S3cr3tWord"
 # {} is a password as somebody types it; most of these are no URL that anything takes.
 FORMS = [
     "redis://:{}@h",
@@ -90,13 +90,15 @@ def test_no_password_is_shown(form: str) -> None:
         assert SECRET not in urls.shown(url), url
         for error in (ValueError(url), ValueError(repr(url)), OSError(f"{password!r} is bad")):
             assert SECRET not in urls.without(str(error), url), (url, error)
-        try:
-            backend = opening.backend(url)
-        except VllmopsError as told:
-            assert told.code == "usage"
-            assert SECRET not in told.message + told.mend + repr(told) + str(told.__cause__)
-        else:
-            assert SECRET not in repr(backend)
+        assert SECRET not in attempt(url), url
+
+
+def attempt(url: str) -> str:
+    """What is said of a store."""
+    try:
+        return repr(opening.backend(url))
+    except VllmopsError as told:
+        return f"{told.message} {told.mend} {told!r} {told.__cause__}"
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=8, max_size=40))
@@ -111,7 +113,7 @@ def test_no_password_that_somebody_thinks_of_is_shown(password: str) -> None:
         url = form.replace("{}", password)
         told = urls.shown(url)
         # Each part that is long enough to be no chance.
-        for start in range(0, len(password) - 4):
+        for start in range(len(password) - 4):
             part = password[start : start + 5]
             assert part in plain or part not in told, (url, told, part)
 
@@ -203,7 +205,7 @@ BAD = [
     "redis://h:0",
     "redis://h:65536",
     "redis://h:-1",
-    "redis://h:١",
+    "redis://h:\u0661",
     "redis://h:1:2",
     "redis://[::1",
     "redis://::1",
@@ -309,7 +311,7 @@ def test_what_a_real_driver_says_of_a_store_tells_no_password() -> None:
     """Each of them is asked with a URL of which it makes something else than we do."""
 
     async def told(url: str) -> str:
-        with pytest.raises((StoreUnavailable, VllmopsError)) as error:  # noqa: PT012
+        with pytest.raises((StoreUnavailable, VllmopsError)) as error:
             async with ResponseStore(opening.backend(url, Limits())) as store:
                 await store.get("", "r")
         return f"{error.value} {error.value.message} {error.value.mend}"

@@ -54,7 +54,8 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
     if not (place.local or plain or urlsplit(place.url).scheme == "https"):
         raise VllmopsError(
             "admin.plain",
-            f"{shown(place.url)} is plain HTTP to another machine: whoever listens would have the keys",
+            f"{shown(place.url)} is plain HTTP to another machine: whoever listens would have the "
+            "keys",
             "https://…, or a tunnel to it; --plain where nobody listens",
             exit_code=Exit.USAGE,
         )

@@ -178,9 +178,10 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
     for server in every:
         if server.name == target and server.record:
             raise over(server.record)
+    told = shown(target) if "://" in target else target
     raise VllmopsError(
         "target.unknown",
-        f"no running vLLM server is {shown(target) if '://' in target else target!r}; {choices(servers)}",
+        f"no running vLLM server is {told!r}; {choices(servers)}",
         "vllmops ps --all",
         exit_code=Exit.NOT_FOUND,
     )

@@ -66,7 +66,7 @@ WRITES = frozenset({"create", "put", "set_status", "delete", "append", "open"})
 WAIT_MS, GLANCE_MS = 1000, 1
 
 
-class Unconfirmed(RedisError):
+class UnconfirmedError(RedisError):
     """A write that too few replicas have: it may be lost when another server takes over."""
 
 
@@ -174,7 +174,7 @@ class Redis(Backend):
                 await self.connections.leave()
                 for i in writes:
                     if not isinstance(found[i], ResponseError):
-                        found[i] = Unconfirmed(
+                        found[i] = UnconfirmedError(
                             "it was written, and too few replicas have said that they have it"
                         )
         return found[: len(calls)]

@@ -74,7 +74,7 @@ class Source(ABC):
         """Whether it became another one, asked now and then."""
         return False
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027 - most look each time
         """Look anew for the server: that one does not take writes."""
 
     async def confirms(self, _: Connection) -> bool:

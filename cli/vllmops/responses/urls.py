@@ -36,27 +36,28 @@ EVERY_FORM = (
     "redis+sentinel://HOST,HOST/SERVICE or redis+cluster://HOST,HOST"
 )
 # What asyncpg takes, and settings of the server that a client may want.
-POSTGRESQL_QUERY = frozenset(
-    (
-        "host port user password passfile database dbname service sslmode sslcert sslkey "
-        "sslrootcert sslcrl sslpassword sslnegotiation ssl_min_protocol_version "
-        "ssl_max_protocol_version target_session_attrs krbsrvname gsslib application_name "
-        "search_path statement_timeout lock_timeout idle_in_transaction_session_timeout "
-        "synchronous_commit work_mem timezone options"
-    ).split()  # noqa: SIM905 - shorter
+POSTGRESQL_QUERY = (
+    "host port user password passfile database dbname service sslmode sslcert sslkey "
+    "sslrootcert sslcrl sslpassword sslnegotiation ssl_min_protocol_version "
+    "ssl_max_protocol_version target_session_attrs krbsrvname gsslib application_name "
+    "search_path statement_timeout lock_timeout idle_in_transaction_session_timeout "
+    "synchronous_commit work_mem timezone options"
 )
 # What redis-py takes for a connection.
-REDIS_QUERY = frozenset(
-    (
-        "db username password client_name protocol socket_timeout socket_connect_timeout "
-        "socket_read_size socket_keepalive health_check_interval timeout retry_on_timeout "
-        "max_connections ssl_keyfile ssl_certfile ssl_cert_reqs ssl_ca_certs ssl_ca_data "
-        "ssl_ca_path ssl_check_hostname ssl_password ssl_min_version ssl_ciphers "
-        "ssl_include_verify_flags ssl_exclude_verify_flags"
-    ).split()  # noqa: SIM905 - shorter
-) | {WAIT_REPLICAS}
-SENTINEL_QUERY = REDIS_QUERY | {"sentinel_username", "sentinel_password"}
-KNOWN = POSTGRESQL_QUERY | SENTINEL_QUERY | {NAMESPACE, "passwd", "pass", "auth", "token"}
+REDIS_QUERY = (
+    "db username password client_name protocol socket_timeout socket_connect_timeout "
+    "socket_read_size socket_keepalive health_check_interval timeout retry_on_timeout "
+    "max_connections ssl_keyfile ssl_certfile ssl_cert_reqs ssl_ca_certs ssl_ca_data "
+    "ssl_ca_path ssl_check_hostname ssl_password ssl_min_version ssl_ciphers "
+    "ssl_include_verify_flags ssl_exclude_verify_flags"
+)
+KNOWN = {
+    "postgresql": frozenset(POSTGRESQL_QUERY.split()),
+    "redis": frozenset(REDIS_QUERY.split()) | {WAIT_REPLICAS},
+}
+KNOWN[SENTINEL] = KNOWN["redis"] | {"sentinel_username", "sentinel_password"}
+# What is shown of a query has one of these names: what has none may be a part of a password.
+NAMES = frozenset[str]().union(*KNOWN.values(), {NAMESPACE, "passwd", "pass", "auth", "token"})
 # Of these the values are shown, too: what they have to be, and an example.
 HARMLESS = {
     NAMESPACE: ("[a-z][a-z0-9_]{0,30}", "blue, in lower-case letters, digits and _"),
@@ -75,7 +76,9 @@ REST = re.compile(
     r"(?:\?(?P<query>[^#]*))?(?P<fragment>#.*)?",
     re.DOTALL,
 )
-HOST = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|(?:[\w.-]|%[0-9A-Fa-f]{2})*)(?::(\d{1,5}))?")
+HOST = re.compile(
+    r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|(?:[\w.-]|%[0-9A-Fa-f]{2})*)(?::([0-9]{1,5}))?"
+)
 PLAIN = re.compile(r"[\w.~/ -]*")
 NAME = re.compile("[a-z][a-z0-9_]{0,30}")
 # What is a part of a URL, and of nothing else, has a letter or a digit.
@@ -134,8 +137,7 @@ def parsed(url: str) -> StoreUrl:
     if parts is None or parts["fragment"] or (parts["path"] or "").count("//"):
         refuse(f"{who!r} can't be read as a URL", form)
     hosts = tuple(host(each, who, form) for each in parts["hosts"].split(","))
-    allowed = {"postgresql": POSTGRESQL_QUERY}.get(kind, REDIS_QUERY)
-    query = queried(asked, SENTINEL_QUERY if way == SENTINEL else allowed, who, form)
+    query = queried(asked, KNOWN.get(way, KNOWN[kind]), who, form)
     path = parts["path"] or ""
     if kind == "redis":
         check_redis(way, path, query, who, form)
@@ -271,7 +273,7 @@ def shown_parameter(text: str) -> str:
 def name_of(parameter: str) -> str:
     """Its name, where it is one that is known; else it may be a part of a password."""
     name, mark, _ = parameter.partition("=")
-    return name if mark and name in KNOWN else ""
+    return name if mark and name in NAMES else ""
 
 
 def without(text: str, url: str) -> str:
