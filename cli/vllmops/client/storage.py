@@ -7,7 +7,7 @@ from typing import Self
 
 from ..errors import Exit, VllmopsError
 from ..responses import opening
-from ..responses.backend import Limits, shown
+from ..responses.backend import Limits
 from ..responses.store import (
     EVERYBODY,
     Events,
@@ -19,6 +19,7 @@ from ..responses.store import (
     StoreUnavailable,
     logged,
 )
+from ..responses.urls import shown
 from .responses import Outcome, failed, refused, unknown
 
 DEADLINE_S = 10.0
@@ -79,8 +80,7 @@ class Storage:
         except TimeoutError as error:
             raise StoreUnavailable(f"{self.name} is unavailable: it took too long") from error
         except backend.unavailable as error:
-            why = str(error) or type(error).__name__
-            raise StoreUnavailable(f"{self.name} is unavailable: {why}") from error
+            raise StoreUnavailable(f"{self.name} is unavailable: {backend.why(error)}") from error
 
     async def page(self, query: Query) -> Page:
         return await self.store.page(EVERYBODY, query)

@@ -13,7 +13,7 @@ from .. import output
 from ..errors import Exit
 from ..output import Json, Progress, Result, command
 from ..responses import conformance
-from ..responses.backend import shown
+from ..responses.urls import shown
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

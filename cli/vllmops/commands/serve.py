@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -169,6 +170,7 @@ def serve(
     beside = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
     order = dataclasses.replace(order, watch=beside)
     if dry_run:
+        settings.check({**os.environ, **order.environment})
         planned = launch.preview(order)
         return Result(instance(planned), lambda: shell_lines(planned))
     launch.check(order)
@@ -273,6 +275,8 @@ def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
     Raises:
         VllmopsError: ``usage``.
     """
+    if url == "":
+        raise usage("--store '' is no store; --store none keeps no responses")
     if max_size is not None and max_size < 1:
         raise usage(f"--store-max-size {max_size}: a store keeps one response at least")
     added = {
@@ -290,7 +294,7 @@ def check_store(order: launch.Order) -> None:
         VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
     """
     environment = {**os.environ, **order.environment}
-    settings.carriers(environment)
+    settings.check(environment)
     if not settings.wanted(environment):
         return
     found = settings.backend(environment)
@@ -301,8 +305,13 @@ def check_store(order: launch.Order) -> None:
 
 
 async def tried(store: ResponseStore) -> None:
+    """Open it, and say how it could lose what it has acknowledged."""
     async with store:
-        pass
+        if store.opened:
+            with suppress(*store.backend.unavailable, TimeoutError):
+                async with asyncio.timeout(STORE_TIMEOUT_S):
+                    for each in await store.backend.caveats():
+                        say(f"the store: {each}")
 
 
 def place(
@@ -492,7 +501,7 @@ def instance(record: Record) -> dict[str, Any]:
         "pid": record.session,
         "log": str(Folder(record.name).log),
         "command": hidden.words(record.command),
-        "environment": hidden.assigned(record.environment),
+        "environment": hidden.assigned(settings.shown(record.environment)),
         "directory": record.directory,
         "watch": record.watch and hidden.words(record.watch),
         "failure": record.failure,
@@ -534,7 +543,7 @@ def shell_lines(record: Record) -> list[Verbatim]:
     from ..client.redact import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
-    environment = hidden.assigned(record.environment)
+    environment = hidden.assigned(settings.shown(record.environment))
     assignments = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     words = shlex.join(hidden.words(record.command))
     return [Verbatim(" \\\n  ".join(["env " + " ".join(assignments), words]))]

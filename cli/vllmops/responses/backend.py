@@ -9,7 +9,6 @@ methods is atomic, also between processes, and that what it has acknowledged is 
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection
@@ -18,6 +17,7 @@ from typing import ClassVar
 import msgspec
 
 from ..errors import Exit, VllmopsError
+from .urls import shown, without
 
 RUNNING = frozenset({"queued", "in_progress"})
 FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
@@ -250,6 +250,10 @@ class Backend(ABC):
         self.url = url
         self.limits = limits
 
+    def why(self, error: BaseException) -> str:
+        """What the driver says of a failure, without the password that it may repeat."""
+        return without(str(error) or type(error).__name__, self.url)
+
     async def there(self) -> bool:
         """Whether somebody has made a store there, as far as can be told; makes none by asking."""
         return True
@@ -394,8 +398,3 @@ def too_new(url: str, found: int, known: int) -> VllmopsError:
         f"the store at {shown(url)} has schema {found}, and this vllmops knows up to {known}",
         "install the newest vllmops",
     )
-
-
-def shown(url: str) -> str:
-    """A URL without its password."""
-    return re.sub(r"(?<=://)([^/@]*?):[^/@]*@", r"\1:…@", url)

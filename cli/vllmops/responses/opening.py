@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from importlib import import_module
 
 from ..errors import Exit, VllmopsError
-from .backend import Backend, Limits, shown
+from . import urls
+from .backend import Backend, Limits
 
 CLASS = "VLLM_RESPONSES_STORE_BACKEND"
-# Valkey speaks what Redis speaks.
-ALIASES = {"postgres": "postgresql", "valkey": "redis", "valkeys": "rediss"}
-SCHEMES = ("memory", "sqlite", "postgresql", "redis", "rediss")
 EXTRA = "pip install 'vllmops-cli[store]'"
 
 
@@ -31,13 +28,10 @@ def backend(url: str, limits: Limits | None = None) -> Backend:
         raise usage(f"a store for {limits.max_size} responses keeps none", "--store-max-size 10000")
     if named := os.environ.get(CLASS):
         return users_own(named)(url, limits)
-    scheme, colon, rest = url.partition("://")
-    scheme = ALIASES.get(scheme, scheme)
-    if not colon or scheme not in SCHEMES:
-        raise usage(
-            f"{shown(url)!r} is no store", "memory://, sqlite:///FILE, postgresql://, redis://"
-        )
-    url, name = namespace(f"{scheme}://{rest}")
+    found = urls.parsed(url)
+    scheme, rest = found.scheme, url.partition("://")[2]
+    url, _ = namespace(f"{scheme}{found.way}://{rest}")
+    name = found.query.get(urls.NAMESPACE, "vllmops")
     try:
         if scheme == "memory":
             from .memory import Memory  # noqa: PLC0415
@@ -78,17 +72,11 @@ def users_own(named: str) -> type[Backend]:
 
 
 def namespace(url: str) -> tuple[str, str]:
-    """A URL without its ``namespace``, and that; ``vllmops`` where it has none.
-
-    Raises:
-        VllmopsError: ``usage``.
-    """
+    """A URL without its ``namespace``, and that; ``vllmops`` where it has none."""
     start, _, query = url.partition("?")
     given = query.split("&") if query else []
     rest = [each for each in given if not each.startswith("namespace=")]
     names = [each.partition("=")[2] for each in given if each not in rest] or ["vllmops"]
-    if not re.fullmatch("[a-z][a-z0-9_]{0,30}", names[-1]):
-        raise usage(f"{names[-1]!r} is no namespace", "?namespace=word, in lower-case letters")
     return "?".join([start, *(["&".join(rest)] if rest else [])]), names[-1]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Coroutine, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import asyncpg
 
@@ -12,6 +13,9 @@ from .backend import EVERYBODY, Chunk, Limits, Response
 from .gathering import Gathered
 from .pool import Pool
 from .sql import CREATE, GET_MANY, META, META_GET, Dialect, Sql
+from .urls import FORMS, parsed, refuse, shown
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     Connection: TypeAlias = asyncpg.Connection[asyncpg.Record]
@@ -42,8 +46,20 @@ UNPACKED = """ALTER TABLE {name}_responses ALTER body SET STORAGE EXTERNAL,
     ALTER input SET STORAGE EXTERNAL"""
 
 
+# How long one of several hosts is waited for: less than a call may take.
+HOST_S = 0.8
+PORT = 5432
+# Another server takes writes, or will: this one does not any more, or not yet.
+ELSEWHERE = (
+    asyncpg.ReadOnlySQLTransactionError,
+    asyncpg.AdminShutdownError,
+    asyncpg.CrashShutdownError,
+    asyncpg.CannotConnectNowError,
+)
+
+
 class Connections(Pool["Connection"]):
-    """Connections to one database.
+    """Connections to one database, of which several hosts may have a copy.
 
     Args:
         url: of it.
@@ -52,9 +68,40 @@ class Connections(Pool["Connection"]):
     def __init__(self, url: str) -> None:
         super().__init__(CONNECTIONS)
         self.url = url
+        parts = parsed(url)
+        self.hosts = [(host, port or PORT) for host, port in parts.hosts]
+        told = "target_session_attrs" in parts.query or "PGTARGETSESSIONATTRS" in os.environ
+        # Of several hosts only one takes writes.
+        self.wanted = None if told or len(self.hosts) < 2 else "read-write"
 
     async def connect(self) -> Connection:
-        return await asyncpg.connect(self.url, server_settings={"application_name": "vllmops"})
+        if len(self.hosts) < 2:
+            return await self.connect_to()
+        error: Exception = OSError("no host")
+        for host, port in list(self.hosts):
+            try:
+                return await self.connect_to(host=host, port=port, timeout=HOST_S)
+            except (*Postgresql.unavailable, TimeoutError) as found:
+                error = found
+            # The next call begins with one that may be better.
+            self.hosts.append(self.hosts.pop(0))
+        raise error
+
+    async def connect_to(self, **given: Any) -> Connection:
+        """A connection, where a host has what is asked for.
+
+        Raises:
+            VllmopsError: ``usage``, where the driver can't read the URL.
+        """
+        try:
+            return await asyncpg.connect(
+                self.url,
+                server_settings={"application_name": "vllmops"},
+                target_session_attrs=self.wanted,
+                **given,
+            )
+        except (ValueError, asyncpg.ClientConfigurationError):
+            refuse(f"{shown(self.url)!r} has a parameter that can't be", FORMS["postgresql"])
 
     async def fit(self, connection: Connection) -> bool:
         return not connection.is_closed()
@@ -83,7 +130,7 @@ class Postgresql(Sql):
         self.adding = Gathered(self.add_all, lambda each: len(each.body) + len(each.input))
 
     async def there(self) -> bool:
-        connection = await asyncpg.connect(self.url)
+        connection = await self.connections.connect()
         try:
             return bool(await connection.fetchval("SELECT to_regclass($1)", f"{self.name}_meta"))
         finally:
@@ -150,19 +197,42 @@ class Postgresql(Sql):
             return False
 
     async def fetch(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
-        async with self.connections.lend() as connection:
-            rows: Sequence[Sequence[Any]] = await connection.fetch(statement, *values)
-        return rows
+        return await self.writable(lambda connection: connection.fetch(statement, *values))
 
     async def many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
-        async with self.connections.lend() as connection:
-            await connection.executemany(statement, values)
+        await self.writable(lambda connection: connection.executemany(statement, values))
+
+    async def writable(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
+        """Run something on a server that takes writes.
+
+        No connection is used again to one that says that it does not; where that was all it said,
+        it has done nothing, and the next one is asked.
+        """
+        try:
+            return await self.tried(run)
+        except asyncpg.ReadOnlySQLTransactionError:
+            return await self.tried(run)
+
+    async def tried(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
+        try:
+            async with self.connections.lend() as connection:
+                return await run(connection)
+        except ELSEWHERE:
+            await self.connections.empty()
+            raise
 
     async def caveats(self) -> list[str]:
         rows = await self.fetch(
             "SELECT name, setting FROM pg_settings"
             " WHERE name IN ('fsync', 'synchronous_commit') AND setting = 'off' ORDER BY name"
         )
-        return [
+        caveats = [
             f"{name} = {setting}: a crash may take the last responses" for name, setting in rows
         ]
+        names = await self.fetch("SELECT current_setting('synchronous_standby_names')")
+        if len(self.connections.hosts) > 1 and not names[0][0]:
+            caveats.append(
+                "synchronous_standby_names is empty: when a standby takes over, the last responses "
+                "may be lost"
+            )
+        return caveats

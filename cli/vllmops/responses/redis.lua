@@ -323,4 +323,10 @@ function commands.open(version)
     string.match(redis.call('INFO', 'server'), 'redis_version:(%d+%.%d+)') or ''}
 end
 
+-- A server that is no primary any more would answer a reader with what it happens to have: nothing is
+-- deleted here, and that is refused there.
+local refused = redis.pcall('DEL', root)
+if type(refused) == 'table' and string.find(refused.err, 'READONLY', 1, true) then
+  return refused
+end
 return commands[operation](unpack(ARGV, 3))

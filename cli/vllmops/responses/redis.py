@@ -7,17 +7,15 @@ written while the disk is busy with what it wrote before: up to 2 s can be lost 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-import redis.asyncio as driver
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import BusyLoadingError, NoScriptError, RedisError, ResponseError
 
 from ..errors import VllmopsError
 from .backend import (
@@ -41,9 +39,11 @@ from .backend import (
 )
 from .gathering import Gathered
 from .pool import Pool
+from .redis_source import TROUBLE, Source, source, waited_for
+from .urls import parsed
 
 if TYPE_CHECKING:
-    Connection: TypeAlias = driver.Connection
+    from .redis_source import Connection
 
 SCHEMA = 1
 LEAST_VERSION = (6, 2)  # ZADD GT
@@ -54,21 +54,47 @@ BATCH = 1000
 LOOKED_AT = 5000
 
 
+# How a server begins an answer that refuses a call and changes nothing: another one takes writes,
+# or will, or this one will soon.
+ELSEWHERE = ("READONLY", "MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "LOADING")
+ELSEWHERE += ("NOREPLICAS", "MISCONF")
+# When it is called again, seconds after one another; the caller tries again after that.
+PAUSES_S = (0.05, 0.1, 0.2)
+# Those that are acknowledged to somebody; the rest is done again by itself where it is lost.
+WRITES = frozenset({"create", "put", "set_status", "delete", "append", "open"})
+# For how long a replica is waited for; the least there is, where there was none.
+WAIT_MS, GLANCE_MS = 1000, 1
+
+
+class UnconfirmedError(RedisError):
+    """A write that too few replicas have: it may be lost when another server takes over."""
+
+
 class Connections(Pool["Connection"]):
-    """Connections to one server, or to whatever the URL stands for.
+    """Connections to the server that takes writes.
 
     Args:
-        pool: the driver's, which makes them.
+        source: where they come from.
     """
 
-    def __init__(self, pool: driver.ConnectionPool) -> None:
+    def __init__(self, source: Source) -> None:
         super().__init__(CONNECTIONS)
-        self.pool = pool
+        self.source = source
+        # Whether the server is taken to have no replica: who waits for one looks first.
+        self.alone = True
+
+    async def take(self) -> Connection:
+        if await self.source.moved():
+            await self.empty()
+        return await super().take()
 
     async def connect(self) -> Connection:
-        connection: Connection = self.pool.make_connection()  # type: ignore[no-untyped-call]
-        await connection.connect()  # type: ignore[no-untyped-call]
-        return connection
+        self.alone = True
+        try:
+            return await self.source.connection()
+        except TROUBLE:
+            self.source.forget()
+            raise
 
     async def fit(self, connection: Connection) -> bool:
         # Whatever there is to read would be an answer to somebody else, or the end.
@@ -77,26 +103,31 @@ class Connections(Pool["Connection"]):
     async def end(self, connection: Connection) -> None:
         await connection.disconnect(nowait=True)
 
+    async def leave(self) -> None:
+        """Use none of these any more, the one that is in use included: look for the server anew."""
+        self.source.forget()
+        await self.empty()
+
 
 class Redis(Backend):
     """A server for all; it comes back by itself when that does."""
 
-    unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError, RedisError)
+    unavailable: ClassVar[tuple[type[Exception], ...]] = TROUBLE
 
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         super().__init__(url, limits)
         self.root = f"{{{name}}}:"
-        # A call that was sent twice would find its own doing: whether to try again is the caller's,
-        # as is how long it may take.
-        pool = driver.ConnectionPool.from_url(url, socket_timeout=None, retry=Retry(NoBackoff(), 0))
-        self.client = driver.Redis.from_pool(pool)
+        parts = parsed(url)
+        self.source = source(url, parts, self.root)
+        self.client = self.source.client
         # For the script, which is nearly all there is: the client does much that it does not need.
-        self.connections = Connections(pool)
+        self.connections = Connections(self.source)
         self.script = self.client.register_script(
             files(__package__).joinpath("redis.lua").read_text()
         )
         self.calling = Gathered(self.call_all, lambda words: sum(map(weight, words)))
         self.uses = Uses(self.used)
+        self.replicas, self.strict = waited_for(parts)
 
     async def call(self, operation: str, *values: Any) -> Any:
         """Run an operation of the script."""
@@ -112,15 +143,62 @@ class Redis(Backend):
 
     async def call_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         """What the server answers to each, be it an error."""
+        found = await self.try_all(calls)
+        for pause_s in PAUSES_S:
+            refused = [i for i, each in enumerate(found) if elsewhere(each)]
+            if not refused:
+                break
+            await asyncio.sleep(pause_s)
+            again = await self.try_all([calls[i] for i in refused])
+            for i, each in zip(refused, again, strict=True):
+                found[i] = each
+        return found
+
+    async def try_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        """As `call_all`, and another server is looked for where this one refuses a call."""
+        writes = [i for i, each in enumerate(calls) if each[4] in WRITES] if self.replicas else []
         async with self.connections.lend() as connection:
-            found = await asked(connection, calls)
+            wait_ms = GLANCE_MS if self.connections.alone and not self.strict else WAIT_MS
+            wait = [("WAIT", self.replicas, wait_ms)] if writes else []
+            found = await asked(connection, [*calls, *wait])
             unknown = [i for i, each in enumerate(found) if isinstance(each, NoScriptError)]
             if unknown:
                 load = ("SCRIPT LOAD", self.script.script)
-                again = await asked(connection, [load, *(calls[i] for i in unknown)])
-                for i, each in zip(unknown, again[1:], strict=True):
+                again = await asked(connection, [load, *(calls[i] for i in unknown), *wait])
+                for i, each in zip(unknown, again[1:], strict=False):
                     found[i] = each
-        return found
+                found[len(calls) :] = again[len(again) - len(wait) :]
+            if any(elsewhere(each) for each in found):
+                await self.connections.leave()
+            elif writes and not await self.confirmed(connection, found[-1]):
+                await self.connections.leave()
+                for i in writes:
+                    if not isinstance(found[i], ResponseError):
+                        found[i] = UnconfirmedError(
+                            "it was written, and too few replicas have said that they have it"
+                        )
+        return found[: len(calls)]
+
+    async def confirmed(self, connection: Connection, count: Any) -> bool:
+        """Whether a write was told to enough replicas, or there is none to tell.
+
+        Args:
+            connection: on which it was written.
+            count: how many have said so.
+        """
+        glanced = self.connections.alone
+        self.connections.alone = answered(count) < self.replicas
+        if self.connections.alone and not self.strict:
+            (role,) = await asked(connection, [("ROLE",)])
+            if answered(role)[0] != b"master":
+                return False
+            if not role[2]:
+                # None is connected: it may be dead, or take writes itself by now.
+                return await self.source.confirms(connection)
+            if glanced:
+                (count,) = await asked(connection, [("WAIT", self.replicas, WAIT_MS)])
+            self.connections.alone = answered(count) < self.replicas
+        return not self.connections.alone
 
     async def used(self, uses: list[tuple[str, float]]) -> None:
         """Write down when responses were used, where none is created with which that goes."""
@@ -146,7 +224,7 @@ class Redis(Backend):
             await self.uses.flush()
         finally:
             await self.connections.empty()
-            await self.client.aclose()
+            await self.source.close()
 
     async def drop(self) -> None:
         async for key in self.client.scan_iter(match=f"{self.root}*", count=BATCH):
@@ -338,6 +416,20 @@ class Redis(Backend):
             caveats.append(
                 f"appendfsync {when}: a crash while the disk is slow may take the last 2 s"
             )
+        if self.replicas:
+            many = f"{self.replicas} replica{'s' * (self.replicas > 1)}"
+            caveats.append(
+                f"a write is acknowledged once {many} said to have it, and refused where "
+                "that is not so"
+                if self.strict
+                else f"a write is acknowledged once {many} said to have it; while none is "
+                "connected the primary alone has it: ?wait_replicas=1 refuses it then"
+            )
+        elif int((await self.client.info("replication")).get("connected_slaves", 0)):
+            caveats.append(
+                "it has replicas, which are not waited for: when one takes over, the last "
+                "responses may be lost; ?wait_replicas=1 waits"
+            )
         if said.get("maxmemory-policy", "noeviction") != "noeviction":
             caveats.append(f"maxmemory-policy {said['maxmemory-policy']}: it may drop any response")
         return caveats
@@ -350,7 +442,7 @@ async def asked(connection: Connection, calls: Collection[tuple[Any, ...]]) -> l
     for _ in calls:
         try:
             found.append(await connection.read_response())
-        except ResponseError as error:
+        except (ResponseError, BusyLoadingError) as error:
             found.append(error)
     return found
 
@@ -359,11 +451,18 @@ def answered(found: Any) -> Any:
     """What a call gives.
 
     Raises:
-        ResponseError: the server's answer was an error.
+        RedisError: the server's answer was an error.
     """
-    if isinstance(found, ResponseError):
+    if isinstance(found, RedisError):
         raise found
     return found
+
+
+def elsewhere(found: Any) -> bool:
+    """Whether an answer refuses a call that another server, or this one soon, would take."""
+    if not isinstance(found, RedisError):
+        return False
+    return (found.status_code or f"{found}".partition(" ")[0]) in ELSEWHERE
 
 
 def weight(value: Any) -> int:

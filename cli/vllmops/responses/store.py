@@ -427,7 +427,7 @@ class Bounded:
         except TimeoutError as late:
             raise self.unavailable("it took too long") from late
         if isinstance(error, self.store.backend.unavailable):
-            raise self.unavailable(f"{error}" or type(error).__name__) from error
+            raise self.unavailable(self.store.backend.why(error)) from error
 
     def unavailable(self, why: str) -> StoreUnavailable:
         self.store.paused_until = time.monotonic() + PAUSE_S

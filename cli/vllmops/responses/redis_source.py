@@ -1,0 +1,225 @@
+"""Which Redis server takes writes now: the one of the URL, or who Sentinels or a cluster name.
+
+The three differ in how they find the address, by redis-py's own clients; a connection to it is the
+same for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import redis.asyncio as driver
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import SSLConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError
+
+from .urls import CLUSTER, FORMS, SENTINEL, WAIT_REPLICAS, StoreUrl, refuse, shown
+
+if TYPE_CHECKING:
+    Connection: TypeAlias = driver.Connection
+
+Address: TypeAlias = tuple[str, int]
+
+PORT, SENTINEL_PORT = 6379, 26379
+# Less than a call may take, so that one that is silent leaves time for another.
+ASK_S = 0.5
+# A primary that was replaced may live on and not know it: how often Sentinels are asked.
+LOOK_S = 1.0
+SENTINEL_ONLY = ("sentinel_username", "sentinel_password")
+# What parameters of a URL tell the driver's own pool, or us.
+NOT_OF_CONNECTIONS = ("max_connections", "timeout", "retry_on_timeout", "socket_timeout")
+# RedisClusterException is no RedisError.
+TROUBLE = (OSError, RedisError, RedisClusterException)
+
+
+class Source(ABC):
+    """Where connections come from.
+
+    Args:
+        options: what redis-py makes a connection with, but for the address.
+    """
+
+    # What redis-py offers for all that is seldom done.
+    client: Any
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        kind = driver.Connection
+        if options.pop("connection_class", None) is SSLConnection:
+            kind = SSLConnection
+        self.kind = kind
+        self.options = options
+        kind(**options)  # so that what it does not take is refused now
+
+    async def connection(self) -> Connection:
+        """A new connection to the server that takes writes now."""
+        host, port = await self.address()
+        # A call that was sent twice would find its own doing: whether to try again is the caller's,
+        # as is how long it may take.
+        given = {**self.options, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
+        connection = self.kind(host=host, port=port, **given)
+        await connection.connect()
+        return connection
+
+    @abstractmethod
+    async def address(self) -> Address:
+        """Of the server that takes writes now, as far as is known."""
+
+    async def moved(self) -> bool:
+        """Whether it became another one, asked now and then."""
+        return False
+
+    def forget(self) -> None:  # noqa: B027 - most look each time
+        """Look anew for the server: that one does not take writes."""
+
+    async def confirms(self, _: Connection) -> bool:
+        """Whether the server of a connection certainly is still the one that takes writes."""
+        return False
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+class Standalone(Source):
+    """One server, or whatever stands at its address."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self.host = options.pop("host", "localhost")
+        self.port = options.pop("port", PORT)
+        pool = driver.ConnectionPool(
+            connection_class=self.kind, host=self.host, port=self.port, **self.options
+        )
+        self.client = driver.Redis.from_pool(pool)
+
+    async def address(self) -> Address:
+        return self.host, self.port
+
+
+class Sentinels(Source):
+    """A primary and its replicas, among which Sentinels choose."""
+
+    def __init__(self, options: dict[str, Any], hosts: list[Address], service: str) -> None:
+        asked = {name.removeprefix("sentinel_"): options.pop(name, None) for name in SENTINEL_ONLY}
+        super().__init__(options)
+        self.service = service
+        given = {**options, "ssl": self.kind is SSLConnection}
+        asked |= {name: value for name, value in given.items() if name.startswith("ssl")}
+        asked |= {"socket_timeout": ASK_S, "socket_connect_timeout": ASK_S}
+        self.sentinel = Sentinel(
+            hosts, sentinel_kwargs={**asked, "retry": Retry(NoBackoff(), 0)}, **given
+        )
+        self.client = self.sentinel.master_for(service)
+        self.known: Address | None = None
+        self.looked = 0.0
+
+    async def address(self) -> Address:
+        self.looked = time.monotonic()
+        host, port = await self.sentinel.discover_master(self.service)
+        self.known = host, port
+        return host, port
+
+    async def moved(self) -> bool:
+        if time.monotonic() - self.looked < LOOK_S:
+            return False
+        before = self.known
+        try:
+            return await self.address() != before
+        except TROUBLE:  # no Sentinel answers, which harms none of the servers
+            return False
+
+    async def confirms(self, connection: Connection) -> bool:
+        """By most of the Sentinels, of which none says otherwise or is about to."""
+        told = await asyncio.gather(
+            *(each.sentinel_master(self.service) for each in self.sentinel.sentinels),
+            return_exceptions=True,
+        )
+        states = [each for each in told if isinstance(each, dict)]
+        here = str(connection.host), int(connection.port)
+        return 2 * len(states) > len(told) and all(
+            (each["ip"], each["port"]) == here and "failover_in_progress" not in each["flags"]
+            for each in states
+        )
+
+    async def close(self) -> None:
+        await super().close()
+        await self.sentinel.aclose()
+
+
+class Cluster(Source):
+    """The server of a cluster that has the slot of a store, whose keys are all in one."""
+
+    def __init__(self, options: dict[str, Any], hosts: list[Address], key: str) -> None:
+        super().__init__(options)
+        self.key = key
+        given = {**options, "socket_timeout": ASK_S, "socket_connect_timeout": ASK_S}
+        self.client = RedisCluster(
+            startup_nodes=[ClusterNode(host, port) for host, port in hosts],
+            ssl=self.kind is SSLConnection,
+            **given,
+        )
+        self.stale = False
+
+    async def address(self) -> Address:
+        await self.client.initialize()
+        if self.stale:
+            await self.client.nodes_manager.initialize()
+            self.stale = False
+        node = self.client.get_node_from_key(self.key)
+        return node.host, int(node.port)
+
+    def forget(self) -> None:
+        self.stale = True
+
+    async def confirms(self, connection: Connection) -> bool:
+        # A server of a cluster refuses calls for a slot that it has lost, as soon as it knows.
+        self.forget()
+        return await self.address() == (connection.host, connection.port)
+
+
+def source(url: str, parts: StoreUrl, key: str) -> Source:
+    """Where the connections for a URL come from.
+
+    Args:
+        url: of the store.
+        parts: the same, taken apart.
+        key: which in a cluster is in the slot of the store.
+
+    Raises:
+        VllmopsError: ``usage``, where the driver can't read a parameter.
+    """
+    try:
+        options: dict[str, Any] = dict(parse_url(plain(url, parts)))
+        for name in (*NOT_OF_CONNECTIONS, WAIT_REPLICAS):
+            options.pop(name, None)
+        if not parts.way:
+            return Standalone(options)
+        del options["host"]
+        if parts.way == CLUSTER:
+            options.pop("db", None)
+            return Cluster(options, [(host, port or PORT) for host, port in parts.hosts], key)
+        hosts = [(host, port or SENTINEL_PORT) for host, port in parts.hosts]
+        return Sentinels(options, hosts, parts.path.split("/")[1])
+    except (ValueError, TypeError, RedisError):
+        refuse(f"{shown(url)!r} has a parameter that can't be", FORMS[parts.way or "redis"])
+
+
+def plain(url: str, parts: StoreUrl) -> str:
+    """A URL as if it were of one server, for redis-py to read all but the hosts."""
+    if not parts.way:
+        return url
+    user = f"{parts.userinfo}@" if parts.userinfo else ""
+    path = f"/{parts.path.split('/')[-1]}" if parts.path.count("/") > 1 else ""
+    return f"{parts.scheme}://{user}h{path}?{url.partition('?')[2]}"
+
+
+def waited_for(parts: StoreUrl) -> tuple[int, bool]:
+    """How many replicas have to have a write, and whether also where that many are not there."""
+    if (given := parts.query.get(WAIT_REPLICAS)) is not None:
+        return int(given), True
+    return (1 if parts.way in {SENTINEL, CLUSTER} else 0), False

@@ -1,0 +1,309 @@
+"""URLs of stores and servers: checked, and shown without a password.
+
+A URL that is not as it should be is not taken apart to be shown: whatever can't be proved harmless
+becomes ``…``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import NamedTuple, NoReturn
+from urllib.parse import parse_qsl, unquote, unquote_plus
+
+from ..errors import Exit, VllmopsError
+
+MARK = "…"
+NAMESPACE = "namespace"
+WAIT_REPLICAS = "wait_replicas"
+SENTINEL, CLUSTER = "+sentinel", "+cluster"
+REDIS = ("redis", "rediss")
+# Valkey speaks what Redis speaks.
+ALIASES = {"postgres": "postgresql", "valkey": "redis", "valkeys": "rediss"}
+ENCODE = "in a user's name or a password write @ as %40, / as %2F, : as %3A, # as %23, ? as %3F"
+FORMS = {
+    "memory": "memory://",
+    "sqlite": "sqlite:///FILE in the current directory, sqlite:////PATH/FILE",
+    "postgresql": "postgresql://USER:PASSWORD@HOST:5432/DATABASE or postgresql://HOST1:5432,"
+    f"HOST2:5432/DATABASE; {ENCODE}",
+    "redis": f"redis://USER:PASSWORD@HOST:6379/0; {ENCODE}",
+    SENTINEL: "redis+sentinel://USER:PASSWORD@SENTINEL1:26379,SENTINEL2:26379/SERVICE/0; " + ENCODE,
+    CLUSTER: f"redis+cluster://USER:PASSWORD@HOST1:6379,HOST2:6379; {ENCODE}",
+}
+EVERY_FORM = (
+    "memory://, sqlite:///FILE, postgresql://HOST/DATABASE, redis://HOST, "
+    "redis+sentinel://HOST,HOST/SERVICE or redis+cluster://HOST,HOST"
+)
+# What asyncpg takes, and settings of the server that a client may want.
+POSTGRESQL_QUERY = (
+    "host port user password passfile database dbname service sslmode sslcert sslkey "
+    "sslrootcert sslcrl sslpassword sslnegotiation ssl_min_protocol_version "
+    "ssl_max_protocol_version target_session_attrs krbsrvname gsslib application_name "
+    "search_path statement_timeout lock_timeout idle_in_transaction_session_timeout "
+    "synchronous_commit work_mem timezone options"
+)
+# What redis-py takes for a connection.
+REDIS_QUERY = (
+    "db username password client_name protocol socket_timeout socket_connect_timeout "
+    "socket_read_size socket_keepalive health_check_interval timeout retry_on_timeout "
+    "max_connections ssl_keyfile ssl_certfile ssl_cert_reqs ssl_ca_certs ssl_ca_data "
+    "ssl_ca_path ssl_check_hostname ssl_password ssl_min_version ssl_ciphers "
+    "ssl_include_verify_flags ssl_exclude_verify_flags"
+)
+KNOWN = {
+    "postgresql": frozenset(POSTGRESQL_QUERY.split()),
+    "redis": frozenset(REDIS_QUERY.split()) | {WAIT_REPLICAS},
+}
+KNOWN[SENTINEL] = KNOWN["redis"] | {"sentinel_username", "sentinel_password"}
+# What is shown of a query has one of these names: what has none may be a part of a password.
+NAMES = frozenset[str]().union(*KNOWN.values(), {NAMESPACE, "passwd", "pass", "auth", "token"})
+# Of these the values are shown, too: what they have to be, and an example.
+HARMLESS = {
+    NAMESPACE: ("[a-z][a-z0-9_]{0,30}", "blue, in lower-case letters, digits and _"),
+    WAIT_REPLICAS: ("[0-9]{1,2}", "1"),
+    "db": ("[0-9]{1,5}", "0"),
+    "sslmode": ("disable|allow|prefer|require|verify-ca|verify-full", "require"),
+    "target_session_attrs": (
+        "any|primary|standby|read-write|read-only|prefer-standby",
+        "read-write",
+    ),
+}
+
+URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+REST = re.compile(
+    r"(?:(?P<userinfo>[^@/?#]*)@)?(?P<hosts>[^@/?#]*)(?P<path>/[^@?#]*)?"
+    r"(?:\?(?P<query>[^#]*))?(?P<fragment>#.*)?",
+    re.DOTALL,
+)
+HOST = re.compile(
+    r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|(?:[\w.-]|%[0-9A-Fa-f]{2})*)(?::([0-9]{1,5}))?"
+)
+PLAIN = re.compile(r"[\w.~/ -]*")
+NAME = re.compile("[a-z][a-z0-9_]{0,30}")
+# What is a part of a URL, and of nothing else, has a letter or a digit.
+HIDES = re.compile(r"\w")
+# Of what is shorter than that, only whole words are taken out of a text.
+SHORT = 4
+
+
+class StoreUrl(NamedTuple):
+    """A store's URL, taken apart.
+
+    Args:
+        scheme: ``memory``, ``sqlite``, ``postgresql``, ``redis`` or ``rediss``.
+        way: `SENTINEL`, `CLUSTER`, or empty.
+        userinfo: as it was written.
+        hosts: each with its port, None where none was given.
+        path: with the slash it begins with.
+        query: by name.
+    """
+
+    scheme: str
+    way: str
+    userinfo: str
+    hosts: tuple[tuple[str, int | None], ...]
+    path: str
+    query: dict[str, str]
+
+
+def parsed(url: str) -> StoreUrl:
+    """A store's URL, taken apart and checked; nobody is asked whether anything is there.
+
+    Raises:
+        VllmopsError: ``usage``, with the form that it should have.
+    """
+    found = URL.fullmatch(url)
+    if found is None:
+        mend = f"sqlite:///{url}" if is_file(url) else EVERY_FORM
+        refuse(f"{shown(url)!r} is no store: a URL is needed", mend)
+    written, _, way = found["scheme"].lower().partition("+")
+    scheme, way = ALIASES.get(written, written), f"+{way}" if way else ""
+    kind = "redis" if scheme in REDIS else scheme
+    if kind not in FORMS or (way and (kind != "redis" or way not in {SENTINEL, CLUSTER})):
+        refuse(f"{shown(url)!r} is no store", EVERY_FORM)
+    form, who = FORMS[way or kind], shown(url)
+    if any(ord(each) < 32 or ord(each) == 127 for each in url):
+        refuse(f"{who!r} has a control character in it", form)
+    start, _, asked = found["rest"].partition("?")
+    if kind in {"memory", "sqlite"}:
+        query = queried(asked, frozenset(), who, form)
+        if kind == "memory" and start:
+            refuse(f"{who!r} names something, and memory:// is each process's own", form)
+        if kind == "sqlite" and (not start.startswith("/") or start.endswith(("/", "/:memory:"))):
+            refuse(f"{who!r} names no file", form)
+        return StoreUrl(scheme, way, "", (), start, query)
+    parts = REST.fullmatch(found["rest"])
+    if parts is None or parts["fragment"] or (parts["path"] or "").count("//"):
+        refuse(f"{who!r} can't be read as a URL", form)
+    hosts = tuple(host(each, who, form) for each in parts["hosts"].split(","))
+    query = queried(asked, KNOWN.get(way, KNOWN[kind]), who, form)
+    path = parts["path"] or ""
+    if kind == "redis":
+        check_redis(way, path, query, who, form)
+    several = len(hosts) > 1
+    if several and kind == "redis" and not way:
+        refuse(f"{who!r} names several hosts", f"{FORMS[SENTINEL]}; or {FORMS[CLUSTER]}")
+    if (several or way) and not all(name for name, _ in hosts):
+        refuse(f"{who!r} lacks a host", form)
+    return StoreUrl(scheme, way, parts["userinfo"] or "", hosts, path, query)
+
+
+def is_file(text: str) -> bool:
+    """Whether somebody may have meant a file."""
+    return bool(text) and bool(PLAIN.fullmatch(text)) and ("/" in text or text.endswith(".db"))
+
+
+def queried(text: str, names: frozenset[str], who: str, form: str) -> dict[str, str]:
+    """The parameters of a URL.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    try:
+        pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text))
+    except ValueError:
+        refuse(f"{who!r} has a parameter that is no NAME=VALUE", form)
+    known = names | {NAMESPACE}
+    for index, (name, value) in enumerate(pairs):
+        if name not in known:
+            # It may be the rest of a password with a ? or an & in it.
+            harmless = "@" not in text and all(each in HARMLESS for each, _ in pairs[:index])
+            called = repr(name) if harmless and NAME.fullmatch(name) else "a parameter"
+            listed = ", ".join(sorted(known))
+            refuse(f"{who!r}: such a store does not know {called}", f"one of {listed}")
+        if name in HARMLESS and not re.fullmatch(HARMLESS[name][0], value):
+            refuse(f"{who!r}: {name} can't be that", f"?{name}={HARMLESS[name][1]}")
+    query = dict(pairs)
+    if len(query) < len(pairs):
+        refuse(f"{who!r} has a parameter twice", form)
+    return query
+
+
+def check_redis(way: str, path: str, query: dict[str, str], who: str, form: str) -> None:
+    """Refuse a path, or a count of replicas, that can't be.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    database = "(/[0-9]{1,5})?"
+    wanted = {SENTINEL: f"/[A-Za-z0-9_.-]+{database}", CLUSTER: "/?0?"}.get(way, f"{database}/?")
+    if not re.fullmatch(wanted, path):
+        what = {SENTINEL: "a service's name", CLUSTER: "no database but 0"}
+        refuse(f"{who!r}: behind the hosts goes {what.get(way, 'the number of a database')}", form)
+    if way == CLUSTER and query.get("db", "0") != "0":
+        refuse(f"{who!r}: a cluster has no database but 0", form)
+
+
+def host(text: str, who: str, form: str) -> tuple[str, int | None]:
+    """A host and its port.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    found = HOST.fullmatch(text)
+    if found is None or (found[2] and not 0 < int(found[2]) < 1 << 16):
+        refuse(f"{who!r}: a host or its port can't be; a port is a number from 1 to 65535", form)
+    return unquote(found[1].strip("[]")), int(found[2]) if found[2] else None
+
+
+def refuse(message: str, mend: str) -> NoReturn:
+    # Not what the driver has said: that may be the password.
+    raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE) from None
+
+
+def shown(url: str) -> str:
+    """A URL without anything that is secret in it, or could be."""
+    found = URL.fullmatch(url)
+    if found is None:
+        scheme = re.match(r"[a-z][a-z+]{0,20}:(?=/)", url)
+        return url if PLAIN.fullmatch(url) else f"{scheme[0] if scheme else ''}{MARK}"
+    scheme, rest = found["scheme"], found["rest"]
+    start, mark, query = rest.partition("?")
+    if "#" in rest:
+        return f"{scheme}://{MARK}"
+    if scheme == "sqlite" and "@" not in rest:
+        return f"{scheme}://{start}{mark}{shown_query(query) if query else ''}"
+    parts = REST.fullmatch(rest)
+    if parts is None and not re.search("[?=&]", rest):
+        # An @ that is not written as %40: what is behind the last one is no password.
+        before, _, after = rest.rpartition("@")
+        return f"{scheme}://{shown_user(before, scheme)}{shown_place(after)}"
+    if parts is None or any(
+        "@" in each and "pass" not in name_of(each) for each in query.split("&")
+    ):
+        return f"{scheme}://{MARK}"
+    text = "" if parts["userinfo"] is None else shown_user(parts["userinfo"], scheme)
+    return f"{scheme}://{text}{shown_place(parts['hosts'] + (parts['path'] or ''))}" + (
+        f"?{shown_query(query)}" if query else ""
+    )
+
+
+def shown_user(userinfo: str, scheme: str) -> str:
+    user, colon, password = userinfo.partition(":")
+    # A token often stands where the user should.
+    lone = bool(user) and not password
+    if not re.fullmatch(r"[\w.+-]*", user) or (lone and scheme not in {"postgresql", "postgres"}):
+        return f"{MARK}@"
+    return f"{user}:{MARK}@" if colon else f"{user}@"
+
+
+def shown_place(place: str) -> str:
+    """Hosts and path."""
+    hosts, slash, path = place.partition("/")
+    # Where no host is before a port, or the port is none, somebody left the host out.
+    found = [HOST.fullmatch(each) for each in hosts.split(",")]
+    if not all(each and (each[1] or not each[2]) and int(each[2] or 0) < 1 << 16 for each in found):
+        first, _, rest = hosts.partition(":")
+        return f"{first}:{MARK}" if rest and re.fullmatch(r"[\w.-]+", first) else MARK
+    return f"{hosts}{slash}{path if PLAIN.fullmatch(path) else MARK}"
+
+
+def shown_query(query: str) -> str:
+    return "&".join(shown_parameter(each) for each in query.split("&"))
+
+
+def shown_parameter(text: str) -> str:
+    name, _, value = text.partition("=")
+    if name in HARMLESS and re.fullmatch(HARMLESS[name][0], value):
+        return text
+    return f"{name}={MARK}" if name_of(text) else MARK
+
+
+def name_of(parameter: str) -> str:
+    """Its name, where it is one that is known; else it may be a part of a password."""
+    name, mark, _ = parameter.partition("=")
+    return name if mark and name in NAMES else ""
+
+
+def without(text: str, url: str) -> str:
+    """A text, a driver's message say, in which nothing is left that is secret in a URL."""
+    for secret in sorted(secrets(url), key=len, reverse=True):
+        if len(secret) >= SHORT:
+            text = text.replace(secret, MARK)
+        else:
+            text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", MARK, text)
+    return text
+
+
+def secrets(url: str) -> set[str]:
+    """What must not be told of a URL, in each form that a message may have it."""
+    safe = shown(url)
+    if safe == url:
+        return set()
+    # Whoever takes it apart in another way may tell any part of it.
+    pieces = {url}
+    for cut in ("://", "@", ":", "?", "#", "&", "=", "/", None):
+        pieces |= {half for each in pieces for half in halves(each, cut)}
+    told = set(re.split(r"[@:/?#&=,]", safe))
+    forms = {form for each in pieces for form in (each, unquote(each), unquote_plus(each))}
+    forms |= {form for each in forms for form in (repr(each)[1:-1], json.dumps(each)[1:-1])}
+    return {each for each in forms if each not in safe and each not in told and HIDES.search(each)}
+
+
+def halves(text: str, cut: str | None) -> Iterator[str]:
+    """A text, what is before and behind the first and the last cut, and each part."""
+    yield text
+    if cut is None or cut in text:
+        for part in (text.split(cut, 1), text.rsplit(cut, 1), text.split(cut)):
+            yield from part
