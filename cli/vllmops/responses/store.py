@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from types import TracebackType
@@ -62,6 +63,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..errors import VllmopsError
+from ..forever import Trouble, forever
 from . import redaction
 from .backend import (
     EVERYBODY,
@@ -113,9 +115,14 @@ SLOW_DEADLINE_S = 30.0
 PAUSE_S = 1.0
 BEAT_S = 0.25
 SWEEP_S = 10.0
+# Looking after runs, and sweeping, rest so long after what nobody foresaw.
+AFTER_S = 1.0
 # How often another replica's log is looked at.
 FOLLOW_S = 0.2
 LONGEST_ID = 256
+
+# Below "vllm", so that vLLM's own handlers print it.
+log = logging.getLogger("vllm.vllmops")
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -150,7 +157,9 @@ class ResponseStore:
         self.trouble = ""
         self.attended: dict[str, tuple[Response, Callable[[], object]]] = {}
         self.news: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
-        self.beating: asyncio.Task[None] | None = None
+        self.renewed = 0.0
+        self.background: list[asyncio.Task[None]] = []
+        self.stopping = Trouble("a run that was to be stopped may go on", log.error)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -165,7 +174,17 @@ class ResponseStore:
         Raises:
             VllmopsError: ``store.schema``, or the backend was configured in a way that can't be.
         """
-        self.beating = asyncio.create_task(self.beat(), name="responses-store")
+        for work, pause_s, hindered in (
+            (
+                self.beat,
+                BEAT_S,
+                "runs in the background can't be looked after: where that lasts longer than their "
+                "lease they are told as failed until they end",
+            ),
+            (self.tidy, SWEEP_S, "the store is not swept, and may grow"),
+        ):
+            doing = forever(work, Trouble(hindered, log.error), pause_s, after_s=AFTER_S)
+            self.background.append(asyncio.create_task(doing, name="responses-store"))
         try:
             async with self.bounded():
                 pass
@@ -177,10 +196,11 @@ class ResponseStore:
 
     async def close(self) -> None:
         """End; what runs here is left to whoever ends it."""
-        if self.beating:
-            self.beating.cancel()
-            await asyncio.wait([self.beating])
-            self.beating = None
+        for task in self.background:
+            task.cancel()
+        if self.background:
+            await asyncio.wait(self.background)
+        self.background.clear()
         with contextlib.suppress(TimeoutError, *self.backend.unavailable):
             async with asyncio.timeout(self.deadline_s):
                 await self.backend.close()
@@ -345,20 +365,20 @@ class ResponseStore:
             return await self.backend.stats(owner)
 
     async def beat(self) -> None:
-        """Look after the runs that are attended, and sweep, for ever."""
-        renewed, swept = 0.0, time.monotonic()
-        while True:
-            await asyncio.sleep(BEAT_S)
-            now = time.monotonic()
-            with contextlib.suppress(StoreUnavailable):
-                renew = now - renewed >= min(self.backend.limits.lease_s / 3, SWEEP_S)
-                if self.attended:
-                    await self.look_after(renew=renew)
-                if renew:
-                    renewed = now
-                if now - swept >= SWEEP_S:
-                    swept = now
-                    await self.sweep()
+        """Look after the runs that are attended; done every `BEAT_S` by itself."""
+        if not self.attended:
+            return
+        now = time.monotonic()
+        renew = now - self.renewed >= min(self.backend.limits.lease_s / 3, SWEEP_S)
+        with contextlib.suppress(StoreUnavailable):
+            await self.look_after(renew=renew)
+            if renew:
+                self.renewed = now
+
+    async def tidy(self) -> None:
+        """Sweep, unless the store is unavailable, which whoever calls it is told."""
+        with contextlib.suppress(StoreUnavailable):
+            await self.sweep()
 
     async def look_after(self, *, renew: bool) -> None:
         held = dict(self.attended)
@@ -368,8 +388,10 @@ class ResponseStore:
             response, stop = held[response_id]
             self.leave(response)
             self.tell(response_id)
-            with contextlib.suppress(Exception):
+            try:
                 stop()
+            except Exception as error:
+                self.stopping.tell(error)
 
     def tell(self, response_id: str) -> None:
         """Wake whoever follows a response here."""
