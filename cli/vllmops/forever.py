@@ -24,21 +24,26 @@ class Trouble:
     Args:
         what: what is hindered, and what that means, such as ``keys are not followed``.
         say: is given the text; what it raises is dropped.
+
+    Attributes:
+        last: the last exception, in words, whether it was told or not.
     """
 
     def __init__(self, what: str, say: Callable[[str], object]) -> None:
         self.what = what
         self.say = say
         self.told: dict[tuple[type[BaseException], str], float] = {}
+        self.last = ""
 
     def tell(self, error: BaseException) -> None:
         """Tell of an exception, unless that was done within the hour; never raises."""
         try:
             kind, now = (type(error), place(error)), time.monotonic()
+            self.last = f"{type(error).__name__}: {error}"
             if now - self.told.get(kind, -AGAIN_S) < AGAIN_S:
                 return
             self.told[kind] = now
-            self.say(f"vllmops: {self.what}: {type(error).__name__}: {error} ({kind[1]})")
+            self.say(f"vllmops: {self.what}: {self.last} ({kind[1]})")
         except Exception:  # noqa: S110 - there is nobody left who could be told
             pass
 

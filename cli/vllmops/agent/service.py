@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from .. import __version__
-from .. import forever
+from .. import __version__, forever
 from ..errors import VllmopsError
 from ..forever import Trouble
 from ..home import home

@@ -26,7 +26,7 @@ from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
 from ..instances.record import Failure, Folder, Record, State
 from ..instances.servers import option
 from ..keys import file as keys
-from ..output import Json, Progress, Result, Verbatim, command, show, span, typer_app
+from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..patches.registry import OFF, known
 from ..responses import settings
 from ..responses.store import ResponseStore
@@ -426,6 +426,7 @@ class LogFollower:
 
     def __init__(self, folder: Folder, *, whole: bool) -> None:
         self.whole = whole
+        self.name = folder.name
         self.tail = logs.Tail(folder.log)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -449,6 +450,10 @@ class LogFollower:
             try:
                 show(*map(Verbatim, filter(self.wanted, self.tail.lines())))
             except OSError:
+                return
+            except Exception as error:
+                say(f"the log is shown no further: {type(error).__name__}: {error}")
+                say(f"  vllmops logs -f {self.name}")
                 return
 
     def wanted(self, line: str) -> bool:
