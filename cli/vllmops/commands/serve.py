@@ -103,6 +103,10 @@ def serve(
     store_max_size: Annotated[
         int | None, typer.Option(metavar="N", help="Responses that are kept [10000].")
     ] = None,
+    store_max_per_key: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Those that one API key keeps of them [all]."),
+    ] = None,
     store_ttl: Annotated[
         str | None,
         typer.Option(
@@ -153,7 +157,8 @@ def serve(
     With --detach the server goes on, and `vllmops stop` ends it. Everything behind -- goes to
     vLLM untouched.
     """
-    env = [*(env or []), *unpatched(no_patch or []), *stored(store, store_max_size, store_ttl)]
+    kept = stored(store, store_max_size, store_max_per_key, store_ttl)
+    env = [*(env or []), *unpatched(no_patch or []), *kept]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
     order = place(model, demo, name, host, port, detach, env, ctx.meta[BEHIND])
     beside = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
@@ -255,17 +260,21 @@ def added_by(env: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in env if "=" in word)
 
 
-def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
+def stored(
+    url: str | None, max_size: int | None, max_per_key: int | None, ttl: str | None
+) -> list[str]:
     """What the options of the store add to the environment.
 
     Raises:
         VllmopsError: ``usage``.
     """
-    if max_size is not None and max_size < 1:
-        raise usage(f"--store-max-size {max_size}: a store keeps one response at least")
+    for name, most in (("size", max_size), ("per-key", max_per_key)):
+        if most is not None and most < 1:
+            raise usage(f"--store-max-{name} {most}: a store keeps one response at least")
     added = {
         settings.STORE: url,
         settings.MAX_SIZE: max_size,
+        settings.MAX_PER_KEY: max_per_key,
         settings.TTL: ttl and f"{duration(ttl):g}",
     }
     return [f"{name}={value}" for name, value in added.items() if value is not None]

@@ -14,6 +14,7 @@ from .backend import Backend, Limits
 
 STORE = "VLLMOPS_RESPONSES_STORE"
 MAX_SIZE = "VLLM_RESPONSES_API_STORE_MAX_SIZE"
+MAX_PER_KEY = "VLLMOPS_RESPONSES_STORE_MAX_PER_KEY"
 TTL = "VLLMOPS_RESPONSES_STORE_TTL"
 CARRIER = "VLLMOPS_CARRIER"
 CARRIER_TTL = "VLLMOPS_CARRIER_TTL"
@@ -53,7 +54,8 @@ def backend(environment: Mapping[str, str] = os.environ) -> Backend:
     """
     known = Limits()
     limits = Limits(
-        max_size=int(number(environment, MAX_SIZE, known.max_size)),
+        max_size=whole(environment, MAX_SIZE, known.max_size),
+        max_per_key=whole(environment, MAX_PER_KEY, 1000) if environment.get(MAX_PER_KEY) else None,
         ttl_s=number(environment, TTL, known.ttl_s),
     )
     url = environment.get(STORE, "")
@@ -79,6 +81,13 @@ def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:
     return Carriers(Format(name), number(environment, CARRIER_TTL, CARRIER_TTL_S))
 
 
+def whole(environment: Mapping[str, str], name: str, default: int) -> int:
+    found = int(number(environment, name, default))
+    if found < 1:
+        raise wrong(environment, name, default)
+    return found
+
+
 def number(environment: Mapping[str, str], name: str, default: float) -> float:
     text = environment.get(name, "")
     try:
@@ -86,7 +95,14 @@ def number(environment: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         found = 0.0
     if not 0 < found < float("inf"):
-        raise VllmopsError(
-            "usage", f"{name} is {text!r}", f"{name}={default:g}", exit_code=Exit.USAGE
-        )
+        raise wrong(environment, name, default)
     return found
+
+
+def wrong(environment: Mapping[str, str], name: str, default: float) -> VllmopsError:
+    return VllmopsError(
+        "usage",
+        f"{name} is {environment.get(name, '')!r}",
+        f"{name}={default:.12g}",
+        exit_code=Exit.USAGE,
+    )
