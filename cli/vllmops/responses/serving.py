@@ -525,7 +525,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         if swap.changed:
             self.stop(response_id)
         elif swap.now.status != "cancelled":
-            if not wire.BACKGROUND.decode(swap.now.body).background:
+            if not wire.in_background(swap.now):
                 raise Refused(400, "Cannot cancel a synchronous response.", "response_id")
             message = f"Cannot cancel a response that is {swap.now.status}."
             raise Refused(400, message, "response_id")

@@ -243,7 +243,7 @@ class ResponseStore:
             swap = await self.backend.set_status(
                 owner, response_id, status, allowed=allowed, error=plain(error)
             )
-        return Swap(swap.changed, swap.now and await unpacked(swap.now))
+        return Swap(swap.changed, swap.now and await legible(swap.now))
 
     async def get(self, owner: str, response_id: str) -> Response | None:
         """A response, or None; counts as use."""
@@ -251,7 +251,7 @@ class ResponseStore:
             return None
         async with self.bounded():
             found = await self.backend.get(owner, response_id)
-        return found and await unpacked(found)
+        return found and await legible(found)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Delete a response with its events; False where there is none."""
@@ -273,7 +273,7 @@ class ResponseStore:
             return Page([], False)
         async with self.bounded():
             page = await self.backend.page(owner, query)
-        return Page([await unpacked(each) for each in page.responses], page.more)
+        return Page([await legible(each) for each in page.responses], page.more)
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         """A turn after all before it, the oldest first; empty where there is no such turn.
@@ -464,13 +464,30 @@ class Head(msgspec.Struct):
 
 
 HEAD = msgspec.json.Decoder(Head)
+PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def document(response: Response) -> bytes:
-    """The response object as JSON, its status and error as of now."""
-    if not response.error and HEAD.decode(response.body).status == response.status:
-        return response.body
-    found: dict[str, Any] = msgspec.json.decode(response.body)
+    """The response object as JSON, its status and error as of now.
+
+    Where its body is no object there is one in its place that says so.
+    """
+    try:
+        if not response.error and HEAD.decode(response.body).status == response.status:
+            return response.body
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        found: dict[str, Any] = dict(PARTS.decode(response.body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = {
+            "id": response.id,
+            "object": "response",
+            "created_at": response.created_at,
+            "model": response.model,
+            "output": [],
+            "error": {"code": "server_error", "message": "What was stored of it is damaged."},
+        }
     found["status"] = response.status
     if response.error:
         found["error"] = {"code": "server_error", "message": response.error}
@@ -488,6 +505,14 @@ async def unpacked(response: Response) -> Response:
     if len(response.body) + len(response.input) < SOON_UNPACKED:
         return replace(response, body=inflate(response.body), input=inflate(response.input))
     return replace(response, body=await unpack(response.body), input=await unpack(response.input))
+
+
+async def legible(response: Response) -> Response:
+    """As `unpacked`; what is damaged is empty, so that it hides no other."""
+    try:
+        return await unpacked(response)
+    except ValueError:
+        return replace(response, body=b"", input=b"")
 
 
 def valid(response_id: str) -> bool:
