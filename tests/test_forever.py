@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from vllmops import forever
 from vllmops.forever import Trouble
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():  # noqa: ASYNC110 - what is waited for knows of no event
+        await asyncio.sleep(0.001)
 
 
 def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
@@ -28,8 +35,7 @@ def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
         task = asyncio.create_task(
             forever.forever(work, Trouble("it rests", told.append), 0.0, after_s=0.0)
         )
-        while rounds < 30:
-            await asyncio.sleep(0)
+        await until(lambda: rounds >= 30)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
@@ -94,9 +100,10 @@ def test_a_thread_goes_on_until_it_is_to_end() -> None:
 def test_the_same_trouble_is_told_again_after_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     trouble = Trouble("w", told.append)
-    now = 1000.0
-    monkeypatch.setattr(forever.time, "monotonic", lambda: now)  # nobody waits for an hour
-    for now in (1000.0, 1001.0, 5000.0):
+    times = iter((1000.0, 1001.0, 5000.0))
+    # Nobody waits for an hour.
+    monkeypatch.setattr(forever, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    for _ in range(3):
         trouble.tell(KeyError("x"))
     assert len(told) == 2
 

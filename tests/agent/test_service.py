@@ -249,7 +249,7 @@ out = sum(os.times()[:2]) - cpu
 
 
 def test_without_file_descriptors_it_waits_and_then_answers(spawn: Spawn) -> None:
-    """``accept`` fails, and whoever calls stays where it is: trying again at once is a busy loop."""
+    """``accept`` fails, and whoever calls stays there: trying again at once is a busy loop."""
     child = spawn()
     child.run(STARVE)
     with socket.socket(socket.AF_UNIX) as call:

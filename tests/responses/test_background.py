@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import resource
 import sqlite3
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,11 @@ from vllmops.responses.store import ResponseStore
 from vllmops.responses.writer import Writer
 
 RUN = Response(id="resp_1", owner="", model="m", status="in_progress", body=b"{}")
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():  # noqa: ASYNC110 - what is waited for knows of no event
+        await asyncio.sleep(0.02)
 
 
 class Faulty(Memory):
@@ -51,8 +59,7 @@ def test_the_heartbeat_goes_on(
             await store.create(RUN)
             stopped = asyncio.Event()
             store.attend(RUN, stopped.set)
-            while backend.calls < 4:
-                await asyncio.sleep(0.02)
+            await until(lambda: backend.calls >= 4)
             backend.broken = False
             await asyncio.sleep(2.5)
             found = await store.get("", RUN.id)
@@ -86,8 +93,7 @@ def test_sweeping_goes_on_and_hinders_no_heartbeat(
             await store.create(RUN)
             stopped = asyncio.Event()
             store.attend(RUN, stopped.set)
-            while backend.swept < 3:
-                await asyncio.sleep(0.02)
+            await until(lambda: backend.swept >= 3)
             await store.delete("", RUN.id)
             await asyncio.wait_for(stopped.wait(), 2)
 
@@ -105,8 +111,7 @@ def test_what_a_run_raises_when_it_is_stopped_is_told(caplog: pytest.LogCaptureF
             await store.create(RUN)
             store.attend(RUN, stop)
             await store.delete("", RUN.id)
-            while store.attended:
-                await asyncio.sleep(0.02)
+            await until(lambda: not store.attended)
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(asyncio.wait_for(play(), 20))
@@ -207,9 +212,7 @@ def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
         backend = Sqlite(f"sqlite:///{tmp_path}/a.db", Limits(), "vllmops")
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         store = ResponseStore(backend)
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())), hard)
-        )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
         try:
             await store.open()
             with pytest.raises(stores.StoreUnavailable):

@@ -151,7 +151,7 @@ class Running:
             raise OffError(f"another process answers on {self.path}")
         self.path.unlink(missing_ok=True)
         trouble = Trouble(
-            f"the agent of pid {self.pid} does not answer: vllmops sees nothing inside this process",
+            f"the agent of pid {self.pid} does not answer: vllmops can't look into this process",
             log.warning,
         )
         self.server = Server(os.fspath(self.path), trouble)

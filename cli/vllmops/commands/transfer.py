@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import typer
 from .. import output
 from ..errors import Exit, VllmopsError
 from ..output import Json, Progress, Result, Verbatim, command
-from ..responses import archive
+from ..responses import archive, shape
 from ..responses.backend import EVERYBODY, Limits, Response
 from .options import Target
 from .sources import (
@@ -44,13 +44,24 @@ if TYPE_CHECKING:
     from ..client.responses import Source
 
 SHOWN = 10  # broken lines
+# A response with all that it was given: images and sounds among it.
+LONGEST_LINE = 64 << 20
+# After that a line has no end, and the file is none of lines.
+ENDLESS = 1 << 30
 
 
 class Exported(msgspec.Struct):
-    """How far an export is: responses written, and those left out because they run."""
+    """How far an export is.
+
+    Args:
+        count: responses written.
+        running: those left out because they run.
+        damaged: ids of those left out because they are damaged, and what is wrong with them.
+    """
 
     count: int = 0
     running: int = 0
+    damaged: dict[str, str] = {}
 
 
 @command
@@ -89,13 +100,24 @@ def export(
                 raise failure from error
     if not json_:
         told(done, out)
-    return Result({**msgspec.structs.asdict(done), "path": str(out) if out else None})
+    data = {**msgspec.structs.asdict(done), "path": str(out) if out else None}
+    data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
+    failure = None
+    if done.damaged:
+        failure = VllmopsError(
+            "responses.damaged",
+            f"{len(done.damaged):,} responses are damaged, and left out",
+            "vllmops responses show ID tells what is left of one",
+        )
+    return ended(Result(data), failure, as_json=json_)
 
 
 def told(done: Exported, out: Path | None) -> None:
     output.say(f"{done.count:,} responses exported" + (f" to {out}" if out else ""), "dim")
     if done.running:
         output.say(f"{done.running:,} that run are left out: export again once they are over")
+    for name, why in list(done.damaged.items())[:SHOWN]:
+        output.say(f"left out, as it is damaged: {name}: {why}")
 
 
 @contextmanager
@@ -156,21 +178,31 @@ async def exported(
     async with place as responses:
         owner = "" if responses.whole else await responses.owner()  # type: ignore[attr-defined]
         async for page in walk(responses, wanted.query(descending=False)):
-            chosen = [each for each in page if wanted.fits(each) and each.created_at < began]
+            chosen = [each for each in page if wanted.fits(each) and not later(each, began)]
             over = [each for each in chosen if not each.running]
             done.running += len(chosen) - len(over)
             lines = dict.fromkeys((each.id for each in over), b"")
 
             async def one(each: Response, lines: dict[str, bytes] = lines) -> None:
-                lines[each.id] = await line(responses, each, owner)
+                try:
+                    lines[each.id] = await line(responses, each, owner)
+                    archive.decode(lines[each.id])  # nobody else could take it either
+                except ValueError as error:
+                    done.damaged[each.id] = f"{error}"
+                    del lines[each.id]
 
             await spread(over, one)
-            if over:
+            if lines:
                 write(list(lines.values()))
-            done.count += len(over)
+            done.count += len(lines)
             counting.add(len(over))
-            if page and page[-1].created_at >= began:
+            if page and later(page[-1], began):
                 return
+
+
+def later(response: Response, began: float) -> bool:
+    """Whether a response was made meanwhile, rather than in no year at all."""
+    return began <= response.created_at < shape.LATEST
 
 
 async def line(responses: Source, response: Response, owner: str) -> bytes:
@@ -196,12 +228,14 @@ class Imported(msgspec.Struct):
         replaced: others that were there, and have made room.
         skipped: those that were there, and have not.
         broken: numbers of lines, from 1, and what is wrong with them.
+        first: the line that each id came with.
     """
 
     count: int = 0
     replaced: int = 0
     skipped: int = 0
     broken: dict[int, str] = {}
+    first: dict[str, int] = {}
 
     @property
     def looked(self) -> int:
@@ -238,6 +272,7 @@ def import_(
         except KeyboardInterrupt as error:
             raise counting.interrupted(done) from error
     data = {"store": name, **msgspec.structs.asdict(done)}
+    del data["first"]
     data["broken"] = [{"line": n, "reason": why} for n, why in sorted(done.broken.items())]
     most = Limits().max_size
     if count > most and not json_:
@@ -304,17 +339,13 @@ def lines_of(file: Path) -> Iterator[IO[bytes]]:
     try:
         opened = file.open("rb")
     except OSError as error:
-        raise VllmopsError(
-            "responses.unreadable",
-            f"{file}: {error.strerror or error}",
-            "the name of a file that vllmops responses export wrote",
-        ) from error
+        raise unreadable(f"{file}: {error.strerror or error}") from error
     with opened:
         yield opened
 
 
 async def imported(
-    url: str, lines: Iterable[bytes], done: Imported, counting: Counting, *, overwrite: bool
+    url: str, lines: IO[bytes], done: Imported, counting: Counting, *, overwrite: bool
 ) -> tuple[str, int]:
     """Take lines into a store; its name, and how many it holds then.
 
@@ -325,14 +356,51 @@ async def imported(
 
     async with Storage(url, create=True) as responses:
 
-        async def one(numbered: tuple[int, bytes]) -> None:
+        async def one(numbered: tuple[int, bytes | None]) -> None:
             number, text = numbered
-            if text.strip():
+            if text is None:
+                done.broken[number] = f"it is longer than {LONGEST_LINE >> 20} MiB"
+            elif text.strip():
                 await taken(responses.store, number, text, done, overwrite=overwrite)
                 counting.add()
 
-        await spread(enumerate(lines, 1), one)
+        await spread(numbered(lines), one)
         return responses.name, (await responses.stats()).count
+
+
+def numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers, from 1; None for one that is too long.
+
+    Raises:
+        VllmopsError: ``responses.unreadable``, a line has no end, or the file can't be read.
+    """
+    number = 0
+    while line := part(lines, LONGEST_LINE + 1):
+        number += 1
+        if len(line) <= LONGEST_LINE or line.endswith(b"\n"):
+            yield number, line
+            continue
+        size = len(line)
+        while line and not line.endswith(b"\n"):
+            line = part(lines, 1 << 20)
+            size += len(line)
+            if size > ENDLESS:
+                raise unreadable(f"line {number} is longer than {ENDLESS >> 30} GiB")
+        yield number, None
+
+
+def part(lines: IO[bytes], most: int) -> bytes:
+    """A line, or as much of it as may be."""
+    try:
+        return lines.readline(most)
+    except OSError as error:
+        raise unreadable(f"it can't be read: {error.strerror or error}") from error
+
+
+def unreadable(why: str) -> VllmopsError:
+    return VllmopsError(
+        "responses.unreadable", why, "the name of a file that vllmops responses export wrote"
+    )
 
 
 async def taken(store: Any, number: int, text: bytes, done: Imported, *, overwrite: bool) -> None:
@@ -341,6 +409,9 @@ async def taken(store: Any, number: int, text: bytes, done: Imported, *, overwri
         response, events = archive.decode(text)
     except ValueError as error:
         done.broken[number] = f"{error}"
+        return
+    if (first := done.first.setdefault(response.id, number)) != number:
+        done.broken[number] = f"{response.id} came before, in line {first}"
         return
     new = await patiently(lambda: store.create(response))
     if not new:

@@ -163,8 +163,8 @@ class Supervisor:
             await self.hear(reader, writer)
         self.serving.add(asyncio.create_task(self.serve(reader, writer)))
         if not launch:
-            while not await attempt(self.take_over, self.trouble):
-                await asyncio.sleep(1)
+            while not await attempt(self.take_over, self.trouble):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(TICK_S)
         elif not await attempt(self.launch, self.trouble):
             self.end(State.FAILED, Failure(f"it can't be launched: {self.trouble.last}"))
         while not self.record.state.over:

@@ -18,6 +18,7 @@ FORMAT = 1
 # An owner is a hash or nobody; anything else would be an owner that no key can be.
 OWNER = re.compile("|[0-9a-f]{64}")
 
+
 class Logged(msgspec.Struct):
     """Consecutive events, and the sequence number of the first."""
 
@@ -38,7 +39,7 @@ class Line(shape.Row, kw_only=True):
     vllmops: int = FORMAT
     response: msgspec.Raw
     input: msgspec.Raw
-    events: list[Logged] = []
+    events: list[Logged] = msgspec.field(default_factory=list)
 
 
 LINE = msgspec.json.Decoder(Line)

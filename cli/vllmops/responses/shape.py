@@ -25,7 +25,8 @@ OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING))
 Struct = TypeVar("Struct")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 # In seconds since the epoch, up to the last year that calendars know.
-Moment = Annotated[float, msgspec.Meta(ge=0, lt=253_402_300_800)]
+LATEST = 253_402_300_800.0
+Moment = Annotated[float, msgspec.Meta(ge=0, lt=LATEST)]
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -160,6 +161,10 @@ def read(response: Response) -> Document:
         "previous_response_id": response.previous_id,
         "error": response.error,
     }
+    if not response.id:
+        raise ValueError("it has no id")
+    if not response.body:
+        raise ValueError("what was stored of it can't be read")
     try:
         msgspec.convert(beside, Row)
         return DOCUMENT.decode(response.body)

@@ -508,11 +508,30 @@ async def unpacked(response: Response) -> Response:
 
 
 async def legible(response: Response) -> Response:
-    """As `unpacked`; what is damaged is empty, so that it hides no other."""
+    """As `unpacked`; the body of what is damaged is empty, so that it hides no other."""
     try:
-        return await unpacked(response)
+        if (found := sound(response)) is response:
+            return await unpacked(response)
     except ValueError:
-        return replace(response, body=b"", input=b"")
+        found = response
+    return replace(found, body=b"", input=b"")
+
+
+TEXTS = ("id", "owner", "model", "status", "error")
+
+
+def sound(response: Response) -> Response:
+    """A response with no value of another type in it: SQLite keeps any in any column."""
+    wrong: dict[str, Any] = {
+        name: "" for name in TEXTS if not isinstance(getattr(response, name), str)
+    }
+    if not isinstance(response.created_at, float):
+        wrong["created_at"] = 0.0
+    if not isinstance(response.previous_id, str | None):
+        wrong["previous_id"] = None
+    if not (isinstance(response.body, bytes) and isinstance(response.input, bytes)):
+        wrong["body"] = b""
+    return replace(response, **wrong) if wrong else response
 
 
 def valid(response_id: str) -> bool:
