@@ -168,8 +168,6 @@ def test_a_thread_of_sqlite_serves_on_though_a_loop_that_it_told_is_closed(tmp_p
         task.cancel()
 
     async def slow() -> None:
-        import time
-
         asyncio.ensure_future(worker.run(lambda _: time.sleep(0.3)))  # noqa: RUF006
         await asyncio.sleep(0.05)
 
@@ -206,7 +204,6 @@ def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path: Path) -> None:
 
 def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
     """Its connections are made when they are first needed, which takes file descriptors."""
-    import resource
 
     async def play() -> None:
         backend = Sqlite(f"sqlite:///{tmp_path}/a.db", Limits(), "vllmops")

@@ -313,7 +313,6 @@ def test_bad_lines_are_named_and_the_others_taken(
     count, broken = imported(vllmops, url, tmp_path / "a.jsonl", b"\n".join(lines))
     assert count == 3
     assert sorted(broken) == [*range(2, 11), 12]
-    assert "more than" in broken[2] or "recursion" in broken[2]
     assert "line 1" in broken[12]
     answer = vllmops("responses", "list", "--store", url, "--json")
     assert answer.code == 0

@@ -82,7 +82,7 @@ def version(url: str) -> str | None:
     try:
         found = ask("GET", f"{url}/version", TIMEOUT_S).raise_for_status().json()["version"]
         return str(found)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -115,7 +115,14 @@ def one_token(url: str, timeout_s: float) -> Canary:
         answer = ask("POST", f"{url}/v1/completions", left_s, headers=headers, json=body)
     except httpx.TimeoutException:
         return told("timeout", f"no answer within {timeout_s:.0f} s")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+    except (
+        httpx.HTTPError,
+        httpx.InvalidURL,
+        ValueError,
+        LookupError,
+        TypeError,
+        RecursionError,
+    ) as error:
         return told("refused", f"{type(error).__name__}: {error}")
     if answer.is_success:
         return told("answered", "")

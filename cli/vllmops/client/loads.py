@@ -291,7 +291,7 @@ def served(client: httpx.Client, server: Server) -> str:
     check(answer, url)
     try:
         return str(answer.json()["data"][0]["id"])
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise failed(f"{url} names no model") from error
 
 
@@ -309,7 +309,7 @@ def check(answer: httpx.Response, what: str) -> None:
     try:
         told = answer.json()
         why = told.get("error", told).get("message") or answer.text
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         why = answer.text
     raise failed(f"{what}: the server answered {answer.status_code}: {why[:SHOWN]}")
 

@@ -530,7 +530,7 @@ def said(answer: httpx.Response) -> str:
         told = answer.json()
         error = told.get("error", told)
         message = error.get("message") if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         message = None
     return str(message or answer.text or answer.reason_phrase)[:LETTERS]
 
@@ -539,7 +539,7 @@ def blames(answer: httpx.Response, param: str) -> bool:
     """Whether a server's refusal blames a parameter."""
     try:
         return bool(answer.json()["error"]["param"] == param)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return False
 
 
