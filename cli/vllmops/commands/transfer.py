@@ -100,10 +100,10 @@ def export(
                 raise failure from error
     if not json_:
         told(done, out)
-    data = {**msgspec.structs.asdict(done), "path": str(out) if out else None}
-    data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
+    data = {"count": done.count, "running": done.running, "path": str(out) if out else None}
     failure = None
     if done.damaged:
+        data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
         failure = VllmopsError(
             "responses.damaged",
             f"{len(done.damaged):,} responses are damaged, and left out",
@@ -228,14 +228,12 @@ class Imported(msgspec.Struct):
         replaced: others that were there, and have made room.
         skipped: those that were there, and have not.
         broken: numbers of lines, from 1, and what is wrong with them.
-        first: the line that each id came with.
     """
 
     count: int = 0
     replaced: int = 0
     skipped: int = 0
     broken: dict[int, str] = {}
-    first: dict[str, int] = {}
 
     @property
     def looked(self) -> int:
@@ -272,7 +270,6 @@ def import_(
         except KeyboardInterrupt as error:
             raise counting.interrupted(done) from error
     data = {"store": name, **msgspec.structs.asdict(done)}
-    del data["first"]
     data["broken"] = [{"line": n, "reason": why} for n, why in sorted(done.broken.items())]
     most = Limits().max_size
     if count > most and not json_:
@@ -355,13 +352,14 @@ async def imported(
     from ..client.storage import Storage  # noqa: PLC0415
 
     async with Storage(url, create=True) as responses:
+        lines_of_ids: dict[str, int] = {}
 
         async def one(numbered: tuple[int, bytes | None]) -> None:
             number, text = numbered
             if text is None:
                 done.broken[number] = f"it is longer than {LONGEST_LINE >> 20} MiB"
             elif text.strip():
-                await taken(responses.store, number, text, done, overwrite=overwrite)
+                await taken(responses.store, number, text, done, lines_of_ids, overwrite=overwrite)
                 counting.add()
 
         await spread(numbered(lines), one)
@@ -403,14 +401,31 @@ def unreadable(why: str) -> VllmopsError:
     )
 
 
-async def taken(store: Any, number: int, text: bytes, done: Imported, *, overwrite: bool) -> None:
-    """Take one line into a store."""
+async def taken(
+    store: Any,
+    number: int,
+    text: bytes,
+    done: Imported,
+    lines_of_ids: dict[str, int],
+    *,
+    overwrite: bool,
+) -> None:
+    """Take one line into a store.
+
+    Args:
+        store: where it goes.
+        number: of the line, from 1.
+        text: of the line.
+        done: how far the import is.
+        lines_of_ids: the lines that came before, by their ids.
+        overwrite: whether what is there is replaced.
+    """
     try:
         response, events = archive.decode(text)
     except ValueError as error:
         done.broken[number] = f"{error}"
         return
-    if (first := done.first.setdefault(response.id, number)) != number:
+    if (first := lines_of_ids.setdefault(response.id, number)) != number:
         done.broken[number] = f"{response.id} came before, in line {first}"
         return
     new = await patiently(lambda: store.create(response))

@@ -126,13 +126,9 @@ def shallow(data: bytes) -> None:
 
 
 def named(response_id: str) -> bool:
-    """Whether an id can be that of a response which came over HTTP."""
-    return (
-        valid(response_id)
-        and response_id.isprintable()
-        and not {"/", "\\"} & set(response_id)
-        and response_id.strip(".") != ""
-    )
+    """Whether an id can be shown, and leads nowhere where it is taken for a part of a path."""
+    parts = response_id.replace("\\", "//").split("/")
+    return valid(response_id) and response_id.isprintable() and not {"", ".", ".."} & set(parts)
 
 
 def refused(row: Row) -> str:
