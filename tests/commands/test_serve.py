@@ -86,8 +86,8 @@ def healthy(url: str) -> bool:
 
 
 def test_where_responses_are_kept(lab: Any) -> None:
-    words = ("--store", "memory://", "--store-max-size", "7", "--store-ttl", "1.5h", "--dry-run")
-    words += ("--store-max-per-key", "3")
+    limits = ("--store-max-size", "7", "--store-max-per-key", "3", "--store-ttl", "1.5h")
+    words = ("--store", "memory://", *limits, "--dry-run")
     environment = lab.vllmops(*lab.words("a", *words), "--json").data["environment"]
     assert environment["VLLMOPS_RESPONSES_STORE"] == "memory://"
     assert environment["VLLM_RESPONSES_API_STORE_MAX_SIZE"] == "7"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from vllmops.responses import opening
 from vllmops.responses import store as stores
 from vllmops.responses.backend import Chunk, Limits, Response
 from vllmops.responses.gathering import Gathered
@@ -221,3 +223,44 @@ def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("scheme", ["redis", "postgresql"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\xff" * 5000,
+        b"$9999\r\n",
+        b"*-5\r\n:x\r\n",
+        b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I" * 20,
+    ],
+)
+def test_whoever_answers_instead_of_a_database(scheme: str, said: bytes) -> None:
+    """A proxy, or a server of another kind: each call says that the store is unavailable."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while await reader.read(1 << 16):
+                writer.write(said)
+                await writer.drain()
+                if not said:
+                    break
+        writer.close()
+
+    async def play() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        store = ResponseStore(opening.backend(f"{scheme}://127.0.0.1:{port}/0"), deadline_s=0.5)
+        await store.open()
+        store.attend(RUN, lambda: None)
+        for _ in range(3):
+            with pytest.raises(stores.StoreUnavailable):
+                await store.create(RUN)
+            await asyncio.sleep(0.3)
+        assert not any(task.done() for task in store.background)
+        await store.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(play(), 20))

@@ -225,3 +225,20 @@ def test_a_response_costs_redis_as_much_however_many_owners_there_are(
     few, many = asyncio.run(cost(2, 50)), asyncio.run(cost(400, 800))
     assert many < few + 3
     assert few < 60
+
+
+def test_the_command_tells_who_has_most(tmp_path: Path, vllmops: Any) -> None:
+    url = f"sqlite:///{tmp_path}/responses.db"
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(url)) as store:
+            for number in range(30):
+                await store.create(made(number, OWNERS[number % 15] if number < 20 else ""))
+
+    asyncio.run(main())
+    answer = vllmops("responses", "stats", "--store", url, "--json")
+    assert list(answer.data["owners"].values()) == [10, *[2] * 5, *[1] * 10]
+    assert next(iter(answer.data["owners"])) == ""
+    answer = vllmops("responses", "stats", "--store", url)
+    assert f"{OWNERS[0][:8]}…" in answer.out
+    assert "and 6 others" in answer.out

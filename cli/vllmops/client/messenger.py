@@ -72,9 +72,11 @@ class Messenger:
         try:
             receive(event)
         except Exception as error:
-            known = isinstance(error, VllmopsError)
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, VllmopsError):
+                text = error.message
             with suppress(Exception):  # there is nobody else who could be told
-                self.trouble(error.message if known else f"{type(error).__name__}: {error}")
+                self.trouble(text)
 
 
 class Hook:

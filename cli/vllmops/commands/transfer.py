@@ -100,8 +100,9 @@ def export(
                 raise failure from error
     if not json_:
         told(done, out)
-    data = {"count": done.count, "running": done.running, "path": str(out) if out else None}
-    failure = None
+    data: dict[str, Any] = {"count": done.count, "running": done.running}
+    data["path"] = str(out) if out else None
+    failure: VllmopsError | None = None
     if done.damaged:
         data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
         failure = VllmopsError(

@@ -190,7 +190,7 @@ class ResponseStore:
                 pass
         except StoreUnavailable:
             pass
-        except VllmopsError:
+        except Exception:
             await self.close()
             raise
 
