@@ -124,3 +124,23 @@ def test_turns_tell_a_blocked_event_loop(monkeypatch: pytest.MonkeyPatch) -> Non
 
     asyncio.run(serve())
     assert turns.look(30.0) is None, "the loop is closed"
+
+
+def test_a_beat_that_can_not_be_made_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_INTERVAL_S", 0.01)
+    beats = 0
+
+    def broken(sequence: int, now: float) -> Beat:
+        nonlocal beats
+        beats += 1
+        raise AttributeError("another shape")
+
+    heart = Heart(tmp_path / "1.beat", broken)
+    heart.start()
+    while beats < 5:
+        time.sleep(0.01)
+    heart.stop()
+    assert [each.message for each in caplog.records if "another shape" in each.message] != []
+    assert sum("another shape" in each.message for each in caplog.records) == 1

@@ -233,3 +233,49 @@ def until(true: Callable[[], bool], seconds: float = 10) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+STARVE = """
+import os, resource, threading
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+cpu = sum(os.times()[:2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+out = "starved"
+"""
+FEED = """
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+out = sum(os.times()[:2]) - cpu
+"""
+
+
+def test_without_file_descriptors_it_waits_and_then_answers(spawn: Spawn) -> None:
+    """``accept`` fails, and whoever calls stays there: trying again at once is a busy loop."""
+    child = spawn()
+    child.run(STARVE)
+    with socket.socket(socket.AF_UNIX) as call:
+        call.settimeout(10)
+        call.connect(os.fspath(child.socket))
+        call.sendall(b"GET /hello HTTP/1.1\r\nHost: a\r\n\r\n")
+        time.sleep(2)
+        assert float(child.run(FEED)) < 0.5
+        assert call.recv(100).startswith(b"HTTP/1.1 200")
+
+
+BREAK = """
+from vllmops.agent import service
+was = service.Server.verify_request
+def broken(*args):
+    service.Server.verify_request = was
+    raise OSError(107, "Transport endpoint is not connected")
+service.Server.verify_request = broken
+"""
+
+
+def test_a_call_that_can_not_be_looked_at_ends_nothing(spawn: Spawn) -> None:
+    """What the base class does not catch ended the thread, and the process was blind for ever."""
+    child = spawn()
+    child.run(BREAK)
+    with socket.socket(socket.AF_UNIX) as call:
+        call.connect(os.fspath(child.socket))
+        time.sleep(1.5)
+    assert reach(child.process).hello().pid == child.process.pid

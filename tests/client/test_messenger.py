@@ -211,3 +211,20 @@ def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
     assert order == [0, 1, 2]
     assert trouble[1] == "no luck"
     assert "nobody foresaw it" in trouble[0]
+
+
+def test_trouble_that_can_not_be_told_costs_no_later_event() -> None:
+    got: list[Event] = []
+
+    def receive(event: Event) -> None:
+        got.append(event)
+        raise TypeError("a defect")
+
+    def nobody(_: str) -> None:
+        raise BrokenPipeError
+
+    messenger = Messenger([receive, got.append], nobody)
+    for _ in range(2):
+        messenger.send(EVENT)
+    messenger.flush(5)
+    assert len(got) == 4

@@ -421,3 +421,16 @@ def test_it_can_be_stopped_at_any_time() -> None:
 def test_what_metrics_say_is_explained_by_stacks(verdict: str) -> None:
     scene = Scene(blind, stacks=[idle()] * 3 if verdict == "idle" else ())
     assert bool(watched(scene)) == (verdict != "idle")
+
+
+def test_a_look_that_fails_ends_no_watch() -> None:
+    """Whatever it raises: a stall after that is told as any other."""
+
+    def odd(at_s: float) -> Look:
+        if at_s < 30:
+            raise RuntimeError("can't start new thread")
+        return stuck(40.0)(at_s)
+
+    told = watched(Scene(odd))
+    assert kinds(told) == ["trouble", "stalled"]
+    assert "can't start new thread" in told[0].text

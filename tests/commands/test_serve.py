@@ -98,10 +98,12 @@ def healthy(url: str) -> bool:
 
 
 def test_where_responses_are_kept(lab: Any) -> None:
-    words = ("--store", "memory://", "--store-max-size", "7", "--store-ttl", "1.5h", "--dry-run")
+    limits = ("--store-max-size", "7", "--store-max-per-key", "3", "--store-ttl", "1.5h")
+    words = ("--store", "memory://", *limits, "--dry-run")
     environment = lab.vllmops(*lab.words("a", *words), "--json").data["environment"]
     assert environment["VLLMOPS_RESPONSES_STORE"] == "memory://"
     assert environment["VLLM_RESPONSES_API_STORE_MAX_SIZE"] == "7"
+    assert environment["VLLMOPS_RESPONSES_STORE_MAX_PER_KEY"] == "3"
     assert environment["VLLMOPS_RESPONSES_STORE_TTL"] == "5400"
 
 

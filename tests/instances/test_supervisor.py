@@ -5,6 +5,7 @@ tests/live does the same with a real vLLM; here are the corner cases, which need
 
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
@@ -264,3 +265,20 @@ def zombie(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
         return True
+
+
+def test_a_wish_that_can_not_be_read_leaves_no_client_behind(lab: Any) -> None:
+    """msgspec raises RecursionError for what is nested deeply, which is no error of JSON."""
+    lab.serve("a")
+    folder = Folder("a")
+    for _ in range(2):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(10)
+            client.connect(os.fspath(folder.control))
+            client.sendall(b'{"hold":true}\n{"a":' + b"[" * 20_000 + b"\n")
+            while client.recv(1 << 16):
+                pass
+    # Who held it has gone, so it is taken down.
+    lab.until(lambda: lab.state("a") == "stopped")
+    log = (folder.path / "supervisor.log").read_text()
+    assert log.count("RecursionError") == 1

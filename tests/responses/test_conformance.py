@@ -97,14 +97,26 @@ class EvictsTheOldest(Careless):
 
 
 class EvictsWhatRuns(Careless):
-    def evict(self, spared: str) -> None:
-        self.finished, self.under_way = self.under_way, self.finished
-        super().evict(spared)
-        self.finished, self.under_way = self.under_way, self.finished
+    def evict(self, owner: str, spared: str) -> None:
+        share = self.shares[owner]
+        share.finished, share.under_way = share.under_way, share.finished
+        super().evict(owner, spared)
+        share.finished, share.under_way = share.under_way, share.finished
+
+
+class KnowsNoShares(Careless):
+    def __init__(self, url: str, limits: Limits) -> None:
+        super().__init__(url, replace(limits, max_per_key=None))
+
+
+class EvictsFromWhoHasLeast(Careless):
+    def first_to_give(self, spared: Response) -> str:
+        level = min(self.levels)
+        return next(iter(self.levels[level]))
 
 
 class KeepsTooMuch(Careless):
-    def evict(self, spared: str) -> None:
+    def evict(self, owner: str, spared: str) -> None:
         self.limits = replace(self.limits, max_size=2 * self.limits.max_size)
 
 
@@ -156,6 +168,8 @@ FOUND: dict[type[Careless], str] = {
     EvictsTheOldest: "evicts what was used",
     EvictsWhatRuns: "evicts what was used",
     KeepsTooMuch: "evicts what was used",
+    KnowsNoShares: "lets an owner have",
+    EvictsFromWhoHasLeast: "evicts from the owner",
     NeverExpires: "expires",
     WaitsForTheDead: "fails what nobody runs",
     RunsOn: "stops a run",

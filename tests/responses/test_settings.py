@@ -29,7 +29,10 @@ def test_the_limits() -> None:
     backend = settings.backend(given)
     assert isinstance(backend, Memory)
     assert (backend.limits.max_size, backend.limits.ttl_s) == (12, 60.5)
-    assert settings.backend({settings.STORE: "memory://"}).limits.max_size == 10_000
+    known = settings.backend({settings.STORE: "memory://"}).limits
+    assert (known.max_size, known.max_per_key, known.share) == (10_000, None, 10_000)
+    shared = settings.backend({settings.STORE: "memory://", settings.MAX_PER_KEY: "5"}).limits
+    assert (shared.max_size, shared.share) == (10_000, 5)
 
 
 def test_carriers() -> None:
@@ -48,7 +51,7 @@ def test_carriers_that_can_not_be(given: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])
-@pytest.mark.parametrize("name", [settings.MAX_SIZE, settings.TTL])
+@pytest.mark.parametrize("name", [settings.MAX_SIZE, settings.MAX_PER_KEY, settings.TTL])
 def test_numbers_that_are_none(name: str, text: str) -> None:
     with pytest.raises(VllmopsError) as caught:
         settings.backend({settings.STORE: "memory://", name: text})

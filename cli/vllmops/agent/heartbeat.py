@@ -10,12 +10,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from ..forever import Trouble
 from ..snapshots.engine import BEAT_BYTES, BEAT_INTERVAL_S, Beat
+from . import log
 
 
 class Heart:
@@ -31,6 +32,9 @@ class Heart:
         self.beat = beat
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self.stopped = threading.Event()
+        self.trouble = Trouble(
+            f"no heartbeat gets into {path}: vllmops takes this process for stuck", log.warning
+        )
 
     def start(self) -> None:
         self.write(0)
@@ -44,9 +48,11 @@ class Heart:
 
     def write(self, sequence: int) -> None:
         # Whatever fails here must not end the beat: the next one may succeed.
-        with suppress(Exception):
+        try:
             record = msgspec.json.encode(self.beat(sequence, time.monotonic()))
             os.pwrite(self.fd, record.ljust(BEAT_BYTES)[:BEAT_BYTES], 0)
+        except Exception as error:
+            self.trouble.tell(error)
 
     def stop(self) -> None:
         self.stopped.set()

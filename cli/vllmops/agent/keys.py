@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from ..errors import VllmopsError
+from ..forever import Trouble, thread
 from ..keys import file
 from ..keys.ring import CARRIER_TTL_S, Ring, kids
 from ..snapshots.keys import ProcessKeys
@@ -46,9 +47,8 @@ class Holder:
 
     def follow(self) -> None:
         """Look at the file for ever."""
-        while True:
-            time.sleep(LOOK_S)
-            self.look()
+        trouble = Trouble("the keyring is not followed: changes of it are not seen", log.error)
+        thread("vllmops-keys", self.look, trouble, pause_s=LOOK_S)
 
     def look(self, *, again: bool = False) -> None:
         """Take what the source says, where it says something new; never raises.
@@ -118,7 +118,7 @@ def start() -> None:
         _holder.look()
         os.register_at_fork(after_in_child=forget)
         if source.path is not None:
-            threading.Thread(target=_holder.follow, name="vllmops-keys", daemon=True).start()
+            _holder.follow()
             heed_hangups()
     except Exception as error:
         found.report(f"the keys can't be taken care of: {error}")

@@ -20,9 +20,10 @@ from typing import Any
 
 import msgspec
 
-from .. import __version__
+from .. import __version__, forever
 from ..errors import VllmopsError
 from ..files import peer
+from ..forever import Trouble
 from ..home import home, make_missing
 from ..patches import registry
 from ..snapshots.compares import CompareWish
@@ -37,6 +38,7 @@ from .identity import create_time, role
 DIRECTORY = "agents"
 BODY_BYTES = 4 << 20  # some 60,000 keys
 PATH_BYTES = 107  # sockaddr_un's, without the closing zero
+REST_S = 1.0  # after a call that can't be taken, for want of file descriptors, say
 FEATURES = (
     *("engine", "caches", "requests", "drain", "heartbeat"),
     *("patches", "repair", "reset", "memory", "compare", "keys"),
@@ -54,6 +56,19 @@ class Server(ThreadingMixIn, UnixStreamServer):
     request_queue_size = 64
     # A connection that is being served when the process ends is not waited for.
     block_on_close = False
+
+    def __init__(self, path: str, trouble: Trouble) -> None:
+        self.trouble = trouble
+        super().__init__(path, Handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            # Whoever calls goes on waiting, and the base class would try again at once, for ever.
+            self.trouble.tell(error)
+            time.sleep(REST_S)
+            raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
         return peer(request) in (0, os.geteuid())
@@ -132,16 +147,16 @@ class Running:
         if answers(self.path):
             raise OffError(f"another process answers on {self.path}")
         self.path.unlink(missing_ok=True)
-        self.server = Server(os.fspath(self.path), Handler)
+        trouble = Trouble(
+            f"the agent of pid {self.pid} does not answer: vllmops can't look into this process",
+            log.warning,
+        )
+        self.server = Server(os.fspath(self.path), trouble)
         self.path.chmod(0o600)
         self.heart = Heart(self.path.with_suffix(".beat"), beat)
         self.heart.start()
-        threading.Thread(target=self.serve, name="vllmops-agent", daemon=True).start()
-
-    def serve(self) -> None:
-        with suppress(Exception):
-            # Nobody calls shutdown(), so nothing need be polled for.
-            self.server.serve_forever(poll_interval=3600)
+        # Nobody calls shutdown(), so nothing need be polled for.
+        forever.thread("vllmops-agent", partial(self.server.serve_forever, 3600), trouble)
 
     def leave(self) -> None:
         """Remove the files, unless this is a forked child: they are its parent's."""

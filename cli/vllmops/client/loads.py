@@ -121,7 +121,7 @@ class BuiltIn:
     def run(self, number: int, stop: threading.Event) -> None:
         numbers = iter(range((number - 1) * self.requests, number * self.requests))
         taking = threading.Lock()
-        errors: list[VllmopsError] = []
+        errors: list[Exception] = []
 
         def work() -> None:
             while not stop.is_set() and not errors:
@@ -131,7 +131,7 @@ class BuiltIn:
                     return
                 try:
                     self.send(self.seed + each * self.inputs)
-                except VllmopsError as error:
+                except Exception as error:  # whatever it is, the load is not what was asked for
                     errors.append(error)
 
         # Daemons: Ctrl-C need not wait for answers.

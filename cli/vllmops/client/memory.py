@@ -351,3 +351,8 @@ class Background:
                 load.run(number, self.stop)
             except VllmopsError as error:
                 self.error = error
+            except Exception as error:
+                # The recording would go on without its load.
+                self.error = VllmopsError(
+                    "memory.load-failed", f"the load has ended: {type(error).__name__}: {error}"
+                )

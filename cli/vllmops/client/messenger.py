@@ -17,6 +17,7 @@ from contextlib import suppress
 import httpx
 import msgspec
 
+from .. import forever
 from ..errors import Exit, VllmopsError
 from ..snapshots.watch import Event
 from ..targets import split
@@ -42,7 +43,7 @@ class Messenger:
         self.events: queue.Queue[Event] = queue.Queue()
         self.left = 0
         self.idle = threading.Condition()
-        threading.Thread(target=self.run, daemon=True).start()
+        forever.thread("messenger", self.run, forever.Trouble("an event is not told", trouble))
 
     def send(self, event: Event) -> None:
         """Have an event told; comes back at once."""
@@ -56,19 +57,26 @@ class Messenger:
             self.idle.wait_for(lambda: not self.left, seconds)
 
     def run(self) -> None:
-        while True:
-            event = self.events.get()
+        """Tell one event."""
+        event = self.events.get()
+        try:
             for receive in self.receivers:
-                try:
-                    receive(event)
-                except VllmopsError as error:
-                    self.trouble(error.message)
-                except Exception as error:
-                    # The next event must be told whatever this one met with.
-                    self.trouble(f"{type(error).__name__}: {error}")
+                self.give(receive, event)
+        finally:
             with self.idle:
                 self.left -= 1
                 self.idle.notify_all()
+
+    def give(self, receive: Callable[[Event], None], event: Event) -> None:
+        """Tell one receiver; what it can't do hinders no other."""
+        try:
+            receive(event)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, VllmopsError):
+                text = error.message
+            with suppress(Exception):  # there is nobody else who could be told
+                self.trouble(text)
 
 
 class Hook:

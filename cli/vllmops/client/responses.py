@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 from urllib.parse import quote
 
 import httpx
@@ -14,6 +14,7 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..instances.record import Folder, Record
 from ..instances.servers import find, resolve
+from ..responses import shape
 from ..responses.backend import FINISHED, owner_of
 from ..responses.settings import STORE
 from ..responses.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
@@ -92,28 +93,6 @@ class Source(Protocol):
         """Delete a response, and stop it where it runs."""
 
 
-class Usage(msgspec.Struct):
-    input_tokens: int = 0
-    output_tokens: int = 0
-
-
-class Failure(msgspec.Struct):
-    message: str | None = None
-
-
-class Head(msgspec.Struct):
-    """As much of a response object as is shown in a list."""
-
-    id: str
-    status: str | None = None
-    model: str | None = None
-    created_at: float = 0
-    previous_response_id: str | None = None
-    background: bool | None = None
-    usage: Usage | None = None
-    error: Failure | None = None
-
-
 class Listing(msgspec.Struct):
     """A page of a list."""
 
@@ -130,7 +109,6 @@ class Said(msgspec.Struct):
     sequence_number: int
 
 
-HEAD = msgspec.json.Decoder(Head)
 LISTING = msgspec.json.Decoder(Listing)
 SAID = msgspec.json.Decoder(Said)
 
@@ -256,32 +234,40 @@ class Http:
             raise CursorUnknown(query.after)
         try:
             listing = LISTING.decode(self.good(answer, "list responses").content)
-            found = [made(bytes(each)) for each in listing.data]
-        except DAMAGE as error:
+        except shape.BROKEN as error:
             raise self.lacking("list responses") from error
-        return Page(found, listing.has_more)
+        return Page([made(bytes(each)) for each in listing.data], listing.has_more)
 
     async def get(self, response_id: str) -> Response:
         answer = await self.ask("GET", path(response_id))
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise unknown(self.name, response_id, sure=response_id in answer.text)
-        try:
-            return made(self.good(answer, "retrieve a response").content)
-        except DAMAGE as error:
-            raise self.lacking("retrieve a response") from error
+        content = self.good(answer, "retrieve a response").content
+        if head_of(content).id:
+            return made(content)
+        raise self.lacking("retrieve a response")
 
     async def items(self, response: Response) -> bytes:
         found: list[msgspec.Raw] = []
+        seen: set[str] = set()
         after: dict[str, str] = {}
         while True:
             answer = await self.ask(
                 "GET", f"{path(response.id)}/input_items", limit=LIMIT, order="asc", **after
             )
             await self.expect(answer, response.id, "tell the input of a response")
-            listing = LISTING.decode(self.good(answer, "tell the input of a response").content)
+            try:
+                listing = LISTING.decode(self.good(answer, "tell the input of a response").content)
+            except shape.BROKEN as error:
+                raise self.lacking("tell the input of a response") from error
             found += listing.data
-            if not listing.has_more or not listing.last_id:
+            if not listing.has_more or not listing.last_id or not listing.data:
                 return msgspec.json.encode(found)
+            if listing.last_id in seen:
+                raise VllmopsError(
+                    "responses.refused", f"{self.name} gives the same part of an input for ever"
+                )
+            seen.add(listing.last_id)
             after = {"after": listing.last_id}
 
     async def events(self, response: Response) -> list[Events]:
@@ -471,13 +457,42 @@ def path(response_id: str) -> str:
     return "/" + quote(response_id, safe="")
 
 
-def made(document: bytes) -> Response:
-    """A response from its object.
+class Rescued(NamedTuple):
+    """As much of a response object as names it."""
 
-    Raises:
-        msgspec.DecodeError: it is none.
-    """
-    head = HEAD.decode(document)
+    id: str = ""
+    status: str = ""
+
+
+RESCUED = msgspec.json.Decoder(dict[str, msgspec.Raw])
+TEXT = msgspec.json.Decoder(str)
+
+
+def head_of(document: bytes) -> Rescued:
+    """What names a response, nothing where it has no name."""
+    try:
+        parts = RESCUED.decode(document)
+    except shape.BROKEN:
+        return Rescued()
+    return Rescued(text(parts.get("id")), text(parts.get("status")))
+
+
+def text(part: msgspec.Raw | None) -> str:
+    """A text from its JSON, empty where it is none."""
+    try:
+        return TEXT.decode(part) if part is not None else ""
+    except shape.BROKEN:
+        return ""
+
+
+def made(document: bytes) -> Response:
+    """A response from its object; as much as is there from one that is damaged."""
+    head = decoded(document)
+    if head is None:
+        name = head_of(document)
+        return Response(
+            id=name.id, owner="", model="", status=name.status, created_at=0.0, body=document
+        )
     return Response(
         id=head.id,
         owner="",
@@ -489,11 +504,11 @@ def made(document: bytes) -> Response:
     )
 
 
-def decoded(document: bytes) -> Head | None:
-    """The head of a response object, None where it is none."""
+def decoded(document: bytes) -> shape.Document | None:
+    """A response object, None where it is none."""
     try:
-        return HEAD.decode(document)
-    except DAMAGE:
+        return shape.DOCUMENT.decode(document)
+    except shape.BROKEN:
         return None
 
 

@@ -96,7 +96,12 @@ class Storage:
 
     async def events(self, response: Response) -> list[Events]:
         log = await self.store.log(EVERYBODY, response.id, -1)
-        return [await logged(chunk) for chunk in log.chunks] if log else []
+        try:
+            return [await logged(chunk) for chunk in log.chunks] if log else []
+        except (ValueError, RecursionError) as error:
+            raise VllmopsError(
+                "responses.damaged", f"the events of {response.id} are damaged: {error}"
+            ) from error
 
     async def cancel(self, response_id: str) -> Outcome:
         """Stop a run: whoever runs it looks at the store a few times each second."""

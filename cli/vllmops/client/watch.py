@@ -15,6 +15,7 @@ from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S, Stall
 from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
 from ..errors import VllmopsError
+from ..forever import Trouble
 from ..instances.servers import Server
 from ..snapshots.repairs import Change
 from ..snapshots.server import Look, ServerSnapshot
@@ -150,15 +151,22 @@ class Watch:
         self.ongoing: Ongoing | None = None
         self.doubt_until = 0.0
         self.ask = True  # once at the beginning, to know what there is
+        self.stumbling = Trouble("a look has failed, and the watch goes on", self.stumbled)
 
     def run(self) -> Diary:
         """Watch until the plan says that it is enough, or nothing is left to watch."""
         began = self.now()
         while not self.stop.is_set():
-            self.follow(self.subject.phase())
-            if self.phase is Phase.OVER and self.subject.final:
-                break
-            after_s = self.check() if self.phase is Phase.UP else self.plan.interval_s
+            after_s = self.plan.interval_s
+            try:
+                self.follow(self.subject.phase())
+                if self.phase is Phase.OVER and self.subject.final:
+                    break
+                if self.phase is Phase.UP:
+                    after_s = self.check()
+            except Exception as error:
+                # Nobody else watches: the next look may succeed.
+                self.stumbling.tell(error)
             if self.plan.once and self.diary.bad:
                 break
             left_s = began + (self.plan.for_s or float("inf")) - self.now()
@@ -166,6 +174,9 @@ class Watch:
                 break
             self.rest(min(after_s, left_s))
         return self.diary
+
+    def stumbled(self, text: str) -> None:
+        self.say("trouble", f"{self.subject.server.label}: {text}")
 
     def rest(self, seconds: float) -> None:
         """Wait; after a much longer time than that nothing is known any more."""

@@ -233,7 +233,7 @@ async def gathered(responses: Any, wanted: Wish, counting: Counting) -> list[Fou
             found += [
                 Found(each.id, each.status, each.model, each.created_at, each.previous_id)
                 for each in page
-                if part.fits(each)
+                if each.id and part.fits(each)
             ]
     return sorted(found, key=lambda each: each.created_at)
 

@@ -14,6 +14,7 @@ import typer
 
 from .. import output
 from ..output import Folded, Json, Line, Progress, Result, Verbatim, command, size
+from ..responses import shape
 from ..responses.backend import CursorUnknown, Stats
 from ..responses.store import document
 from .check_store import check_store
@@ -40,7 +41,7 @@ from .sources import (
 from .transfer import export, import_
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import RenderableType
     from rich.table import Table
@@ -50,11 +51,18 @@ if TYPE_CHECKING:
 
 app = output.typer_app("Stored responses.")
 
-STYLES = {"failed": "red", "cancelled": "yellow", "queued": "cyan", "in_progress": "cyan"}
+STYLES = {
+    "failed": "red",
+    "damaged": "red",
+    "cancelled": "yellow",
+    "queued": "cyan",
+    "in_progress": "cyan",
+}
 # From here on a line has room for all there is to tell.
 WIDE = 100
 OWNER_LETTERS = 8
 AT_A_TIME = 500
+OWNERS = 10  # shown, those who have most
 
 
 @app.callback()
@@ -169,15 +177,20 @@ def rows(found: Sequence[Entry], columns: list[str]) -> Table:
     for each in found:
         cells = {
             "id": Text(each.id),
-            "status": Text(each.status, STYLES.get(each.status, "")),
+            "status": Text(state(each), STYLES.get(state(each), "")),
             "model": Text(each.model),
-            "age": Text(age(each.created_at)),
+            "age": Text(age(each.created_at) if each.created_at else "-"),
             "owner": Text((each.owner or "-")[:OWNER_LETTERS]),
             "tokens": Text(tokens(each)),
             "size": Text(size(each.bytes)),
         }
         table.add_row(*(cells[name] for name in columns))
     return table
+
+
+def state(each: Entry) -> str:
+    """The status of a response, or that it is damaged."""
+    return "damaged" if each.damaged else each.status
 
 
 def tokens(each: Entry) -> str:
@@ -209,7 +222,7 @@ def show(
 ) -> Result:
     """Show a response: what became of it, and what it says."""
     found, body, items, logs = asyncio.run(seen(target, store, response_id, given, events))
-    logged = [msgspec.Raw(each) for part in logs for each in part.events]
+    logged = [msgspec.Raw(json_of(each)) for part in logs for each in part.events]
     data: dict[str, Any] = {
         **msgspec.structs.asdict(found),
         "response": msgspec.Raw(body),
@@ -233,7 +246,17 @@ async def seen(
         found = await responses.get(response_id)
         items = await responses.items(found) if given else b"[]"
         logs = await responses.events(found) if events else []
-        return entry(found, whole=responses.whole), document(found), items, logs
+        return entry(found, whole=responses.whole), json_of(document(found)), json_of(items), logs
+
+
+def json_of(document: bytes) -> bytes:
+    """JSON as it is; null where it is none, or can't be put into other JSON."""
+    try:
+        shape.shallow(document)
+        msgspec.json.decode(document)
+    except (ValueError, RecursionError):
+        return b"null"
+    return document
 
 
 def rawly(
@@ -253,12 +276,14 @@ def told(
     """The same for a person."""
     from rich.text import Text  # noqa: PLC0415
 
-    yield Text.assemble((found.id, "bold"), "  ", (found.status, STYLES.get(found.status, "green")))
+    style = STYLES.get(state(found), "green")
+    yield Text.assemble((found.id, "bold"), "  ", (state(found), style))
     facts = output.table("", "")
     facts.show_header = False
     for name, value in (
         ("model", found.model),
-        ("made", f"{when(found.created_at)}, {age(found.created_at)} ago"),
+        ("damaged", found.damaged),
+        ("made", found.created_at and f"{when(found.created_at)}, {age(found.created_at)} ago"),
         ("follows", found.previous_response_id),
         ("run", "in the background" if found.background else "in the foreground"),
         ("tokens", tokens(found) if found.input_tokens is not None else None),
@@ -271,10 +296,11 @@ def told(
     yield facts
     if items is not None:
         yield Text("\ninput", style="bold")
-        yield Folded(tuple(spoken(msgspec.json.decode(items))))
+        yield Folded(tuple(said(lambda: shape.ITEMS.decode(items))))
     yield Text("\noutput", style="bold")
-    output_ = msgspec.json.decode(body).get("output") or []
-    yield Folded(tuple(spoken(output_)) or (Line(2, "none", "dim"),))
+    yield Folded(
+        tuple(said(lambda: shape.DOCUMENT.decode(body).output)) or (Line(2, "none", "dim"),)
+    )
     if events:
         yield Text("\nevents", style="bold")
         if not logs:
@@ -288,27 +314,34 @@ def told(
             yield Text("  it goes on")
 
 
-def spoken(items: Any) -> Iterator[Line]:
+def said(items: Callable[[], list[shape.Item]]) -> Iterator[Line]:
+    """What items say, or that they can't be read."""
+    try:
+        yield from spoken(items())
+    except shape.BROKEN as error:
+        yield Line(2, f"it is damaged: {error}", "red")
+
+
+def spoken(items: list[shape.Item]) -> Iterator[Line]:
     """What items say, whoever made them."""
-    for item in items if isinstance(items, list) else ():
-        kind = item.get("type") or "message"
-        yield Line(2, " ".join(filter(None, (item.get("role"), *label(kind, item)))), "cyan")
+    for item in items:
+        kind = item.type or "message"
+        yield Line(2, " ".join(filter(None, (item.role, *label(kind, item)))), "cyan")
         for text in texts(item):
             for line in text.splitlines() or [""]:
                 yield Line(4, line)
 
 
-def label(kind: str, item: dict[str, Any]) -> Iterator[str]:
+def label(kind: str, item: shape.Item) -> Iterator[str]:
     """How an item is called, where its role does not say enough."""
     if kind != "message":
         yield kind
-        yield from (str(item[name]) for name in ("name", "call_id") if item.get(name))
+        yield from filter(None, (item.name, item.call_id))
 
 
-def texts(item: dict[str, Any]) -> Iterator[str]:
+def texts(item: shape.Item) -> Iterator[str]:
     """The texts in an item; other parts by their type."""
-    for name in ("content", "summary", "output", "arguments", "input"):
-        value = item.get(name)
+    for value in (item.content, item.summary, item.output, item.arguments, item.input):
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, str):
                 yield part
@@ -319,7 +352,10 @@ def texts(item: dict[str, Any]) -> Iterator[str]:
 
 def brief(event: bytes) -> str:
     """An event in a line."""
-    found: dict[str, Any] = msgspec.json.decode(event)
+    try:
+        found: dict[str, Any] = msgspec.json.decode(event, type=dict[str, Any])
+    except shape.BROKEN as error:
+        return f"it is damaged: {error}"
     delta = found.get("delta")
     return f"{found.get('type')}" + (f"  {delta!r}" if isinstance(delta, str) else "")
 
@@ -327,7 +363,7 @@ def brief(event: bytes) -> str:
 @app.command(epilog="Example: vllmops responses stats --store sqlite:///a.db")
 @command
 def stats(*, target: Target = None, store: Store = None, json_: Json = False) -> Result:
-    """Count responses by status and model; their bytes, age and evictions.
+    """Count responses by status, model and API key; bytes, age and evictions.
 
     A server tells of those of one API key, each as JSON, and not of events
     and evictions; the store itself of all, and of bytes as they are kept.
@@ -389,6 +425,13 @@ def figures(data: dict[str, Any]) -> Iterator[RenderableType]:
             for word, count in sorted(data[name].items(), key=lambda each: -each[1]):
                 table.add_row(Text(word, STYLES.get(word, "")), f"{count:,}")
             yield table
+    if data["owners"]:
+        table = output.table("API key, by its SHA-256", "", right=[""])
+        for owner, count in list(data["owners"].items())[:OWNERS]:
+            table.add_row(Text(f"{owner[:OWNER_LETTERS]}…" if owner else "none"), f"{count:,}")
+        if len(data["owners"]) > OWNERS:
+            table.add_row(f"and {len(data['owners']) - OWNERS:,} others", "", style="dim")
+        yield table
     rest = output.table("", "")
     rest.show_header = False
     rest.add_row("bytes", size(data["bytes"]))

@@ -110,6 +110,10 @@ def serve(
     store_max_size: Annotated[
         int | None, typer.Option(parser=count(1, MOST), help="Responses that are kept [10000].")
     ] = None,
+    store_max_per_key: Annotated[
+        int | None,
+        typer.Option(parser=count(1, MOST), help="Those that one API key keeps of them [all]."),
+    ] = None,
     store_ttl: Annotated[
         str | None,
         typer.Option(
@@ -164,7 +168,8 @@ def serve(
     With --detach the server goes on, and `vllmops stop` ends it. Everything behind -- goes to
     vLLM untouched.
     """
-    env = [*(env or []), *unpatched(no_patch or []), *stored(store, store_max_size, store_ttl)]
+    kept = stored(store, store_max_size, store_max_per_key, store_ttl)
+    env = [*(env or []), *unpatched(no_patch or []), *kept]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
     order = place(model, demo, name, host, port, detach, env, ctx.meta[BEHIND])
     beside = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
@@ -269,7 +274,9 @@ def added_by(env: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in env if "=" in word)
 
 
-def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
+def stored(
+    url: str | None, max_size: int | None, max_per_key: int | None, ttl: str | None
+) -> list[str]:
     """What the options of the store add to the environment.
 
     Raises:
@@ -277,11 +284,10 @@ def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
     """
     if url == "":
         raise usage("--store '' is no store; --store none keeps no responses")
-    if max_size is not None and max_size < 1:
-        raise usage(f"--store-max-size {max_size}: a store keeps one response at least")
     added = {
         settings.STORE: url,
         settings.MAX_SIZE: max_size,
+        settings.MAX_PER_KEY: max_per_key,
         settings.TTL: ttl and f"{duration(ttl):g}",
     }
     return [f"{name}={value}" for name, value in added.items() if value is not None]
@@ -458,6 +464,7 @@ class LogFollower:
 
     def __init__(self, folder: Folder, *, whole: bool) -> None:
         self.whole = whole
+        self.name = folder.name
         self.tail = logs.Tail(folder.log)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -481,6 +488,10 @@ class LogFollower:
             try:
                 show(*map(Verbatim, filter(self.wanted, self.tail.lines())))
             except OSError:
+                return
+            except Exception as error:
+                say(f"the log is shown no further: {type(error).__name__}: {error}")
+                say(f"  vllmops logs -f {self.name}")
                 return
 
     def wanted(self, line: str) -> bool:

@@ -17,6 +17,7 @@ import typer
 from .. import output
 from ..errors import Exit, VllmopsError
 from ..output import Progress, Result, span
+from ..responses import shape
 from ..responses.backend import STATUSES, CursorUnknown, Query, Response, StoreUnavailable
 from ..responses.store import document
 from .options import duration, time_
@@ -135,6 +136,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         owner: a hash of the API key that made it; None where a server was asked, which shows those
             of one key.
         bytes: of the response object as JSON.
+        damaged: why it can't be told in full, in words; None where it can.
     """
 
     id: str
@@ -148,6 +150,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     error: str | None
     owner: str | None
+    damaged: str | None = None
 
 
 def entry(response: Response, *, whole: bool) -> Entry:
@@ -157,23 +160,25 @@ def entry(response: Response, *, whole: bool) -> Entry:
         response: as a source gives it.
         whole: whether that tells owners.
     """
-    from ..client.responses import decoded  # noqa: PLC0415
-
-    body = document(response)
-    head = decoded(body)
-    usage = head and head.usage
+    try:
+        head, damaged = shape.read(response), None
+    except ValueError as error:
+        head, damaged = shape.Document(), f"{error}"
+    known = 0 <= response.created_at < shape.LATEST
+    usage = head.usage
     return Entry(
         id=response.id,
         status=response.status,
         model=response.model,
-        created_at=response.created_at,
+        created_at=response.created_at if known else 0.0,
         previous_response_id=response.previous_id,
-        background=bool(head and head.background),
+        background=bool(head.background),
         input_tokens=usage.input_tokens if usage else None,
         output_tokens=usage.output_tokens if usage else None,
-        bytes=len(body),
-        error=head.error.message if head and head.error else None,
+        bytes=len(response.body) if damaged else len(document(response)),
+        error=response.error or (head.error.message if head.error else None),
         owner=response.owner if whole else None,
+        damaged=damaged,
     )
 
 
@@ -282,9 +287,11 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
 
     Raises:
         CursorUnknown: there is no response to begin behind.
+        VllmopsError: ``responses.refused``, the list has no end.
     """
     trail = [query.after] if query.after else []
     told: set[str] = set()
+    asked: set[str | None] = set()
     while True:
         at = msgspec.structs.replace(query, after=trail[-1] if trail else None)
         try:
@@ -294,12 +301,18 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
                 raise
             trail.pop()  # it is gone; what was before it may still be there
             continue
-        found = [each.id for each in page.responses]
-        yield [each for each in page.responses if each.id not in told]
-        told.update(found)
+        yield [each for each in page.responses if not each.id or each.id not in told]
+        found = [each.id for each in page.responses if each.id]
+        new = set(found) - told
+        told |= new
         trail += found
         if not page.more or not found:
             return
+        if not new and at.after in asked:
+            raise VllmopsError(
+                "responses.refused", f"{source.name} gives the same part of its list for ever"
+            )
+        asked.add(at.after)
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:

@@ -6,11 +6,11 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -19,7 +19,7 @@ from .. import output
 from ..errors import Exit, VllmopsError
 from ..files import not_written, opened, unreadable, written
 from ..output import Json, Progress, Result, Verbatim, command
-from ..responses import archive
+from ..responses import archive, shape
 from ..responses.backend import EVERYBODY, Limits, Response
 from .options import Target, to_write
 from .sources import (
@@ -43,14 +43,24 @@ if TYPE_CHECKING:
     from ..client.responses import Source
 
 SHOWN = 10  # broken lines
-MOST_BYTES = 64 << 20  # of a line
+# A response with all that it was given: images and sounds among it.
+LONGEST_LINE = 64 << 20
+# After that a line has no end, and the file is none of lines.
+ENDLESS = 1 << 30
 
 
 class Exported(msgspec.Struct):
-    """How far an export is: responses written, and those left out because they run."""
+    """How far an export is.
+
+    Args:
+        count: responses written.
+        running: those left out because they run.
+        damaged: ids of those left out because they are damaged, and what is wrong with them.
+    """
 
     count: int = 0
     running: int = 0
+    damaged: dict[str, str] = {}
 
 
 @command
@@ -92,18 +102,30 @@ def export(
             try:
                 asyncio.run(exported(source(target, store), wanted, write, done, counting))
             except KeyboardInterrupt as error:
-                failure = counting.interrupted()
-                failure.mend = "what was written is no whole export" if out is None else ""
-                raise failure from error
+                cut = counting.interrupted()
+                cut.mend = "what was written is no whole export" if out is None else ""
+                raise cut from error
     if not json_:
         told(done, out)
-    return Result({**msgspec.structs.asdict(done), "path": str(out) if out else None})
+    data: dict[str, Any] = {"count": done.count, "running": done.running}
+    data["path"] = str(out) if out else None
+    failure: VllmopsError | None = None
+    if done.damaged:
+        data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
+        failure = VllmopsError(
+            "responses.damaged",
+            f"{len(done.damaged):,} responses are damaged, and left out",
+            "vllmops responses show ID tells what is left of one",
+        )
+    return ended(Result(data), failure, as_json=json_)
 
 
 def told(done: Exported, out: Path | None) -> None:
     output.say(f"{done.count:,} responses exported" + (f" to {out}" if out else ""), "dim")
     if done.running:
         output.say(f"{done.running:,} that run are left out: export again once they are over")
+    for name, why in list(done.damaged.items())[:SHOWN]:
+        output.say(f"left out, as it is damaged: {name}: {why}")
 
 
 @contextmanager
@@ -150,21 +172,31 @@ async def exported(
     async with place as responses:
         owner = "" if responses.whole else await responses.owner()  # type: ignore[attr-defined]
         async for page in walk(responses, wanted.query(descending=False)):
-            chosen = [each for each in page if wanted.fits(each) and each.created_at < began]
+            chosen = [each for each in page if wanted.fits(each) and not later(each, began)]
             over = [each for each in chosen if not each.running]
             done.running += len(chosen) - len(over)
             lines = dict.fromkeys((each.id for each in over), b"")
 
             async def one(each: Response, lines: dict[str, bytes] = lines) -> None:
-                lines[each.id] = await line(responses, each, owner)
+                try:
+                    lines[each.id] = await line(responses, each, owner)
+                    archive.decode(lines[each.id])  # nobody else could take it either
+                except ValueError as error:
+                    done.damaged[each.id] = f"{error}"
+                    del lines[each.id]
 
             await spread(over, one)
-            if over:
+            if lines:
                 write(list(lines.values()))
-            done.count += len(over)
+            done.count += len(lines)
             counting.add(len(over))
-            if page and page[-1].created_at >= began:
+            if page and later(page[-1], began):
                 return
+
+
+def later(response: Response, began: float) -> bool:
+    """Whether a response was made meanwhile, rather than in no year at all."""
+    return began <= response.created_at < shape.LATEST
 
 
 async def line(responses: Source, response: Response, owner: str) -> bytes:
@@ -283,7 +315,7 @@ def store_behind(target: str | None) -> str:
 
 
 @contextmanager
-def lines_of(file: Path) -> Iterator[Iterable[bytes]]:
+def lines_of(file: Path) -> Iterator[IO[bytes]]:
     """A file's lines.
 
     Raises:
@@ -291,28 +323,20 @@ def lines_of(file: Path) -> Iterator[Iterable[bytes]]:
     """
     with opened(file) as source:
         if file.is_file():
-            yield bounded(source)
+            yield source
             return
         # All of it first: whoever waits for a pipe does not hear of Ctrl-C in an event loop.
         with tempfile.TemporaryFile() as spooled:
             try:
-                spooled.writelines(bounded(source))
+                spool(source, spooled)
             except OSError as error:
                 raise unreadable(file, error) from error
             spooled.seek(0)
-            yield bounded(spooled)
-
-
-def bounded(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of a file; one that is too long is cut, and the last: it may never end."""
-    while line := file.readline(MOST_BYTES + 1):
-        yield line
-        if len(line) > MOST_BYTES:
-            return
+            yield spooled
 
 
 async def imported(
-    url: str, lines: Iterable[bytes], done: Imported, counting: Counting, *, overwrite: bool
+    url: str, lines: IO[bytes], done: Imported, counting: Counting, *, overwrite: bool
 ) -> tuple[str, int]:
     """Take lines into a store; its name, and how many it holds then.
 
@@ -322,26 +346,90 @@ async def imported(
     from ..client.storage import Storage  # noqa: PLC0415
 
     async with Storage(url, create=True) as responses:
+        lines_of_ids: dict[str, int] = {}
 
-        async def one(numbered: tuple[int, bytes]) -> None:
+        async def one(numbered: tuple[int, bytes | None]) -> None:
             number, text = numbered
-            if text.strip():
-                await taken(responses.store, number, text, done, overwrite=overwrite)
+            if text is None:
+                done.broken[number] = f"it is longer than {LONGEST_LINE >> 20} MiB"
+            elif text.strip():
+                await taken(responses.store, number, text, done, lines_of_ids, overwrite=overwrite)
                 counting.add()
 
-        await spread(enumerate(lines, 1), one)
+        await spread(numbered(lines), one)
         return responses.name, (await responses.stats()).count
 
 
-async def taken(store: Any, number: int, text: bytes, done: Imported, *, overwrite: bool) -> None:
-    """Take one line into a store."""
-    if len(text) > MOST_BYTES:
-        done.broken[number] = f"longer than {MOST_BYTES >> 20} MiB; nothing behind it is read"
-        return
+def spool(source: IO[bytes], copy: IO[bytes]) -> None:
+    """Copy a stream, up to a line that has no end: whoever reads the copy finds it."""
+    line = 0
+    while line <= ENDLESS and (chunk := source.read(1 << 20)):
+        copy.write(chunk)
+        end = chunk.rfind(b"\n")
+        line = line + len(chunk) if end < 0 else len(chunk) - end
+
+
+def numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers, from 1; None for one that is too long.
+
+    Raises:
+        VllmopsError: ``responses.unreadable``, a line has no end, or the file can't be read.
+    """
+    number = 0
+    while line := part(lines, LONGEST_LINE + 1):
+        number += 1
+        if len(line) <= LONGEST_LINE or line.endswith(b"\n"):
+            yield number, line
+            continue
+        size = len(line)
+        while line and not line.endswith(b"\n"):
+            line = part(lines, 1 << 20)
+            size += len(line)
+            if size > ENDLESS:
+                raise no_lines(f"line {number} is longer than {ENDLESS >> 30} GiB")
+        yield number, None
+
+
+def part(lines: IO[bytes], most: int) -> bytes:
+    """A line, or as much of it as may be."""
+    try:
+        return lines.readline(most)
+    except OSError as error:
+        raise no_lines(f"it can't be read: {error.strerror or error}") from error
+
+
+def no_lines(why: str) -> VllmopsError:
+    return VllmopsError(
+        "responses.unreadable", why, "the name of a file that vllmops responses export wrote"
+    )
+
+
+async def taken(
+    store: Any,
+    number: int,
+    text: bytes,
+    done: Imported,
+    lines_of_ids: dict[str, int],
+    *,
+    overwrite: bool,
+) -> None:
+    """Take one line into a store.
+
+    Args:
+        store: where it goes.
+        number: of the line, from 1.
+        text: of the line.
+        done: how far the import is.
+        lines_of_ids: the lines that came before, by their ids.
+        overwrite: whether what is there is replaced.
+    """
     try:
         response, events = archive.decode(text)
     except (ValueError, RecursionError) as error:
         done.broken[number] = f"{error}"
+        return
+    if (first := lines_of_ids.setdefault(response.id, number)) != number:
+        done.broken[number] = f"{response.id} came before, in line {first}"
         return
     new = await patiently(lambda: store.create(response))
     if not new:

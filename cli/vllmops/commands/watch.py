@@ -130,8 +130,8 @@ def watch(
     messenger = Messenger(receivers, lambda text: paper.write([text], "WARNING"))
 
     def tell(event: Event) -> None:
-        paper.write(list(lines(event)), "WARNING" if event.event in LOUD else "INFO")
         messenger.send(event)
+        paper.write(list(lines(event)), "WARNING" if event.event in LOUD else "INFO")
 
     began = time.monotonic()
     paper.write([beginning(server, plan)], "INFO")
@@ -182,7 +182,7 @@ class Log:
     def write(self, told: list[str], level: str) -> None:
         head = f"({WATCH} pid={os.getpid()}) {level} {time.strftime('%m-%d %H:%M:%S')} [watch]"
         said = "".join(f"{head} {line}\n" for line in told)
-        with suppress(OSError), self.folder.log.open("a") as file:
+        with suppress(OSError), self.folder.log.open("a", errors="backslashreplace") as file:
             file.write(said)
 
 

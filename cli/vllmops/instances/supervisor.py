@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ import psutil
 from ..client import http as client_http
 from ..errors import VllmopsError
 from ..files import peer
+from ..forever import Trouble, attempt
 from . import logs, ports, processes, shm, takedown, watcher
 from .control import Wish
 from .processes import VITAL, Process, Role, alive
@@ -94,6 +94,7 @@ class Supervisor:
         self.scanned = 0.0
         self.watch_due = 0.0
         self.unsaved = False
+        self.trouble = Trouble("the supervisor has met what it did not expect, and goes on", log)
 
     # -- clients -----------------------------------------------------------------------------
 
@@ -114,16 +115,21 @@ class Supervisor:
         assert task
         self.serving.add(task)
         self.clients.add(writer)
-        self.send(writer)
-        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
+        try:
+            self.send(writer)
             while await self.hear(reader, writer):
                 pass
-        self.clients.discard(writer)
-        if writer in self.holders:
-            self.holders.discard(writer)
-            self.wishes.put_nowait(Ending())
-        writer.close()
-        self.serving.discard(task)
+        except (OSError, ValueError):  # it has gone, or speaks another language
+            pass
+        except Exception as error:
+            self.trouble.tell(error)
+        finally:
+            self.clients.discard(writer)
+            if writer in self.holders:
+                self.holders.discard(writer)
+                self.wishes.put_nowait(Ending())
+            writer.close()
+            self.serving.discard(task)
 
     async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Take in one wish; False where the client has gone."""
@@ -165,17 +171,18 @@ class Supervisor:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         await self.listen()
         reader, writer = await asyncio.open_unix_connection(sock=client)
-        await self.hear(reader, writer)  # whether it holds the instance
+        # Whether it holds the instance; one that has gone meanwhile does not.
+        with contextlib.suppress(OSError, ValueError):
+            await self.hear(reader, writer)
         self.serving.add(asyncio.create_task(self.serve(reader, writer)))
-        if launch:
-            await self.launch()
-        else:
-            await self.take_over()
+        if not launch:
+            while not await attempt(self.take_over, self.trouble):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(TICK_S)
+        elif not await attempt(self.launch, self.trouble):
+            self.end(State.FAILED, Failure(f"it can't be launched: {self.trouble.last}"))
         while not self.record.state.over:
-            try:
-                await self.tick()
-            except Exception:  # a server must not lose its supervisor over one bad look
-                traceback.print_exc()
+            # A server must not lose its supervisor over one bad look.
+            if not await attempt(self.tick, self.trouble):
                 await asyncio.sleep(1)
         await self.goodbye()
 

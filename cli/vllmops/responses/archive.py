@@ -7,28 +7,26 @@ that no credentials come back which were never stored.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import msgspec
 
+from . import shape
 from .backend import FINISHED, RUNNING, Response
-from .store import Events, storable, valid
+from .store import Events
 
 FORMAT = 1
 # An owner is a hash or nobody; anything else would be an owner that no key can be.
 OWNER = re.compile("|[0-9a-f]{64}")
-OBJECT = msgspec.json.Decoder(dict[str, Any])
-ITEMS = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class Logged(msgspec.Struct):
     """Consecutive events, and the sequence number of the first."""
 
-    first: int
+    first: shape.Count
     events: list[msgspec.Raw]
 
 
-class Line(msgspec.Struct, kw_only=True):
+class Line(shape.Row, kw_only=True):
     """What a line says.
 
     Args:
@@ -39,16 +37,9 @@ class Line(msgspec.Struct, kw_only=True):
     """
 
     vllmops: int = FORMAT
-    id: str
-    owner: str
-    model: str
-    status: str
-    created_at: float
-    previous_response_id: str | None = None
-    error: str = ""
     response: msgspec.Raw
     input: msgspec.Raw
-    events: list[Logged] = []
+    events: list[Logged] = msgspec.field(default_factory=list)
 
 
 LINE = msgspec.json.Decoder(Line)
@@ -87,24 +78,25 @@ def decode(line: bytes) -> tuple[Response, list[Events]]:
     """
     try:
         found = LINE.decode(line)
-        if found.vllmops != FORMAT:
-            raise ValueError(f"it is of version {found.vllmops}, and this vllmops knows {FORMAT}")
-        OBJECT.decode(found.response)
-        ITEMS.decode(found.input)
-        for part in found.events:
-            for event in part.events:
-                OBJECT.decode(event)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except shape.BROKEN as error:
         raise ValueError(f"{error}") from error
-    texts = (found.model, found.error, found.previous_response_id or "")
-    if not valid(found.id) or not all(map(storable, texts)):
-        raise ValueError(f"{found.id!r} is no id, or a text beside it can't be stored")
+    if found.vllmops != FORMAT:
+        raise ValueError(f"it is of version {found.vllmops}, and this vllmops knows {FORMAT}")
+    if why := shape.refused(found):
+        raise ValueError(why)
+    body = shape.whole(bytes(found.response), shape.Document)
+    if body.id not in {"", found.id}:
+        raise ValueError(f"the response object of {found.id} has the id {body.id[:300]!r}")
+    shape.whole(bytes(found.input), list[shape.Item])
+    for part in found.events:
+        for event in part.events:
+            shape.whole(bytes(event), shape.Event)
     if not OWNER.fullmatch(found.owner):
-        raise ValueError(f"{found.owner!r} is no owner")
+        raise ValueError(f"{found.owner[:300]!r} is no owner")
     if found.status in RUNNING:
         raise ValueError(f"{found.id} is {found.status}, and nobody runs it")
     if found.status not in FINISHED:
-        raise ValueError(f"{found.status!r} is no status")
+        raise ValueError(f"{found.status[:300]!r} is no status")
     response = Response(
         id=found.id,
         owner=found.owner,

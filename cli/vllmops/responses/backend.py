@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import ClassVar
 
 import msgspec
@@ -39,8 +39,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How much is kept, and for how long.
 
     Args:
-        max_size: responses; what was used longest ago goes first, of what runs only in need.
-            Backends that count rarely exceed it by up to a hundredth for each process.
+        max_size: responses of all owners. Beyond it the owner who has most gives up what he used
+            longest ago, and what runs only in need; of owners who have as many, the one who has
+            stored nothing for longest. Backends that count rarely exceed it by up to a hundredth
+            for each process.
+        max_per_key: responses of one owner, who gives up his own beyond it; None for `max_size`.
         ttl_s: seconds that a finished response is kept after its last use.
         lease_s: seconds after which a run that nobody renews counts as gone.
         max_events: of one stream's log, the newest.
@@ -48,10 +51,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_size: int = 10_000
+    max_per_key: int | None = None
     ttl_s: float = 30 * 24 * 3600
     lease_s: float = 30
     max_events: int = 10_000
     events_kept_s: float = 600
+
+    @property
+    def share(self) -> int:
+        """Responses that one owner may have."""
+        return self.max_size if self.max_per_key is None else min(self.max_per_key, self.max_size)
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +187,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         event_bytes: of logs; None where one owner was asked for.
         oldest: when the oldest response was made, seconds since the epoch.
         evictions: responses that had to make room, ever.
+        owners: responses by owner, the fullest first.
     """
 
     statuses: dict[str, int]
@@ -186,6 +196,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     event_bytes: int | None
     oldest: float | None
     evictions: int
+    owners: dict[str, int] = {}
 
     @property
     def count(self) -> int:
@@ -278,7 +289,8 @@ class Backend(ABC):
     async def create(self, response: Response) -> bool:
         """Store a response that was not there; False where the id is taken, by whomever.
 
-        Evicts others where that makes too many.
+        Evicts others where that makes too many, of all or of its owner, as `Limits` has it;
+        `targets` says of whom.
         """
 
     @abstractmethod
@@ -358,6 +370,29 @@ class Backend(ABC):
     async def caveats(self) -> list[str]:
         """How this server is set up so that it could lose what it has acknowledged, in words."""
         return []
+
+
+def targets(owners: Mapping[str, int], limits: Limits) -> dict[str, int]:
+    """How many responses may be left of those owners who have to give some up.
+
+    Args:
+        owners: how many each has; of two who have as many, the earlier gives one up first.
+        limits: what is kept.
+    """
+    left = {owner: min(held, limits.share) for owner, held in owners.items()}
+    surplus = sum(left.values()) - limits.max_size
+    if surplus > 0:
+        # The fullest are brought down to one level: the lowest of those that are low enough.
+        top, level = 0, 0
+        for number, held in enumerate(sorted(left.values(), reverse=True), 1):
+            top += held
+            level = max(level, (top - surplus) // number)
+        full = [owner for owner, held in left.items() if held > level]
+        kept = sum(left[owner] - level for owner in full) - surplus
+        # All of them at that level may be too few: who come last keep one more.
+        for number, owner in enumerate(reversed(full)):
+            left[owner] = level + (number < kept)
+    return {owner: target for owner, target in left.items() if target < owners[owner]}
 
 
 class Uses:

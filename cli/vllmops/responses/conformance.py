@@ -34,7 +34,7 @@ from .store import (
 
 CHECK_S = 60
 AT_ONCE = 4
-ANN, BOB = "a" * 64, "b" * 64
+ANN, BOB, CID = "a" * 64, "b" * 64, "c" * 64
 SHORT_S = 0.6
 
 
@@ -437,6 +437,62 @@ async def eviction(bench: Bench) -> None:
 
 async def left(store: ResponseStore) -> list[str]:
     return ids((await store.page(EVERYBODY, Query(descending=False))).responses)
+
+
+@check("lets an owner have no more than a share")
+async def share(bench: Bench) -> None:
+    store = await bench.open(max_size=9, max_per_key=3)
+    await store.create(response("b1", owner=BOB))
+    for name in ("a1", "a2", "a3"):
+        await store.create(response(name))
+    await store.append(replace(response("a1"), created_at=0), 0, [b"{}"])  # no such run
+    await store.get(ANN, "a1")
+    await store.create(response("a4", status="queued"))
+    same(await left(store), ["b1", "a1", "a3", "a4"], "once a2 was used longest ago of Ann's")
+    await store.create(response("a5", status="queued"))
+    await store.create(response("a6"))
+    same(await left(store), ["b1", "a4", "a5", "a6"], "once a3 and a1 were, and what runs is last")
+    await store.create(response("a7", status="queued"))
+    same(await left(store), ["b1", "a4", "a5", "a7"], "once a6 was the only one that does not run")
+    await store.create(response("a8"))
+    same(await left(store), ["b1", "a5", "a7", "a8"], "once all others of Ann's ran")
+    same(await store.backend.running(["a4", "a5"], renew=True), {"a5"}, "what runs after that")
+    found = await store.stats(EVERYBODY)
+    same(list(found.owners.items()), [(ANN, 3), (BOB, 1)], "how many each has, the fullest first")
+    same((found.evictions, (await store.stats(BOB)).owners), (5, {BOB: 1}), "evictions, and Bob's")
+    smaller = await bench.open(max_size=9, max_per_key=2)
+    if smaller.backend is not store.backend:  # a process has one memory, and its limits
+        await smaller.sweep()
+        same(await left(store), ["b1", "a5", "a7"], "once a smaller share was swept")
+
+
+@check("evicts from the owner who has most")
+async def fullest(bench: Bench) -> None:
+    store = await bench.open(max_size=6)
+    for number in range(2):
+        await store.create(response(f"b{number}", owner=BOB))
+    for number in range(20):
+        await store.create(
+            response(f"a{number:02}", status="queued" if number % 2 else "completed")
+        )
+    same(await left(store), ["b0", "b1", "a13", "a15", "a17", "a19"], "after twenty of Ann's")
+    for number in range(2, 5):
+        await store.create(response(f"b{number}", owner=BOB))
+    found = await store.stats(EVERYBODY)
+    same(found.owners, {ANN: 3, BOB: 3}, "how many each has once Bob has stored three more")
+    same((await store.stats(ANN)).count, 3, "Ann's")
+    await store.create(response("c0", owner=CID))
+    same((await store.stats(CID)).count, 1, "Cid's, who has least")
+    await store.create(response("c1", owner=CID))
+    same((await store.stats(EVERYBODY)).owners, {ANN: 2, BOB: 2, CID: 2}, "after two of Cid's")
+    await store.delete(ANN, "a19")
+    await store.delete(ANN, "a17")
+    await store.create(response("c2", owner=CID))
+    await store.create(response("c3", owner=CID))
+    await store.create(response("c4", owner=CID))
+    same(
+        (await store.stats(EVERYBODY)).owners, {CID: 4, BOB: 2}, "once Ann has deleted all of hers"
+    )
 
 
 @check("expires what nobody used for long")

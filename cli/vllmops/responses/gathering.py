@@ -82,6 +82,8 @@ class Gathered(Generic[Given, Got]):
     def settle(self, task: asyncio.Task[Sequence[Got]]) -> None:
         """Tell each caller what has come of its call."""
         error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled() and len(task.result()) != len(self.together):
+            error = RuntimeError(f"{len(task.result())} results of {len(self.together)} calls")
         for index, future in enumerate(self.together):
             if future.done():
                 continue

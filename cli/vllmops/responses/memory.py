@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Collection
+from itertools import takewhile
 
 from msgspec.structs import replace
 
@@ -31,6 +32,23 @@ from .backend import (
 LOGS_BYTES = 64 << 20
 
 
+class Share:
+    """The ids of one owner's responses, the least recently used first."""
+
+    __slots__ = ("finished", "under_way")
+
+    def __init__(self) -> None:
+        self.finished: OrderedDict[str, None] = OrderedDict()
+        self.under_way: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.finished) + len(self.under_way)
+
+    def drop(self, response_id: str) -> None:
+        self.finished.pop(response_id, None)
+        self.under_way.pop(response_id, None)
+
+
 class Memory(Backend):
     """Dictionaries, the least recently used first; one event loop alone may use it."""
 
@@ -39,8 +57,11 @@ class Memory(Backend):
         self.clear()
 
     def clear(self) -> None:
-        self.finished: OrderedDict[str, Response] = OrderedDict()
-        self.under_way: OrderedDict[str, Response] = OrderedDict()
+        self.responses: dict[str, Response] = {}
+        self.shares: dict[str, Share] = {}
+        # Owners by how many they have; of as many the one first who has had so many for longest.
+        self.levels: defaultdict[int, OrderedDict[str, None]] = defaultdict(OrderedDict)
+        self.fullest = 0
         self.used: dict[str, float] = {}
         self.leases: dict[str, float] = {}
         # By creation. What was deleted stays in it until there is too much of that.
@@ -60,7 +81,7 @@ class Memory(Backend):
         self.clear()
 
     def __len__(self) -> int:
-        return len(self.finished) + len(self.under_way)
+        return len(self.responses)
 
     async def create(self, response: Response) -> bool:
         if self.peek(response.id) is not None:
@@ -70,8 +91,10 @@ class Memory(Backend):
         if self.order[at : at + 1] != [key]:  # which a deleted one may have left
             self.order.insert(at, key)
         self.keep(response)
+        while len(self.shares[response.owner]) > self.limits.share:
+            self.evict(response.owner, response.id)
         while len(self) > self.limits.max_size:
-            self.evict(response.id)
+            self.evict(self.first_to_give(response), response.id)
         return True
 
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
@@ -182,23 +205,23 @@ class Memory(Backend):
         before = self.evictions
         failed = [each for each in list(self.leases) if self.lapse(each)]
         oldest = time.time() - self.limits.ttl_s
-        expired = []
-        for each in self.finished:
-            if self.used[each] >= oldest:
-                break
-            expired.append(each)
+        expired = [
+            each
+            for share in self.shares.values()
+            for each in takewhile(lambda each: self.used[each] < oldest, share.finished)
+        ]
         for each in expired:
             self.forget(each)
-        while len(self) > self.limits.max_size:
-            self.evict("")
         written = time.monotonic() - self.limits.events_kept_s
-        for each in [i for i, at in self.written.items() if at < written and i in self.finished]:
+        for each in [
+            i for i, at in self.written.items() if at < written and not self.responses[i].running
+        ]:
             self.forget_log(each)
         return Swept(len(expired), self.evictions - before, len(failed))
 
     async def stats(self, owner: str) -> Stats:
         await self.sweep()
-        found = [each for each in self.all() if owner in {EVERYBODY, each.owner}]
+        found = [each for each in self.responses.values() if owner in {EVERYBODY, each.owner}]
         return Stats(
             statuses=dict(Counter(each.status for each in found)),
             models=dict(Counter(each.model for each in found)),
@@ -206,17 +229,14 @@ class Memory(Backend):
             event_bytes=self.log_bytes if owner == EVERYBODY else None,
             oldest=min((each.created_at for each in found), default=None),
             evictions=self.evictions,
+            owners=dict(Counter(each.owner for each in found).most_common()),
         )
 
     async def caveats(self) -> list[str]:
         return ["everything is gone with the process"]
 
-    def all(self) -> Iterator[Response]:
-        yield from self.finished.values()
-        yield from self.under_way.values()
-
     def peek(self, response_id: str) -> Response | None:
-        return self.finished.get(response_id) or self.under_way.get(response_id)
+        return self.responses.get(response_id)
 
     def find(self, owner: str, response_id: str) -> Response | None:
         """What the owner sees, its lease looked at."""
@@ -232,18 +252,37 @@ class Memory(Backend):
 
     def keep(self, response: Response) -> None:
         """Put it where it belongs by its status, as the last used."""
-        self.finished.pop(response.id, None)
-        self.under_way.pop(response.id, None)
+        share = self.shares.setdefault(response.owner, Share())
+        before = len(share)
+        share.drop(response.id)
+        (share.under_way if response.running else share.finished)[response.id] = None
+        self.responses[response.id] = response
+        self.move(response.owner, before, len(share))
         if response.running:
-            self.under_way[response.id] = response
             self.lease(response.id)
         else:
-            self.finished[response.id] = response
             self.leases.pop(response.id, None)
         self.used[response.id] = time.time()
 
+    def move(self, owner: str, before: int, now: int) -> None:
+        """Note how many an owner has."""
+        if before == now:
+            return
+        self.levels[before].pop(owner, None)
+        if not self.levels[before]:
+            del self.levels[before]
+        if now:
+            self.levels[now][owner] = None
+        else:
+            del self.shares[owner]
+        # One more or one less: who is fullest has no more than one more or less either.
+        self.fullest = max(self.fullest, now)
+        if self.fullest not in self.levels:
+            self.fullest -= 1
+
     def use(self, response: Response) -> None:
-        (self.under_way if response.running else self.finished).move_to_end(response.id)
+        share = self.shares[response.owner]
+        (share.under_way if response.running else share.finished).move_to_end(response.id)
         self.used[response.id] = time.time()
 
     def lease(self, response_id: str) -> None:
@@ -254,23 +293,35 @@ class Memory(Backend):
         until = self.leases.get(response_id)
         if until is None or until > time.monotonic():
             return False
-        self.keep(replace(self.under_way[response_id], status="failed", error=GONE))
+        self.keep(replace(self.responses[response_id], status="failed", error=GONE))
         return True
 
-    def evict(self, spared: str) -> None:
-        """Drop what was used longest ago, and something that runs only in need."""
-        victim = next(i for group in (self.finished, self.under_way) for i in group if i != spared)
-        self.forget(victim)
+    def first_to_give(self, spared: Response) -> str:
+        """Who has most, but for one response that is to stay."""
+        first = next(iter(self.levels[self.fullest]))
+        if self.fullest > 1 or first != spared.owner:
+            return first
+        return next(owner for owner in self.levels[1] if owner != first)
+
+    def evict(self, owner: str, spared: str) -> None:
+        """Drop what an owner used longest ago, and something that runs only in need."""
+        share = self.shares[owner]
+        self.forget(
+            next(i for group in (share.finished, share.under_way) for i in group if i != spared)
+        )
         self.evictions += 1
 
     def forget(self, response_id: str) -> None:
-        self.finished.pop(response_id, None)
-        self.under_way.pop(response_id, None)
+        owner = self.responses.pop(response_id).owner
+        share = self.shares[owner]
+        before = len(share)
+        share.drop(response_id)
+        self.move(owner, before, len(share))
         self.leases.pop(response_id, None)
         del self.used[response_id]
         self.forget_log(response_id)
         if len(self.order) > 2 * len(self) + 64:
-            self.order = sorted((each.created_at, each.id) for each in self.all())
+            self.order = sorted((each.created_at, each.id) for each in self.responses.values())
 
     def forget_log(self, response_id: str) -> None:
         self.log_bytes -= sum(len(each.events) for each in self.logs.pop(response_id, ()))

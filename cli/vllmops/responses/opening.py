@@ -24,8 +24,8 @@ def backend(url: str, limits: Limits | None = None) -> Backend:
         VllmopsError: ``usage``, or ``store.driver`` where a package is missing.
     """
     limits = limits or Limits()
-    if limits.max_size < 1:
-        raise usage(f"a store for {limits.max_size} responses keeps none", "--store-max-size 10000")
+    if limits.share < 1:
+        raise usage(f"a store for {limits.share} responses keeps none", "--store-max-size 10000")
     if named := os.environ.get(CLASS):
         return users_own(named)(url, limits)
     found = urls.parsed(url)

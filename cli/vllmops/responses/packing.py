@@ -67,13 +67,20 @@ def inflate(data: bytes) -> bytes:
     """What was packed.
 
     Raises:
-        ValueError: it was not packed here.
+        ValueError: it was not packed here, or is broken.
     """
     if data[:1] == PLAIN:
         return data[1:]
     if data[:1] != DEFLATED:
         raise ValueError(f"packed in a way that this version does not know: {data[:1]!r}")
-    return zlib.decompressobj(-zlib.MAX_WBITS, zdict=DICTIONARY).decompress(data[1:])
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS, zdict=DICTIONARY)
+    try:
+        found = unpacker.decompress(data[1:])
+    except zlib.error as error:
+        raise ValueError(f"packed, and broken: {error}") from error
+    if not unpacker.eof:
+        raise ValueError("packed, and cut off")
+    return found
 
 
 async def pack(data: bytes) -> bytes:

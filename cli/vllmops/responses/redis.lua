@@ -3,13 +3,20 @@
 --
 -- r:ID        a response, a hash          e:ID    its log, a sorted set by last sequence number
 -- all, o:OWNER, m:MODEL, s:STATUS         ids by creation
--- used, busy  ids by last use, of what has finished and of what runs; to read writes nothing, as
---             each write may wait for the disk: what was used comes along with the next write
+-- used        ids of what has finished by last use; to read writes nothing, as each write may wait
+--             for the disk: what was used comes along with the next write
+-- u:OWNER     ids of an owner's by last use, those that run behind all others
+-- owners      owners by how many they have; of as many he is highest who stored nothing for longest
 -- leases      ids of what runs, by the end of the lease, on this server's clock
 -- evictions   how many, ever              schema  its version
+-- built       how far a store of schema 1 has come on its way to 2; `busy` was its
 
 local root, operation, now = KEYS[1], ARGV[1], ARGV[2]
 local fields = {'owner', 'model', 'status', 'created_at', 'previous_id', 'error', 'body', 'input'}
+
+-- What stands before a time of use so that it is behind all others, and what a number of responses
+-- counts beside a time.
+local behind, weight = 1e11, 2 ^ 32
 
 local function key(kind, name) return root .. kind .. name end
 
@@ -22,8 +29,29 @@ local function running(status) return status == 'queued' or status == 'in_progre
 
 local function one_of(word, words) return string.find(words, ' ' .. word .. ' ', 1, true) ~= nil end
 
-local function use(id, status)
-  redis.call('ZADD', root .. (running(status) and 'busy' or 'used'), now, id)
+-- When a response was used, as its owner's set has it.
+local function place(status, at)
+  return string.format('%.6f', running(status) and behind + at or at)
+end
+
+local function use(id, owner, status)
+  if not running(status) then redis.call('ZADD', root .. 'used', now, id) end
+  redis.call('ZADD', key('u:', owner), place(status, now), id)
+end
+
+-- Note how many an owner has, who may have stored something that was made at some time.
+local function count(owner, made_at)
+  local held = redis.call('ZCARD', key('o:', owner))
+  if held == 0 then
+    redis.call('ZREM', root .. 'owners', owner)
+    return
+  end
+  local before = redis.call('ZSCORE', root .. 'owners', owner)
+  local rest = before and before % weight or weight - 1
+  if made_at then
+    rest = math.min(rest, weight - 1 - math.floor(math.max(0, math.min(tonumber(made_at), weight - 1))))
+  end
+  redis.call('ZADD', root .. 'owners', string.format('%.0f', held * weight + rest), owner)
 end
 
 -- Note uses, some seconds ago: times and ids, as JSON. What was dropped meanwhile stays so.
@@ -31,8 +59,12 @@ local function note(uses)
   if uses == '[]' then return end
   uses = cjson.decode(uses)
   for i = 1, #uses, 1000 do
-    for _, name in ipairs({'used', 'busy'}) do
-      redis.call('ZADD', root .. name, 'XX', 'GT', unpack(uses, i, math.min(i + 999, #uses)))
+    redis.call('ZADD', root .. 'used', 'XX', 'GT', unpack(uses, i, math.min(i + 999, #uses)))
+  end
+  for i = 1, #uses, 2 do
+    local found = redis.call('HMGET', key('r:', uses[i + 1]), 'owner', 'status')
+    if found[1] then
+      redis.call('ZADD', key('u:', found[1]), 'XX', 'GT', place(found[2], uses[i]), uses[i + 1])
     end
   end
 end
@@ -47,8 +79,7 @@ local function turn(id, from, to, created_at, lease_s, events_kept_s)
   redis.call('ZREM', key('s:', from), id)
   redis.call('ZADD', key('s:', to), created_at, id)
   redis.call('ZREM', root .. 'used', id)
-  redis.call('ZREM', root .. 'busy', id)
-  use(id, to)
+  use(id, redis.call('HGET', key('r:', id), 'owner'), to)
   if running(to) then
     lease(id, lease_s)
   else
@@ -61,10 +92,12 @@ local function drop(id)
   local found = redis.call('HMGET', key('r:', id), 'owner', 'model', 'status')
   if found[1] then
     redis.call('ZREM', key('o:', found[1]), id)
+    redis.call('ZREM', key('u:', found[1]), id)
+    count(found[1])
     redis.call('ZREM', key('m:', found[2]), id)
     redis.call('ZREM', key('s:', found[3]), id)
   end
-  for _, name in ipairs({'all', 'used', 'busy', 'leases'}) do redis.call('ZREM', root .. name, id) end
+  for _, name in ipairs({'all', 'used', 'leases'}) do redis.call('ZREM', root .. name, id) end
   redis.call('DEL', key('r:', id), key('e:', id))
 end
 
@@ -87,20 +120,39 @@ local function fail(lease_s, events_kept_s, gone)
   return #lapsed
 end
 
-local function evict(max_size, spared)
-  local evicted = 0
-  local surplus = redis.call('ZCARD', root .. 'all') - max_size
-  for _, group in ipairs({'used', 'busy'}) do
-    if surplus > evicted then
-      for _, id in ipairs(redis.call('ZRANGE', root .. group, 0, surplus - evicted)) do
-        if id ~= spared and evicted < surplus then
-          drop(id)
-          evicted = evicted + 1
-        end
+-- Drop what an owner used longest ago, and what runs only in need; whether there was anything.
+local function give(owner, spared)
+  -- The second has what an older version stores beside this one.
+  for _, set in ipairs({key('u:', owner), key('o:', owner)}) do
+    for _, id in ipairs(redis.call('ZRANGE', set, 0, 1)) do
+      if id ~= spared then
+        drop(id)
+        redis.call('ZREM', set, id)
+        redis.call('INCR', root .. 'evictions')
+        return true
       end
     end
   end
-  if evicted > 0 then redis.call('INCRBY', root .. 'evictions', evicted) end
+  return false
+end
+
+-- Bring an owner down to a share.
+local function reduce(owner, share, spared)
+  local evicted = 0
+  while redis.call('ZCARD', key('o:', owner)) > share and give(owner, spared) do
+    evicted = evicted + 1
+  end
+  return evicted
+end
+
+-- Bring all together down to so many, by taking from whoever has most.
+local function evict(max_size, spared)
+  local evicted = 0
+  while redis.call('ZCARD', root .. 'all') > max_size do
+    local full = redis.call('ZREVRANGE', root .. 'owners', 0, 1)
+    if not ((full[1] and give(full[1], spared)) or (full[2] and give(full[2], spared))) then break end
+    evicted = evicted + 1
+  end
   return evicted
 end
 
@@ -127,7 +179,7 @@ end
 local commands = {}
 
 function commands.create(id, owner, model, status, created_at, previous_id, error, body, input,
-                         lease_s, max_size, uses)
+                         lease_s, max_size, share, uses)
   note(uses)
   if redis.call('EXISTS', key('r:', id)) == 1 then return 0 end
   redis.call('HSET', key('r:', id), 'owner', owner, 'model', model, 'status', status,
@@ -137,8 +189,10 @@ function commands.create(id, owner, model, status, created_at, previous_id, erro
   redis.call('ZADD', key('o:', owner), created_at, id)
   redis.call('ZADD', key('m:', model), created_at, id)
   redis.call('ZADD', key('s:', status), created_at, id)
-  use(id, status)
+  count(owner, created_at)
+  use(id, owner, status)
   if running(status) then lease(id, lease_s) end
+  reduce(owner, tonumber(share), id)
   evict(tonumber(max_size), id)
   return 1
 end
@@ -240,7 +294,7 @@ end
 function commands.touch(owner, ...)
   for _, id in ipairs({...}) do
     local found = redis.call('HMGET', key('r:', id), 'owner', 'status')
-    if found[1] and (owner == '*' or owner == found[1]) then use(id, found[2]) end
+    if found[1] and (owner == '*' or owner == found[1]) then use(id, found[1], found[2]) end
   end
   return 1
 end
@@ -292,16 +346,45 @@ function commands.expire(oldest, most)
   return #found
 end
 
-function commands.evict(max_size) return evict(tonumber(max_size), '') end
+function commands.evict(max_size, share)
+  local evicted = 0
+  local most = string.format('%.0f', (share + 1) * weight)
+  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', root .. 'owners', most, '+inf')) do
+    evicted = evicted + reduce(owner, tonumber(share), '')
+  end
+  return evicted + evict(tonumber(max_size), '')
+end
+
+-- Give some of what schema 1 has stored the sets that it did not have; how many it looked at.
+function commands.build(version, most)
+  local rank = tonumber(redis.call('GET', root .. 'built') or 0)
+  local part = redis.call('ZRANGE', root .. 'all', rank, rank + most - 1, 'WITHSCORES')
+  for i = 1, #part, 2 do
+    local id = part[i]
+    local found = redis.call('HMGET', key('r:', id), 'owner', 'status')
+    if found[1] then
+      local at = redis.call('ZSCORE', root .. 'used', id) or redis.call('ZSCORE', root .. 'busy', id)
+      redis.call('ZADD', key('u:', found[1]), 'NX', place(found[2], at or now), id)
+      count(found[1], part[i + 1])
+    end
+  end
+  redis.call('SET', root .. 'built', rank + #part / 2)
+  if #part / 2 < tonumber(most) then
+    redis.call('DEL', root .. 'built', root .. 'busy')
+    redis.call('SET', root .. 'schema', version)
+  end
+  return #part / 2
+end
 
 -- How many there are by status and model from some rank on, and their bytes.
 function commands.stats(owner, rank, most)
   local set = owner == '*' and root .. 'all' or key('o:', owner)
   local ids = redis.call('ZRANGE', set, rank, rank + most - 1)
-  local statuses, models, bytes, event_bytes = {}, {}, 0, 0
+  local statuses, models, owners, bytes, event_bytes = {}, {}, {}, 0, 0
   for _, id in ipairs(ids) do
-    local found = redis.call('HMGET', key('r:', id), 'status', 'model')
+    local found = redis.call('HMGET', key('r:', id), 'status', 'model', 'owner')
     if found[1] then
+      owners[found[3]] = (owners[found[3]] or 0) + 1
       statuses[found[1]] = (statuses[found[1]] or 0) + 1
       models[found[2]] = (models[found[2]] or 0) + 1
       bytes = bytes + redis.call('HSTRLEN', key('r:', id), 'body')
@@ -313,7 +396,7 @@ function commands.stats(owner, rank, most)
   end
   return {#ids, cjson.encode(statuses), cjson.encode(models), bytes, event_bytes,
     redis.call('ZRANGE', set, 0, 0, 'WITHSCORES')[2] or '',
-    tonumber(redis.call('GET', root .. 'evictions') or 0)}
+    tonumber(redis.call('GET', root .. 'evictions') or 0), cjson.encode(owners)}
 end
 
 -- The schema's version once there is one, and the server's.

@@ -45,7 +45,7 @@ from .urls import parsed
 if TYPE_CHECKING:
     from .redis_source import Connection
 
-SCHEMA = 1
+SCHEMA = 2
 LEAST_VERSION = (6, 2)  # ZADD GT
 # One for calls that are gathered, the rest for what may take long.
 CONNECTIONS = 4
@@ -211,6 +211,8 @@ class Redis(Backend):
         found, version = await self.call("open", SCHEMA)
         if found > SCHEMA:
             raise too_new(self.url, found, SCHEMA)
+        while found < SCHEMA and await self.apart("build", SCHEMA, BATCH) == BATCH:
+            pass
         # What tells none is somebody's that speaks as Redis does.
         if version and tuple(map(int, version.split(b"."))) < LEAST_VERSION:
             raise VllmopsError(
@@ -249,6 +251,7 @@ class Redis(Backend):
             response.input,
             self.limits.lease_s,
             self.limits.max_size,
+            self.limits.share,
             packed(self.uses.take()),
         )
         return bool(done)
@@ -379,21 +382,25 @@ class Redis(Backend):
         while done == BATCH:
             done = await self.apart("expire", repr(time.time() - self.limits.ttl_s), BATCH)
             expired += done
-        return Swept(expired, await self.apart("evict", self.limits.max_size), failed)
+        return Swept(expired, await self.evicted(), failed)
+
+    async def evicted(self) -> int:
+        return int(await self.apart("evict", self.limits.max_size, self.limits.share))
 
     async def stats(self, owner: str) -> Stats:
         await self.apart("fail", *self.judged)
-        statuses, models = Counter[str](), Counter[str]()
+        statuses, models, owners = Counter[str](), Counter[str](), Counter[str]()
         size, event_bytes, rank, done = 0, 0, 0, BATCH
         oldest, evictions = b"", 0
         while done == BATCH:
             part = await self.apart("stats", owner, rank, BATCH)
-            done, by_status, by_model, here, logs, oldest, evictions = part
+            done, by_status, by_model, here, logs, oldest, evictions, by_owner = part
             rank += done
             size += here
             event_bytes += logs
             statuses.update(msgspec.json.decode(by_status, type=dict[str, int]))
             models.update(msgspec.json.decode(by_model, type=dict[str, int]))
+            owners.update(msgspec.json.decode(by_owner, type=dict[str, int]))
         return Stats(
             statuses=dict(statuses),
             models=dict(models),
@@ -401,6 +408,7 @@ class Redis(Backend):
             event_bytes=event_bytes if owner == EVERYBODY else None,
             oldest=float(oldest) if oldest else None,
             evictions=evictions,
+            owners=dict(owners.most_common()),
         )
 
     async def caveats(self) -> list[str]:

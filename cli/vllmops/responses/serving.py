@@ -431,10 +431,19 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
                 ended = replace(run, status="failed", error=self.why(error))
             # vLLM takes a cancellation for an answer.
             if not (task := asyncio.current_task()) or not task.cancelling():
-                await patiently(partial(self.store.put, ended))
+                await self.told(ended)
         finally:
             self.store.leave(run)
             self.runs.pop(run.id, None)
+
+    async def told(self, ended: Response) -> None:
+        """Store how a run ended; vLLM waits for nothing that this raises, so it is logged here."""
+        try:
+            await patiently(partial(self.store.put, ended))
+        except Exception as error:
+            log.exception(
+                "vllmops: how %s ended is not stored, and it is told as failed: %r", ended.id, error
+            )
 
     async def begin(self, run: Response) -> bool:
         """Tell a run as in progress; False where it was stopped before that."""
@@ -516,7 +525,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         if swap.changed:
             self.stop(response_id)
         elif swap.now.status != "cancelled":
-            if not wire.BACKGROUND.decode(swap.now.body).background:
+            if not wire.in_background(swap.now):
                 raise Refused(400, "Cannot cancel a synchronous response.", "response_id")
             message = f"Cannot cancel a response that is {swap.now.status}."
             raise Refused(400, message, "response_id")

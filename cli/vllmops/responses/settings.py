@@ -15,6 +15,7 @@ from .backend import Backend, Limits
 
 STORE = "VLLMOPS_RESPONSES_STORE"
 MAX_SIZE = "VLLM_RESPONSES_API_STORE_MAX_SIZE"
+MAX_PER_KEY = "VLLMOPS_RESPONSES_STORE_MAX_PER_KEY"
 TTL = "VLLMOPS_RESPONSES_STORE_TTL"
 CARRIER = "VLLMOPS_CARRIER"
 CARRIER_TTL = "VLLMOPS_CARRIER_TTL"
@@ -78,6 +79,9 @@ def kept(environment: Mapping[str, str]) -> Limits:
     known = Limits()
     return Limits(
         max_size=int(given(environment, MAX_SIZE, known.max_size, least=1)),
+        max_per_key=int(given(environment, MAX_PER_KEY, 1000, least=1))
+        if environment.get(MAX_PER_KEY)
+        else None,
         ttl_s=given(environment, TTL, known.ttl_s),
     )
 

@@ -35,6 +35,7 @@ from .backend import (
     Swap,
     Swept,
     Uses,
+    targets,
     too_new,
 )
 
@@ -74,6 +75,7 @@ SCHEMA = (
         "CREATE INDEX {name}_by_lease ON {name}_responses (lease) WHERE lease IS NOT NULL",
         "CREATE INDEX {name}_events_by_age ON {name}_events (written_at)",
     ),
+    ("CREATE INDEX {name}_by_share ON {name}_responses (owner, (lease IS NOT NULL), accessed_at)",),
 )
 META = "CREATE TABLE IF NOT EXISTS {name}_meta (key {text} PRIMARY KEY, value BIGINT NOT NULL)"
 META_GET = "SELECT value FROM {name}_meta WHERE key = $1"
@@ -136,11 +138,15 @@ EXPIRE = """WITH gone AS (
         SELECT id FROM {name}_responses
         WHERE (lease IS NOT NULL) = {false} AND accessed_at < $1 LIMIT $2 {skip}
     ) DELETE FROM {name}_responses WHERE id IN (SELECT id FROM gone) RETURNING 1"""
+# An index has all that these two need; of owners with as many the one first who has stored nothing
+# for longest.
+SHARES = """SELECT owner, count(*) FROM {name}_responses WHERE $1 IN ('*', owner)
+    GROUP BY owner ORDER BY count(*) DESC, max(created_at)"""
 # What runs sorts behind what does not.
 EVICT = """WITH gone AS (
-        SELECT id FROM {name}_responses WHERE id <> $2
+        SELECT id FROM {name}_responses WHERE owner = $1 AND id <> $3
         ORDER BY (lease IS NOT NULL), accessed_at
-        LIMIT {most}(0, (SELECT count(*) FROM {name}_responses) - $1) {skip}
+        LIMIT {most}(0, (SELECT count(*) FROM {name}_responses WHERE owner = $1) - $2) {skip}
     ) DELETE FROM {name}_responses WHERE id IN (SELECT id FROM gone) RETURNING 1"""
 FORGET = """DELETE FROM {name}_events WHERE written_at < {now} - $1 AND response_id IN (
     SELECT id FROM {name}_responses WHERE lease IS NULL) RETURNING 1"""
@@ -182,9 +188,9 @@ class Sql(Backend):
             lambda template: dialect.marked(template.format(**words))
         )
         self.uses = Uses(self.used)
-        # Counting is slow, so it is done once in a while.
-        self.every = max(1, limits.max_size // 100)
-        self.created = 0
+        # Counting is slow, so it is done once in a while: of all, and of an owner.
+        self.every, self.every_one = max(1, limits.max_size // 100), max(1, limits.share // 100)
+        self.created = Counter[str]()
 
     @abstractmethod
     async def fetch(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
@@ -219,10 +225,15 @@ class Sql(Backend):
 
     async def create(self, response: Response) -> bool:
         done = await self.add(response)
-        self.created += done
-        if self.created >= self.every:
-            self.created = 0
-            await self.evict(response.id)
+        if done:
+            self.created[response.owner] += 1
+            if self.created.total() >= self.every:
+                self.created.clear()
+                await self.evict(response.id)
+            elif self.limits.max_per_key and self.created[response.owner] >= self.every_one:
+                del self.created[response.owner]
+                await self.uses.flush()
+                await self.reduce(response.owner, self.limits.share, response.id)
         return done
 
     async def add(self, response: Response) -> bool:
@@ -390,6 +401,7 @@ class Sql(Backend):
             event_bytes=int(logs[0][0] or 0) if logs else None,
             oldest=min((row[4] for row in rows), default=None),
             evictions=evictions[0][0] if evictions else 0,
+            owners=dict(await self.shares(owner)),
         )
 
     async def find(self, owner: str, response_id: str) -> Response | None:
@@ -410,12 +422,23 @@ class Sql(Backend):
         await self.many(self.text(TOUCH), [(each, EVERYBODY, at) for each, at in uses])
 
     async def evict(self, spared: str) -> int:
-        """Drop what was used longest ago until there are no more than may be."""
+        """Drop what was used longest ago until nobody, and all together, have more than may be."""
         await self.uses.flush()
-        done = await self.fetch(self.text(EVICT), self.limits.max_size, spared)
+        shares = dict(await self.shares(EVERYBODY))
+        return sum(
+            [await self.reduce(*each, spared) for each in targets(shares, self.limits).items()]
+        )
+
+    async def reduce(self, owner: str, target: int, spared: str) -> int:
+        """Drop what an owner used longest ago until no more are left than that."""
+        done = await self.fetch(self.text(EVICT), owner, target, spared)
         if done:
             await self.fetch(self.text(META_ADD), "evictions", len(done))
         return len(done)
+
+    async def shares(self, owner: str) -> list[tuple[str, int]]:
+        """How many responses each owner has, the fullest first."""
+        return [(row[0], row[1]) for row in await self.fetch(self.text(SHARES), owner)]
 
 
 def made(row: Sequence[Any]) -> Response:

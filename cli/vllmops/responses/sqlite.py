@@ -89,8 +89,10 @@ class Worker:
             self.done.append((future, result, error))
             if not self.telling:
                 self.telling = True
-                with suppress(RuntimeError):  # that loop is closed
+                try:
                     future.get_loop().call_soon_threadsafe(self.tell)
+                except RuntimeError:  # that loop is closed
+                    self.telling = False
         if connection:
             connection.close()
 
@@ -115,7 +117,7 @@ def patiently(job: Callable[[sqlite3.Connection], T], connection: sqlite3.Connec
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
+    if future.done() or future.get_loop().is_closed():
         return
     if error is not None:
         future.set_exception(error)
@@ -207,10 +209,11 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
+        connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # some errors have ended it
+            connection.execute("ROLLBACK")
         raise
-    connection.execute("COMMIT")
 
 
 def path(url: str) -> Path:

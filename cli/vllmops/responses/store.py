@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from types import TracebackType
@@ -62,6 +63,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..errors import VllmopsError
+from ..forever import Trouble, forever
 from . import redaction
 from .backend import (
     EVERYBODY,
@@ -113,9 +115,14 @@ SLOW_DEADLINE_S = 30.0
 PAUSE_S = 1.0
 BEAT_S = 0.25
 SWEEP_S = 10.0
+# Looking after runs, and sweeping, rest so long after what nobody foresaw.
+AFTER_S = 1.0
 # How often another replica's log is looked at.
 FOLLOW_S = 0.2
 LONGEST_ID = 256
+
+# Below "vllm", so that vLLM's own handlers print it.
+log = logging.getLogger("vllm.vllmops")
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -150,7 +157,9 @@ class ResponseStore:
         self.trouble = ""
         self.attended: dict[str, tuple[Response, Callable[[], object]]] = {}
         self.news: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
-        self.beating: asyncio.Task[None] | None = None
+        self.renewed = 0.0
+        self.background: list[asyncio.Task[None]] = []
+        self.stopping = Trouble("a run that was to be stopped may go on", log.error)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -165,22 +174,33 @@ class ResponseStore:
         Raises:
             VllmopsError: ``store.schema``, or the backend was configured in a way that can't be.
         """
-        self.beating = asyncio.create_task(self.beat(), name="responses-store")
+        for work, pause_s, hindered in (
+            (
+                self.beat,
+                BEAT_S,
+                "runs in the background can't be looked after: where that lasts longer than their "
+                "lease they are told as failed until they end",
+            ),
+            (self.tidy, SWEEP_S, "the store is not swept, and may grow"),
+        ):
+            doing = forever(work, Trouble(hindered, log.error), pause_s, after_s=AFTER_S)
+            self.background.append(asyncio.create_task(doing, name="responses-store"))
         try:
             async with self.bounded():
                 pass
         except StoreUnavailable:
             pass
-        except VllmopsError:
+        except Exception:
             await self.close()
             raise
 
     async def close(self) -> None:
         """End; what runs here is left to whoever ends it."""
-        if self.beating:
-            self.beating.cancel()
-            await asyncio.wait([self.beating])
-            self.beating = None
+        for task in self.background:
+            task.cancel()
+        if self.background:
+            await asyncio.wait(self.background)
+        self.background.clear()
         with contextlib.suppress(TimeoutError, *self.backend.unavailable):
             async with asyncio.timeout(self.deadline_s):
                 await self.backend.close()
@@ -223,7 +243,7 @@ class ResponseStore:
             swap = await self.backend.set_status(
                 owner, response_id, status, allowed=allowed, error=plain(error)
             )
-        return Swap(swap.changed, swap.now and await unpacked(swap.now))
+        return Swap(swap.changed, swap.now and await legible(swap.now))
 
     async def get(self, owner: str, response_id: str) -> Response | None:
         """A response, or None; counts as use."""
@@ -231,7 +251,7 @@ class ResponseStore:
             return None
         async with self.bounded():
             found = await self.backend.get(owner, response_id)
-        return found and await unpacked(found)
+        return found and await legible(found)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Delete a response with its events; False where there is none."""
@@ -253,7 +273,7 @@ class ResponseStore:
             return Page([], False)
         async with self.bounded():
             page = await self.backend.page(owner, query)
-        return Page([await unpacked(each) for each in page.responses], page.more)
+        return Page([await legible(each) for each in page.responses], page.more)
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         """A turn after all before it, the oldest first; empty where there is no such turn.
@@ -345,20 +365,20 @@ class ResponseStore:
             return await self.backend.stats(owner)
 
     async def beat(self) -> None:
-        """Look after the runs that are attended, and sweep, for ever."""
-        renewed, swept = 0.0, time.monotonic()
-        while True:
-            await asyncio.sleep(BEAT_S)
-            now = time.monotonic()
-            with contextlib.suppress(StoreUnavailable):
-                renew = now - renewed >= min(self.backend.limits.lease_s / 3, SWEEP_S)
-                if self.attended:
-                    await self.look_after(renew=renew)
-                if renew:
-                    renewed = now
-                if now - swept >= SWEEP_S:
-                    swept = now
-                    await self.sweep()
+        """Look after the runs that are attended; done every `BEAT_S` by itself."""
+        if not self.attended:
+            return
+        now = time.monotonic()
+        renew = now - self.renewed >= min(self.backend.limits.lease_s / 3, SWEEP_S)
+        with contextlib.suppress(StoreUnavailable):
+            await self.look_after(renew=renew)
+            if renew:
+                self.renewed = now
+
+    async def tidy(self) -> None:
+        """Sweep, unless the store is unavailable, which whoever calls it is told."""
+        with contextlib.suppress(StoreUnavailable):
+            await self.sweep()
 
     async def look_after(self, *, renew: bool) -> None:
         held = dict(self.attended)
@@ -368,8 +388,10 @@ class ResponseStore:
             response, stop = held[response_id]
             self.leave(response)
             self.tell(response_id)
-            with contextlib.suppress(Exception):
+            try:
                 stop()
+            except Exception as error:
+                self.stopping.tell(error)
 
     def tell(self, response_id: str) -> None:
         """Wake whoever follows a response here."""
@@ -442,13 +464,30 @@ class Head(msgspec.Struct):
 
 
 HEAD = msgspec.json.Decoder(Head)
+PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def document(response: Response) -> bytes:
-    """The response object as JSON, its status and error as of now."""
-    if not response.error and HEAD.decode(response.body).status == response.status:
-        return response.body
-    found: dict[str, Any] = msgspec.json.decode(response.body)
+    """The response object as JSON, its status and error as of now.
+
+    Where its body is no object there is one in its place that says so.
+    """
+    try:
+        if not response.error and HEAD.decode(response.body).status == response.status:
+            return response.body
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        found: dict[str, Any] = dict(PARTS.decode(response.body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = {
+            "id": response.id,
+            "object": "response",
+            "created_at": response.created_at,
+            "model": response.model,
+            "output": [],
+            "error": {"code": "server_error", "message": "What was stored of it is damaged."},
+        }
     found["status"] = response.status
     if response.error:
         found["error"] = {"code": "server_error", "message": response.error}
@@ -466,6 +505,33 @@ async def unpacked(response: Response) -> Response:
     if len(response.body) + len(response.input) < SOON_UNPACKED:
         return replace(response, body=inflate(response.body), input=inflate(response.input))
     return replace(response, body=await unpack(response.body), input=await unpack(response.input))
+
+
+async def legible(response: Response) -> Response:
+    """As `unpacked`; the body of what is damaged is empty, so that it hides no other."""
+    try:
+        if (found := sound(response)) is response:
+            return await unpacked(response)
+    except ValueError:
+        found = response
+    return replace(found, body=b"", input=b"")
+
+
+TEXTS = ("id", "owner", "model", "status", "error")
+
+
+def sound(response: Response) -> Response:
+    """A response with no value of another type in it: SQLite keeps any in any column."""
+    wrong: dict[str, Any] = {
+        name: "" for name in TEXTS if not isinstance(getattr(response, name), str)
+    }
+    if not isinstance(response.created_at, float):
+        wrong["created_at"] = 0.0
+    if not isinstance(response.previous_id, str | None):
+        wrong["previous_id"] = None
+    if not (isinstance(response.body, bytes) and isinstance(response.input, bytes)):
+        wrong["body"] = b""
+    return replace(response, **wrong) if wrong else response
 
 
 def valid(response_id: str) -> bool:

@@ -83,7 +83,7 @@ def added(body: bytes) -> bytes:
     try:
         raw = REQUEST.decode(body).input
         given = GIVEN.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(400, f"The request can't be stored: {error}", "input") from error
     if isinstance(given, str):
         return ENCODE([{"type": "message", "role": "user", "content": given}])
@@ -117,13 +117,25 @@ def silent(item: Any) -> bool:
     return message and fields.get("content") == []
 
 
+def in_background(response: Response) -> bool:
+    """Whether a response was made in the background, as far as what was stored tells."""
+    try:
+        return BACKGROUND.decode(response.body).background
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
 def items(response: Response, *, after: str | None, limit: int, descending: bool) -> bytes:
     """Part of what a turn added to its conversation, as a list.
 
     Raises:
-        Refused: `after` is the id of none of it.
+        Refused: `after` is the id of none of it, or what was stored is damaged.
     """
-    found = [shown(each, response.id, n) for n, each in enumerate(ITEMS.decode(response.input))]
+    try:
+        given = ITEMS.decode(response.input)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(500, f"What was stored of the input is damaged: {error}") from error
+    found = [shown(each, response.id, n) for n, each in enumerate(given)]
     if descending:
         found.reverse()
     ids = [each["id"] for each in found]

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Self, TypeVar
 
 from ..agent import log
+from ..forever import Trouble, attempt
 from .store import Response, ResponseStore, StoreUnavailable
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ class Writer:
         self.last = -1
         self.news = asyncio.Event()
         self.over = asyncio.Event()
+        self.gone = False
+        self.trouble = Trouble(f"the events of {run.id} are not all stored", log.error)
 
     async def __aenter__(self) -> Self:
         self.task = asyncio.create_task(self.write(), name=f"events_{self.run.id}")
@@ -51,8 +54,6 @@ class Writer:
             await asyncio.wait([self.task])
         finally:
             self.task.cancel()
-        if not self.task.cancelled() and (error := self.task.exception()):
-            log.error("vllmops: the events of %s are not all stored: %r", self.run.id, error)
 
     def add(self, number: int, event: bytes) -> None:
         """Have an event written; they come in order."""
@@ -61,16 +62,12 @@ class Writer:
         self.news.set()
 
     async def write(self) -> None:
-        while True:
+        while not self.gone:
             await self.news.wait()
             self.news.clear()
             if self.waiting:
-                batch = list(self.waiting)
-                self.waiting.clear()
-                # What failed may have been written: the same again, and no more, does no harm.
-                first = self.last + 1 - len(batch)
-                if not await patiently(partial(self.store.append, self.run, first, batch)):
-                    return
+                # What can't be stored is left out, and what comes after it is not.
+                await attempt(self.write_some, self.trouble)
             elif self.over.is_set():
                 return
             if self.over.is_set():
@@ -78,6 +75,14 @@ class Writer:
             else:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.over.wait(), BATCH_S)
+
+    async def write_some(self) -> None:
+        """Write all that waits."""
+        batch = list(self.waiting)
+        self.waiting.clear()
+        first = self.last + 1 - len(batch)
+        # What failed may have been written: the same again, and no more, does no harm.
+        self.gone = not await patiently(partial(self.store.append, self.run, first, batch))
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:

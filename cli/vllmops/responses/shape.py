@@ -1,0 +1,168 @@
+"""What a stored response has to look like: what comes in is checked by it, and what goes out.
+
+`archive` takes no line that does not fit. What a store held before, or a server says, may not fit
+either: that one is shown as damaged, and the others as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from .backend import Response
+from .store import storable, valid
+
+# What makes text no JSON of a type; msgspec raises the last for what is nested deeply.
+BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# Levels of arrays and objects: whoever reads it later may have less of a stack left than now.
+DEEPEST = 200
+STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+OPENING, CLOSING = b"[{", b"]}"
+OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING))
+
+Struct = TypeVar("Struct")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+# In seconds since the epoch, up to the last year that calendars know.
+LATEST = 253_402_300_800.0
+Moment = Annotated[float, msgspec.Meta(ge=0, lt=LATEST)]
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """What is kept beside the response object.
+
+    Args:
+        error: why it failed, where the object does not say.
+    """
+
+    id: str
+    owner: str
+    model: str
+    status: str
+    created_at: Moment
+    previous_response_id: str | None = None
+    error: str = ""
+
+
+class Usage(msgspec.Struct):
+    """Tokens."""
+
+    input_tokens: Count = 0
+    output_tokens: Count = 0
+
+
+class Failure(msgspec.Struct):
+    """Why a response failed."""
+
+    message: str | None = None
+
+
+class Item(msgspec.Struct):
+    """As much of an item as is shown of it; parts of what it says may be of any type."""
+
+    type: str | None = None
+    role: str | None = None
+    name: str | None = None
+    call_id: str | None = None
+    content: Any = None
+    summary: Any = None
+    output: Any = None
+    arguments: Any = None
+    input: Any = None
+
+
+class Document(msgspec.Struct):
+    """As much of a response object as is shown, or relied on."""
+
+    id: str = ""
+    status: str | None = None
+    model: str | None = None
+    created_at: Moment = 0
+    previous_response_id: str | None = None
+    background: bool | None = None
+    usage: Usage | None = None
+    error: Failure | None = None
+    output: list[Item] = []
+
+
+class Event(msgspec.Struct):
+    """As much of an event as a server relies on."""
+
+    type: str
+
+
+DOCUMENT = msgspec.json.Decoder(Document)
+ITEMS = msgspec.json.Decoder(list[Item])
+ANY = msgspec.json.Decoder()
+
+
+def whole(data: bytes, kind: type[Struct]) -> Struct:
+    """JSON of a type, every part of which can be read, those included that the type leaves out.
+
+    Raises:
+        ValueError: it is not, in words.
+    """
+    try:
+        shallow(data)
+        return msgspec.convert(ANY.decode(data), kind)
+    except BROKEN as error:
+        raise ValueError(f"{error}") from error
+
+
+def shallow(data: bytes) -> None:
+    """See that JSON is not nested too deeply.
+
+    Raises:
+        ValueError: it is.
+    """
+    if data.count(b"[") + data.count(b"{") <= DEEPEST:
+        return
+    depth = 0
+    for each in STRING.sub(b"", data).translate(None, OTHERS):
+        depth += 1 if each in OPENING else -1
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested in more than {DEEPEST} levels")
+
+
+def named(response_id: str) -> bool:
+    """Whether an id can be shown, and leads nowhere where it is taken for a part of a path."""
+    parts = response_id.replace("\\", "//").split("/")
+    return valid(response_id) and response_id.isprintable() and not {"", ".", ".."} & set(parts)
+
+
+def refused(row: Row) -> str:
+    """Why what is kept beside a response object can't be, in words; empty where it can."""
+    if not named(row.id):
+        return f"{row.id[:300]!r} is no id"
+    if row.previous_response_id is not None and not named(row.previous_response_id):
+        return f"{row.previous_response_id[:300]!r} is no id of an earlier turn"
+    if not (storable(row.model) and storable(row.error)):
+        return "its model or its error has a character that can't be stored"
+    return ""
+
+
+def read(response: Response) -> Document:
+    """A response's object as a source gives it, once all beside it is in order, too.
+
+    Raises:
+        ValueError: it is damaged, in words.
+    """
+    beside = {
+        "id": response.id,
+        "owner": response.owner,
+        "model": response.model,
+        "status": response.status,
+        "created_at": response.created_at,
+        "previous_response_id": response.previous_id,
+        "error": response.error,
+    }
+    if not response.id:
+        raise ValueError("it has no id")
+    if not response.body:
+        raise ValueError("what was stored of it can't be read")
+    try:
+        msgspec.convert(beside, Row)
+        return DOCUMENT.decode(response.body)
+    except BROKEN as error:
+        raise ValueError(f"{error}") from error

@@ -1,0 +1,120 @@
+"""Work in the background goes on whatever it raises, and says once what that was."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from vllmops import forever
+from vllmops.forever import Trouble
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():  # noqa: ASYNC110 - what is waited for knows of no event
+        await asyncio.sleep(0.001)
+
+
+def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
+    told: list[str] = []
+    rounds = 0
+
+    async def work() -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds % 3 == 0:
+            raise TypeError(f"round {rounds}")
+        if rounds % 3 == 1:
+            raise OSError(24, "Too many open files")
+
+    async def main() -> None:
+        task = asyncio.create_task(
+            forever.forever(work, Trouble("it rests", told.append), 0.0, after_s=0.0)
+        )
+        await until(lambda: rounds >= 30)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    asyncio.run(main())
+    assert len(told) == 2
+    assert told[0].startswith(
+        "vllmops: it rests: OSError: [Errno 24] Too many open files (test_forever.py:"
+    )
+    assert "TypeError: round 3" in told[1]
+
+
+def test_a_cancellation_that_nobody_asked_for_ends_no_task() -> None:
+    """An inner task that was cancelled raises CancelledError in whoever waits for it."""
+    told: list[str] = []
+    rounds = 0
+
+    async def work() -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 1:
+            inner = asyncio.ensure_future(asyncio.sleep(10))
+            inner.cancel()
+            await inner
+
+    async def main() -> None:
+        task = asyncio.create_task(
+            forever.forever(work, Trouble("w", told.append), 0.0, after_s=0.0)
+        )
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(main())
+    assert rounds > 2
+    assert len(told) == 1
+
+
+def test_a_thread_goes_on_until_it_is_to_end() -> None:
+    told: list[str] = []
+    stop = threading.Event()
+    rounds = 0
+
+    def work() -> None:
+        nonlocal rounds
+        rounds += 1
+        raise RuntimeError("can't start new thread")
+
+    made = forever.thread("t", work, Trouble("w", told.append), wait=stop.wait, after_s=0.001)
+    deadline = time.monotonic() + 10
+    while rounds < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stop.set()
+    made.join(5)
+    assert not made.is_alive()
+    assert rounds >= 5
+    assert len(told) == 1
+
+
+def test_the_same_trouble_is_told_again_after_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    trouble = Trouble("w", told.append)
+    times = iter((1000.0, 1001.0, 5000.0))
+    # Nobody waits for an hour.
+    monkeypatch.setattr(forever, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    for _ in range(3):
+        trouble.tell(KeyError("x"))
+    assert len(told) == 2
+
+
+def test_nobody_to_tell_is_no_trouble() -> None:
+    def broken(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    class OddError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    Trouble("w", broken).tell(KeyError("x"))
+    Trouble("w", print).tell(OddError())
