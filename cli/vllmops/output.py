@@ -42,6 +42,10 @@ class Verbatim(str):
     """
 
 
+class JsonText(Verbatim):
+    """JSON to print as it is: unsafe characters are escaped as JSON escapes them, not replaced."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What a command found out: data for ``--json``, and the same for a person.
@@ -105,7 +109,9 @@ def show(*parts: RenderableType, stderr: bool = False) -> None:
     """Print for a person."""
     out = console(stderr=stderr)
     for part in parts:
-        if isinstance(part, Verbatim):
+        if isinstance(part, JsonText):
+            out.file.write(f"{json_safe(part, out.encoding)}\n")
+        elif isinstance(part, Verbatim):
             out.file.write(f"{plain_log(part)}\n")
         else:
             out.print(part)
