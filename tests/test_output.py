@@ -221,8 +221,13 @@ def test_json_that_an_encoding_can_hold(encoding: str | None) -> None:
         safe.encode(encoding)
 
 
-def test_json_lines_keep_their_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_keep_their_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = json.dumps({"a": "\u200b\u2028\x9b漢"}, ensure_ascii=False)
+    show(JsonText(text))
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show(JsonText(text))
     printed = capsys.readouterr().out
     assert json.loads(printed) == json.loads(text)

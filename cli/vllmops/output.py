@@ -43,7 +43,10 @@ class Verbatim(str):
 
 
 class JsonText(Verbatim):
-    """JSON to print as it is: unsafe characters are escaped as JSON escapes them, not replaced."""
+    """JSON that somebody keeps: byte by byte in a pipe.
+
+    In a terminal unsafe characters are escaped as JSON escapes them: the data stays the same.
+    """
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ def show(*parts: RenderableType, stderr: bool = False) -> None:
     out = console(stderr=stderr)
     for part in parts:
         if isinstance(part, JsonText):
-            out.file.write(f"{json_safe(part, out.encoding)}\n")
+            as_it_is = out.encoding.startswith("utf") and not out.file.isatty()
+            out.file.write(f"{part if as_it_is else json_safe(part, out.encoding)}\n")
         elif isinstance(part, Verbatim):
             out.file.write(f"{plain_log(part)}\n")
         else:
