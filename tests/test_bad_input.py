@@ -137,7 +137,13 @@ class Trial:
 
 
 @pytest.fixture
-def trial(vllmops: Any, standin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
+def trial(
+    vllmops: Any,
+    standin: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Trial]:
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))  # what is written by a relative name
     # `patches` tries them in a process of its own, which imports vLLM: a small one.
     monkeypatch.setenv("PYTHONPATH", str(standin), prepend=os.pathsep)
     made = Trial(vllmops)

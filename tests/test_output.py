@@ -12,6 +12,7 @@ from vllmops import output
 from vllmops.errors import Exit, VllmopsError
 from vllmops.output import (
     Folded,
+    JsonText,
     Line,
     Progress,
     Verbatim,
@@ -218,3 +219,17 @@ def test_json_that_an_encoding_can_hold(encoding: str | None) -> None:
     assert not UNSAFE.search(safe)
     if encoding:
         safe.encode(encoding)
+
+
+def test_json_lines_keep_their_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = json.dumps({"a": "\u200b\u2028\x9b漢"}, ensure_ascii=False)
+    show(JsonText(text))
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(JsonText(text))
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == json.loads(text)
+    assert not UNSAFE.search(printed)
+    assert "漢" in printed

@@ -44,6 +44,13 @@ class Verbatim(str):
     """
 
 
+class JsonText(Verbatim):
+    """JSON that somebody keeps: byte by byte in a pipe.
+
+    In a terminal unsafe characters are escaped as JSON escapes them: the data stays the same.
+    """
+
+
 @dataclass(frozen=True)
 class Result:
     """What a command found out: data for ``--json``, and the same for a person.
@@ -107,7 +114,10 @@ def show(*parts: RenderableType, stderr: bool = False) -> None:
     """Print for a person."""
     out = console(stderr=stderr)
     for part in parts:
-        if isinstance(part, Verbatim):
+        if isinstance(part, JsonText):
+            as_it_is = out.encoding.startswith("utf") and not out.file.isatty()
+            out.file.write(f"{part if as_it_is else json_safe(part, out.encoding)}\n")
+        elif isinstance(part, Verbatim):
             out.file.write(f"{plain_log(part)}\n")
         else:
             out.print(part)

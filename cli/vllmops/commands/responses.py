@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from .. import output
-from ..output import Folded, Json, Line, Progress, Result, Verbatim, command, size
+from ..output import Folded, Json, JsonText, Line, Progress, Result, Verbatim, command, size
 from ..responses import shape
 from ..responses.backend import CursorUnknown, Stats
 from ..responses.store import document
@@ -265,9 +265,9 @@ def rawly(
     """JSON, the object and its input over several lines, and a line for each event."""
     wanted = [body] if not given and not events else [items] if given else []
     shown: list[RenderableType] = [
-        Verbatim(msgspec.json.format(each, indent=2).decode()) for each in wanted
+        JsonText(msgspec.json.format(each, indent=2).decode()) for each in wanted
     ]
-    return shown + [Verbatim(bytes(each).decode()) for each in logged]
+    return shown + [JsonText(bytes(each).decode()) for each in logged]
 
 
 def told(

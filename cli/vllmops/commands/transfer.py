@@ -18,7 +18,7 @@ import typer
 from .. import output
 from ..errors import Exit, VllmopsError
 from ..files import not_written, opened, unreadable, written
-from ..output import Json, Progress, Result, Verbatim, command
+from ..output import Json, JsonText, Progress, Result, Verbatim, command
 from ..responses import archive, shape
 from ..responses.backend import EVERYBODY, Limits, Response
 from .options import Target, to_write
@@ -136,7 +136,7 @@ def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], N
         VllmopsError: ``responses.exists`` (exit code 2) or ``responses.not-written``.
     """
     if out is None:
-        yield lambda lines: output.show(Verbatim(b"\n".join(lines).decode()))
+        yield lambda lines: output.show(JsonText(b"\n".join(lines).decode()))
         return
     exists = VllmopsError(
         "responses.exists",

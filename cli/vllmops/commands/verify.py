@@ -88,4 +88,4 @@ def facts(found: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[Render
     yield shown
     if reveal:
         content = msgspec.json.format(msgspec.json.encode(found.history), indent=2).decode()
-        yield output.Verbatim(content)
+        yield output.JsonText(content)
