@@ -85,7 +85,8 @@ def test_numbers_of_the_environment(vllmops: Any, tmp_path: Any, name: str, text
 def test_numbers_of_others_are_shown(value: float) -> None:
     for show in (span, size, when):
         assert len(show(value)) < 400
-    assert span(value) == "-"
+    assert span(value) == when(value) == "-"
+    assert size(10**400) == size(math.inf) == "-"
 
 
 def test_a_clock_that_was_set_back() -> None:
