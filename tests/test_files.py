@@ -160,12 +160,14 @@ def test_standard_output_by_its_name(tmp_path: Path) -> None:
     assert path.read_bytes() == b"before\nnew\n"
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "fifo"])
+@pytest.mark.parametrize("kind", ["link", "file", "fifo", "link at home"])
 def test_what_another_user_has_put_into_a_common_directory(everybodys: Path, kind: str) -> None:
     victim, path = everybodys / "victim", everybodys / "planted"
+    if kind == "link at home":
+        os.chown(everybodys, NOBODY, NOBODY)
     victim.write_bytes(b"old")
     match kind:
-        case "link":
+        case "link" | "link at home":
             path.symlink_to(victim)
         case "fifo":
             os.mkfifo(path)

@@ -91,14 +91,14 @@ def followed(path: Path) -> Path:
     """Where a name leads that may be a link's; the file itself need not be there.
 
     Raises:
-        OSError: the links go in a circle, or another user has put one where everybody may.
+        OSError: the links go in a circle, or one is neither this user's nor root's.
     """
     for _ in range(MOST_LINKS):
         path = Path(os.path.realpath(path.parent), path.name)
         # What /proc calls a link (/dev/stdout leads there) is a file that is open.
         if in_proc(path) or not path.is_symlink():
             return path
-        trust(path)
+        trust(path, anywhere=True)
         path = path.parent / path.readlink()
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
@@ -107,8 +107,12 @@ def in_proc(path: Path) -> bool:
     return path.parts[:2] == ("/", "proc")
 
 
-def trust(path: Path) -> None:
+def trust(path: Path, *, anywhere: bool = False) -> None:
     """Refuse what another user has put into a directory of somebody else's, such as /tmp.
+
+    Args:
+        path: the file, or the link itself.
+        anywhere: also into a directory of that user's own: a link may lead out of it.
 
     Raises:
         PermissionError: it was.
@@ -117,7 +121,9 @@ def trust(path: Path) -> None:
         owner = path.lstat().st_uid
     except FileNotFoundError:
         return
-    if owner not in {0, os.geteuid(), path.parent.stat().st_uid}:
+    if owner in {0, os.geteuid()}:
+        return
+    if anywhere or owner != path.parent.stat().st_uid:
         raise PermissionError(errno.EPERM, f"uid {owner} has put it there")
 
 

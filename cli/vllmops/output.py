@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 ENVELOPE_VERSION = 1
 PIPE_WIDTH = 200
+MOST_SHOWN = 1 << 64  # bytes: no machine has more
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON envelope on stdout.", show_default=False)
@@ -285,7 +285,7 @@ def invoked() -> str:
 
 def size(count: float | None) -> str:
     """Bytes for a person: ``1.5 MiB``; a dash where unknown."""
-    if count is None or not math.isfinite(count):
+    if count is None or not abs(count) <= MOST_SHOWN:
         return "-"
     amount = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):

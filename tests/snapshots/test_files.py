@@ -73,3 +73,27 @@ def test_a_file_that_can_not_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(VllmopsError):
         files.save(tmp_path / "directory", SNAPSHOT)
     assert os.listdir(tmp_path) == ["directory"]
+
+
+def test_a_journal_into_a_device_a_link_and_a_fifo(tmp_path: Path) -> None:
+    null, link, fifo = tmp_path / "null", tmp_path / "link", tmp_path / "fifo"
+    os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    link.symlink_to(tmp_path / "target")
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (null, link, fifo):
+        journal = files.Journal(path, SNAPSHOT)
+        journal.add(SNAPSHOT)
+        assert journal.trouble is None
+    assert stat.S_ISCHR(null.lstat().st_mode)
+    assert link.is_symlink()
+    lines = msgspec.json.encode(SNAPSHOT) + b"\n"
+    assert (tmp_path / "target").read_bytes() == os.read(reader, 1 << 16) == 2 * lines
+    os.close(reader)
+    with pytest.raises(VllmopsError) as caught:
+        files.Journal(fifo, SNAPSHOT)
+    assert caught.value.code == "file.not-written"
+    full = tmp_path / "full"
+    os.mknod(full, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
+    with pytest.raises(VllmopsError, match="No space"):
+        files.Journal(full, SNAPSHOT)

@@ -89,7 +89,7 @@ def duration(text: str) -> float:
 def to_write(path: Path | None) -> Path | None:
     """A callback for an option that names a file to write; ``-`` is none: stdout has the result."""
     if path is not None and str(path) == STDIN:
-        raise typer.BadParameter("it wants the name of a file; ./- is one.")
+        raise typer.BadParameter("it wants the name of a file, and - is none.")
     return path
 
 
