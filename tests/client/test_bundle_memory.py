@@ -123,7 +123,7 @@ def test_memory_for_reading_what_unfolds(
 
 # -- time ------------------------------------------------------------------------------------
 
-HOSTILE = {
+HOSTILE: dict[str, Callable[[int], str]] = {
     "no line end": lambda n: "x" * n,
     "quotes": lambda n: "'" * n,
     "double quotes": lambda n: '"' * n,
