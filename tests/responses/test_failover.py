@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import asyncpg
@@ -90,7 +91,7 @@ class Load:
         """Wait for more to be written and read."""
         wanted = len(self.acknowledged) + count, len(self.read) + count
         async with asyncio.timeout(within_s):
-            while (len(self.acknowledged), len(self.read)) < wanted or len(self.read) < wanted[1]:
+            while len(self.acknowledged) < wanted[0] or len(self.read) < wanted[1]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
     async def check(self) -> None:
@@ -99,7 +100,7 @@ class Load:
             for each in self.acknowledged:
                 assert await store.get(OWNER, each), each
         for times in (self.written, self.read):
-            gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+            gaps = [after - before for before, after in pairwise(times)]
             print(f"{len(times)} times, the longest gap {max(gaps):.2f} s")  # for whoever measures
             assert max(gaps) < OVER_S
         print(f"{len(self.acknowledged)} acknowledged, the slowest call {self.slowest:.2f} s")
@@ -310,7 +311,7 @@ def test_a_replica_that_is_there_and_silent_is_waited_for(servers: Servers) -> N
             # None is there that could have it, and the Sentinel knows of no other primary.
             assert await store.create(response("d"))
             replica.start()
-            until(lambda: replica.ask("ROLE")[3] == "connected")
+            until(replica.connected)
             await asyncio.sleep(0.5)  # until its primary knows that it is up to date
             assert await store.create(response("e"))
             assert not store.backend.connections.alone  # type: ignore[attr-defined]

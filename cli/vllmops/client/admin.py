@@ -11,6 +11,7 @@ from .. import admin
 from ..errors import Exit, VllmopsError
 from ..keys import file
 from ..keys.ring import Ring
+from ..responses.urls import shown
 from ..snapshots.keys import ProcessKeys
 from .agent import DECODERS
 from .responses import Place
@@ -53,7 +54,8 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
     if not (place.local or plain or urlsplit(place.url).scheme == "https"):
         raise VllmopsError(
             "admin.plain",
-            f"{place.url} is plain HTTP to another machine: whoever listens would have the keys",
+            f"{shown(place.url)} is plain HTTP to another machine: whoever listens would have the "
+            "keys",
             "https://…, or a tunnel to it; --plain where nobody listens",
             exit_code=Exit.USAGE,
         )
@@ -77,7 +79,7 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
     except httpx.HTTPError as error:
         raise VllmopsError(
             "admin.unreachable",
-            f"{place.url} can't be reached: {str(error) or type(error).__name__}",
+            f"{shown(place.url)} can't be reached: {str(error) or type(error).__name__}",
             "-t with the server's URL",
             exit_code=Exit.NOT_FOUND,
         ) from error

@@ -16,7 +16,7 @@ from ..instances.servers import find, resolve
 from ..responses.backend import FINISHED, owner_of
 from ..responses.settings import STORE
 from ..responses.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
-from ..responses.urls import shown
+from ..responses.urls import shown, without
 from . import http
 
 TIMEOUT_S = 10.0
@@ -166,10 +166,13 @@ def place(target: str | None) -> Place:
         url = target.rstrip("/").removesuffix("/v1")
         try:
             httpx.URL(url)
-            return Place(url, url, local=bool(LOCAL.fullmatch(urlsplit(url).hostname or "")))
+            return Place(url, shown(url), local=bool(LOCAL.fullmatch(urlsplit(url).hostname or "")))
         except (ValueError, httpx.InvalidURL) as error:
             raise VllmopsError(
-                "usage", f"{target}: {error}", "-t http://HOST:PORT", exit_code=Exit.USAGE
+                "usage",
+                f"{shown(target)}: {without(str(error), target)}",
+                "-t http://HOST:PORT",
+                exit_code=Exit.USAGE,
             ) from error
     try:
         server = resolve(target)
@@ -390,7 +393,7 @@ class Http:
             )
         return VllmopsError(
             "responses.unreachable",
-            f"{self.place.url} can't be reached: {str(error) or type(error).__name__}",
+            f"{shown(self.place.url)} can't be reached: {str(error) or type(error).__name__}",
             f"vllmops ps{self.place.or_store}",
             exit_code=Exit.NOT_FOUND,
         )

@@ -80,9 +80,7 @@ class Storage:
         except TimeoutError as error:
             raise StoreUnavailable(f"{self.name} is unavailable: it took too long") from error
         except backend.unavailable as error:
-            raise StoreUnavailable(
-                f"{self.name} is unavailable: {backend.why(error)}"
-            ) from error
+            raise StoreUnavailable(f"{self.name} is unavailable: {backend.why(error)}") from error
 
     async def page(self, query: Query) -> Page:
         return await self.store.page(EVERYBODY, query)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Self
@@ -26,7 +27,7 @@ from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
 from ..instances.record import Failure, Folder, Record, State
 from ..instances.servers import option
 from ..keys import file as keys
-from ..output import Json, Progress, Result, Verbatim, command, show, span, typer_app
+from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..patches.registry import OFF, known
 from ..responses import settings
 from ..responses.store import ResponseStore
@@ -159,6 +160,7 @@ def serve(
     beside = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
     order = dataclasses.replace(order, watch=beside)
     if dry_run:
+        settings.check({**os.environ, **order.environment})
         planned = launch.preview(order)
         return Result(instance(planned), lambda: shell_lines(planned))
     launch.check(order)
@@ -261,6 +263,8 @@ def stored(url: str | None, max_size: int | None, ttl: str | None) -> list[str]:
     Raises:
         VllmopsError: ``usage``.
     """
+    if url == "":
+        raise usage("--store '' is no store; --store none keeps no responses")
     if max_size is not None and max_size < 1:
         raise usage(f"--store-max-size {max_size}: a store keeps one response at least")
     added = {
@@ -278,7 +282,7 @@ def check_store(order: launch.Order) -> None:
         VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
     """
     environment = {**os.environ, **order.environment}
-    settings.carriers(environment)
+    settings.check(environment)
     if not settings.wanted(environment):
         return
     found = settings.backend(environment)
@@ -289,8 +293,13 @@ def check_store(order: launch.Order) -> None:
 
 
 async def tried(store: ResponseStore) -> None:
+    """Open it, and say how it could lose what it has acknowledged."""
     async with store:
-        pass
+        if store.opened:
+            with suppress(*store.backend.unavailable, TimeoutError):
+                async with asyncio.timeout(STORE_TIMEOUT_S):
+                    for each in await store.backend.caveats():
+                        say(f"the store: {each}")
 
 
 def place(
@@ -466,7 +475,7 @@ def instance(record: Record) -> dict[str, Any]:
         "pid": record.session,
         "log": str(Folder(record.name).log),
         "command": record.command,
-        "environment": record.environment,
+        "environment": settings.shown(record.environment),
         "directory": record.directory,
         "watch": record.watch,
         "failure": record.failure,
@@ -500,6 +509,7 @@ def failed(record: Record, folder: Folder) -> VllmopsError:
 
 
 def shell_lines(record: Record) -> list[Verbatim]:
-    """The command as one would paste it into a shell."""
-    assignments = [f"{key}={shlex.quote(value)}" for key, value in record.environment.items()]
+    """The command as one would paste it into a shell, but for the password of the store."""
+    told = settings.shown(record.environment)
+    assignments = [f"{key}={shlex.quote(value)}" for key, value in told.items()]
     return [Verbatim(" \\\n  ".join(["env " + " ".join(assignments), shlex.join(record.command)]))]

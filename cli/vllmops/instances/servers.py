@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from ..errors import Exit, VllmopsError
+from ..responses.urls import shown
 from . import processes
 from .control import adopt
 from .processes import Process, Role
@@ -177,9 +178,10 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
     for server in every:
         if server.name == target and server.record:
             raise over(server.record)
+    told = shown(target) if "://" in target else target
     raise VllmopsError(
         "target.unknown",
-        f"no running vLLM server is {target!r}; {choices(servers)}",
+        f"no running vLLM server is {told!r}; {choices(servers)}",
         "vllmops ps --all",
         exit_code=Exit.NOT_FOUND,
     )

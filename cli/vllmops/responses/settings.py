@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..errors import Exit, VllmopsError
 from ..keys.ring import CARRIER_TTL_S
-from . import opening
+from . import opening, urls
 from .backend import Backend, Limits
 
 STORE = "VLLMOPS_RESPONSES_STORE"
@@ -51,15 +51,41 @@ def backend(environment: Mapping[str, str] = os.environ) -> Backend:
     Raises:
         VllmopsError: as `opening.backend`, or ``usage`` where a number is none.
     """
-    known = Limits()
-    limits = Limits(
-        max_size=int(number(environment, MAX_SIZE, known.max_size)),
-        ttl_s=number(environment, TTL, known.ttl_s),
-    )
+    limits = kept(environment)
     url = environment.get(STORE, "")
     if named := environment.get(opening.CLASS):
         return opening.users_own(named)(url, limits)
     return opening.backend(url, limits)
+
+
+def check(environment: Mapping[str, str]) -> None:
+    """Refuse what can't be; whether anything is at the store's URL is not looked at.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    carriers(environment)
+    if wanted(environment):
+        kept(environment)
+        if not environment.get(opening.CLASS):
+            urls.parsed(environment[STORE])
+
+
+def kept(environment: Mapping[str, str]) -> Limits:
+    """How much is kept, and for how long."""
+    known = Limits()
+    return Limits(
+        max_size=int(number(environment, MAX_SIZE, known.max_size)),
+        ttl_s=number(environment, TTL, known.ttl_s),
+    )
+
+
+def shown(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment as it may be told: without the password of the store."""
+    told = dict(environment)
+    if STORE in told:
+        told[STORE] = urls.shown(told[STORE])
+    return told
 
 
 def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:

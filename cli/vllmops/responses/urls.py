@@ -6,6 +6,7 @@ becomes ``…``.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
@@ -27,8 +28,7 @@ FORMS = {
     "postgresql": "postgresql://USER:PASSWORD@HOST:5432/DATABASE or postgresql://HOST1:5432,"
     f"HOST2:5432/DATABASE; {ENCODE}",
     "redis": f"redis://USER:PASSWORD@HOST:6379/0; {ENCODE}",
-    SENTINEL: "redis+sentinel://USER:PASSWORD@SENTINEL1:26379,SENTINEL2:26379/SERVICE/0; "
-    + ENCODE,
+    SENTINEL: "redis+sentinel://USER:PASSWORD@SENTINEL1:26379,SENTINEL2:26379/SERVICE/0; " + ENCODE,
     CLUSTER: f"redis+cluster://USER:PASSWORD@HOST1:6379,HOST2:6379; {ENCODE}",
 }
 EVERY_FORM = (
@@ -36,24 +36,39 @@ EVERY_FORM = (
     "redis+sentinel://HOST,HOST/SERVICE or redis+cluster://HOST,HOST"
 )
 # What asyncpg takes, and settings of the server that a client may want.
-POSTGRESQL_QUERY = frozenset(
-    "host port user password passfile database dbname service sslmode sslcert sslkey sslrootcert"
-    " sslcrl sslpassword sslnegotiation ssl_min_protocol_version ssl_max_protocol_version"
-    " target_session_attrs krbsrvname gsslib application_name search_path statement_timeout"
-    " lock_timeout idle_in_transaction_session_timeout synchronous_commit work_mem timezone"
-    " options".split()
+POSTGRESQL_QUERY = (
+    "host port user password passfile database dbname service sslmode sslcert sslkey "
+    "sslrootcert sslcrl sslpassword sslnegotiation ssl_min_protocol_version "
+    "ssl_max_protocol_version target_session_attrs krbsrvname gsslib application_name "
+    "search_path statement_timeout lock_timeout idle_in_transaction_session_timeout "
+    "synchronous_commit work_mem timezone options"
 )
 # What redis-py takes for a connection.
-REDIS_QUERY = frozenset(
-    "db username password client_name protocol socket_timeout socket_connect_timeout"
-    " socket_read_size socket_keepalive health_check_interval timeout retry_on_timeout"
-    " max_connections ssl_keyfile ssl_certfile ssl_cert_reqs ssl_ca_certs ssl_ca_data"
-    " ssl_ca_path ssl_check_hostname ssl_password ssl_min_version ssl_ciphers"
-    " ssl_include_verify_flags ssl_exclude_verify_flags".split()
-) | {WAIT_REPLICAS}
-SENTINEL_QUERY = REDIS_QUERY | {"sentinel_username", "sentinel_password"}
-# Of these the values are shown, too.
-HARMLESS = {NAMESPACE, WAIT_REPLICAS, "db", "sslmode", "target_session_attrs", "application_name"}
+REDIS_QUERY = (
+    "db username password client_name protocol socket_timeout socket_connect_timeout "
+    "socket_read_size socket_keepalive health_check_interval timeout retry_on_timeout "
+    "max_connections ssl_keyfile ssl_certfile ssl_cert_reqs ssl_ca_certs ssl_ca_data "
+    "ssl_ca_path ssl_check_hostname ssl_password ssl_min_version ssl_ciphers "
+    "ssl_include_verify_flags ssl_exclude_verify_flags"
+)
+KNOWN = {
+    "postgresql": frozenset(POSTGRESQL_QUERY.split()),
+    "redis": frozenset(REDIS_QUERY.split()) | {WAIT_REPLICAS},
+}
+KNOWN[SENTINEL] = KNOWN["redis"] | {"sentinel_username", "sentinel_password"}
+# What is shown of a query has one of these names: what has none may be a part of a password.
+NAMES = frozenset[str]().union(*KNOWN.values(), {NAMESPACE, "passwd", "pass", "auth", "token"})
+# Of these the values are shown, too: what they have to be, and an example.
+HARMLESS = {
+    NAMESPACE: ("[a-z][a-z0-9_]{0,30}", "blue, in lower-case letters, digits and _"),
+    WAIT_REPLICAS: ("[0-9]{1,2}", "1"),
+    "db": ("[0-9]{1,5}", "0"),
+    "sslmode": ("disable|allow|prefer|require|verify-ca|verify-full", "require"),
+    "target_session_attrs": (
+        "any|primary|standby|read-write|read-only|prefer-standby",
+        "read-write",
+    ),
+}
 
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 REST = re.compile(
@@ -61,9 +76,13 @@ REST = re.compile(
     r"(?:\?(?P<query>[^#]*))?(?P<fragment>#.*)?",
     re.DOTALL,
 )
-HOST = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|(?:[\w.-]|%[0-9A-Fa-f]{2})*)(?::(\d{1,5}))?")
+HOST = re.compile(
+    r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|(?:[\w.-]|%[0-9A-Fa-f]{2})*)(?::([0-9]{1,5}))?"
+)
 PLAIN = re.compile(r"[\w.~/ -]*")
 NAME = re.compile("[a-z][a-z0-9_]{0,30}")
+# What is a part of a URL, and of nothing else, has a letter or a digit.
+HIDES = re.compile(r"\w")
 # Of what is shorter than that, only whole words are taken out of a text.
 SHORT = 4
 
@@ -118,8 +137,7 @@ def parsed(url: str) -> StoreUrl:
     if parts is None or parts["fragment"] or (parts["path"] or "").count("//"):
         refuse(f"{who!r} can't be read as a URL", form)
     hosts = tuple(host(each, who, form) for each in parts["hosts"].split(","))
-    names = {"postgresql": POSTGRESQL_QUERY}.get(kind, REDIS_QUERY)
-    query = queried(asked, SENTINEL_QUERY if way == SENTINEL else names, who, form)
+    query = queried(asked, KNOWN.get(way, KNOWN[kind]), who, form)
     path = parts["path"] or ""
     if kind == "redis":
         check_redis(way, path, query, who, form)
@@ -150,15 +168,12 @@ def queried(text: str, names: frozenset[str], who: str, form: str) -> dict[str, 
     for index, (name, value) in enumerate(pairs):
         if name not in known:
             # It may be the rest of a password with a ? or an & in it.
-            harmless = "@" not in text and HARMLESS.issuperset(each for each, _ in pairs[:index])
+            harmless = "@" not in text and all(each in HARMLESS for each, _ in pairs[:index])
             called = repr(name) if harmless and NAME.fullmatch(name) else "a parameter"
             listed = ", ".join(sorted(known))
             refuse(f"{who!r}: such a store does not know {called}", f"one of {listed}")
-        if name == NAMESPACE and not NAME.fullmatch(value):
-            refuse(
-                f"{who!r}: the value of {NAMESPACE} is no namespace",
-                f"?{NAMESPACE}=word, a lower-case letter and up to 30 letters, digits or _",
-            )
+        if name in HARMLESS and not re.fullmatch(HARMLESS[name][0], value):
+            refuse(f"{who!r}: {name} can't be that", f"?{name}={HARMLESS[name][1]}")
     query = dict(pairs)
     if len(query) < len(pairs):
         refuse(f"{who!r} has a parameter twice", form)
@@ -176,8 +191,6 @@ def check_redis(way: str, path: str, query: dict[str, str], who: str, form: str)
     if not re.fullmatch(wanted, path):
         what = {SENTINEL: "a service's name", CLUSTER: "no database but 0"}
         refuse(f"{who!r}: behind the hosts goes {what.get(way, 'the number of a database')}", form)
-    if not re.fullmatch("[0-9]{1,2}", query.get(WAIT_REPLICAS, "0")):
-        refuse(f"{who!r}: {WAIT_REPLICAS} is no number", f"?{WAIT_REPLICAS}=1")
     if way == CLUSTER and query.get("db", "0") != "0":
         refuse(f"{who!r}: a cluster has no database but 0", form)
 
@@ -195,73 +208,77 @@ def host(text: str, who: str, form: str) -> tuple[str, int | None]:
 
 
 def refuse(message: str, mend: str) -> NoReturn:
-    raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
+    # Not what the driver has said: that may be the password.
+    raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE) from None
 
 
 def shown(url: str) -> str:
     """A URL without anything that is secret in it, or could be."""
     found = URL.fullmatch(url)
     if found is None:
-        scheme = re.match(r"[a-z][a-z+]{0,20}:(?=/)", url)
-        return url if PLAIN.fullmatch(url) else f"{scheme[0] if scheme else ''}{MARK}"
+        begun = re.match(r"[a-z][a-z+]{0,20}:(?=/)", url)
+        return url if PLAIN.fullmatch(url) else f"{begun[0] if begun else ''}{MARK}"
     scheme, rest = found["scheme"], found["rest"]
-    if scheme == "sqlite":
-        start, mark, query = rest.partition("?")
-        return f"{scheme}://{start}{mark}{shown_query(query)}" if "@" not in start else MARK
+    start, mark, query = rest.partition("?")
+    if "#" in rest:
+        return f"{scheme}://{MARK}"
+    if scheme == "sqlite" and "@" not in rest:
+        return f"{scheme}://{start}{mark}{shown_query(query) if query else ''}"
     parts = REST.fullmatch(rest)
-    if parts is None:
-        # An @ that is not written as %40: what is behind the last one is no password, as long as
-        # none of it can be a query.
+    if parts is None and not re.search("[?=&]", rest):
+        # An @ that is not written as %40: what is behind the last one is no password.
         before, _, after = rest.rpartition("@")
-        parts = None if re.search("[?#=&]", before) else REST.fullmatch(after)
-        if parts is None:
-            return f"{scheme}://{MARK}"
-        return f"{scheme}://{shown_user(before, scheme)}@{shown_place(parts)}"
-    user = parts["userinfo"]
-    return f"{scheme}://{'' if user is None else shown_user(user, scheme) + '@'}{shown_place(parts)}"
+        return f"{scheme}://{shown_user(before, scheme)}{shown_place(after)}"
+    if parts is None or any(
+        "@" in each and "pass" not in name_of(each) for each in query.split("&")
+    ):
+        return f"{scheme}://{MARK}"
+    text = "" if parts["userinfo"] is None else shown_user(parts["userinfo"], scheme)
+    return f"{scheme}://{text}{shown_place(parts['hosts'] + (parts['path'] or ''))}" + (
+        f"?{shown_query(query)}" if query else ""
+    )
 
 
 def shown_user(userinfo: str, scheme: str) -> str:
     user, colon, password = userinfo.partition(":")
     # A token often stands where the user should.
     lone = bool(user) and not password
-    if not re.fullmatch(r"[\w.%+-]*", user) or (lone and scheme not in {"postgresql", "postgres"}):
-        return MARK
-    return f"{user}:{MARK}" if colon else user
+    if not re.fullmatch(r"[\w.+-]*", user) or (lone and scheme not in {"postgresql", "postgres"}):
+        return f"{MARK}@"
+    return f"{user}:{MARK}@" if colon else f"{user}@"
 
 
-def shown_place(parts: re.Match[str]) -> str:
-    """Hosts, path and query."""
-    hosts = parts["hosts"]
-    # Where no host is before the port, or the port is none, somebody left the host out.
-    known = [HOST.fullmatch(each) for each in hosts.split(",")]
-    fit = all(each and (each[1] or not each[2]) and int(each[2] or 0) < 1 << 16 for each in known)
-    if not fit:
-        first = hosts.partition(":")[0]
-        safe = ":" in hosts and "," not in hosts and re.fullmatch(r"[\w.-]+", first)
-        return f"{first}:{MARK}" if safe else MARK
-    path = parts["path"] or ""
-    text = hosts + (path if PLAIN.fullmatch(path) else f"/{MARK}")
-    if parts["query"] is not None:
-        text += f"?{shown_query(parts['query'])}"
-    return text + (f"#{MARK}" if parts["fragment"] else "")
+def shown_place(place: str) -> str:
+    """Hosts and path."""
+    hosts, slash, path = place.partition("/")
+    # Where no host is before a port, or the port is none, somebody left the host out.
+    found = [HOST.fullmatch(each) for each in hosts.split(",")]
+    if not all(each and (each[1] or not each[2]) and int(each[2] or 0) < 1 << 16 for each in found):
+        first, _, rest = hosts.partition(":")
+        return f"{first}:{MARK}" if rest and re.fullmatch(r"[\w.-]+", first) else MARK
+    return f"{hosts}{slash}{path if PLAIN.fullmatch(path) else MARK}"
 
 
 def shown_query(query: str) -> str:
-    return "&".join(shown_parameter(each) for each in query.split("&")) if query else ""
+    return "&".join(shown_parameter(each) for each in query.split("&"))
 
 
 def shown_parameter(text: str) -> str:
     name, _, value = text.partition("=")
-    if name in HARMLESS and re.fullmatch(r"[\w.-]{0,64}", value):
+    if name in HARMLESS and re.fullmatch(HARMLESS[name][0], value):
         return text
-    known = POSTGRESQL_QUERY | SENTINEL_QUERY | {"passwd", "pass", "auth", "token", "api_key"}
-    return f"{name}={MARK}" if name in known else MARK
+    return f"{name}={MARK}" if name_of(text) else MARK
+
+
+def name_of(parameter: str) -> str:
+    """Its name, where it is one that is known; else it may be a part of a password."""
+    name, mark, _ = parameter.partition("=")
+    return name if mark and name in NAMES else ""
 
 
 def without(text: str, url: str) -> str:
     """A text, a driver's message say, in which nothing is left that is secret in a URL."""
-    for secret in sorted(set(secrets(url)), key=len, reverse=True):
+    for secret in sorted(secrets(url), key=len, reverse=True):
         if len(secret) >= SHORT:
             text = text.replace(secret, MARK)
         else:
@@ -269,32 +286,24 @@ def without(text: str, url: str) -> str:
     return text
 
 
-def secrets(url: str) -> Iterator[str]:
+def secrets(url: str) -> set[str]:
     """What must not be told of a URL, in each form that a message may have it."""
-    if (safe := shown(url)) == url:
-        return
-    found = URL.fullmatch(url)
-    rest = found["rest"] if found else url
-    pieces = [url, rest]
-    before, at, _ = rest.rpartition("@")
-    if at:
-        # Whoever takes it apart in another way may tell any part of it.
-        user, _, password = before.partition(":")
-        pieces += [before, password, *re.split("[@:/?#&=]", password)]
-        pieces += [user] if user not in safe.replace(MARK, "") else []
-    start, _, query = rest.partition("?")
-    for each in query.split("&"):
-        if shown_parameter(each) != each:
-            value = each.partition("=")[2] or each
-            pieces += [value, unquote_plus(value), *re.split("[@:/?#]", value)]
-    parts = REST.fullmatch(rest)
-    if not at and (parts is None or parts["hosts"] not in safe):
-        pieces += re.split("[:,/]", start)[1:]
-    for piece in pieces:
-        for each in (piece, unquote(piece)):
-            if each and each not in {MARK, safe} and not PLACES.fullmatch(each):
-                yield from (each, repr(each)[1:-1])
+    safe = shown(url)
+    if safe == url:
+        return set()
+    # Whoever takes it apart in another way may tell any part of it.
+    pieces = {url}
+    for cut in ("://", "@", ":", "?", "#", "&", "=", "/", None):
+        pieces |= {half for each in pieces for half in halves(each, cut)}
+    told = set(re.split(r"[@:/?#&=,]", safe))
+    forms = {form for each in pieces for form in (each, unquote(each), unquote_plus(each))}
+    forms |= {form for each in forms for form in (repr(each)[1:-1], json.dumps(each)[1:-1])}
+    return {each for each in forms if each not in safe and each not in told and HIDES.search(each)}
 
 
-# What is left of a URL that was cut up: nothing that anybody could mean.
-PLACES = re.compile(r"localhost|[\d.]{1,3}|\W+")
+def halves(text: str, cut: str | None) -> Iterator[str]:
+    """A text, what is before and behind the first and the last cut, and each part."""
+    yield text
+    if cut is None or cut in text:
+        for part in (text.split(cut, 1), text.rsplit(cut, 1), text.split(cut)):
+            yield from part
