@@ -105,9 +105,19 @@ class PostgresServer(Server):
         if primary is None:
             subprocess.run(["cp", "-a", template, folder / "data"], check=True)
             return
-        copy = ["-h", LOCAL, "-p", str(primary.port), "-U", "postgres", "-D", "data"]
+        copy: list[Any] = [
+            program / "pg_basebackup",
+            "-h",
+            LOCAL,
+            "-p",
+            str(primary.port),
+            "-U",
+            "postgres",
+            "-D",
+            "data",
+        ]
         subprocess.run(
-            [program / "pg_basebackup", *copy, "--write-recovery-conf", "--checkpoint=fast"],
+            [*copy, "--write-recovery-conf", "--checkpoint=fast"],
             check=True,
             cwd=folder,
             **lower(),
@@ -115,7 +125,7 @@ class PostgresServer(Server):
 
     def promote(self) -> None:
         """A standby takes writes."""
-        words = [self.program / "pg_ctl", "promote", "-D", "data"]
+        words: list[Any] = [self.program / "pg_ctl", "promote", "-D", "data"]
         subprocess.run(words, check=True, cwd=self.folder, stdout=subprocess.DEVNULL, **lower())
 
     @property
@@ -160,6 +170,14 @@ class ValkeyServer(Server):
         with redis.Redis(port=self.port, socket_timeout=5, decode_responses=True) as client:
             return client.execute_command(*words)
 
+    def connected(self) -> bool:
+        """Whether, as a replica, it has all that its primary has."""
+        return bool(self.ask("ROLE")[3] == "connected")
+
+    def says(self, what: str) -> bool:
+        """Whether that is so of the cluster, as far as it knows."""
+        return what in self.ask("CLUSTER", "INFO")
+
     def answers(self) -> bool:
         try:
             with socket.create_connection((LOCAL, self.port), 1) as talk:
@@ -191,6 +209,10 @@ class SentinelServer(ValkeyServer):
 
     def words(self) -> list[str]:
         return [super().words()[0], "sentinel.conf", "--sentinel"]
+
+    def told(self, whom: str, count: int) -> bool:
+        """Whether it knows of so many others."""
+        return len(self.ask("SENTINEL", whom, "main")) == count
 
 
 def lower() -> dict[str, Any]:
@@ -234,10 +256,10 @@ def followed(replica: ValkeyServer, name: str) -> bool:
     return False
 
 
-def until(done: Callable[[], object], within_s: float = 20) -> None:
+def until(done: Callable[..., object], *given: Any) -> None:
     """Wait for something to become so."""
-    deadline = time.monotonic() + within_s
-    while not done():
+    deadline = time.monotonic() + 20
+    while not done(*given):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -262,7 +284,7 @@ class Servers:
     def replica(self, primary: ValkeyServer) -> ValkeyServer:
         """One that has all that its primary has."""
         made = self.valkey("--replicaof", f"{LOCAL} {primary.port}")
-        until(lambda: made.ask("ROLE")[3] == "connected")
+        until(made.connected)
         return made
 
     def sentinels(self, primary: ValkeyServer, count: int) -> list[SentinelServer]:
@@ -272,8 +294,8 @@ class Servers:
             self.start(SentinelServer(folder_for_servers(), primary, quorum)) for _ in range(count)
         ]
         for each in made:
-            until(lambda each=each: len(each.ask("SENTINEL", "REPLICAS", "main")) == 1)
-            until(lambda each=each: len(each.ask("SENTINEL", "SENTINELS", "main")) == count - 1)
+            until(each.told, "REPLICAS", 1)
+            until(each.told, "SENTINELS", count - 1)
         return made
 
     def cluster(self) -> list[ValkeyServer]:
@@ -287,13 +309,13 @@ class Servers:
         for each in made[1:]:
             each.ask("CLUSTER", "MEET", LOCAL, made[0].port)
         for each in made:
-            until(lambda each=each: "known_nodes:6" in each.ask("CLUSTER", "INFO"))
+            until(each.says, "known_nodes:6")
         for primary, replica in zip(made[:3], made[3:], strict=True):
             name = primary.ask("CLUSTER", "MYID")
-            until(lambda replica=replica, name=name: followed(replica, name))
-            until(lambda replica=replica: replica.ask("ROLE")[3] == "connected")
+            until(followed, replica, name)
+            until(replica.connected)
         for each in made:
-            until(lambda each=each: "state:ok" in each.ask("CLUSTER", "INFO"))
+            until(each.says, "state:ok")
         return made
 
     def start(self, server: S) -> S:

@@ -311,7 +311,7 @@ def test_a_replica_that_is_there_and_silent_is_waited_for(servers: Servers) -> N
             # None is there that could have it, and the Sentinel knows of no other primary.
             assert await store.create(response("d"))
             replica.start()
-            until(lambda: replica.ask("ROLE")[3] == "connected")
+            until(replica.connected)
             await asyncio.sleep(0.5)  # until its primary knows that it is up to date
             assert await store.create(response("e"))
             assert not store.backend.connections.alone  # type: ignore[attr-defined]

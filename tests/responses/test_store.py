@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
 from vllmops.responses import opening, packing, redaction
-from vllmops.responses.backend import Limits, shown
+from vllmops.responses.backend import Limits
 from vllmops.responses.store import Response, document
+from vllmops.responses.urls import shown
 
 URLS = {
     "memory://": "Memory",

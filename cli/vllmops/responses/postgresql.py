@@ -49,6 +49,12 @@ UNPACKED = """ALTER TABLE {name}_responses ALTER body SET STORAGE EXTERNAL,
 # How long one of several hosts is waited for: less than a call may take.
 HOST_S = 0.8
 PORT = 5432
+TROUBLE = (
+    OSError,  # TimeoutError is one
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+)
 # Another server takes writes, or will: this one does not any more, or not yet.
 ELSEWHERE = (
     asyncpg.ReadOnlySQLTransactionError,
@@ -81,7 +87,7 @@ class Connections(Pool["Connection"]):
         for host, port in list(self.hosts):
             try:
                 return await self.connect_to(host=host, port=port, timeout=HOST_S)
-            except (*Postgresql.unavailable, TimeoutError) as found:
+            except TROUBLE as found:
                 error = found
             # The next call begins with one that may be better.
             self.hosts.append(self.hosts.pop(0))
@@ -113,12 +119,7 @@ class Connections(Pool["Connection"]):
 class Postgresql(Sql):
     """A database for all; it comes back by itself when the server does."""
 
-    unavailable: ClassVar[tuple[type[Exception], ...]] = (
-        OSError,
-        asyncpg.PostgresError,
-        asyncpg.InterfaceError,
-        asyncpg.InternalClientError,
-    )
+    unavailable: ClassVar[tuple[type[Exception], ...]] = TROUBLE
 
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         lease = f"interval '{limits.lease_s:f} s'"

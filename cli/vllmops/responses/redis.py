@@ -56,8 +56,8 @@ LOOKED_AT = 5000
 
 # How a server begins an answer that refuses a call and changes nothing: another one takes writes,
 # or will, or this one will soon.
-ELSEWHERE = ("READONLY", "MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "LOADING")
-ELSEWHERE += ("NOREPLICAS", "MISCONF")
+ELSEWHERE = {"READONLY", "MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "LOADING"}
+ELSEWHERE |= {"NOREPLICAS", "MISCONF"}
 # When it is called again, seconds after one another; the caller tries again after that.
 PAUSES_S = (0.05, 0.1, 0.2)
 # Those that are acknowledged to somebody; the rest is done again by itself where it is lost.
@@ -168,12 +168,12 @@ class Redis(Backend):
                 for i, each in zip(unknown, again[1:], strict=False):
                     found[i] = each
                 found[len(calls) :] = again[len(again) - len(wait) :]
-            if any(elsewhere(each) for each in found):
+            refused = any(elsewhere(each) for each in found)
+            if refused or (writes and not await self.confirmed(connection, found[-1])):
                 await self.connections.leave()
-            elif writes and not await self.confirmed(connection, found[-1]):
-                await self.connections.leave()
+                # Some of them may have been done before the others were refused.
                 for i in writes:
-                    if not isinstance(found[i], ResponseError):
+                    if not isinstance(found[i], RedisError):
                         found[i] = UnconfirmedError(
                             "it was written, and too few replicas have said that they have it"
                         )

@@ -63,7 +63,7 @@ class Source(ABC):
         # as is how long it may take.
         given = {**self.options, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
         connection = self.kind(host=host, port=port, **given)
-        await connection.connect()
+        await connection.connect()  # type: ignore[no-untyped-call]
         return connection
 
     @abstractmethod
@@ -92,9 +92,8 @@ class Standalone(Source):
         super().__init__(options)
         self.host = options.pop("host", "localhost")
         self.port = options.pop("port", PORT)
-        pool = driver.ConnectionPool(
-            connection_class=self.kind, host=self.host, port=self.port, **self.options
-        )
+        given = {"host": self.host, "port": self.port, "retry": Retry(NoBackoff(), 0)}
+        pool = driver.ConnectionPool(connection_class=self.kind, **given, **self.options)
         self.client = driver.Redis.from_pool(pool)
 
     async def address(self) -> Address:
@@ -111,7 +110,7 @@ class Sentinels(Source):
         given = {**options, "ssl": self.kind is SSLConnection}
         asked |= {name: value for name, value in given.items() if name.startswith("ssl")}
         asked |= {"socket_timeout": ASK_S, "socket_connect_timeout": ASK_S}
-        self.sentinel = Sentinel(
+        self.sentinel = Sentinel(  # type: ignore[no-untyped-call]
             hosts, sentinel_kwargs={**asked, "retry": Retry(NoBackoff(), 0)}, **given
         )
         self.client = self.sentinel.master_for(service)

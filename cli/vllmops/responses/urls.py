@@ -216,8 +216,8 @@ def shown(url: str) -> str:
     """A URL without anything that is secret in it, or could be."""
     found = URL.fullmatch(url)
     if found is None:
-        scheme = re.match(r"[a-z][a-z+]{0,20}:(?=/)", url)
-        return url if PLAIN.fullmatch(url) else f"{scheme[0] if scheme else ''}{MARK}"
+        begun = re.match(r"[a-z][a-z+]{0,20}:(?=/)", url)
+        return url if PLAIN.fullmatch(url) else f"{begun[0] if begun else ''}{MARK}"
     scheme, rest = found["scheme"], found["rest"]
     start, mark, query = rest.partition("?")
     if "#" in rest:
