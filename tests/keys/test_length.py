@@ -183,8 +183,12 @@ def test_whatever_is_padded_comes_back(size: int) -> None:
         assert carrier.unseal(text, RING, model="m", owner="o").history == history
 
 
-def test_many_tiny_objects_come_back() -> None:
+def test_many_tiny_objects_come_back_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is kept apart, which makes them longer than they were."""
-    history = [{"a": n % 10} for n in range(200_000)]
+    history = [{"a": n % 10} for n in range(100_000)]
     text = carrier.seal(history, RING, model="m", owner="o")
     assert carrier.unseal(text, RING, model="m", owner="o").history == history
+    monkeypatch.setattr(carrier, "MOST_BYTES", 1 << 20)
+    with pytest.raises(carrier.CarrierError) as caught:
+        carrier.seal(history, RING, model="m", owner="o")
+    assert caught.value.case == carrier.Case.TOO_LARGE

@@ -108,7 +108,7 @@ def start() -> None:
     try:
         source = file.source(os.environ)
         text = os.environ.pop(file.SIGNING_KEY, "")
-        if role() != "api" or _holder is not None:
+        if role() != "api" or _holder is not None or source.off:
             return
         if source.path is None:
             hand_down(text)

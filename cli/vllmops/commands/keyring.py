@@ -66,7 +66,15 @@ Overlap = Annotated[
 
 
 def ring_path(keyring: Path | None) -> Path:
-    """The file that a command changes; a key in the environment is not one."""
+    """The file that a command changes; a key in the environment is not one.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    if str(keyring) == file.OFF:
+        message = f"--keyring {file.OFF} is for vllmops serve: here it takes a file"
+        mend = f"--keyring ./{file.OFF} for a file of that name"
+        raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
     named = {file.PLACE: os.environ.get(file.PLACE, "")}
     return file.source(named, keyring).path or file.default_path()
 

@@ -200,7 +200,10 @@ def seal(
     salt = secrets.token_bytes(SALT_BYTES)
     cipher, nonce = derived(key, salt)
     sealed = cipher.encrypt(nonce, packed(to_json(content)), head.encode())
-    return head + base64.urlsafe_b64encode(salt + sealed).rstrip(b"=").decode()
+    text = head + base64.urlsafe_b64encode(salt + sealed).rstrip(b"=").decode()
+    if len(text) > longest():  # millions of tiny objects, which keeping them apart doubles
+        raise too_large()
+    return text
 
 
 def seal_signed(history: list[Any], ring: Ring) -> str:
@@ -246,8 +249,7 @@ def genuine(text: str, ring: Ring) -> Carrier:
     """
     if not is_ours(text):
         raise CarrierError(Case.FOREIGN, "this is no carrier of vLLM's: somebody else made it")
-    # Base64 makes it longer by a third; keeping tiny objects apart doubles them.
-    if len(text) > 4 * MOST_BYTES:
+    if len(text) > longest():
         raise too_large()
     if match := FORMAT_2.fullmatch(text):
         return from_format_2(ring, *match.groups())
@@ -414,6 +416,11 @@ def packed(content: bytes) -> bytes:
     padding = bucket(length + LEAST_PADDING + noise) - length
     made += EMPTY_6 * (padding % 5), EMPTY_5 * ((padding - 6 * (padding % 5)) // 5)
     return b"".join((*made, end))
+
+
+def longest() -> int:
+    """Characters of a carrier: base64 makes it longer by a third, padding by a sixteenth."""
+    return MOST_BYTES + MOST_BYTES // 2
 
 
 def bucket(length: int) -> int:
