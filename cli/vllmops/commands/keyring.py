@@ -14,7 +14,7 @@ import typer
 from .. import output
 from ..errors import Exit, VllmopsError
 from ..keys import file
-from ..keys.ring import DAY_S, Ring
+from ..keys.ring import DAY_S, LAST_S, Ring
 from ..output import Result, table
 from .options import duration
 
@@ -115,8 +115,10 @@ def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
 
 
 def when(epoch: float | None) -> str:
-    """A moment for a person, in UTC; a dash where there is none."""
-    return "-" if epoch is None else time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))
+    """A moment for a person, in UTC; a dash where there is none, or none that a calendar has."""
+    if epoch is None or not 0 <= epoch <= LAST_S:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))
 
 
 def said(*lines: str, quiet: bool) -> None:
