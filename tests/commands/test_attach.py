@@ -227,8 +227,13 @@ def test_a_process_that_has_a_tracer_is_refused(server: Tree) -> None:
         assert tracer.stdout
         tracer.stdout.readline()
         done = run(server, "attach", "--yes", "--json")
-        assert (done.returncode, error(done)["code"]) == (1, "attach.traced")
-        assert str(tracer.pid) in error(done)["message"]
+        (silent,) = json.loads(done.stdout)["data"]["silent"]
+        assert (done.returncode, silent["code"], silent["pid"]) == (
+            1,
+            "attach.traced",
+            server.pids[1],
+        )
+        assert f"by pid {tracer.pid}" in silent["why"]
         tracer.communicate(b"\n")
     assert run(server, "attach", "--yes").returncode == 0
 

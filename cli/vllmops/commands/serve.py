@@ -123,8 +123,8 @@ def serve(
         settings.Format | None,
         typer.Option(
             metavar="FORM",
-            help="How conversations are sealed that clients keep: v2, encrypted, or signed-v1, for"
-            " all to read [v2].",
+            help="How conversations are sealed that clients keep: v2, encrypted and padded, or"
+            " signed-v1, for all to read [v2].",
         ),
     ] = None,
     carrier_ttl: Annotated[

@@ -23,7 +23,7 @@ OFF = "none"
 class Format(StrEnum):
     """How a carrier is written."""
 
-    V2 = "v2"  # encrypted
+    V2 = "v2"  # encrypted, and padded
     SIGNED_V1 = "signed-v1"  # as #35903 has it, for all to read
 
 
