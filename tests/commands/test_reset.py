@@ -86,7 +86,7 @@ def test_one_that_is_busy(api: Any, run: Any) -> None:
     answer = run(free, busy)
     assert (answer.code, answer.error["code"]) == (3, "reset.partly")
     message = answer.error["message"]
-    assert f"only {name(free)} has been reset" in message
+    assert f"reset by {name(free)} only" in message
     assert f"{name(busy)} still had 3 in flight" in message
     assert [row["done"] for row in answer.data["processes"]] == [True, False]
     assert (resets(free), resets(busy)) == (1, 0)
@@ -112,8 +112,9 @@ def test_one_that_does_not_answer(
     finally:
         os.kill(stuck.process.pid, signal.SIGCONT)
     assert (answer.code, answer.error["code"]) == (5, "reset.partly")
-    assert f"only {name(free)} has been reset" in answer.error["message"]
+    assert f"reset by {name(free)} only" in answer.error["message"]
     assert "no engine client" in answer.error["message"]
+    assert "may do it yet" in answer.error["message"]
     silent = {each["pid"]: each["code"] for each in answer.data["silent"]}
     assert silent == {stuck.process.pid: "agent.timeout", other.process.pid: "agent.broken"}
     answer = run(other)
@@ -140,3 +141,11 @@ def test_two_resets_at_once_open_the_gate_again(api: Any) -> None:
         assert child.run("out = gate.closed") == "True"
         assert not second.result().done
     assert child.run("out = gate.closed") == "False"
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "1e308"])
+def test_a_drain_ends(api: Any, run: Any, timeout: str) -> None:
+    child = api()
+    answer = run(child, words=("--timeout", timeout))
+    assert answer.code == 2
+    assert resets(child) == 0

@@ -102,6 +102,7 @@ def test_where_responses_are_kept(lab: Any) -> None:
         (("--store", "nonsense"), "is no store"),
         (("--store-ttl", "soon"), "is no duration"),
         (("--carrier-ttl", "soon"), "is no duration"),
+        (("--carrier-ttl", "40000d"), "a century"),
         (("--carrier", "v1"), "v2"),
         (("--env", "VLLMOPS_CARRIER=v1"), "VLLMOPS_CARRIER"),
         (("--store", "memory://", "--", "--api-server-count", "2"), "of one process"),

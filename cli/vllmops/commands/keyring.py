@@ -14,14 +14,13 @@ import typer
 from .. import output
 from ..errors import Exit, VllmopsError
 from ..keys import file
-from ..keys.ring import DAY_S, LAST_S, Ring
+from ..keys.ring import LAST_S, LONGEST_S, Ring
 from ..output import Result, table
 from .options import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LONGEST_S = 36_500 * DAY_S
 STYLES = {"primary": "green", "next": "cyan", "verify-only": "", "revoked": "red"}
 
 

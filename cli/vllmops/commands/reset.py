@@ -14,6 +14,7 @@ from ..errors import Exit, VllmopsError
 from ..instances.processes import Process, Role
 from ..instances.servers import Server, resolve
 from ..instances.takedown import in_flight
+from ..keys.ring import in_seconds
 from ..output import Progress, Result, command
 from ..snapshots.caches import Silent
 from ..snapshots.resets import ResetDone, ResetWish
@@ -43,6 +44,7 @@ def reset(
     Exit code 3 where they are not done in time. Each API server resets by
     itself: where one can't, it is told which one has been reset.
     """
+    in_seconds("--timeout", timeout)
     server = resolve(target)
     waiting = in_flight(server.processes, server.url) or 0
     if waiting:
@@ -117,18 +119,20 @@ def trouble(server: Server, asked: Asked, timeout_s: float) -> VllmopsError | No
         f"{agent.name(process)} still had {left} in flight after {timeout_s:g} s"
         for process, left in busy
     ]
-    why += [each.why for each in asked.silent]
+    why += [
+        each.why + (", and may do it yet" if each.code == "agent.timeout" else "")
+        for each in asked.silent
+    ]
     if done:
         code = "reset.partly"
-        what = f"only {', '.join(map(agent.name, done))} has been reset"
+        what = f"reset by {', '.join(map(agent.name, done))} only"
     else:
         code = "reset.busy" if busy else asked.silent[0].code
         what = "nothing was reset"
     mend = "a longer --timeout, or --now; where it hangs, vllmops cache inspect tells why"
     return VllmopsError(
         code,
-        f"the multimodal caches of {server.label}: {what}, and requests are taken again; "
-        + "; ".join(why),
+        f"the multimodal caches of {server.label}: {what}; {'; '.join(why)}",
         mend if busy else asked.silent[0].mend,
         exit_code=Exit.TIMED_OUT if busy else Exit(asked.silent[0].exit_code),
     )

@@ -15,10 +15,10 @@ from ..client import keys as client
 from ..client.keys import Holdings
 from ..errors import Exit, VllmopsError
 from ..keys import file, rotation
-from ..keys.ring import Key, Ring, Status, days, fresh, in_seconds
+from ..keys.ring import LONGEST_S, Key, Ring, Status, days, fresh, in_seconds
 from ..keys.rotation import Stage
 from ..output import Progress, Result, command, table
-from .keyring import LONGEST_S, Keyring, Overlap, listing, overlap_s, result, ring_path, when
+from .keyring import Keyring, Overlap, listing, overlap_s, result, ring_path, when
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -23,6 +23,7 @@ DAY_S = 24 * 3600
 CARRIER_TTL_S = 30 * DAY_S
 # Servers go on sealing with the key before for a moment, until they have seen the promotion.
 LATE_S = 60
+LONGEST_S = 36_500 * DAY_S  # for which anything may be wanted
 LAST_S = 253_402_300_799  # the end of the year 9999: what comes later is no time
 
 
@@ -370,12 +371,15 @@ def in_seconds(what: str, given: float) -> float:
         given: seconds.
 
     Raises:
-        VllmopsError: ``usage``: it is below zero, not a number, or without end.
+        VllmopsError: ``usage``: it is below zero, not a number, or over a century.
     """
-    if 0 <= given <= LAST_S:
+    if 0 <= given <= LONGEST_S:
         return given
     raise VllmopsError(
-        "usage", f"{what} is {given:g} s", "give a number of seconds, 30 say", exit_code=Exit.USAGE
+        "usage",
+        f"{what} is {given:g} s, which is no time that ends within a century",
+        "give a number of seconds, 30 say",
+        exit_code=Exit.USAGE,
     )
 
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ..errors import Exit, VllmopsError
-from ..keys.ring import CARRIER_TTL_S
+from ..keys.ring import CARRIER_TTL_S, in_seconds
 from . import opening
 from .backend import Backend, Limits
 
@@ -76,7 +76,8 @@ def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:
             f"{CARRIER}={' or '.join(Format)}",
             exit_code=Exit.USAGE,
         )
-    return Carriers(Format(name), number(environment, CARRIER_TTL, CARRIER_TTL_S))
+    ttl_s = in_seconds(CARRIER_TTL, number(environment, CARRIER_TTL, CARRIER_TTL_S))
+    return Carriers(Format(name), ttl_s)
 
 
 def number(environment: Mapping[str, str], name: str, default: float) -> float:
