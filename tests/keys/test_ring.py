@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import traceback
+from functools import partial
 
 import msgspec
 import pytest
@@ -300,8 +301,8 @@ def test_what_is_no_ring() -> None:
 def test_an_overlap_that_is_no_time(overlap_s: float) -> None:
     held = ring(key(1, PRIMARY), key(2))
     for change in (
-        lambda: held.promote(key(2).kid, NOW, overlap_s),
-        lambda: held.led(ring(key(2, PRIMARY)), NOW, overlap_s),
+        partial(held.promote, key(2).kid, NOW, overlap_s),
+        partial(held.led, ring(key(2, PRIMARY)), NOW, overlap_s),
     ):
         with pytest.raises(VllmopsError, match="overlap") as caught:
             change()
