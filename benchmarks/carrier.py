@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import re
 import secrets
 import statistics
 import time
@@ -75,9 +76,13 @@ KEY, NONCE = AESGCM(secrets.token_bytes(32)), secrets.token_bytes(12)
 
 
 def raw_seal(items: list[Any]) -> bytes:
-    """What any sealing does."""
-    packed = zlib.compress(json.dumps(items, separators=(",", ":")).encode(), carrier.LEVEL)
-    return base64.urlsafe_b64encode(KEY.encrypt(NONCE, packed, b""))
+    """What any sealing does that compresses each item by itself."""
+    stream, text = zlib.compressobj(carrier.LEVEL), json.dumps(items, separators=(",", ":"))
+    packed = b"".join(
+        stream.compress(part) + stream.flush(zlib.Z_FULL_FLUSH)
+        for part in re.split(rb"(?<=},)", text.encode())
+    )
+    return base64.urlsafe_b64encode(KEY.encrypt(NONCE, packed + stream.flush(), b""))
 
 
 def raw_open(text: bytes) -> Any:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -157,3 +158,19 @@ def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
         assert gate.longest(time.monotonic()) == 0.0
 
     asyncio.run(go())
+
+
+def test_who_holds_it_for_a_while_changes_nothing_for_others(gate: Gate) -> None:
+    """Two resets at once, and a drain in between: each undoes its own alone."""
+    with ExitStack() as first:
+        first.enter_context(gate.held())
+        second = ExitStack()
+        second.enter_context(gate.held())
+        assert gate.closed
+        first.close()
+        assert gate.closed
+        second.close()
+        assert not gate.closed
+    with gate.held():
+        gate.draining = True
+    assert gate.closed

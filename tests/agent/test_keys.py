@@ -164,6 +164,15 @@ def test_the_default_place(spawn: Spawn, tmp_path: Path) -> None:
     assert keys(child).keyring == str(home / "keyring.json")
 
 
+def test_no_keys_are_wanted(spawn: Spawn, tmp_path: Path) -> None:
+    spawn().end()  # it makes its home
+    grow(tmp_path / "home" / "keyring.json", Status.PRIMARY)
+    child = spawn(VLLMOPS_KEYRING="none", VLLM_RESPONSES_STATE_SIGNING_KEY=TEXT)
+    assert keys(child).source == "none"
+    assert "vllmops-keys" not in child.run(THREADS)
+    assert child.run("import os; out = 'VLLM_RESPONSES_STATE_SIGNING_KEY' in os.environ") == "False"
+
+
 THREADS = "import threading; out = [each.name for each in threading.enumerate()]"
 
 

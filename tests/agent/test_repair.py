@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,56 @@ def test_a_cache_of_another_shape_is_told(child: Callable[..., Any]) -> None:
     process.run("holder._cache = SimpleNamespace()")
     (each,) = repair(process).caches
     assert "has a shape that is not known" in each.left
+
+
+TWICE = """
+import os, random, sys, time
+from vllmops.agent import repair
+usual = sys.getswitchinterval()
+seen = []
+def act():
+    seen.append(sys.getswitchinterval())
+    time.sleep(0.003)
+threads = [threading.Thread(target=repair.alone, args=(act,)) for _ in range(20)]
+for each in threads:
+    each.start()
+    time.sleep(random.uniform(0, 0.004))
+"""
+
+
+def test_many_at_once_leave_the_switch_interval_as_it_was(child: Callable[..., Any]) -> None:
+    process = child()
+    process.run(TWICE)
+    process.run("[each.join() for each in threads]")
+    assert process.run("out = len(seen), min(seen) > 0.9 * repair.TURN_S") == "(20, True)"
+    assert process.run("out = sys.getswitchinterval() == usual") == "True"
+
+
+def test_a_child_that_is_forked_meanwhile_has_it_too(child: Callable[..., Any]) -> None:
+    process = child()
+    process.run(TWICE)
+    ends = process.run(
+        """
+ends = set()
+for _ in range(20):
+    time.sleep(0.003)
+    if not (pid := os.fork()):
+        same = sys.getswitchinterval() == usual
+        os._exit(0 if same and repair.alone(lambda: True) else 1)
+    ends.add(os.waitpid(pid, 0)[1])
+out = ends
+"""
+    )
+    assert ends == "{0}"
+
+
+def test_two_repairs_at_once(child: Callable[..., Any]) -> None:
+    process = child()
+    usual = process.run("import sys; out = sys.getswitchinterval()")
+    for _ in range(5):
+        process.run(GHOSTS.format(ghosts=3))
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda _: repair(process), range(4)))
+        assert all(each.left is None for answer in answers for each in answer.caches)
+        assert process.run(WHOLE) == "True"
+    assert process.run("out = sys.getswitchinterval()") == usual

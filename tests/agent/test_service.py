@@ -15,6 +15,8 @@ import pytest
 
 from vllmops import __version__
 from vllmops.client.agent import reach
+from vllmops.errors import VllmopsError
+from vllmops.snapshots.engine import Answer
 
 NOBODY = 65534
 Spawn = Callable[..., Any]
@@ -279,3 +281,15 @@ def test_a_call_that_can_not_be_looked_at_ends_nothing(spawn: Spawn) -> None:
         call.connect(os.fspath(child.socket))
         time.sleep(1.5)
     assert reach(child.process).hello().pid == child.process.pid
+
+
+@pytest.mark.parametrize("seconds", [b"null", b"-1", b"1e308", b"1e400", b"NaN", b'"1"'])
+def test_wishes_are_finite(spawn: Spawn, seconds: bytes) -> None:
+    agent = reach(spawn().process)
+    for path, body in (
+        ("/reset", b'{"drain_s":%s}'),
+        ("/compare", b'{"apart_s":%s,"timeout_s":1}'),
+        ("/compare", b'{"apart_s":0,"timeout_s":%s}'),
+    ):
+        with pytest.raises(VllmopsError, match="answered 400"):
+            agent.ask("POST", path, Answer, body % seconds)

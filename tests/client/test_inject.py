@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -194,3 +195,186 @@ def test_a_process_without_python_is_refused() -> None:
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+# Two threads and a lock of the C library's; the second one waits for it, as inside malloc().
+LOCKED = """
+import ctypes, sys, threading
+libc = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+def wait():
+    print(threading.get_native_id(), flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_unlock(mutex)
+thread = threading.Thread(target=wait)
+thread.start()
+sys.stdin.readline()
+libc.pthread_mutex_unlock(mutex)
+thread.join()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(source: str, *words: str) -> tuple[subprocess.Popen[str], int]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", source, *words]
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        assert started[-1].stdout
+        return started[-1], int(started[-1].stdout.readline())
+
+    yield begin
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def in_call(pid: int, tid: int, number: int) -> bool:
+    words = Path(f"/proc/{pid}/task/{tid}/syscall").read_text().split()
+    return words[0] == str(number)
+
+
+def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> None:
+    """Who looked before may have seen another wait."""
+    process, tid = start(LOCKED)
+    until(lambda: in_call(process.pid, tid, inject.FUTEX))
+    target = inject.Target(process.pid)
+    assert not target.idle(tid)
+    for _ in range(3):
+        with pytest.raises(inject.BusyError):
+            injected(target, tid, "1 / 0")
+    process.communicate("\n", timeout=10)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "operation", "value", "harmless"),
+    [
+        (inject.FUTEX, 128, 0, True),  # FUTEX_WAIT | FUTEX_PRIVATE_FLAG
+        (inject.FUTEX, 137 | 256, 7, True),  # FUTEX_WAIT_BITSET, private, realtime
+        (inject.FUTEX, 128, 2, False),
+        (inject.FUTEX, 128, 0xFFFF_0000_0000_0002, False),  # a futex has 32 bits
+        (inject.FUTEX, 129, 1, False),  # FUTEX_WAKE
+        (inject.FUTEX, 134, 0, False),  # FUTEX_LOCK_PI
+        (7, 2, 2, True),
+        (0, 0, 0, False),
+        (2**64 - 1, 128, 0, False),  # in no system call
+    ],
+)
+def test_what_is_harmless(number: int, operation: int, value: int, harmless: bool) -> None:
+    assert inject._harmless(number, operation, value) is harmless
+
+
+def test_a_process_that_dies_meanwhile(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each step: no time can be told from outside."""
+    real = inject._ptrace
+    for step in range(7):
+        each, left = Program(), step
+
+        def ptrace(*args: Any, target: Program = each, **kwargs: Any) -> None:
+            nonlocal left
+            if not left:
+                target.process.kill()  # it is reaped once its tracer is gone
+                time.sleep(0.1)
+            left -= 1
+            real(*args, **kwargs)
+
+        monkeypatch.setattr(inject, "_ptrace", ptrace)
+        if step < 6:
+            with pytest.raises(inject.BusyError):
+                injected(each.target, each.tids["get"], "pass")
+        else:  # all was done
+            injected(each.target, each.tids["get"], "pass")
+        each.process.communicate()
+        monkeypatch.setattr(inject, "_ptrace", real)
+
+
+# vmovdqu ymm15, [rdi]; mov r8, rsi; poll(NULL, 0, 20000); vmovdqu [r8], ymm15; vzeroupper; ret
+VECTOR = """
+import ctypes, mmap, sys, threading
+code = bytes.fromhex(
+    "c57e6f3f 4989f0 31ff 31f6 ba204e0000 b807000000 0f05 c4417e7f38 c5f877 c3"
+)
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(code)
+run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
+    ctypes.addressof(ctypes.c_char.from_buffer(page))
+)
+given, got = bytes(range(100, 132)), ctypes.create_string_buffer(32)
+print(threading.get_native_id(), flush=True)
+run(given, ctypes.addressof(got))
+print(int(got.raw == given), flush=True)
+"""
+
+
+@pytest.mark.skipif("avx" not in Path("/proc/cpuinfo").read_text(), reason="needs AVX")
+def test_vector_registers_are_as_they_were(start: Any, tmp_path: Path) -> None:
+    """Their upper halves, too, which are not among those that every frame has."""
+    process, tid = start(VECTOR)
+    until(lambda: in_call(process.pid, tid, 7))
+    file = tmp_path / "told"
+    code = f"import ctypes; open({str(file)!r}, 'w').write(str(sum(x * 0.1 for x in range(9999))))"
+    injected(inject.Target(process.pid), tid, code)
+    until(file.exists)
+    assert process.communicate(timeout=10)[0] == "1\n"
+
+
+def stopped(program: Program, act: Callable[[int], Any]) -> Any:
+    tid = program.tids["get"]
+
+    def stop() -> Any:
+        inject._ptrace(inject.PTRACE_SEIZE, tid)
+        inject._ptrace(inject.PTRACE_INTERRUPT, tid)
+        inject._stopped(tid)
+        try:
+            return act(tid)
+        finally:
+            inject._ptrace(inject.PTRACE_DETACH, tid)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(stop).result()
+
+
+def test_no_state_is_cut_off(program: Program) -> None:
+    whole = stopped(program, inject._extended_state)
+    assert len(whole) < inject.XSTATE_BYTES
+    for room in (576, len(whole) - 64, len(whole), len(whole) + 8):
+        assert stopped(program, partial(inject._extended_state, room=room)) == whole
+
+
+def amx(used: int, tiles: bytes = bytes(8192)) -> bytes:
+    """What ptrace gives on a processor with AMX, which the machines of the tests need not have."""
+    state = bytearray(2816) + tiles
+    struct.pack_into("<Q", state, 464, 0x602E7)
+    struct.pack_into("<Q", state, 512, used)
+    state[600:640] = b"\xaa" * 40
+    return bytes(state)
+
+
+def software(frame: bytes) -> tuple[int, int, int]:
+    """What the kernel reads of a frame: the sizes, and the features, as asm/sigcontext.h has it."""
+    magic, extended, features, size = struct.unpack_from("<IIQI", frame, 464)
+    assert magic == 0x46505853
+    assert extended == size + 4
+    assert struct.unpack_from("<I", frame, size) == (0x46505845,)
+    return size, len(frame), features
+
+
+def test_a_thread_without_tiles_has_a_frame_without_them() -> None:
+    frame = inject._framed(amx(used=0xE7))
+    assert software(frame) == (2816, 2820, 0x202E7)
+    assert frame[600:640] == b"\xaa" * 40
+
+
+def test_a_thread_with_tiles_has_them_in_its_frame() -> None:
+    frame = inject._framed(amx(used=0x602E7, tiles=bytes([7]) * 8192))
+    assert software(frame) == (11008, 11012, 0x602E7)
+    assert frame[2816:11008] == bytes([7]) * 8192
+
+
+def test_a_layout_that_is_not_known_is_left_alone() -> None:
+    with pytest.raises(inject.BusyError):
+        inject._framed(amx(used=0xE7, tiles=bytes([7]) * 8192))

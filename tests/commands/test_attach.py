@@ -207,3 +207,44 @@ def test_elsewhere_it_takes_a_newer_python(server: Tree, monkeypatch: pytest.Mon
         attach.attach(plan, patch=False, timeout_s=5)
     assert caught.value.code == "attach.machine"
     assert "remote_exec" in caught.value.message
+
+
+TRACER = """
+import sys
+from vllmops.client import inject
+for tid in inject.Target(int(sys.argv[1])).tids():
+    inject._ptrace(inject.PTRACE_SEIZE, tid)
+print(1, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_process_that_has_a_tracer_is_refused(server: Tree) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", TRACER, str(server.pids[1])], stdin=pipe, stdout=pipe
+    ) as tracer:
+        assert tracer.stdout
+        tracer.stdout.readline()
+        done = run(server, "attach", "--yes", "--json")
+        (silent,) = json.loads(done.stdout)["data"]["silent"]
+        assert (done.returncode, silent["code"], silent["pid"]) == (
+            1,
+            "attach.traced",
+            server.pids[1],
+        )
+        assert f"by pid {tracer.pid}" in silent["why"]
+        tracer.communicate(b"\n")
+    assert run(server, "attach", "--yes").returncode == 0
+
+
+def test_a_process_that_ends_meanwhile(server: Tree) -> None:
+    created = psutil.Process(server.pids[2]).create_time()
+    process = Process(Role.WORKER, server.pids[2], created)
+    made = attach.plan(process)
+    os.kill(process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(VllmopsError) as caught:
+        attach.attach(made, patch=False, timeout_s=20)
+    assert (caught.value.code, caught.value.exit_code) == ("attach.gone", 5)
+    assert time.monotonic() - began < 5

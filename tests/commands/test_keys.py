@@ -463,3 +463,31 @@ def test_serve_refuses_keys_that_are_none(vllmops: Any, path: Path, home: Path) 
     answer = vllmops(*words, "--env", f"{NAME}={TEXT}")
     assert (answer.code, answer.error["code"]) == (2, "usage")
     assert TEXT not in answer.out
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e308"])
+def test_a_rotation_waits_for_a_time_that_is_one(vllmops: Any, path: Path, timeout: str) -> None:
+    answer = vllmops("keys", "rotate", "--timeout", timeout)
+    assert answer.code == 2
+    assert "Traceback" not in answer.err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("overlap", ["nan", "inf", "-1", "1e9", "9" * 400])
+def test_an_overlap_is_a_time(vllmops: Any, path: Path, overlap: str) -> None:
+    vllmops("keys", "add")
+    before = path.read_bytes()
+    for words in (
+        ("rotate",),
+        ("promote", vllmops("keys", "list", "--json").data["keys"][0]["kid"]),
+    ):
+        assert vllmops("keys", *words, f"--overlap={overlap}").code == 2
+    assert path.read_bytes() == before
+
+
+def test_none_is_no_keyring_that_a_command_changes(vllmops: Any, path: Path) -> None:
+    for word in ("add", "rotate"):
+        answer = vllmops("keys", word, "--keyring", "none", "--json")
+        assert (answer.code, answer.error["code"]) == (2, "usage")
+    answer = vllmops("keys", "list", "--json", env={"VLLMOPS_KEYRING": "none"})
+    assert (answer.data["keyring"], answer.data["keys"]) == ("none", [])

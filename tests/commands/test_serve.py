@@ -16,6 +16,7 @@ import termios
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllmops.commands.serve import provide_key
 from vllmops.instances.processes import alive
 from vllmops.instances.record import Folder
+from vllmops.keys import file as keys
 from vllmops.responses.opening import backend
 from vllmops.responses.store import ResponseStore
 
@@ -113,6 +116,7 @@ def test_where_responses_are_kept(lab: Any) -> None:
         (("--store", "nonsense"), "is no store"),
         (("--store-ttl", "soon"), "is no duration"),
         (("--carrier-ttl", "soon"), "is no duration"),
+        (("--carrier-ttl", "40000d"), "a century"),
         (("--carrier", "v1"), "v2"),
         (("--env", "VLLMOPS_CARRIER=v1"), "VLLMOPS_CARRIER"),
         (("--store", "memory://", "--", "--api-server-count", "2"), "of one process"),
@@ -136,6 +140,68 @@ def test_what_clients_keep(lab: Any) -> None:
         command = (*lab.words("a", *more), "--dry-run", "--json")
         environment = lab.vllmops(*command, env={"VLLMOPS_CARRIER_TTL": "60"}).data["environment"]
         assert environment["VLLMOPS_CARRIER_TTL"] == seconds
+
+
+@pytest.fixture
+def keyring(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in (keys.PLACE, keys.SIGNING_KEY):
+        monkeypatch.delenv(name, raising=False)
+    return Path(lab.home) / "keyring.json"
+
+
+def test_a_keyring_is_made_where_there_is_none(lab: Any, keyring: Path) -> None:
+    assert lab.vllmops(*lab.words("a"), "--dry-run").code == 0
+    assert not keyring.exists()
+    answer = lab.vllmops(*lab.words("a"), "--detach")
+    assert answer.code == 0, answer
+    key = keys.load(keyring).sealing()
+    assert [line for line in answer.err.splitlines() if key.kid in line and str(keyring) in line]
+    assert keyring.stat().st_mode & 0o777 == 0o600
+    assert lab.record("a").environment[keys.PLACE] == str(keyring)
+    # The next one takes it, and says nothing.
+    answer = lab.vllmops(*lab.words("b"), "--detach")
+    assert key.kid not in answer.err
+    assert keys.load(keyring).keys == (key,)
+    assert lab.vllmops("restart", "a", "--force").code == 0
+    assert lab.record("a").environment[keys.PLACE] == str(keyring)
+    assert keys.load(keyring).keys == (key,)
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "place"),
+    [
+        (("--keyring", "none"), {}, "none"),
+        ((), {"VLLMOPS_KEYRING": "none"}, "none"),
+        (("--env", "VLLMOPS_KEYRING=none"), {}, "none"),
+        (("--keyring", "none"), {"VLLM_RESPONSES_STATE_SIGNING_KEY": "ab" * 32}, "none"),
+        ((), {"VLLM_RESPONSES_STATE_SIGNING_KEY": "ab" * 32}, None),
+    ],
+)
+def test_no_keyring_is_made_where_none_is_wanted(
+    lab: Any, keyring: Path, words: tuple[str, ...], env: dict[str, str], place: str | None
+) -> None:
+    answer = lab.vllmops(*lab.words("a", *words), "--detach", "--json", env=env)
+    assert answer.code == 0, answer
+    assert lab.record("a").environment.get(keys.PLACE) == place
+    assert not keyring.exists()
+
+
+def test_a_keyring_that_is_lost_is_not_replaced(lab: Any, keyring: Path) -> None:
+    """What clients carry would be lost with it."""
+    assert lab.vllmops("keys", "add").code == 0
+    keyring.unlink()
+    answer = lab.vllmops(*lab.words("a"), "--detach", "--json")
+    assert (answer.code, answer.error["code"]) == (5, "keys.no-ring")
+    assert not keyring.exists()
+    answer = lab.vllmops(*lab.words("a", "--keyring", str(lab.home / "no.json")), "--json")
+    assert (answer.code, answer.error["code"]) == (5, "keys.no-ring")
+
+
+def test_two_at_once_make_one_keyring(lab: Any, keyring: Path) -> None:
+    environment = {keys.PLACE: str(keyring)}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: provide_key(environment, quiet=True), range(8)))
+    assert len(keys.load(keyring).keys) == 1
 
 
 def test_a_store_of_a_newer_version(lab: Any, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import traceback
+from functools import partial
 
 import msgspec
 import pytest
@@ -294,3 +295,22 @@ def test_what_is_no_ring() -> None:
             msgspec.structs.replace(key(1), **change)
     with pytest.raises(ValueError, match="shorter"):
         Key.of(Secret(b"short"), NEXT)
+
+
+@pytest.mark.parametrize("overlap_s", [float("nan"), float("inf"), -1.0, 1e308])
+def test_an_overlap_that_is_no_time(overlap_s: float) -> None:
+    held = ring(key(1, PRIMARY), key(2))
+    for change in (
+        partial(held.promote, key(2).kid, NOW, overlap_s),
+        partial(held.led, ring(key(2, PRIMARY)), NOW, overlap_s),
+    ):
+        with pytest.raises(VllmopsError, match="overlap") as caught:
+            change()
+        assert caught.value.exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize("at", [-1, 10**12, 10**300])
+def test_a_key_of_no_time(at: int) -> None:
+    for field in ("created_at", "not_after"):
+        with pytest.raises(ValueError, match="from 1970 to 9999"):
+            Key(**{**msgspec.structs.asdict(key(1)), field: at})

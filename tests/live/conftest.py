@@ -69,7 +69,10 @@ class Cli:
             **os.environ,
             "VLLMOPS_HOME": str(self.home),
             "NO_COLOR": "1",
-            "PYTHONPATH": str(self.home / "plug-ins"),
+            # Ours stays in front of what is installed: it is the tree that is being tested.
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, (str(self.home / "plug-ins"), os.environ.get("PYTHONPATH")))
+            ),
         }
 
     def __call__(self, *words: str, timeout_s: float = START_TIMEOUT_S) -> Ran:

@@ -479,6 +479,25 @@ def test_what_can_not_go_with_a_carrier(
     assert caught.value.param == param
 
 
+def test_a_server_that_nobody_gave_a_key(cli: Cli, tmp_path: Path) -> None:
+    """It has one all the same: both API servers take what either has sealed."""
+    shape = talkative(tmp_path)
+    words = ("--api-server-count", "2", *LENGTH, *shape)
+    made = cli.serve("keyless", "--demo", "text", "--", *words)
+    try:
+        client = connect(clients.base(made))
+        first = say(client, "one", **CARRY)
+        kid = file.load(cli.home / "keyring.json").sealing().kid
+        assert sealed_in(first).startswith(f"vllm:2:{kid}:")
+        for _ in range(8):
+            more = {"previous_response": first.model_dump(mode="json")}
+            turn = say(client, "two", extra_body=more, **CARRY)
+            assert sealed_in(turn).startswith(f"vllm:2:{kid}:")
+            assert turn.usage.input_tokens > first.usage.input_tokens
+    finally:
+        cli("stop", made.name, "--force")
+
+
 def test_keys_are_rotated_while_clients_converse(cli: Cli, client: Any, keyring: Path) -> None:
     over = threading.Event()
     begun = threading.Barrier(9, timeout=60)

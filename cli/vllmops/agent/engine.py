@@ -120,7 +120,7 @@ def traffic() -> Traffic:
     """This process's HTTP requests."""
     if not gate.installed or role() != "api":
         return Traffic()
-    return Traffic(in_flight=gate.in_flight, started=gate.started, draining=gate.draining)
+    return Traffic(in_flight=gate.in_flight, started=gate.started, draining=gate.closed)
 
 
 def busy() -> bool:

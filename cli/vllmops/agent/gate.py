@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+import threading
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic
@@ -37,19 +39,38 @@ class Arrival:
 
 @dataclass
 class Gate:
-    """Who is there; changed on the event loop's thread alone, so it needs no lock.
+    """Who is there; arrivals change on the event loop's thread alone, so they need no lock.
 
     Args:
         arrivals: requests being answered.
         started: requests so far.
-        draining: whether new ones are refused.
+        draining: whether new ones are refused until somebody says otherwise.
+        holds: how many refuse new ones for a while.
         installed: whether anything is counted.
     """
 
     arrivals: set[Arrival] = field(default_factory=set)
     started: int = 0
     draining: bool = False
+    holds: int = 0
     installed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def closed(self) -> bool:
+        """Whether new requests are refused."""
+        return self.draining or self.holds > 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Refuse new requests for a while, whoever else does so meanwhile, and for however long."""
+        with self.lock:
+            self.holds += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.holds -= 1
 
     @property
     def in_flight(self) -> int:
@@ -88,7 +109,7 @@ def install(module: ModuleType) -> None:
             await call(self, scope, receive, send)
             return
         path = scope["path"]
-        if gate.draining and path != "/metrics":
+        if gate.closed and path != "/metrics":
             await refuse(scope, send)
             return
         if path in UNCOUNTED:

@@ -108,7 +108,7 @@ def start() -> None:
     try:
         source = file.source(os.environ)
         text = os.environ.pop(file.SIGNING_KEY, "")
-        if role() != "api" or _holder is not None:
+        if role() != "api" or _holder is not None or source.off:
             return
         if source.path is None:
             hand_down(text)
@@ -181,18 +181,21 @@ def forget() -> None:
 
 def hand_down(text: str) -> None:
     """Let API servers that this process starts inherit the key, and no other child."""
-    start_process = BaseProcess.start
+    start_process, one_at_a_time = BaseProcess.start, threading.RLock()
 
     @functools.wraps(start_process)
     def start(self: BaseProcess) -> None:
         if not self.name.lower().startswith(API_SERVER):
             start_process(self)
             return
-        os.environ[file.SIGNING_KEY] = text
-        try:
-            start_process(self)
-        finally:
-            os.environ.pop(file.SIGNING_KEY, None)
+        # One at a time: the first one's end must not take the key from the second. Reentrant, as
+        # a forked child of that very thread inherits it held.
+        with one_at_a_time:
+            os.environ[file.SIGNING_KEY] = text
+            try:
+                start_process(self)
+            finally:
+                os.environ.pop(file.SIGNING_KEY, None)
 
     BaseProcess.start = start  # type: ignore[method-assign]
 

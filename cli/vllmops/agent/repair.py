@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -168,13 +169,22 @@ def alone(act: Callable[[], T]) -> T:
     with a long interval, and right after we took ours, that is more than `act` needs. `act` must
     not wait for anything, or it gives its turn away.
     """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_S)
-    try:
-        time.sleep(PAUSE_S)
-        return act()
-    finally:
-        sys.setswitchinterval(interval)
+    # The interval is the whole process's: a second caller would take the long one for the usual.
+    with _turn:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(TURN_S)
+        try:
+            time.sleep(PAUSE_S)
+            return act()
+        finally:
+            sys.setswitchinterval(interval)
+
+
+_turn = threading.Lock()
+# A child that is forked in between would keep the long interval, and the lock.
+os.register_at_fork(
+    before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_turn.release
+)
 
 
 def resting() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from ..snapshots.resets import ResetDone, ResetWish
@@ -22,9 +23,8 @@ def reset(wish: ResetWish) -> ResetDone:
         TimeoutError: the engine did not do it in time.
     """
     client, loop = engine.front_end()
-    began, before = time.monotonic(), gate.draining
-    try:
-        gate.draining = before or wish.drain_s > 0
+    began = time.monotonic()
+    with gate.held() if wish.drain_s else nullcontext():
         while (left := in_flight(client)) and time.monotonic() - began < wish.drain_s:
             time.sleep(POLL_S)
         done = not left or not wish.drain_s
@@ -35,8 +35,6 @@ def reset(wish: ResetWish) -> ResetDone:
                 task.result(RESET_S)
             except TimeoutError as error:
                 raise TimeoutError(f"the engine has not done it within {RESET_S:g} s") from error
-    finally:
-        gate.draining = before
     refused_s = time.monotonic() - began if wish.drain_s else 0.0
     return ResetDone(done=done, in_flight=left, refused_s=refused_s)
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import vllmops
 
 from ..errors import Exit, VllmopsError
-from ..instances.processes import Process
+from ..instances.processes import Process, alive
 from ..snapshots.stacks import Options
 from . import agent, inject, ptrace, pyspy
 
@@ -106,9 +106,7 @@ def plan(process: Process) -> Plan:
     except PermissionError as error:
         raise refused(process) from error
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise VllmopsError(
-            "attach.gone", f"{agent.name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
-        ) from error
+        raise gone(process) from error
     if inject.supported() and not tids:
         raise VllmopsError(
             "attach.busy",
@@ -168,6 +166,8 @@ def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
                 return Attached(process, stopped_s, time.monotonic() - began)
             if trouble.exists():
                 raise failed(process, trouble.read_text())
+            if not alive(process):
+                raise gone(process)
             time.sleep(PAUSE_S)
     raise VllmopsError(
         "attach.timeout",
@@ -195,11 +195,13 @@ def borrow(plan: Plan, code: str, deadline: float) -> float:
     """Have one of the threads run a line of Python; returns for how many seconds it was stopped.
 
     Raises:
-        VllmopsError: ``attach.busy``.
+        VllmopsError: ``attach.busy`` or ``attach.gone``.
         PermissionError: the kernel does not allow it.
     """
     target = inject.Target(plan.process.pid)
     while time.monotonic() < deadline:
+        if not alive(plan.process):
+            raise gone(plan.process)
         for tid in plan.tids:
             if not target.idle(tid):
                 continue
@@ -244,6 +246,30 @@ def failed(process: Process, why: str) -> VllmopsError:
     )
 
 
+def gone(process: Process) -> VllmopsError:
+    return VllmopsError(
+        "attach.gone", f"{agent.name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
+    )
+
+
 def refused(process: Process) -> VllmopsError:
-    """The kernel did not allow it."""
+    """The kernel did not allow it: a thread has one tracer at most, and then there are rights."""
+    if tracer := traced_by(process):
+        return VllmopsError(
+            "attach.traced",
+            f"{agent.name(process)} is being traced by pid {tracer}, a debugger or strace say, and "
+            "the kernel allows one at a time",
+            f"end pid {tracer}, then vllmops attach -t {process.pid}",
+        )
+    if not alive(process):
+        return gone(process)
     return ptrace.refusal(process.pid, ptrace.rights(process.pid), "attach")
+
+
+def traced_by(process: Process) -> int:
+    """The pid of whoever traces a process or one of its threads; 0 where nobody does."""
+    with suppress(OSError):
+        for tid in inject.Target(process.pid).tids():
+            if tracer := int(ptrace.status(f"{process.pid}/task/{tid}")["TracerPid"]):
+                return tracer
+    return 0

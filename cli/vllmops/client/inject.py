@@ -40,7 +40,10 @@ UC_FLAGS = 1 | 2 | 4  # UC_FP_XSTATE, UC_SIGCONTEXT_SS, UC_STRICT_RESTORE_SS
 NO_SUCH_STACK = 3  # an invalid ss_flags: sigreturn leaves the alternate signal stack as it is
 FP_XSTATE_MAGIC1, FP_XSTATE_MAGIC2 = 0x46505853, 0x46505845
 FP_SOFTWARE = 464  # where in the state the kernel keeps its own fields
-XSTATE_BYTES = 1 << 16
+XSTATE_HEADER = 512  # begins with the features that are in use
+XSTATE_BYTES = 1 << 16  # to begin with: some 2.7 KB with AVX-512, 11 KB with AMX
+# The tiles of AMX, a feature that a process has to ask for. Where it lies is last.
+TILES, TILE_BYTES = 1 << 18, 8192
 RED_ZONE = 128
 INTERRUPTS = 0x202  # eflags as a function finds them
 SYSCALL_BYTES = 2
@@ -176,11 +179,7 @@ class Target:
             return False  # gone meanwhile
         if not words or not words[0].isdecimal():
             return False
-        number = int(words[0])
-        if number != FUTEX:
-            return number in WAITS
-        command, value = int(words[2], 16) & FUTEX_COMMAND, int(words[3], 16)
-        return command in (FUTEX_WAIT, FUTEX_WAIT_BITSET) and value != LOCKED_AND_WAITED_FOR
+        return _harmless(int(words[0]), int(words[2], 16), int(words[3], 16))
 
     def tids(self) -> list[int]:
         """Its threads, the main one first."""
@@ -241,24 +240,32 @@ def inject(target: Target, tid: int, code: str) -> float:
         Seconds for which the thread was stopped.
 
     Raises:
-        BusyError: the thread does not wait in the kernel, or has no room on its stack.
+        BusyError: the thread does not wait in the kernel, or waits for what may be a lock of the C
+            library's, or has no room on its stack, or is gone.
         PermissionError: the kernel does not allow it.
         VllmopsError: ``attach.not-python`` or ``attach.unknown-program``.
     """
     entry, functions = target.entry, target.functions
     _check(target)
     try:
-        _ptrace(PTRACE_SEIZE, tid)
-    except ProcessLookupError as error:
+        return _inject(target, tid, code, entry, functions)
+    except (ProcessLookupError, FileNotFoundError) as error:
+        # Whatever was stopped went with it.
         raise BusyError(f"thread {tid} is gone") from error
+
+
+def _inject(target: Target, tid: int, code: str, entry: int, functions: tuple[int, ...]) -> float:
+    _ptrace(PTRACE_SEIZE, tid)
     began = time.monotonic()
     _ptrace(PTRACE_INTERRUPT, tid)
     _stopped(tid)
     try:
         registers = Registers()
         _ptrace(PTRACE_GETREGS, tid, ctypes.byref(registers))
-        if registers.orig_rax not in {*WAITS, FUTEX}:
-            raise BusyError(f"thread {tid} does not wait any more")
+        # Only now does it stay as it is: since somebody looked it may have gone on to wait for
+        # something else.
+        if not _harmless(registers.orig_rax, registers.rsi, registers.rdx):
+            raise BusyError(f"thread {tid} does not wait any more, or for a lock")
         if target.room(registers.rsp) < STACK_BYTES:
             raise BusyError(f"thread {tid} has too small a stack")
         place, frame, argument = _frame(tid, registers, code.encode() + b"\0")
@@ -275,6 +282,22 @@ def inject(target: Target, tid: int, code: str) -> float:
         with suppress(OSError):
             _ptrace(PTRACE_DETACH, tid)
     return time.monotonic() - began
+
+
+def _harmless(number: int, operation: int, value: int) -> bool:
+    """Whether a thread in a system call holds no lock of the C library's.
+
+    Args:
+        number: of the system call.
+        operation: its second argument.
+        value: its third argument, of which a futex has 32 bits.
+    """
+    if number != FUTEX:
+        return number in WAITS
+    command = operation & FUTEX_COMMAND
+    return command in (FUTEX_WAIT, FUTEX_WAIT_BITSET) and value & 0xFFFFFFFF != (
+        LOCKED_AND_WAITED_FOR
+    )
 
 
 def _check(target: Target) -> None:
@@ -348,12 +371,44 @@ def _resumed(registers: Registers) -> Registers:
 
 def _float_state(tid: int) -> bytes:
     """The floating-point and vector registers, as they lie in a signal frame."""
-    buffer = ctypes.create_string_buffer(XSTATE_BYTES)
-    vector = _Iovec(ctypes.cast(buffer, ctypes.c_void_p), XSTATE_BYTES)
-    _ptrace(PTRACE_GETREGSET, tid, ctypes.byref(vector), address=NT_X86_XSTATE)
-    size = int(vector.length)
-    state = bytearray(buffer.raw[:size])
+    return _framed(_extended_state(tid))
+
+
+def _extended_state(tid: int, room: int = XSTATE_BYTES) -> bytes:
+    """The same as ptrace(2) gives them, whole.
+
+    Args:
+        tid: the thread.
+        room: bytes to begin with.
+    """
+    while True:
+        buffer = ctypes.create_string_buffer(room)
+        vector = _Iovec(ctypes.cast(buffer, ctypes.c_void_p), room)
+        _ptrace(PTRACE_GETREGSET, tid, ctypes.byref(vector), address=NT_X86_XSTATE)
+        if vector.length < room:
+            return buffer.raw[: vector.length]
+        room *= 2  # it may have been cut off
+
+
+def _framed(given: bytes) -> bytes:
+    """An extended state with what the kernel wants to find in a signal frame.
+
+    Where the processor has AMX, ptrace(2) gives everybody's tiles, but a frame that has them is too
+    large for a thread that has not asked for AMX: of such a frame sigreturn(2) takes nothing beyond
+    the SSE registers. A thread that uses no tiles needs none, whether it has asked or not.
+
+    Raises:
+        BusyError: the tiles don't lie where they are known to.
+    """
+    state = bytearray(given)
     (features,) = struct.unpack_from("<Q", state, FP_SOFTWARE)
+    (used,) = struct.unpack_from("<Q", state, XSTATE_HEADER)
+    if features & TILES and not used & TILES:
+        if any(state[-TILE_BYTES:]):
+            raise BusyError("its registers lie in a way that is not known")
+        del state[-TILE_BYTES:]
+        features &= ~TILES
+    size = len(state)
     struct.pack_into(
         "<IIQI7I", state, FP_SOFTWARE, FP_XSTATE_MAGIC1, size + 4, features, size, *[0] * 7
     )

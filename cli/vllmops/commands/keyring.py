@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import output
-from ..errors import VllmopsError
+from ..errors import Exit, VllmopsError
 from ..keys import file
-from ..keys.ring import DAY_S, Ring
-from ..numbers import CENTURY_S
+from ..keys.ring import LAST_S, Ring
 from ..output import Result, table
 from .options import time_
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LONGEST_S = 36_500 * DAY_S
 STYLES = {"primary": "green", "next": "cyan", "verify-only": "", "revoked": "red"}
 
 
@@ -58,7 +56,15 @@ Overlap = Annotated[
 
 
 def ring_path(keyring: Path | None) -> Path:
-    """The file that a command changes; a key in the environment is not one."""
+    """The file that a command changes; a key in the environment is not one.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    if str(keyring) == file.OFF:
+        message = f"--keyring {file.OFF} is for vllmops serve: here it takes a file"
+        mend = f"--keyring ./{file.OFF} for a file of that name"
+        raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
     named = {file.PLACE: os.environ.get(file.PLACE, "")}
     return file.source(named, keyring).path or file.default_path()
 
@@ -99,8 +105,8 @@ def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
 
 
 def when(epoch: float | None) -> str:
-    """A moment for a person, in UTC; a dash where there is none."""
-    if epoch is None or not abs(epoch) <= 10 * CENTURY_S:
+    """A moment for a person, in UTC; a dash where there is none, or none that a calendar has."""
+    if epoch is None or not 0 <= epoch <= LAST_S:
         return "-"
     return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))
 

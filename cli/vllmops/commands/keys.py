@@ -40,7 +40,7 @@ def list_(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
     sealed; a `revoked` key opens nothing.
     """
     source = file.source(os.environ, keyring)
-    return result(source.load(), str(source.path or file.SIGNING_KEY))
+    return result(source.load(), str(source))
 
 
 @app.command(epilog="Example: vllmops keys add")

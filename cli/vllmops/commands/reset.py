@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -11,15 +11,14 @@ import typer
 from .. import output
 from ..client import agent
 from ..errors import Exit, VllmopsError
-from ..instances.processes import Role
+from ..instances.processes import Process, Role
 from ..instances.servers import Server, resolve
 from ..instances.takedown import in_flight
+from ..keys.ring import in_seconds
 from ..output import Progress, Result, command
+from ..snapshots.caches import Silent
 from ..snapshots.resets import ResetDone, ResetWish
 from .options import Target, seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SLACK_S = 15.0  # beyond the drain: the reset itself, and a slow machine
 
@@ -42,8 +41,10 @@ def reset(
     A reset while requests are on their way sets front end and engine
     apart, so it drains first: new requests get 503 until those in flight
     are done and the caches are empty, some milliseconds on an idle server.
-    Exit code 3 where they are not done in time; nothing is reset then.
+    Exit code 3 where they are not done in time. Each API server resets by
+    itself: where one can't, it is told which one has been reset.
     """
+    in_seconds("--timeout", timeout)
     server = resolve(target)
     waiting = in_flight(server.processes, server.url) or 0
     if waiting:
@@ -58,41 +59,80 @@ def reset(
         )
     with Progress(time.time(), quiet=json_) as progress:
         progress.update(f"{server.label}: resetting")
-        done = ask(server, ResetWish(drain_s=0 if now else timeout))
-    left = sum(each.in_flight for each in done)
-    if not all(each.done for each in done):
-        raise VllmopsError(
-            "reset.busy",
-            f"{left} requests of {server.label} were not done within {timeout:g} s: nothing was "
-            "reset, and it takes requests again",
-            "a longer --timeout, or --now; where it hangs, vllmops cache inspect tells why",
-            exit_code=Exit.TIMED_OUT,
-        )
-    refused_s = max(each.refused_s for each in done)
-    data = {"server": server.label, "processes": msgspec.to_builtins(done), "refused_s": refused_s}
-    told = "at once" if now else f"after a drain of {refused_s:.2f} s"
+        asked = ask(server, ResetWish(drain_s=0 if now else timeout))
+    data = {
+        "server": server.label,
+        "processes": [
+            {"role": process.role.value, "pid": process.pid, **msgspec.to_builtins(each)}
+            for process, each in asked.told
+        ],
+        "silent": msgspec.to_builtins(asked.silent),
+        "refused_s": max((each.refused_s for _, each in asked.told), default=0.0),
+    }
+    if error := trouble(server, asked, timeout):
+        error.data = data
+        raise error
+    told = "at once" if now else f"after a drain of {data['refused_s']:.2f} s"
     return Result(data, lambda: [f"The multimodal caches of {server.label} were reset {told}."])
 
 
-def ask(server: Server, wish: ResetWish) -> Sequence[ResetDone]:
+class Asked(NamedTuple):
+    """What became of it in each API server.
+
+    Args:
+        told: those that answered, and what.
+        silent: those that did not, of which nobody knows whether they do it yet.
+    """
+
+    told: list[tuple[Process, ResetDone]]
+    silent: list[Silent]
+
+
+def ask(server: Server, wish: ResetWish) -> Asked:
     """Reset by every API server.
 
     Raises:
-        VllmopsError: of the first that could not.
+        VllmopsError: ``reset.no-agent``.
     """
-    done, silent = agent.side_by_side(
-        server.of(Role.API),
-        lambda process: agent.reach(process, timeout_s=wish.drain_s + SLACK_S).reset(wish),
-    )
-    if silent:
-        raise agent.nobody(
-            silent[0].code, f"the multimodal caches of {server.label} were not reset", silent
-        )
-    if not done:
+
+    def one(process: Process) -> tuple[Process, ResetDone]:
+        return process, agent.reach(process, timeout_s=wish.drain_s + SLACK_S).reset(wish)
+
+    asked = Asked(*agent.side_by_side(server.of(Role.API), one))
+    if not asked.told and not asked.silent:
         raise VllmopsError(
             "reset.no-agent",
             f"{server.label} has no API server that could be asked",
             f"vllmops wait {server.label} --for ready",
             exit_code=Exit.NOT_FOUND,
         )
-    return done
+    return asked
+
+
+def trouble(server: Server, asked: Asked, timeout_s: float) -> VllmopsError | None:
+    """What to say where not every API server has done it: which one has, which one has not."""
+    done = [process for process, each in asked.told if each.done]
+    busy = [(process, each.in_flight) for process, each in asked.told if not each.done]
+    if not busy and not asked.silent:
+        return None
+    why = [
+        f"{agent.name(process)} still had {left} in flight after {timeout_s:g} s"
+        for process, left in busy
+    ]
+    why += [
+        each.why + (", and may do it yet" if each.code == "agent.timeout" else "")
+        for each in asked.silent
+    ]
+    if done:
+        code = "reset.partly"
+        what = f"reset by {', '.join(map(agent.name, done))} only"
+    else:
+        code = "reset.busy" if busy else asked.silent[0].code
+        what = "nothing was reset"
+    mend = "a longer --timeout, or --now; where it hangs, vllmops cache inspect tells why"
+    return VllmopsError(
+        code,
+        f"the multimodal caches of {server.label}: {what}; {'; '.join(why)}",
+        mend if busy else asked.silent[0].mend,
+        exit_code=Exit.TIMED_OUT if busy else Exit(asked.silent[0].exit_code),
+    )

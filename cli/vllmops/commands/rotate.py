@@ -15,10 +15,10 @@ from ..client import keys as client
 from ..client.keys import Holdings
 from ..errors import Exit, VllmopsError
 from ..keys import file, rotation
-from ..keys.ring import Key, Ring, Status, days, fresh
+from ..keys.ring import LONGEST_S, Key, Ring, Status, days, fresh, in_seconds
 from ..keys.rotation import Stage
 from ..output import Progress, Result, command, table
-from .keyring import LONGEST_S, Keyring, Overlap, listing, result, ring_path, when
+from .keyring import Keyring, Overlap, listing, result, ring_path, when
 from .options import duration, seconds
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def rotate(
     """
     from rich.text import Text  # noqa: PLC0415
 
+    in_seconds("--timeout", timeout)
     path = ring_path(keyring)
     kept = period(overlap, path)
     spare = Key.of(fresh(), Status.NEXT, time.time())

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -27,12 +27,13 @@ from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
 from ..instances.record import Failure, Folder, Record, State
 from ..instances.servers import option
 from ..keys import file as keys
+from ..keys.ring import Key, Status, fresh
 from ..numbers import MOST
 from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..patches.registry import OFF, known
 from ..responses import settings
 from ..responses.store import ResponseStore
-from .keyring import Keyring
+from .keyring import said
 from .options import AdminToken, count, duration, patch_ids, time_
 
 if TYPE_CHECKING:
@@ -122,13 +123,21 @@ def serve(
             help="How long one is kept after its last use, such as 12h [30d].",
         ),
     ] = None,
-    keyring: Keyring = None,
+    keyring: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The keyring, or none [VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME, which is"
+            " made].",
+            show_default=False,
+        ),
+    ] = None,
     carrier: Annotated[
         settings.Format | None,
         typer.Option(
             metavar="FORM",
-            help="How conversations are sealed that clients keep: v2, encrypted, or signed-v1, for"
-            " all to read [v2].",
+            help="How conversations are sealed that clients keep: v2, encrypted and padded, or"
+            " signed-v1, for all to read [v2].",
         ),
     ] = None,
     carrier_ttl: Annotated[
@@ -182,6 +191,7 @@ def serve(
     check_store(order)
     if line := namesake.warning():
         say(line, "yellow")
+    provide_key(order.environment, quiet=json_)
     reserved = launch.reserve(order)
     wish = Wish(hold=not detach)
     control = start_supervisor(
@@ -240,7 +250,30 @@ def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
     source = keys.source({**os.environ, **added_by(env)}, keyring)
     if source.path is None or source.path != keys.default_path() or source.path.exists():
         source.load()
-    return [f"{keys.PLACE}={source.path}"] if source.path else []
+    return [] if source.text else [f"{keys.PLACE}={source}"]
+
+
+def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
+    """Make the keyring of this home, with one key, where a server is to have it and there is none.
+
+    What clients carry works at once then, and all servers of this home open each other's.
+
+    Args:
+        environment: of the server.
+        quiet: whether to say nothing of it.
+
+    Raises:
+        VllmopsError: as `keys.change`.
+    """
+    path = keys.default_path()
+    if environment.get(keys.PLACE) != str(path) or path.exists():
+        return
+    key = Key.of(fresh(), Status.PRIMARY, time.time())
+    # Another serve may have come first.
+    ring = keys.change(path, lambda ring: ring if ring.keys else ring.add(key), create=True)
+    if ring.find(key.kid):
+        what = "seals what clients carry; without one: --keyring none"
+        said(f"made a key, {key.kid}, in {path}: it {what}", quiet=quiet)
 
 
 def governed(admin_token: Path | None) -> list[str]:

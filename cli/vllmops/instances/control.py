@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import subprocess
@@ -34,11 +35,20 @@ class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
         hold: take the server down when this connection ends.
         stop: drain for that many seconds, then stop; 0 stops at once.
         restart: as ``stop``, and start again with the recorded command.
+
+    Raises:
+        ValueError: seconds that are not finite, which JSON would turn into no wish at all, or are
+            below zero.
     """
 
     hold: bool = False
     stop: float | None = None
     restart: float | None = None
+
+    def __post_init__(self) -> None:
+        for seconds in (self.stop, self.restart):
+            if seconds is not None and not 0 <= seconds < math.inf:
+                raise ValueError(f"{seconds} is no number of seconds")
 
 
 NOTHING = Wish()

@@ -24,6 +24,7 @@ from .ring import VERSION, Ring, Secret, from_hex, only
 
 PLACE = "VLLMOPS_KEYRING"
 SIGNING_KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
+OFF = "none"  # in the place of a file: no keys at all
 MOST_BYTES = 1 << 20
 LOCK_WAIT_S = 10.0
 LOCK_POLL_S = 0.02
@@ -57,15 +58,23 @@ HEAD = msgspec.json.Decoder(Head)
 
 
 class Source(NamedTuple):
-    """Where a ring comes from: a file, or a single key of the environment's.
+    """Where a ring comes from: a file, a single key of the environment's, or nowhere.
 
     Args:
         path: the file, whether it is there or not; None for a key of the environment's.
-        text: that key, in hex.
+        text: that key, in hex; empty where no keys are wanted.
     """
 
     path: Path | None
     text: str = ""
+
+    def __str__(self) -> str:
+        return str(self.path or (SIGNING_KEY if self.text else OFF))
+
+    @property
+    def off(self) -> bool:
+        """Whether no keys are wanted."""
+        return self.path is None and not self.text
 
     def load(self) -> Ring:
         """The ring.
@@ -73,7 +82,9 @@ class Source(NamedTuple):
         Raises:
             VllmopsError: as `load` and `ring.from_hex` do.
         """
-        return only(from_hex(self.text, SIGNING_KEY)) if self.path is None else load(self.path)
+        if self.path is not None:
+            return load(self.path)
+        return only(from_hex(self.text, SIGNING_KEY)) if self.text else Ring()
 
 
 def default_path() -> Path:
@@ -92,10 +103,10 @@ def source(environment: Mapping[str, str], chosen: Path | None = None) -> Source
 
     Args:
         environment: of the process.
-        chosen: a file that was named on the command line.
+        chosen: a file that was named on the command line; `OFF` for no keys, there as here.
     """
     if place := chosen or environment.get(PLACE):
-        return Source(Path(place).absolute())
+        return Source(None) if str(place) == OFF else Source(Path(place).absolute())
     if text := environment.get(SIGNING_KEY):
         return Source(None, text)
     return Source(default_path())

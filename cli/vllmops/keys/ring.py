@@ -23,6 +23,8 @@ DAY_S = 24 * 3600
 CARRIER_TTL_S = 30 * DAY_S
 # Servers go on sealing with the key before for a moment, until they have seen the promotion.
 LATE_S = 60
+LONGEST_S = 36_500 * DAY_S  # for which anything may be wanted
+LAST_S = 253_402_300_799  # the end of the year 9999: what comes later is no time
 
 
 class Status(StrEnum):
@@ -102,6 +104,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(f"the secret of {self.kid} is shorter than {SECRET_BYTES} bytes")
         if self.fingerprint != fingerprint(self.secret):
             raise ValueError(f"the secret of {self.kid} is not the one of its fingerprint")
+        if not all(0 <= (at or 0) <= LAST_S for at in (self.created_at, self.not_after)):
+            raise ValueError(f"a time of {self.kid} is none: it is not from 1970 to 9999")
 
     @classmethod
     def of(cls, secret: Secret, status: Status, created_at: float | None = None) -> Key:
@@ -210,7 +214,8 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             overlap_s: seconds for which the old primary opens what it sealed.
 
         Raises:
-            VllmopsError: ``keys.unknown``, or ``keys.revoked`` for a key that opens nothing.
+            VllmopsError: ``keys.unknown``, ``keys.revoked`` for a key that opens nothing, or
+                ``usage`` where the overlap is no number of seconds.
         """
         key = self.get(kid)
         if key.status is Status.REVOKED or key.over(now):
@@ -222,7 +227,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if key.status is Status.PRIMARY:
             return self
-        until = int(now + overlap_s) + LATE_S
+        until = int(now + in_seconds("the overlap", overlap_s)) + LATE_S
         return self.replaced(
             *(
                 msgspec.structs.replace(old, status=Status.VERIFY_ONLY, not_after=until)
@@ -356,6 +361,26 @@ def from_hex(text: str, where: str) -> Secret:
             "vllmops keygen makes one",
         )
     return Secret(content)
+
+
+def in_seconds(what: str, given: float) -> float:
+    """A time that somebody gave, in seconds.
+
+    Args:
+        what: it is for, for the message.
+        given: seconds.
+
+    Raises:
+        VllmopsError: ``usage``: it is below zero, not a number, or over a century.
+    """
+    if 0 <= given <= LONGEST_S:
+        return given
+    raise VllmopsError(
+        "usage",
+        f"{what} is {given:g} s, which is no time that ends within a century",
+        "give a number of seconds, 30 say",
+        exit_code=Exit.USAGE,
+    )
 
 
 def days(seconds: float) -> str:

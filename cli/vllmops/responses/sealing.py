@@ -29,11 +29,15 @@ def seals() -> bool:
     if ring and ring.primary:
         return True
     if not _told:
-        what = "the keyring has no key that seals" if ring else "there is no keyring"
+        what, mend = (
+            ("the keyring has no key that seals", "vllmops keys rotate makes one")
+            if ring is not None
+            else ("there is no keyring", "vllmops serve makes one, unless it has --keyring none")
+        )
         log.warning(
-            "vllmops: a client asked for reasoning.encrypted_content and is not given any: %s; "
-            "vllmops keys rotate makes one",
+            "vllmops: a client asked for reasoning.encrypted_content and is not given any: %s; %s",
             what,
+            mend,
         )
         _told.append(True)
     return False

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ..errors import Exit, VllmopsError
-from ..keys.ring import CARRIER_TTL_S
+from ..keys.ring import CARRIER_TTL_S, in_seconds
 from ..numbers import MOST, number
 from . import opening, urls
 from .backend import Backend, Limits
@@ -26,7 +26,7 @@ LEAST_S = 0.001
 class Format(StrEnum):
     """How a carrier is written."""
 
-    V2 = "v2"  # encrypted
+    V2 = "v2"  # encrypted, and padded
     SIGNED_V1 = "signed-v1"  # as #35903 has it, for all to read
 
 
@@ -108,7 +108,8 @@ def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:
             f"{CARRIER}={' or '.join(Format)}",
             exit_code=Exit.USAGE,
         )
-    return Carriers(Format(name), given(environment, CARRIER_TTL, CARRIER_TTL_S))
+    ttl_s = in_seconds(CARRIER_TTL, given(environment, CARRIER_TTL, CARRIER_TTL_S))
+    return Carriers(Format(name), ttl_s)
 
 
 def given(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .caches import ProcessCaches
-from .engine import Answer
+from .engine import Answer, Seconds
 
 
 class CompareWish(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,8 +16,8 @@ class CompareWish(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: seconds for all of it; the engine may not answer.
     """
 
-    apart_s: float
-    timeout_s: float
+    apart_s: Seconds
+    timeout_s: Seconds
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 # Raised when an answer changes so that an older reader would misread it.
@@ -9,6 +11,10 @@ SCHEMA = 1
 
 BEAT_BYTES = 512
 BEAT_INTERVAL_S = 1.0
+
+# What somebody may wish for: JSON has no NaN and no infinity, but 1e308, which no timer takes.
+LONGEST_S = 36_500 * 24 * 3600
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

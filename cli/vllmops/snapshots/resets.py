@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .engine import Answer
+from .engine import Answer, Seconds
 
 
 class ResetWish(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +15,7 @@ class ResetWish(msgspec.Struct, frozen=True, kw_only=True):
             0 resets at once.
     """
 
-    drain_s: float
+    drain_s: Seconds
 
 
 class ResetDone(Answer, frozen=True, kw_only=True):

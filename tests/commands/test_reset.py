@@ -1,0 +1,151 @@
+"""``vllmops cache reset`` on real agents, each with a stand-in for vLLM's engine client.
+
+Which processes are one server's is told to the command: several API servers of one server that
+have an agent take a vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllmops.client.agent import reach
+from vllmops.commands import reset
+from vllmops.snapshots.resets import ResetWish
+
+Spawn = Callable[..., Any]
+
+CLIENT = """
+import asyncio, threading
+from types import SimpleNamespace
+from vllmops.agent import found
+from vllmops.agent.gate import gate
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+class Client:
+    def __init__(self, left):
+        self.left, self.resets = left, 0
+        self.output_handler = SimpleNamespace(get_loop=lambda: loop)
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: self.left)
+    async def reset_mm_cache(self):
+        self.resets += 1
+client = Client({left})
+found.remember("engine-client", client)
+"""
+
+
+@pytest.fixture
+def api(spawn: Spawn) -> Callable[..., Any]:
+    def start(left: int = 0) -> Any:
+        made = spawn()
+        made.run(CLIENT.format(left=left))
+        return made
+
+    return start
+
+
+@pytest.fixture
+def run(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def command(*children: Any, words: tuple[str, ...] = ()) -> Any:
+        found = [each.process for each in children]
+        server = SimpleNamespace(label="a", url=None, processes=found, of=lambda *_: found)
+        monkeypatch.setattr(reset, "resolve", lambda _: server)
+        return vllmops("cache", "reset", "--timeout", "0.5", *words, "--json")
+
+    return command
+
+
+def resets(child: Any) -> int:
+    return int(child.run("out = client.resets"))
+
+
+def name(child: Any) -> str:
+    return f"api {child.process.pid}"
+
+
+def test_all_of_them(api: Any, run: Any) -> None:
+    one, two = api(), api()
+    answer = run(one, two)
+    assert answer.code == 0, answer
+    rows = answer.data["processes"]
+    assert [(row["pid"], row["done"]) for row in rows] == [
+        (each.process.pid, True) for each in (one, two)
+    ]
+    assert (resets(one), resets(two)) == (1, 1)
+
+
+def test_one_that_is_busy(api: Any, run: Any) -> None:
+    free, busy = api(), api(left=3)
+    answer = run(free, busy)
+    assert (answer.code, answer.error["code"]) == (3, "reset.partly")
+    message = answer.error["message"]
+    assert f"reset by {name(free)} only" in message
+    assert f"{name(busy)} still had 3 in flight" in message
+    assert [row["done"] for row in answer.data["processes"]] == [True, False]
+    assert (resets(free), resets(busy)) == (1, 0)
+    assert busy.run("out = gate.closed") == "False"
+
+
+def test_all_are_busy(api: Any, run: Any) -> None:
+    answer = run(api(left=1), api(left=2))
+    assert (answer.code, answer.error["code"]) == (3, "reset.busy")
+    assert "nothing was reset" in answer.error["message"]
+    assert [row["in_flight"] for row in answer.data["processes"]] == [1, 2]
+    assert run(api(left=1), words=("--now",)).code == 0
+
+
+def test_one_that_does_not_answer(
+    api: Any, run: Any, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reset, "SLACK_S", 0.5)
+    free, stuck, other = api(), api(), spawn()
+    os.kill(stuck.process.pid, signal.SIGSTOP)
+    try:
+        answer = run(free, stuck, other)
+    finally:
+        os.kill(stuck.process.pid, signal.SIGCONT)
+    assert (answer.code, answer.error["code"]) == (5, "reset.partly")
+    assert f"reset by {name(free)} only" in answer.error["message"]
+    assert "no engine client" in answer.error["message"]
+    assert "may do it yet" in answer.error["message"]
+    silent = {each["pid"]: each["code"] for each in answer.data["silent"]}
+    assert silent == {stuck.process.pid: "agent.timeout", other.process.pid: "agent.broken"}
+    answer = run(other)
+    assert (answer.code, answer.error["code"]) == (5, "agent.broken")
+    assert "nothing was reset" in answer.error["message"]
+
+
+def test_none_is_there(run: Any) -> None:
+    answer = run()
+    assert (answer.code, answer.error["code"]) == (5, "reset.no-agent")
+
+
+def test_two_resets_at_once_open_the_gate_again(api: Any) -> None:
+    child = api(left=1)
+
+    def once(drain_s: float) -> Any:
+        return reach(child.process, timeout_s=10).reset(ResetWish(drain_s=drain_s))
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(once, 0.6)
+        time.sleep(0.3)
+        second = pool.submit(once, 0.6)
+        assert not first.result().done
+        assert child.run("out = gate.closed") == "True"
+        assert not second.result().done
+    assert child.run("out = gate.closed") == "False"
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "1e308"])
+def test_a_drain_ends(api: Any, run: Any, timeout: str) -> None:
+    child = api()
+    answer = run(child, words=("--timeout", timeout))
+    assert answer.code == 2
+    assert resets(child) == 0

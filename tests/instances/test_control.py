@@ -1,0 +1,24 @@
+"""What a client says to a supervisor."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from vllmops.instances.control import Wish
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf"), -1.0])
+def test_seconds_are_finite(seconds: float) -> None:
+    """JSON would make no wish of them: the client would wait for ever for an end."""
+    with pytest.raises(ValueError, match="no number of seconds"):
+        Wish(stop=seconds)
+    with pytest.raises(ValueError, match="no number of seconds"):
+        Wish(restart=seconds)
+
+
+def test_what_a_supervisor_takes() -> None:
+    for wish in (Wish(), Wish(hold=True), Wish(stop=0.0), Wish(restart=2.5)):
+        assert msgspec.json.decode(msgspec.json.encode(wish), type=Wish) == wish
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"stop":-1}', type=Wish)
