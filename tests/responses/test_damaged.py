@@ -339,3 +339,13 @@ def test_what_is_no_file_of_lines(name: str, tmp_path: Path, vllmops: Any) -> No
         "responses", "import", name, "--store", f"sqlite:///{tmp_path}/r.db", "--json", timeout_s=30
     )
     assert answer.error["code"] == "responses.unreadable", answer
+
+
+def test_an_export_tells_a_person_what_it_left_out(tmp_path: Path, vllmops: Any) -> None:
+    url = f"sqlite:///{tmp_path}/responses.db"
+    stored(url)
+    answer = vllmops("responses", "export", "--store", url)
+    assert answer.code == 1, answer
+    assert [json.loads(each)["id"] for each in answer.out.splitlines()] == ["resp_good"]
+    assert "left out, as it is damaged: resp_" in answer.err
+    assert "error: unexpected" not in answer.err

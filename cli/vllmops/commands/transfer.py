@@ -109,15 +109,15 @@ def export(
         told(done, out)
     data: dict[str, Any] = {"count": done.count, "running": done.running}
     data["path"] = str(out) if out else None
-    failure: VllmopsError | None = None
+    lacking: VllmopsError | None = None
     if done.damaged:
         data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
-        failure = VllmopsError(
+        lacking = VllmopsError(
             "responses.damaged",
             f"{len(done.damaged):,} responses are damaged, and left out",
             "vllmops responses show ID tells what is left of one",
         )
-    return ended(Result(data), failure, as_json=json_)
+    return ended(Result(data), lacking, as_json=json_)
 
 
 def told(done: Exported, out: Path | None) -> None:

@@ -233,7 +233,8 @@ class Sql(Backend):
             elif self.limits.max_per_key and self.created[response.owner] >= self.every_one:
                 del self.created[response.owner]
                 await self.uses.flush()
-                await self.reduce(response.owner, self.limits.share, response.id)
+                given = (response.owner, self.limits.share, response.id)
+                await self.evicted(len(await self.fetch(self.text(EVICT), *given)))
         return done
 
     async def add(self, response: Response) -> bool:
@@ -425,16 +426,16 @@ class Sql(Backend):
         """Drop what was used longest ago until nobody, and all together, have more than may be."""
         await self.uses.flush()
         shares = dict(await self.shares(EVERYBODY))
-        return sum(
-            [await self.reduce(*each, spared) for each in targets(shares, self.limits).items()]
-        )
+        gone = 0
+        for owner, target in targets(shares, self.limits).items():
+            gone += len(await self.fetch(self.text(EVICT), owner, target, spared))
+        return await self.evicted(gone)
 
-    async def reduce(self, owner: str, target: int, spared: str) -> int:
-        """Drop what an owner used longest ago until no more are left than that."""
-        done = await self.fetch(self.text(EVICT), owner, target, spared)
-        if done:
-            await self.fetch(self.text(META_ADD), "evictions", len(done))
-        return len(done)
+    async def evicted(self, count: int) -> int:
+        """Count what had to make room."""
+        if count:
+            await self.fetch(self.text(META_ADD), "evictions", count)
+        return count
 
     async def shares(self, owner: str) -> list[tuple[str, int]]:
         """How many responses each owner has, the fullest first."""

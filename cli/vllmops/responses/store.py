@@ -525,7 +525,7 @@ def sound(response: Response) -> Response:
     wrong: dict[str, Any] = {
         name: "" for name in TEXTS if not isinstance(getattr(response, name), str)
     }
-    if not isinstance(response.created_at, float):
+    if not isinstance(response.created_at, int | float):
         wrong["created_at"] = 0.0
     if not isinstance(response.previous_id, str | None):
         wrong["previous_id"] = None
