@@ -32,6 +32,7 @@ from vllmops.instances import launch, processes, takedown
 from vllmops.instances.processes import Process, Role, Seen, alive
 from vllmops.instances.record import Folder, Record
 from vllmops.patches import registry
+from vllmops.snapshots import identity
 
 # What commands import late, a user who may not read this Python's library would not find.
 assert registry
@@ -117,7 +118,7 @@ def spawn(tmp_path: Path) -> Iterator[Spawn]:
         children.append(popen)
         assert popen.stdout is not None
         assert popen.stdout.readline() == "'up'\n"
-        created = psutil.Process(popen.pid).create_time()
+        created = identity.of(popen.pid).start_ticks
         return Child(popen, Process(role, popen.pid, created), home)
 
     yield start

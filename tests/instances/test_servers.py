@@ -34,7 +34,7 @@ def start(table: Table, first: int, *words: str, ppid: int = 1) -> int:
     for offset, line in enumerate([" ".join(words), "VLLM::EngineCore", "VLLM::Worker"]):
         pid = FIRST + first + offset
         parent = ppid if offset == 0 else pid - 1
-        table[pid] = Seen(pid, parent, 1000.0 + pid, tuple(line.split()), 2**20, zombie=False)
+        table[pid] = Seen(pid, parent, 1000 + pid, tuple(line.split()), 2**20, zombie=False)
     return FIRST + first
 
 
@@ -182,7 +182,7 @@ def test_a_reused_pid_is_not_the_instance(table: Table, put: Put) -> None:
     put("a", pid)
     for number in range(3):
         seen = table[pid + number]
-        table[pid + number] = Seen(seen.pid, 1, seen.create_time + 60, ("nginx",), 1, zombie=False)
+        table[pid + number] = Seen(seen.pid, 1, seen.start_ticks + 60, ("nginx",), 1, zombie=False)
     (found,) = find()
     assert found.processes == ()
     refusal("target.unknown", Exit.NOT_FOUND, str(pid))
@@ -194,7 +194,7 @@ def test_a_reused_pid_that_is_another_server_is_a_stranger(table: Table, put: Pu
     for number in range(3):
         seen = table[pid + number]
         table[pid + number] = Seen(
-            seen.pid, seen.ppid, seen.create_time + 60, seen.words, 1, zombie=False
+            seen.pid, seen.ppid, seen.start_ticks + 60, seen.words, 1, zombie=False
         )
     ours, stranger = find()
     assert (ours.name, ours.processes) == ("a", ())
@@ -206,7 +206,7 @@ def test_what_is_left_of_an_instance_is_still_its(table: Table, put: Put) -> Non
     pid = serve(table, 0)
     put("a", pid)
     del table[pid]
-    table[pid + 1] = Seen(pid + 1, 1, 1000.0 + pid + 1, ("VLLM::EngineCore",), 1, zombie=False)
+    table[pid + 1] = Seen(pid + 1, 1, 1000 + pid + 1, ("VLLM::EngineCore",), 1, zombie=False)
     (found,) = find()
     assert [p.role for p in found.processes] == [Role.ENGINE, Role.WORKER]
 

@@ -20,6 +20,7 @@ from vllmops.instances import control, ports
 from vllmops.instances.control import Wish
 from vllmops.instances.processes import Process, Role, alive
 from vllmops.instances.record import Folder, State
+from vllmops.snapshots import identity
 
 
 @pytest.mark.parametrize("role", ["api", "engine", "worker"])
@@ -79,7 +80,7 @@ def test_a_stray_process_goes_too(lab: Any) -> None:
     lab.kill(lab.process("a", "worker").pid)
     lab.until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
-    assert not alive(Process(Role.OTHER, stray, 0.0))
+    assert not alive(Process(Role.OTHER, stray, 0))
 
 
 def is_stray(pid: int, session: int) -> bool:
@@ -176,7 +177,9 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
     lab.until(lambda: not Folder("a").supervised())
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        reused = tuple(Process(p.role, bystander.pid, p.create_time - 60) for p in record.processes)
+        reused = tuple(
+            Process(p.role, bystander.pid, p.start_ticks - 6000) for p in record.processes
+        )
         folder = Folder("a")
         long_ago = msgspec.structs.replace(
             record, processes=reused, session=bystander.pid, started_at=record.started_at - 3600
@@ -186,6 +189,48 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
         assert row["processes"] == []
         lab.until(lambda: lab.state("a") == "failed")
         lab.until(lambda: not folder.supervised())
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_set_does_not_lose_the_server(lab: Any, hours: int) -> None:
+    """To set the machine's clock would disturb all that runs on it: the record is shifted instead.
+
+    That is the same: what is in it in seconds since the epoch no longer agrees with what the
+    kernel's boot time, which moves with the clock, and a process's age make of a start.
+    """
+    record = lab.serve("a", stray=True)
+    lab.kill_supervisor("a")
+    times = ("created_at", "stage_at", "started_at", "ready_at")
+    shifted = {name: getattr(record, name) + 3600 * hours for name in times}
+    folder = Folder("a")
+    content = msgspec.json.decode(folder.record_file.read_bytes())
+    for process in content["processes"]:
+        if "create_time" in process:
+            process["create_time"] += 3600 * hours
+    folder.record_file.write_bytes(msgspec.json.encode({**content, **shifted}))
+    lab.kill(record.session)  # what is left has the session as its only bond
+    assert lab.vllmops("ps").code == 0
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+
+
+def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    lab.until(lambda: not Folder("a").supervised())
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        # The same numbers, even the same start after boot, and another boot.
+        there = identity.of(bystander.pid)
+        old = Process(Role.API, there.pid, there.start_ticks, boot="another")
+        folder = Folder("a")
+        folder.write(msgspec.structs.replace(record, processes=(old,), session=bystander.pid))
+        lab.vllmops("ps", "--all")
+        lab.until(lambda: lab.state("a") == "failed")
         assert bystander.poll() is None
     finally:
         bystander.kill()

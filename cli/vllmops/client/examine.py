@@ -492,7 +492,7 @@ def orphans(table: processes.Table) -> Iterator[ProcessState]:
         role = processes.titled(seen.words)
         above = table.get(seen.ppid)
         if role and not (above and any("python" in word for word in above.words[:1])):
-            yield state(Process(role, pid, seen.create_time, " ".join(seen.words), seen.rss_bytes))
+            yield state(Process(role, pid, seen.start_ticks, " ".join(seen.words), seen.rss_bytes))
 
 
 def guard(server: Server) -> Guard:

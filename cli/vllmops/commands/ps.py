@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from ..instances.processes import Role
 from ..instances.record import State, folders
 from ..instances.servers import Server, find, pending, reclaim
 from ..output import Json, Result, command, say, size, span, table, typer_app
+from ..snapshots.identity import age_s
 
 app = typer_app()
 
@@ -114,7 +114,7 @@ def row(server: Server) -> InstanceRow:
         started_by_vllmops=record is not None,
         detached=record.detached if record else None,
         supervised=server.supervised if record and not record.state.over else None,
-        uptime_s=time.time() - server.processes[0].create_time if server.processes else None,
+        uptime_s=age_s(server.processes[0].start_ticks) if server.processes else None,
         rss_bytes=sum(process.rss_bytes or 0 for process in server.processes),
         processes=[
             ProcessRow(p.role, p.pid, p.rss_bytes, agents.get(p.pid)) for p in server.processes

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 import psutil
 
-# The kernel's boot time, which psutil adds to a process's age, moves when the clock is slewed.
-CLOCK_SLACK_S = 2.0
+from ..snapshots import identity
+from ..snapshots.identity import Identity, age_s, boot_id
 
 
 class Role(StrEnum):
@@ -43,21 +44,32 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a server; a pid counts only together with its create time.
+    """One process of a server.
 
     Args:
         role: what it does.
         pid: process id.
-        create_time: seconds since the epoch, as psutil gives it.
+        start_ticks: with the pid and the boot its `Identity`.
         title: command line or title, for a person.
         rss_bytes: resident memory in bytes, None where it can't be read.
+        boot: as in `Identity`.
     """
 
     role: Role
     pid: int
-    create_time: float
+    start_ticks: int
     title: str = ""
     rss_bytes: int | None = None
+    boot: str = field(default_factory=boot_id)
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.pid, self.start_ticks, self.boot)
+
+    @property
+    def create_time(self) -> float:
+        """Seconds since the epoch, by the clock as it is set now: to be shown, not compared."""
+        return time.time() - age_s(self.start_ticks)
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class Seen:
 
     pid: int
     ppid: int
-    create_time: float
+    start_ticks: int
     words: tuple[str, ...]
     rss_bytes: int | None
     zombie: bool
@@ -77,30 +89,36 @@ Table = dict[int, Seen]
 
 def table() -> Table:
     """The process table, one pass over it."""
-    fields = ["pid", "ppid", "create_time", "cmdline", "memory_info", "status"]
-    return {
-        info["pid"]: Seen(
-            pid=info["pid"],
+    found = {}
+    for process in psutil.process_iter(["ppid", "cmdline", "memory_info", "status"]):
+        info = process.info
+        try:
+            start_ticks = identity.of(process.pid).start_ticks
+        except ProcessLookupError:
+            continue  # gone meanwhile
+        found[process.pid] = Seen(
+            pid=process.pid,
             ppid=info["ppid"] or 0,
-            create_time=info["create_time"] or 0.0,
+            start_ticks=start_ticks,
             words=tuple(info["cmdline"] or ()),
             rss_bytes=info["memory_info"].rss if info["memory_info"] else None,
             zombie=info["status"] == psutil.STATUS_ZOMBIE,
         )
-        for info in (process.info for process in psutil.process_iter(fields))
-    }
+    return found
 
 
 def alive(process: Process) -> bool:
-    """Whether this very process runs: same pid, same create time, no zombie."""
+    """Whether this very process runs: same pid, same start, no zombie.
+
+    Raises:
+        OSError: it can't be told: this process can open no file, say.
+    """
     try:
-        found = psutil.Process(process.pid)
-        return (
-            abs(found.create_time() - process.create_time) < CLOCK_SLACK_S
-            and found.status() != psutil.STATUS_ZOMBIE
-        )
-    except psutil.Error:
+        fields = identity.stat(process.pid)
+    except ProcessLookupError:
         return False
+    same = process.identity == Identity(process.pid, int(fields[19]), boot_id())
+    return same and fields[0] not in {"Z", "X"}
 
 
 def titled(words: Sequence[str]) -> Role | None:
@@ -137,13 +155,13 @@ def tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...]:
         seen = queue.pop(0)
         if seen.pid not in found and not seen.zombie:
             found[seen.pid] = seen
-            queue += sorted(children.get(seen.pid, []), key=lambda child: child.create_time)
+            queue += sorted(children.get(seen.pid, []), key=lambda child: child.start_ticks)
     many_api_servers = any(titled(seen.words) is Role.API for seen in found.values())
     return tuple(
         Process(
             role=role(seen, found.get(seen.ppid), many_api_servers=many_api_servers),
             pid=seen.pid,
-            create_time=seen.create_time,
+            start_ticks=seen.start_ticks,
             title=" ".join(seen.words).rstrip(),
             rss_bytes=seen.rss_bytes,
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from ..errors import Exit, VllmopsError
+from ..snapshots.identity import Identity, boot_id
 from . import processes
 from .control import adopt
 from .processes import Process, Role
@@ -89,7 +90,7 @@ def find() -> list[Server]:
             )
         )
     strangers = [stranger(table, pid) for pid in sorted(roots(table)) if pid not in ours]
-    return servers + sorted(strangers, key=lambda server: server.processes[0].create_time)
+    return servers + sorted(strangers, key=lambda server: server.processes[0].start_ticks)
 
 
 def is_in(table: processes.Table, process: Process) -> bool:
@@ -97,7 +98,7 @@ def is_in(table: processes.Table, process: Process) -> bool:
     return (
         seen is not None
         and not seen.zombie
-        and abs(seen.create_time - process.create_time) < processes.CLOCK_SLACK_S
+        and process.identity == Identity(seen.pid, seen.start_ticks, boot_id())
     )
 
 

@@ -28,6 +28,8 @@ import msgspec
 import psutil
 
 from ..client import http as client_http
+from ..snapshots import identity
+from ..snapshots.identity import boot_id
 from . import logs, ports, processes, shm, takedown, watcher
 from .control import Wish
 from .processes import VITAL, Process, Role, alive
@@ -204,9 +206,8 @@ class Supervisor:
         self.tail.lines()  # what was said before is past
         left = [process for process in self.record.processes if alive(process)]
         log(f"taking over {self.record.name}: {len(left)} processes")
-        leader = processes.table().get(self.record.session or 0)
-        if leader and leader.create_time > (self.record.started_at or 0) + processes.CLOCK_SLACK_S:
-            self.publish(session=None)  # its number was reused
+        if self.reused():
+            self.publish(session=None)
         if self.record.state is State.STOPPING:
             await self.take_down()
             self.end(State.STOPPED)
@@ -216,6 +217,21 @@ class Supervisor:
         elif not await self.held():
             await self.take_down()
             self.end(State.FAILED, Failure("the foreground serve that held it died"))
+
+    def reused(self) -> bool:
+        """Whether the session's number may be another session's by now.
+
+        The kernel does not give it away while the session has a process. So either its leader is
+        there, or nobody has that pid; unless the machine was booted since.
+        """
+        known = {process.pid: process.identity for process in self.record.processes}
+        leader = known.get(self.record.session or 0)
+        if leader is None or leader.boot != boot_id():
+            return True
+        try:
+            return identity.of(leader.pid) != leader
+        except ProcessLookupError:
+            return False
 
     async def held(self) -> bool:
         """Whether somebody holds it; a foreground ``serve`` that lives comes back at once."""

@@ -156,7 +156,7 @@ def survivors(tree: Sequence[Process], session: int | None) -> list[Process]:
     table = processes.table()
     found = {process.pid: process for process in tree if alive(process)}
     for pid in members(table, session):
-        found[pid] = Process(Role.OTHER, pid, table[pid].create_time)
+        found[pid] = Process(Role.OTHER, pid, table[pid].start_ticks)
     return list(found.values())
 
 
