@@ -199,7 +199,8 @@ def test_another_users_process_is_told(spawn: Spawn) -> None:
     [
         ("{'schema': 99, 'agent': 'future'}", "agent.newer"),
         ("{'schema': 0}", "agent.older"),
-        ("{'schema': 1}", "agent.broken"),
+        ("{'schema': 1}", "agent.older"),
+        ("{'schema': 2}", "agent.broken"),
         ("['nonsense']", "agent.broken"),
         ("1 / 0", "agent.broken"),
     ],

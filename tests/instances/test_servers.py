@@ -222,7 +222,7 @@ def test_orphans_of_a_stranger(table: Table) -> None:
 
 def test_a_server_below_a_shell_is_one_server(table: Table) -> None:
     shell = FIRST
-    table[shell] = Seen(shell, 1, 1.0, ("bash", "-c", "vllm serve M"), 1, zombie=False)
+    table[shell] = Seen(shell, 1, 1, ("bash", "-c", "vllm serve M"), 1, zombie=False)
     pid = start(table, 1, "/x/bin/python /x/bin/vllm serve M", ppid=shell)
     (found,) = find()
     assert found.pid == pid
@@ -238,7 +238,7 @@ def test_a_worker_below_a_process_that_is_not_vllms(table: Table) -> None:
 
 def test_zombies_are_no_servers(table: Table) -> None:
     words = ("/x/bin/vllm", "serve", "M")
-    table[FIRST] = Seen(FIRST, 1, 1.0, words, None, zombie=True)
+    table[FIRST] = Seen(FIRST, 1, 1, words, None, zombie=True)
     assert find() == []
 
 
@@ -288,11 +288,11 @@ def test_a_name_wins_over_a_pid(table: Table, put: Put) -> None:
 def test_an_instance_is_known_from_a_process_whose_parent_is_gone(table: Table, put: Put) -> None:
     pid = serve(table, 0)
     helper = pid + 7
-    table[helper] = Seen(helper, pid + 2, 7.0, ("helper",), 1, zombie=False)
+    table[helper] = Seen(helper, pid + 2, 7, ("helper",), 1, zombie=False)
     put("a", pid)
     with contextlib.suppress(KeyError):
         del table[pid + 2]
-    table[helper] = Seen(helper, 1, 7.0, ("helper",), 1, zombie=False)
+    table[helper] = Seen(helper, 1, 7, ("helper",), 1, zombie=False)
     (found,) = find()
     assert helper in {p.pid for p in found.processes}
 
@@ -314,7 +314,7 @@ def test_options_of_a_command_line(arguments: list[str], value: str | None) -> N
 
 
 def test_labels() -> None:
-    tree = (Process(Role.API, 5, 1.0),)
+    tree = (Process(Role.API, 5, 1),)
     assert Server("a", tree).label == "a"
     assert Server(None, tree).label == "5"
     assert servers.choices([]) == "none runs on this machine"

@@ -43,6 +43,7 @@ HEALTH_TIMEOUT_S = 2.0
 HOLDER_GRACE_S = 10.0
 LOG_LIMIT_BYTES = int(os.environ.get("VLLMOPS_LOG_MAX_BYTES", str(64 * 2**20)))
 LOGS_KEPT = 3
+OWN_LOG_LIMIT_BYTES = 2**20
 LAST_WORDS_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -81,6 +82,10 @@ class Supervisor:
         self.serving: set[asyncio.Task[Any]] = set()
         self.wishes: asyncio.Queue[Ending] = asyncio.Queue()
         self.child: subprocess.Popen[bytes] | None = None
+        self.rotations = (
+            logs.Rotation(folder.log, limit=LOG_LIMIT_BYTES, keep=LOGS_KEPT),
+            logs.Rotation(folder.supervisor_log, limit=OWN_LOG_LIMIT_BYTES, keep=1),
+        )
         self.tail = logs.Tail(folder.log)
         self.recent: deque[tuple[float, str]] = deque(maxlen=4000)
         self.scanned = 0.0
@@ -254,9 +259,14 @@ class Supervisor:
             self.publish()
         if self.record.state is State.READY:
             self.watch()
-        logs.rotate(self.folder.log, limit=LOG_LIMIT_BYTES, keep=LOGS_KEPT)
+        self.rotate()
         with contextlib.suppress(TimeoutError):
             await self.obey(await asyncio.wait_for(self.wishes.get(), TICK_S))
+
+    def rotate(self) -> None:
+        for rotation in self.rotations:
+            if hindrance := rotation.look():
+                log(hindrance)
 
     def watch(self) -> None:
         """See to it that it is watched, if that is wished."""
