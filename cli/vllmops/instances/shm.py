@@ -198,11 +198,11 @@ def out_of_sight() -> str:
     return ""
 
 
-def clean() -> tuple[Nobodys, list[str]]:
+def clean() -> tuple[Nobodys, list[Segment]]:
     """Remove what is proven to be nobody's, and has been so for a while.
 
     Returns:
-        What is left, and the names of what was removed.
+        What is left, and what was removed.
     """
     found = nobodys()
     old = {each.file for each in found.segments if each.age_s >= OLD_S}
@@ -212,4 +212,4 @@ def clean() -> tuple[Nobodys, list[str]]:
     again = nobodys(lambda each: each.file in old and each.age_s >= OLD_S)
     removed = [] if again.doubt else remove(again.segments)
     left = tuple(each for each in found.segments if each.name not in removed)
-    return Nobodys(left, again.doubt), removed
+    return Nobodys(left, again.doubt), [each for each in found.segments if each.name in removed]
