@@ -352,18 +352,23 @@ class Lab:
     def stranger(self, **play: object) -> Stranger:
         """A server that vllmops did not start, serving."""
         port = self.free_port()
+        server = self.stranger_with("--port", str(port), **play)
+        server.port = port
+        self.until(lambda: healthy(f"http://127.0.0.1:{port}"))
+        return server
+
+    def stranger_with(self, *words: str, **play: object) -> Stranger:
+        """A server that vllmops did not start, with these arguments."""
         command = [sys.executable, "-m", "vllmops.agent.launch", "serve", str(self.model)]
         server = Stranger(
-            [*command, "--port", str(port)],
+            [*command, *words],
             env={**os.environ, "STANDIN": json.dumps(play)},
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        server.port = port
         self.strangers.append(server)
         # A parent that collects it at once, as a shell does.
         threading.Thread(target=server.wait, daemon=True).start()
-        self.until(lambda: healthy(f"http://127.0.0.1:{port}"))
         return server
 
     def pid_of(self, tree: Iterable[Process], role: str) -> int:
@@ -422,7 +427,7 @@ class Lab:
         assert of.session
         assert not [p for p in of.processes if alive(p)]
         assert not takedown.members(processes.table(), of.session)
-        assert launch.bind("127.0.0.1", of.port) is None
+        assert of.port is None or launch.bind("127.0.0.1", of.port) is None
         assert of.segments
         assert not [name for name in of.segments if Path("/dev/shm", name).exists()]
 

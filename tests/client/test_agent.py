@@ -262,7 +262,7 @@ def test_home_where_a_title_hides_the_environment(spawn: Spawn, tmp_path: Path) 
             " stdin=subprocess.PIPE, env={}).pid"
         )
     )
-    process = Process(Role.WORKER, pid, 0.0)
+    process = Process(Role.WORKER, pid, 0)
     until(lambda: agent.environ(pid) == {})
     assert agent.socket_path(process) == tmp_path / "theirs" / "agents" / f"{pid}.sock"
 

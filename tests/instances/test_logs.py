@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -227,7 +228,12 @@ def test_on_a_full_disk_hardly_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
     tried = []
     copy = shutil.copyfileobj
-    monkeypatch.setattr(shutil, "copyfileobj", lambda *words: (tried.append(1), copy(*words)))
+
+    def counted(*words: Any) -> None:
+        tried.append(1)
+        copy(*words)
+
+    monkeypatch.setattr(shutil, "copyfileobj", counted)
     said = [rotation.look() for _ in range(100)]
     assert len(tried) == 1
     assert [each for each in said if each] == ["server.log is not rotated: No space left on device"]

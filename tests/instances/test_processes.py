@@ -86,7 +86,7 @@ def test_a_fork_that_has_executed_nothing_yet_is_none_of_them() -> None:
 
 def test_titles_as_setproctitle_pads_them() -> None:
     found = process_table((10, 1, VLLM_SERVE))
-    found[12] = Seen(12, 10, 1012.0, ("VLLM::EngineCore", "", "", ""), 1, zombie=False)
+    found[12] = Seen(12, 10, 1012, ("VLLM::EngineCore", "", "", ""), 1, zombie=False)
     assert [(p.role, p.title) for p in tree(found, [12])] == [(Role.ENGINE, "VLLM::EngineCore")]
 
 

@@ -15,7 +15,8 @@ from vllmops.errors import Exit, VllmopsError
 from vllmops.instances import processes, servers
 from vllmops.instances.processes import Process, Role, Seen, Table
 from vllmops.instances.record import Failure, Folder, Record, State
-from vllmops.instances.servers import Server, find, is_local, option, resolve
+from vllmops.instances.servers import Server, find, is_local, resolve
+from vllmops.instances.shape import option
 
 FIRST = 2**22 + 10  # above every real pid
 Put = Callable[..., Record]
@@ -230,8 +231,8 @@ def test_a_server_below_a_shell_is_one_server(table: Table) -> None:
 
 def test_a_worker_below_a_process_that_is_not_vllms(table: Table) -> None:
     pid = serve(table, 0)
-    table[pid + 5] = Seen(pid + 5, pid, 5.0, ("ray-worker",), 1, zombie=False)
-    table[pid + 6] = Seen(pid + 6, pid + 5, 6.0, ("VLLM::Worker_TP1",), 1, zombie=False)
+    table[pid + 5] = Seen(pid + 5, pid, 5, ("ray-worker",), 1, zombie=False)
+    table[pid + 6] = Seen(pid + 6, pid + 5, 6, ("VLLM::Worker_TP1",), 1, zombie=False)
     (found,) = find()
     assert len(found.processes) == 5
 

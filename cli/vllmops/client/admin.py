@@ -12,6 +12,7 @@ from ..errors import Exit, VllmopsError
 from ..keys import file
 from ..keys.ring import Ring
 from ..snapshots.keys import ProcessKeys
+from . import http
 from .agent import DECODERS
 from .responses import Place
 
@@ -59,14 +60,17 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         )
     try:
         # On this machine a proxy for the outside is not asked, nor has a certificate its name.
-        answer = httpx.post(
-            f"{place.url}{admin.KEYS}",
-            content=file.encode(ring),
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        with httpx.Client(
             timeout=TIMEOUT_S,
             trust_env=not place.local,
             verify=not place.local,
-        )
+            mounts=http.MOUNTS,
+        ) as client:
+            answer = client.post(
+                f"{place.url}{admin.KEYS}",
+                content=file.encode(ring),
+                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+            )
     except httpx.TimeoutException as error:
         raise VllmopsError(
             "admin.timeout",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 
+from ..instances.shape import UNIX, unix_path
 from ..snapshots.metrics import Metrics
 from ..snapshots.server import Canary, Outcome
 
@@ -48,6 +50,60 @@ FIELDS: tuple[tuple[str, dict[str, str], str], ...] = (
         for end, unit in (("sum", "s"), ("count", "n"))
     ),
 )
+
+
+class UnixSocket(httpx.BaseTransport):
+    """HTTP through the Unix socket that is a URL's host, as `unix_url` writes it."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        with httpx.HTTPTransport(uds=rerouted(request)) as transport:
+            answer = transport.handle_request(request)
+            answer.read()
+        return answer
+
+
+class AsyncUnixSocket(httpx.AsyncBaseTransport):
+    """The same for asyncio; a connection for each request, closed with its answer."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        transport = httpx.AsyncHTTPTransport(uds=rerouted(request))
+        try:
+            answer = await transport.handle_async_request(request)
+        except BaseException:
+            await transport.aclose()
+            raise
+        assert isinstance(answer.stream, httpx.AsyncByteStream)
+        answer.stream = Closing(answer.stream, transport)
+        return answer
+
+
+class Closing(httpx.AsyncByteStream):
+    """A stream that takes its connection with it."""
+
+    def __init__(self, stream: httpx.AsyncByteStream, transport: httpx.AsyncHTTPTransport) -> None:
+        self.stream = stream
+        self.transport = transport
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self.stream:
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self.stream.aclose()
+        await self.transport.aclose()
+
+
+def rerouted(request: httpx.Request) -> str:
+    """Give a request a URL that HTTP knows; returns the path of the socket that it goes through."""
+    path = unix_path(str(request.url))
+    assert path is not None
+    request.url = request.url.copy_with(scheme="http", host="localhost")
+    request.headers["Host"] = "localhost"
+    return path
+
+
+MOUNTS: dict[str, httpx.BaseTransport | None] = {UNIX: UnixSocket()}
+ASYNC_MOUNTS: dict[str, httpx.AsyncBaseTransport | None] = {UNIX: AsyncUnixSocket()}
 
 
 def healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
@@ -130,7 +186,8 @@ def get(url: str, timeout_s: float) -> httpx.Response:
 
 def ask(method: str, url: str, timeout_s: float, **fields: Any) -> httpx.Response:
     # A proxy for the outside is not for a server on this machine, whose certificate is its own.
-    return httpx.request(method, url, timeout=timeout_s, trust_env=False, verify=False, **fields)  # noqa: S501
+    with httpx.Client(timeout=timeout_s, trust_env=False, verify=False, mounts=MOUNTS) as client:  # noqa: S501
+        return client.request(method, url, **fields)
 
 
 def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:

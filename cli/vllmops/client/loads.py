@@ -20,6 +20,7 @@ import httpx
 from ..demo.inputs import png, wav
 from ..errors import Exit, VllmopsError
 from ..instances.servers import Server
+from . import http
 
 CONNECTIONS = 32
 TIMEOUT_S = 120.0
@@ -272,6 +273,7 @@ def connect() -> httpx.Client:
         # A proxy for the outside is not for a server on this machine, whose certificate is its own.
         trust_env=False,
         verify=False,  # noqa: S501
+        mounts=http.MOUNTS,
     )
 
 

@@ -14,6 +14,7 @@ from ..diagnose import doctor as judge
 from ..diagnose.findings import Finding, Severity, worst
 from ..diagnose.stacks import StackFinding
 from ..errors import Exit, VllmopsError
+from ..instances.shape import shown
 from ..output import Folded, Json, Line, Progress, Result, command, size, span, table, typer_app
 from ..snapshots.metrics import Metrics
 from ..snapshots.server import ServerSnapshot, Unseen
@@ -249,7 +250,7 @@ def headline(snapshot: ServerSnapshot) -> str:
     if snapshot.model:
         parts.append(f"serves {snapshot.model}")
     if snapshot.url:
-        parts.append(f"at {snapshot.url}")
+        parts.append(f"at {shown(snapshot.url)}")
     if snapshot.state:
         parts.append(snapshot.state)
     if snapshot.uptime_s is not None:

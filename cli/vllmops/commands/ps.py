@@ -14,8 +14,10 @@ from ..client import agent
 from ..client import http as client_http
 from ..errors import VllmopsError
 from ..instances.processes import Role
+from ..instances.readiness import engines_up
 from ..instances.record import State, folders
 from ..instances.servers import Server, find, pending, reclaim
+from ..instances.shape import shown
 from ..output import Json, Result, command, say, size, span, table, typer_app
 from ..snapshots.identity import age_s
 
@@ -51,6 +53,8 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int
     processes: list[ProcessRow]
     failure: str | None = None
+    uds: str | None = None
+    headless: bool = False
 
 
 @app.command(epilog="Example: vllmops ps --json")
@@ -120,6 +124,8 @@ def row(server: Server) -> InstanceRow:
             ProcessRow(p.role, p.pid, p.rss_bytes, agents.get(p.pid)) for p in server.processes
         ],
         failure=record.failure.cause if record and record.failure else None,
+        uds=server.uds,
+        headless=server.headless,
     )
 
 
@@ -130,10 +136,19 @@ def state(server: Server) -> str:
         return server.record.state if server.record.state.over or alive else "died"
     if not server.of(Role.API, Role.LAUNCHER):
         return "orphaned"
+    if server.headless:
+        return "ready" if engines_up(server.processes) else "starting, or without an agent"
     health = client_http.status(server.url) if server.url else None
     if health == 200:
         return "ready"
     return f"unhealthy ({health})" if health else "not answering"
+
+
+def address(one: InstanceRow) -> str:
+    """Where it is reached, for a person."""
+    if one.url:
+        return shown(one.url)
+    return "headless" if one.headless else "no port"
 
 
 def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
@@ -150,7 +165,7 @@ def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
         if shown:
             shown.append("")
         shown.append(head)
-        shown.append(Text(f"  {one.url or 'no port'}  {one.model or ''}", overflow="fold"))
+        shown.append(Text(f"  {address(one)}  {one.model or ''}", overflow="fold"))
         if one.failure:
             shown.append(Text(f"  {one.failure}", style="red", overflow="fold"))
         processes = table("  process", "pid", "rss", "agent", right=["pid", "rss"])

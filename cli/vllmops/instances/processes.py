@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,13 @@ import psutil
 
 from ..snapshots import identity
 from ..snapshots.identity import Identity, age_s, boot_id
+from .shape import shape
 
 
 class Role(StrEnum):
     """What a process does in a server."""
 
-    LAUNCHER = "launcher"  # the parent of several API servers
+    LAUNCHER = "launcher"  # the parent of several API servers, or of engines alone
     API = "api"
     ENGINE = "engine"
     WORKER = "worker"
@@ -190,9 +192,28 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
         return Role.OTHER
     if told := titled(seen.words):
         return told
-    if serve_arguments(seen.words) is not None:
-        return Role.LAUNCHER if many_api_servers else Role.API
+    if (arguments := serve_arguments(seen.words)) is not None:
+        return Role.LAUNCHER if many_api_servers or shape(arguments).headless else Role.API
     return Role.OTHER
+
+
+def absolute(pid: int, path: str) -> str:
+    """A path as a process means it."""
+    if os.path.isabs(path):
+        return path
+    try:
+        return os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
+    except OSError:
+        return path
+
+
+def listens_on(pid: int, path: str) -> bool:
+    """Whether a process has a Unix socket of that path, False if it can't be looked into."""
+    try:
+        own = {str(s.laddr) for s in psutil.Process(pid).net_connections("unix") if s.laddr}
+    except psutil.Error:
+        return False
+    return os.path.realpath(path) in {os.path.realpath(absolute(pid, each)) for each in own}
 
 
 def listening_ports(pid: int) -> list[int]:

@@ -22,15 +22,15 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 
-from ..client import http as client_http
 from ..snapshots import identity
 from ..snapshots.identity import boot_id
-from . import logs, ports, processes, shm, takedown, watcher
+from . import logs, ports, processes, readiness, shape, shm, takedown, watcher
 from .control import Wish
 from .processes import VITAL, Process, Role, alive
 from .record import Failure, Folder, Record, State
@@ -39,13 +39,22 @@ TICK_S = 0.25
 SCAN_STARTING_S = 0.5
 SCAN_READY_S = 5.0
 WATCH_S = 10.0  # between two starts of a watch
-HEALTH_TIMEOUT_S = 2.0
+GOODBYE_S = 2.0
+CLIENTS = 100  # each costs a file descriptor
+UNREAD_BYTES = 2**20  # of a client that does not read
+HOUSE_S = 1.0  # between two looks at the files it needs
+RETRY_S = 1.0
 HOLDER_GRACE_S = 10.0
 LOG_LIMIT_BYTES = int(os.environ.get("VLLMOPS_LOG_MAX_BYTES", str(64 * 2**20)))
 LOGS_KEPT = 3
 OWN_LOG_LIMIT_BYTES = 2**20
 LAST_WORDS_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
+
+
+def trouble() -> None:
+    """Write down what was not foreseen."""
+    log(traceback.format_exc().rstrip())
 
 
 def log(text: str) -> None:
@@ -91,6 +100,9 @@ class Supervisor:
         self.scanned = 0.0
         self.watch_due = 0.0
         self.unsaved = False
+        self.up: set[int] = set()
+        self.socket: int | None = None  # the inode of the control socket
+        self.housekept = 0.0
 
     # -- clients -----------------------------------------------------------------------------
 
@@ -100,12 +112,16 @@ class Supervisor:
         try:
             self.server = await asyncio.start_unix_server(self.serve, self.folder.control)
             self.folder.control.chmod(0o600)
+            self.socket = self.folder.control.lstat().st_ino
         except OSError as error:  # a full disk: what was asked for at birth still works
             log(f"no control socket: {error}")
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task
+        if len(self.clients) >= CLIENTS:
+            writer.close()
+            return
         self.serving.add(task)
         self.clients.add(writer)
         self.send(writer)
@@ -134,6 +150,8 @@ class Supervisor:
         return True
 
     def send(self, writer: asyncio.StreamWriter) -> None:
+        if writer.transport.get_write_buffer_size() > UNREAD_BYTES:
+            writer.transport.abort()
         if not writer.is_closing():
             writer.write(msgspec.json.encode(self.record) + b"\n")
 
@@ -169,16 +187,19 @@ class Supervisor:
             try:
                 await self.tick()
             except Exception:  # a server must not lose its supervisor over one bad look
-                traceback.print_exc()
-                await asyncio.sleep(1)
+                trouble()
+                await asyncio.sleep(RETRY_S)
         await self.goodbye()
 
     async def launch(self) -> None:
-        logs.start_new(self.folder.log)
-        self.tail = logs.Tail(self.folder.log)
         self.recent.clear()
+        self.up.clear()
         environment = {**os.environ, **self.record.environment}
+        if self.record.uds:
+            shape.remove_dead(self.record.uds)
         try:
+            logs.start_new(self.folder.log)
+            self.tail = logs.Tail(self.folder.log)
             with self.folder.log.open("ab") as log:
                 self.child = subprocess.Popen(  # noqa: ASYNC220 - returns at once
                     self.record.command,
@@ -190,7 +211,7 @@ class Supervisor:
                     start_new_session=True,
                 )
         except OSError as error:
-            self.end(State.FAILED, Failure(f"{error.filename}: {error.strerror}"))
+            self.end(State.FAILED, Failure(f"{error.filename or 'vLLM'}: {error.strerror}"))
             return
         self.publish(
             state=State.STARTING,
@@ -198,6 +219,7 @@ class Supervisor:
             stage_at=time.time(),
             started_at=time.time(),
             ready_at=None,
+            ready_s=None,
             ended_at=None,
             failure=None,
             exit_code=None,
@@ -254,7 +276,15 @@ class Supervisor:
         if self.record.state is State.STARTING and await asyncio.to_thread(self.healthy):
             now = time.time()
             self.scan()
-            self.publish(state=State.READY, stage="ready", stage_at=now, ready_at=now)
+            took = min(self.record.processes, key=lambda process: process.start_ticks)
+            self.publish(
+                state=State.READY,
+                stage="ready",
+                stage_at=now,
+                ready_at=now,
+                ready_s=identity.age_s(took.start_ticks),
+            )
+        await self.keep_house()
         if self.unsaved:
             self.publish()
         if self.record.state is State.READY:
@@ -262,6 +292,30 @@ class Supervisor:
         self.rotate()
         with contextlib.suppress(TimeoutError):
             await self.obey(await asyncio.wait_for(self.wishes.get(), TICK_S))
+
+    async def keep_house(self) -> None:
+        """Make again what somebody deleted: its folder, record, lock and control socket."""
+        now = time.monotonic()
+        if now - self.housekept < HOUSE_S:
+            return
+        self.housekept = now
+        folder = self.folder
+        try:
+            folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if inode(folder.lock_file) != os.fstat(self.lock).st_ino:
+                lock = folder.lock()
+                if lock is None:
+                    log("another supervisor holds it now")
+                    raise SystemExit(0)
+                os.close(self.lock)
+                self.lock = lock
+            self.unsaved |= not folder.record_file.exists()
+            if inode(folder.control) != self.socket:
+                if self.server:
+                    self.server.close()
+                await self.listen()
+        except OSError as error:  # a full disk, no descriptor left: the next look may succeed
+            log(f"{error.filename or folder.path}: {error.strerror}")
 
     def rotate(self) -> None:
         for rotation in self.rotations:
@@ -281,13 +335,11 @@ class Supervisor:
             log(f"no watch: {error}")
 
     def healthy(self) -> bool:
-        """Whether it serves: it, and not another server that was faster to take the port."""
-        ours = any(
-            self.record.port in processes.listening_ports(process.pid)
-            for process in self.record.processes
-            if process.role in {Role.API, Role.LAUNCHER}
-        )
-        return ours and client_http.healthy(self.record.url)
+        """Whether it is ready, as a server of its shape is."""
+        record = self.record
+        if record.headless:
+            return readiness.engines_up(record.processes, self.up)
+        return readiness.serves(record.processes, record.url, port=record.port, uds=record.uds)
 
     def look(self) -> None:
         """Bring the record up to date: processes, segments, stage."""
@@ -298,6 +350,8 @@ class Supervisor:
             self.scan()
         for line in self.tail.lines():
             self.recent.append((now, line))
+            if starting and (up := readiness.says_up(line)):
+                self.up.add(up)
             stage = logs.stage(line) if starting else None
             if stage and logs.STAGES.index(stage) > logs.STAGES.index(self.record.stage):
                 self.publish(stage=stage, stage_at=time.time())
@@ -354,7 +408,13 @@ class Supervisor:
         """Stop, or stop and start again; a further wish in the meantime cuts the drain short."""
         was_ready = self.record.state is State.READY
         self.publish(state=State.STOPPING, note="stopping")
-        note = await self.drain(ending.drain_s) if ending.drain_s and was_ready else ""
+        note = ""
+        if ending.drain_s and was_ready:
+            try:
+                note = await self.drain(ending.drain_s)
+            except Exception:  # to stop comes first
+                trouble()
+                note = "not drained"
         self.publish(note="stopping")
         await self.take_down()
         if ending.again and (self.holders or self.record.detached):
@@ -378,10 +438,22 @@ class Supervisor:
         )
 
     async def take_down(self) -> None:
-        self.scan()
-        remains = await asyncio.to_thread(
-            takedown.take_down, self.record.processes, self.record.session, self.record.segments
-        )
+        """End all of it; where something hinders that, such as no descriptor left, again."""
+        while True:
+            try:
+                self.scan()
+                remains = await asyncio.to_thread(
+                    takedown.take_down,
+                    self.record.processes,
+                    self.record.session,
+                    self.record.segments,
+                )
+                break
+            except Exception:
+                trouble()
+                await asyncio.sleep(RETRY_S)
+        if self.record.uds:
+            shape.remove_dead(self.record.uds)
         if remains.removed:
             log(f"removed from /dev/shm: {', '.join(remains.removed)}")
         self.reap()
@@ -409,14 +481,21 @@ class Supervisor:
             os.close(self.port)
         if self.server:
             self.server.close()
+        drains = [asyncio.wait_for(writer.drain(), GOODBYE_S) for writer in self.clients]
+        await asyncio.gather(*drains, return_exceptions=True)
         for writer in list(self.clients):
-            with contextlib.suppress(OSError):
-                await asyncio.wait_for(writer.drain(), HEALTH_TIMEOUT_S)
             writer.close()
         # Who is still served when the loop ends is cancelled, and asyncio logs that as an error.
         if self.serving:
-            await asyncio.wait(self.serving, timeout=HEALTH_TIMEOUT_S)
+            await asyncio.wait(self.serving, timeout=GOODBYE_S)
         self.folder.control.unlink(missing_ok=True)
+
+
+def inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def main() -> None:
@@ -432,11 +511,16 @@ def main() -> None:
         os.set_inheritable(given.port, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Sent to all at once, by systemd say, to end the server: who takes that down is needed yet.
+    # No SIG_IGN, which the server would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     folder = Folder(given.name)
     record = folder.read()
     assert record is not None
     client = socket.socket(fileno=given.client)
-    port = ports.claim(record.port) if given.port is None else given.port
+    port = given.port
+    if port is None and record.port is not None:
+        port = ports.claim(record.port)
     supervisor = Supervisor(folder, record, given.lock, port)
     asyncio.run(supervisor.run(launch=given.launch, client=client))
 
