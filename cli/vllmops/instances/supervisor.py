@@ -85,7 +85,7 @@ class Supervisor:
         self.port = port
         self.folder = folder
         self.record = record
-        self.clients: set[asyncio.StreamWriter] = set()
+        self.clients: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self.holders: set[asyncio.StreamWriter] = set()
         self.server: asyncio.Server | None = None
         self.serving: set[asyncio.Task[Any]] = set()
@@ -119,16 +119,16 @@ class Supervisor:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task
-        if len(self.clients) >= CLIENTS:
-            writer.close()
-            return
+        if len(self.clients) >= CLIENTS:  # who only listens, for the longest, comes again
+            for listener in [each for each in self.clients if each not in self.holders][:1]:
+                listener.close()
         self.serving.add(task)
-        self.clients.add(writer)
+        self.clients[writer] = None
         self.send(writer)
         with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
             while await self.hear(reader, writer):
                 pass
-        self.clients.discard(writer)
+        self.clients.pop(writer, None)
         if writer in self.holders:
             self.holders.discard(writer)
             self.wishes.put_nowait(Ending())
@@ -168,7 +168,7 @@ class Supervisor:
             if not self.unsaved:
                 log(f"record not saved, will try again: {error}")
             self.unsaved = True
-        for writer in self.clients if told else ():
+        for writer in list(self.clients) if told else ():
             self.send(writer)
 
     # -- life --------------------------------------------------------------------------------
