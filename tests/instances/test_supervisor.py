@@ -358,7 +358,8 @@ def test_descriptors_run_out_while_it_stops(lab: Any) -> None:
 def test_many_clients_do_not_use_up_its_descriptors(lab: Any) -> None:
     record = lab.serve("a")
     clients = [control.connect(Folder("a")) for _ in range(300)]
-    assert len(os.listdir(f"/proc/{lab.supervisor('a')}/fd")) < 150
+    descriptors = Path(f"/proc/{lab.supervisor('a')}/fd")
+    lab.until(lambda: len(list(descriptors.iterdir())) < 150)
     assert lab.vllmops("stop", "a", timeout_s=20).code == 0
     lab.nothing_left(record)
     for each in clients:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -17,6 +17,7 @@ from ..snapshots.metrics import Metrics
 from ..snapshots.server import Canary, Outcome
 
 TIMEOUT_S = 2.0
+ANSWER_BYTES = 64 * 2**20
 
 
 # A sample's name, and labels that it must have, to the field that it adds to.
@@ -56,14 +57,34 @@ class UnixSocket(httpx.BaseTransport):
     """HTTP through the Unix socket that is a URL's host, as `unix_url` writes it."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        with httpx.HTTPTransport(uds=rerouted(request)) as transport:
+        transport = httpx.HTTPTransport(uds=rerouted(request))
+        try:
             answer = transport.handle_request(request)
-            answer.read()
+        except BaseException:
+            transport.close()
+            raise
+        assert isinstance(answer.stream, httpx.SyncByteStream)
+        answer.stream = Closing(answer.stream, transport)
         return answer
 
 
+class Closing(httpx.SyncByteStream):
+    """A stream that takes its connection with it."""
+
+    def __init__(self, stream: httpx.SyncByteStream, transport: httpx.HTTPTransport) -> None:
+        self.stream = stream
+        self.transport = transport
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.stream
+
+    def close(self) -> None:
+        self.stream.close()
+        self.transport.close()
+
+
 class AsyncUnixSocket(httpx.AsyncBaseTransport):
-    """The same for asyncio; a connection for each request, closed with its answer."""
+    """The same for asyncio."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         transport = httpx.AsyncHTTPTransport(uds=rerouted(request))
@@ -73,12 +94,12 @@ class AsyncUnixSocket(httpx.AsyncBaseTransport):
             await transport.aclose()
             raise
         assert isinstance(answer.stream, httpx.AsyncByteStream)
-        answer.stream = Closing(answer.stream, transport)
+        answer.stream = AsyncClosing(answer.stream, transport)
         return answer
 
 
-class Closing(httpx.AsyncByteStream):
-    """A stream that takes its connection with it."""
+class AsyncClosing(httpx.AsyncByteStream):
+    """The same for asyncio."""
 
     def __init__(self, stream: httpx.AsyncByteStream, transport: httpx.AsyncHTTPTransport) -> None:
         self.stream = stream
@@ -185,9 +206,20 @@ def get(url: str, timeout_s: float) -> httpx.Response:
 
 
 def ask(method: str, url: str, timeout_s: float, **fields: Any) -> httpx.Response:
+    """Ask a server on this machine; httpx bounds each wait, and here the answer as a whole, too."""
+    deadline = time.monotonic() + timeout_s
+    content = b""
     # A proxy for the outside is not for a server on this machine, whose certificate is its own.
-    with httpx.Client(timeout=timeout_s, trust_env=False, verify=False, mounts=MOUNTS) as client:  # noqa: S501
-        return client.request(method, url, **fields)
+    with (
+        httpx.Client(timeout=timeout_s, trust_env=False, verify=False, mounts=MOUNTS) as client,  # noqa: S501
+        client.stream(method, url, **fields) as answer,
+    ):
+        for chunk in answer.iter_bytes():
+            content += chunk
+            if time.monotonic() > deadline or len(content) > ANSWER_BYTES:
+                raise httpx.ReadTimeout("it does not come to an end", request=answer.request)
+    kept = {"content-type": answer.headers.get("content-type", "")}
+    return httpx.Response(answer.status_code, headers=kept, content=content, request=answer.request)
 
 
 def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:

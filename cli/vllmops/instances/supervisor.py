@@ -121,6 +121,7 @@ class Supervisor:
         assert task
         if len(self.clients) >= CLIENTS:  # who only listens, for the longest, comes again
             for listener in [each for each in self.clients if each not in self.holders][:1]:
+                del self.clients[listener]
                 listener.close()
         self.serving.add(task)
         self.clients[writer] = None
