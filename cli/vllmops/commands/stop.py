@@ -95,22 +95,22 @@ def restart(
     folder = Folder(record.name)
     if record.state is State.STOPPING:
         record = settled(folder, record, quiet=json_)
-    session = started(folder, record)
-    if session is None:
-        session = Session(folder, connect(folder))
+    fresh = started(folder, record)
+    session = fresh or Session(folder, connect(folder))
+    if fresh is None:
         session.send(Wish(restart=0.0 if force else timeout))
     before = record.started_at
     try:
         record = stay(session, record, detach=True, log=False, quiet=json_)
-    except VllmopsError:
-        # It died just before the wish came to its supervisor, which takes down what is left.
+    except VllmopsError as error:
+        # It died just before the wish came to its supervisor, which took down what was left.
         over = folder.read()
-        if over is None or over.started_at != before:
+        if fresh or error.code != "serve.failed" or over is None or over.started_at != before:
             raise
-        session = started(folder, over)
-        if session is None:
+        fresh = started(folder, over)
+        if fresh is None:
             raise
-        record = stay(session, over, detach=True, log=False, quiet=json_)
+        record = stay(fresh, over, detach=True, log=False, quiet=json_)
     if record.state is State.STOPPED:
         raise VllmopsError("restart.stopped", f"{record.name} was stopped in the meantime")
     return Result(instance(record), lambda: summary(record))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ def segments() -> list[Segment]:
         for name in sorted(os.listdir(SHM)):
             with contextlib.suppress(OSError):
                 at = (SHM / name).lstat()
+                if not stat.S_ISREG(at.st_mode):
+                    continue
                 age_s = max(now - at.st_mtime, 0.0)
                 file = at.st_dev, at.st_ino
                 found.append(Segment(name, file, at.st_size, at.st_uid, age_s))
@@ -77,11 +80,16 @@ def files_of(pid: int) -> set[File]:
         for major, minor, inode, _ in MAPPING.findall(maps)
         if (major, minor) == words
     }
+    names = set(os.listdir(SHM))
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            at = os.stat(f"/proc/{pid}/fd/{descriptor}")
-            if at.st_dev == device:
-                used.add((device, at.st_ino))
+            link = f"/proc/{pid}/fd/{descriptor}"
+            # In whichever place it is mounted there, it has its name. Others are not asked for
+            # what they are: a file on a network that hangs would never answer.
+            if os.path.basename(os.readlink(link)).removesuffix(" (deleted)") in names:
+                at = os.stat(link)
+                if at.st_dev == device:
+                    used.add((device, at.st_ino))
     return used
 
 

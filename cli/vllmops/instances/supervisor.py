@@ -211,8 +211,13 @@ class Supervisor:
                     env=environment,
                     start_new_session=True,
                 )
-        except OSError as error:
-            self.end(State.FAILED, Failure(f"{error.filename or 'vLLM'}: {error.strerror}"))
+        except (OSError, ValueError) as error:  # ValueError: a NUL in an argument, say
+            why = (
+                f"{error.filename or 'vLLM'}: {error.strerror}"
+                if isinstance(error, OSError)
+                else f"vLLM can't be started: {error}"
+            )
+            self.end(State.FAILED, Failure(why))
             return
         self.publish(
             state=State.STARTING,
@@ -231,7 +236,8 @@ class Supervisor:
 
     async def take_over(self) -> None:
         """Go on where a supervisor died; finish what has no one to hold it any more."""
-        self.tail.lines()  # what was said before is past
+        for line in self.tail.lines():  # what was said before is past, but who is up still is
+            self.note_up(line)
         left = [process for process in self.record.processes if alive(process)]
         log(f"taking over {self.record.name}: {len(left)} processes")
         if self.reused():
@@ -311,7 +317,7 @@ class Supervisor:
                 os.close(self.lock)
                 self.lock = lock
             self.unsaved |= not folder.record_file.exists()
-            if inode(folder.control) != self.socket:
+            if self.socket is None or inode(folder.control) != self.socket:
                 if self.server:
                     self.server.close()
                 await self.listen()
@@ -351,11 +357,14 @@ class Supervisor:
             self.scan()
         for line in self.tail.lines():
             self.recent.append((now, line))
-            if starting and (up := readiness.says_up(line)):
-                self.up.add(up)
+            self.note_up(line)
             stage = logs.stage(line) if starting else None
             if stage and logs.STAGES.index(stage) > logs.STAGES.index(self.record.stage):
                 self.publish(stage=stage, stage_at=time.time())
+
+    def note_up(self, line: str) -> None:
+        if self.record.state is State.STARTING and (up := readiness.says_up(line)):
+            self.up.add(up)
 
     def scan(self) -> tuple[Process, ...]:
         """Take stock of the tree; what has died stays listed until somebody has noticed."""
