@@ -32,6 +32,7 @@ from vllmops.instances import launch, processes, takedown
 from vllmops.instances.processes import Process, Role, Seen, alive
 from vllmops.instances.record import Folder, Record
 from vllmops.patches import registry
+from vllmops.snapshots import identity
 
 # What commands import late, a user who may not read this Python's library would not find.
 assert registry
@@ -117,7 +118,7 @@ def spawn(tmp_path: Path) -> Iterator[Spawn]:
         children.append(popen)
         assert popen.stdout is not None
         assert popen.stdout.readline() == "'up'\n"
-        created = psutil.Process(popen.pid).create_time()
+        created = identity.of(popen.pid).start_ticks
         return Child(popen, Process(role, popen.pid, created), home)
 
     yield start
@@ -369,18 +370,23 @@ class Lab:
     def stranger(self, **play: object) -> Stranger:
         """A server that vllmops did not start, serving."""
         port = self.free_port()
+        server = self.stranger_with("--port", str(port), **play)
+        server.port = port
+        self.until(lambda: healthy(f"http://127.0.0.1:{port}"))
+        return server
+
+    def stranger_with(self, *words: str, **play: object) -> Stranger:
+        """A server that vllmops did not start, with these arguments."""
         command = [sys.executable, "-m", "vllmops.agent.launch", "serve", str(self.model)]
         server = Stranger(
-            [*command, "--port", str(port)],
+            [*command, *words],
             env={**os.environ, "STANDIN": json.dumps(play)},
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        server.port = port
         self.strangers.append(server)
         # A parent that collects it at once, as a shell does.
         threading.Thread(target=server.wait, daemon=True).start()
-        self.until(lambda: healthy(f"http://127.0.0.1:{port}"))
         return server
 
     def pid_of(self, tree: Iterable[Process], role: str) -> int:
@@ -439,7 +445,7 @@ class Lab:
         assert of.session
         assert not [p for p in of.processes if alive(p)]
         assert not takedown.members(processes.table(), of.session)
-        assert launch.bind("127.0.0.1", of.port) is None
+        assert of.port is None or launch.bind("127.0.0.1", of.port) is None
         assert of.segments
         assert not [name for name in of.segments if Path("/dev/shm", name).exists()]
 

@@ -299,9 +299,7 @@ def span(seconds: float | None) -> str:
     """A duration for a person: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; a dash else."""
     if seconds is None or not abs(seconds) <= CENTURY_S:
         return "-"
-    if seconds <= -1:
-        return f"-{span(-seconds)}"
-    total = int(seconds)
+    total = max(int(seconds), 0)  # somebody may have set the clock back
     if total < 60:
         return f"{total}s"
     minutes, rest = divmod(total, 60)

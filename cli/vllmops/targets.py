@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HOST = re.compile(r"[A-Za-z0-9._-]+")
 SCHEMES = {"http": 80, "https": 443}
+UNIX = ("unix:/", "http+unix://")  # a server's Unix socket
 FORMS = "-t NAME, -t PID or -t http://HOST:PORT"
 
 
@@ -32,11 +33,13 @@ class Url(NamedTuple):
 
 
 def parsed(target: str) -> str | Url:
-    """An instance name or a pid as it was given, or a URL.
+    """An instance name, a pid or a Unix socket as it was given, or a URL.
 
     Raises:
         VllmopsError: ``usage``.
     """
+    if target.startswith(UNIX):
+        return target
     if "://" in target:
         return url(target)
     if NAME.fullmatch(target):

@@ -15,7 +15,7 @@ from vllmops.snapshots.engine import BEAT_BYTES, Beat
 
 
 def beat(sequence: int, now: float) -> Beat:
-    return Beat(monotonic=now, sequence=sequence, pid=1, create_time=2.0, role="engine")
+    return Beat(monotonic=now, sequence=sequence, pid=1, start_ticks=2, role="engine")
 
 
 def test_always_the_same_length(tmp_path: Path) -> None:

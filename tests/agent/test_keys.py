@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from vllmops.client.agent import reach
 from vllmops.keys import file
 from vllmops.keys.ring import Key, Status, fresh
+from vllmops.snapshots import identity
 from vllmops.snapshots.keys import ProcessKeys
 
 Spawn = Callable[..., Any]
@@ -284,6 +284,7 @@ def test_it_never_waits_for_a_file_that_hangs(spawn: Spawn, path: Path) -> None:
 LOOP = """
 import asyncio
 from vllmops.agent import keys, register
+from vllmops.snapshots import identity
 keys.Holder.mark = lambda self: (1,)
 {loop}
 async def main():
@@ -319,7 +320,7 @@ def socketed(popen: subprocess.Popen[str]) -> Any:
     from vllmops.instances.processes import Process, Role
 
     class Looping:
-        process = Process(Role.API, popen.pid, psutil.Process(popen.pid).create_time())
+        process = Process(Role.API, popen.pid, identity.of(popen.pid).start_ticks)
 
     return Looping
 

@@ -140,7 +140,7 @@ def test_a_busy_main_thread_does_not_hinder_it(spawn: Spawn) -> None:
 
 def test_another_process_behind_the_pid(spawn: Spawn) -> None:
     child = spawn()
-    old = replace(child.process, create_time=child.process.create_time - 100)
+    old = replace(child.process, start_ticks=child.process.start_ticks - 1)
     with pytest.raises(VllmopsError) as caught:
         reach(old)
     assert caught.value.code == "agent.mismatch"
@@ -178,7 +178,7 @@ def test_another_users_process_is_told(spawn: Spawn) -> None:
         "from vllmops.client.agent import reach\n"
         "from vllmops.errors import VllmopsError\n"
         "from vllmops.instances.processes import Process, Role\n"
-        f"process = Process(Role.API, {child.process.pid}, {child.process.create_time})\n"
+        f"process = Process(Role.API, {child.process.pid}, {child.process.start_ticks})\n"
         "try: reach(process)\n"
         "except VllmopsError as error: print(error.code, int(error.exit_code), error.mend)"
     )
@@ -199,7 +199,8 @@ def test_another_users_process_is_told(spawn: Spawn) -> None:
     [
         ("{'schema': 99, 'agent': 'future'}", "agent.newer"),
         ("{'schema': 0}", "agent.older"),
-        ("{'schema': 1}", "agent.broken"),
+        ("{'schema': 1}", "agent.older"),
+        ("{'schema': 2}", "agent.broken"),
         ("['nonsense']", "agent.broken"),
         ("1 / 0", "agent.broken"),
     ],
@@ -261,7 +262,7 @@ def test_home_where_a_title_hides_the_environment(spawn: Spawn, tmp_path: Path) 
             " stdin=subprocess.PIPE, env={}).pid"
         )
     )
-    process = Process(Role.WORKER, pid, 0.0)
+    process = Process(Role.WORKER, pid, 0)
     until(lambda: agent.environ(pid) == {})
     assert agent.socket_path(process) == tmp_path / "theirs" / "agents" / f"{pid}.sock"
 

@@ -1,5 +1,6 @@
 """A server's own HTTP API, with real servers that answer well, badly, late or not at all."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -139,3 +140,28 @@ def test_metrics_that_are_none(serve: Serve) -> None:
     assert metrics(serve(404)) is None
     assert metrics(serve(body=b"")) == Metrics()
     assert metrics(serve(body=b"<html>{ not metrics")) is None
+
+
+def test_an_answer_that_comes_by_the_byte_is_not_waited_for() -> None:
+    """Each byte comes in time, the whole never."""
+
+    class Dripping(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(1000):
+                    self.wfile.write(b"#")
+                    time.sleep(0.2)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    began = time.monotonic()
+    assert metrics(f"http://127.0.0.1:{server.server_port}", timeout_s=1) is None
+    assert time.monotonic() - began < 5
+    server.shutdown()
+    server.server_close()

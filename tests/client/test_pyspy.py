@@ -18,7 +18,7 @@ import pytest
 from vllmops.client import pyspy
 from vllmops.errors import VllmopsError
 from vllmops.instances.processes import Process, Role
-from vllmops.snapshots import files
+from vllmops.snapshots import files, identity
 from vllmops.snapshots.stacks import Options, ProcessStacks, StacksSnapshot
 
 # PR_SET_PTRACER_ANY: with Yama's ptrace_scope 1 a sibling may not look into a process otherwise.
@@ -87,7 +87,7 @@ def python(source: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def process(pid: int, role: Role = Role.ENGINE) -> Process:
-    return Process(role=role, pid=pid, create_time=psutil.Process(pid).create_time())
+    return Process(role=role, pid=pid, start_ticks=identity.of(pid).start_ticks)
 
 
 def dump(pid: int, options: Options | None = None, *, timeout_s: float = 20.0) -> ProcessStacks:
@@ -185,7 +185,7 @@ def test_one_that_is_gone_does_not_keep_the_others() -> None:
 def test_a_reused_pid_is_never_dumped() -> None:
     with python(THREADS) as target:
         now = process(target.pid)
-        old = Process(role=now.role, pid=now.pid, create_time=now.create_time - 3600)
+        old = Process(role=now.role, pid=now.pid, start_ticks=now.start_ticks - 3600)
         stacks = pyspy.capture([old]).processes[0]
     assert code(stacks) == "stacks.gone"
     assert stacks.error is not None
@@ -195,9 +195,9 @@ def test_a_reused_pid_is_never_dumped() -> None:
 def test_a_pid_reused_while_it_is_dumped(monkeypatch: pytest.MonkeyPatch) -> None:
     with python(THREADS) as target:
         # The pid can't be made to change hands at that moment: the table is told to say so.
-        seen = iter([psutil.Process(target.pid).create_time(), time.time() + 3600])
         asked = process(target.pid)
-        monkeypatch.setattr(psutil.Process, "create_time", lambda _: next(seen))
+        seen = iter([asked.identity, asked.identity._replace(start_ticks=2**40)])
+        monkeypatch.setattr(identity, "of", lambda _: next(seen))
         assert code(pyspy.capture([asked]).processes[0]) == "stacks.gone"
 
 
@@ -380,7 +380,7 @@ def test_no_permission(wrap: list[str], expected: str, words: str, mend: str) ->
             import msgspec
             from vllmops.client import pyspy
             from vllmops.instances.processes import Process, Role
-            found = Process(role=Role.ENGINE, pid={found.pid}, create_time={found.create_time})
+            found = Process(role=Role.ENGINE, pid={found.pid}, start_ticks={found.start_ticks})
             print(msgspec.json.encode(pyspy.capture([found]).processes[0].error).decode())
         """)
         told = subprocess.run(

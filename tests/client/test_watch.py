@@ -32,7 +32,7 @@ Look_ = Callable[[float], Look]
 
 
 def beat(role: str, **fields: Any) -> Pulse:
-    told = Beat(monotonic=1.0, sequence=1, pid=PIDS[role], create_time=1.0, role=role, **fields)
+    told = Beat(monotonic=1.0, sequence=1, pid=PIDS[role], start_ticks=1, role=role, **fields)
     return Pulse(role=role, pid=PIDS[role], age_s=0.5, beat=told)
 
 

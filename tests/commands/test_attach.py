@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from vllmops.client import attach, inject
 from vllmops.errors import VllmopsError
 from vllmops.instances.processes import Process, Role
+from vllmops.snapshots import identity
 
 from .test_stacks import Tree, tree
 
@@ -200,7 +200,7 @@ def until(done: Callable[[], bool]) -> None:
 # On another machine than x86-64 Python 3.14 does it itself; there is neither where the tests run.
 def test_elsewhere_it_takes_a_newer_python(server: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inject, "supported", lambda: False)
-    created = psutil.Process(server.pids[0]).create_time()
+    created = identity.of(server.pids[0]).start_ticks
     plan = attach.plan(Process(Role.API, server.pids[0], created))
     assert plan.tids == ()
     with pytest.raises(VllmopsError) as caught:
@@ -239,8 +239,7 @@ def test_a_process_that_has_a_tracer_is_refused(server: Tree) -> None:
 
 
 def test_a_process_that_ends_meanwhile(server: Tree) -> None:
-    created = psutil.Process(server.pids[2]).create_time()
-    process = Process(Role.WORKER, server.pids[2], created)
+    process = Process(Role.WORKER, server.pids[2], identity.of(server.pids[2]).start_ticks)
     made = attach.plan(process)
     os.kill(process.pid, signal.SIGKILL)
     began = time.monotonic()

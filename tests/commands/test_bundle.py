@@ -233,7 +233,7 @@ def test_the_log_of_a_server_that_others_started(tmp_path: Path) -> None:
                 stdout=out,
                 stderr=subprocess.DEVNULL,
             )
-            server = Server(name=None, processes=(Process(Role.API, popen.pid, 0.0),))
+            server = Server(name=None, processes=(Process(Role.API, popen.pid, 0),))
             try:
                 if out is file:
                     while not (tmp_path / "nohup.out").stat().st_size:

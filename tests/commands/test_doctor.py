@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 from vllmops.diagnose.doctor import checks
+from vllmops.instances.shm import SHM
 
 # What a machine that runs tests has in /dev/shm is none of a server's business.
 OWN = ("--skip", "machine")
@@ -88,3 +90,41 @@ def test_a_canary_that_is_not_answered(lab: Any) -> None:
     lab.serve("a")  # it answers GET alone: 501 to the request
     answer = lab.vllmops("doctor", *OWN, "--canary", "--json")
     assert (answer.code, codes(answer)) == (1, ["canary.failed"])
+
+
+def test_shared_memory_that_is_left_is_named_and_cleaned(lab: Any) -> None:
+    lab.serve("a")
+    names = [f"psm_{os.getpid():08x}", f"sem.mp-{os.getpid():08x}", f"psm_{os.getpid():08x}_young"]
+    other = f"PostgreSQL.{os.getpid()}"
+    try:
+        for name in (*names, other):
+            (SHM / name).touch()
+            os.truncate(SHM / name, 1 << 40)  # sparse, and the first of all that are named
+        for name in (*names[:2], other):
+            os.utime(SHM / name, (0, 0))
+        answer = lab.vllmops("doctor", "-t", "a", "--only", "machine.shm-leftovers", "--json")
+        (finding,) = answer.data["findings"]
+        assert answer.code == 0
+        for word in (names[0], names[1], "root", "min old", "no process"):
+            assert word in finding["evidence"], finding
+        assert other not in finding["evidence"]
+        assert (SHM / names[0]).exists()  # to look changes nothing
+
+        used = lab.record("a").segments[0]
+        answer = lab.vllmops("doctor", "--clean-shm", "--json")
+        assert answer.code == 0
+        assert {each["name"] for each in answer.data["removed"]} >= set(names[:2])
+        (young,) = [each for each in answer.data["left"] if each["name"] == names[2]]
+        assert "old" in young["why"]
+        left = {each.name for each in SHM.iterdir()}
+        assert {names[2], other, used} <= left
+        assert not set(names[:2]) & left
+    finally:
+        for name in (*names, other):
+            (SHM / name).unlink(missing_ok=True)
+
+
+def test_shared_memory_is_cleaned_without_any_server(home: Path, vllmops: Any) -> None:
+    answer = vllmops("doctor", "--clean-shm")
+    assert answer.code == 0, answer
+    assert vllmops("doctor", "--clean-shm", "--canary").code == 2

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.instances import takedown
+from vllmops.commands import stop as commands
+from vllmops.instances import control, takedown
 from vllmops.instances.processes import alive
 from vllmops.instances.record import Folder
 
@@ -160,6 +161,44 @@ def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
     assert lab.vllmops("restart", "a").code == 0
     assert lab.record("a").session != old.session
     assert not any(map(alive, old.processes))
+
+
+@pytest.mark.parametrize("seen", ["ready", "stopping"])
+def test_restart_what_is_just_being_taken_down(lab: Any, seen: str) -> None:
+    before = lab.serve("a", stubborn=seen == "stopping")
+    lab.kill(lab.process("a", "engine").pid)
+    lab.until(lambda: lab.state("a") == seen)
+    answer = lab.vllmops("restart", "a", "--json")
+    assert (answer.code, answer.data["state"]) == (0, "ready"), answer
+    after = lab.record("a")
+    assert after.session != before.session
+    assert not any(map(alive, before.processes))
+    assert after.failure is None
+
+
+def test_restart_what_somebody_else_stops(lab: Any) -> None:
+    lab.serve("a", stubborn=True)
+    supervisor = control.connect(Folder("a"))
+    supervisor.send(control.Wish(stop=0.0))
+    lab.until(lambda: lab.state("a") == "stopping")
+    answer = lab.vllmops("restart", "a", "--json")
+    assert (answer.code, answer.data["state"]) == (0, "ready"), answer
+
+
+def test_stop_ends_where_the_supervisor_does_nothing(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "END_S", 2.0)
+    record = lab.serve("a")
+    stuck = lab.supervisor("a")
+    lab.kill(stuck, signal.SIGSTOP)
+    answer = lab.vllmops("stop", "a", "--force", "--json", timeout_s=20)
+    assert (answer.code, answer.error["code"]) == (3, "supervisor.silent")
+    assert "pkill -9" in answer.error["mend"]
+    assert all(map(alive, record.processes))
+    lab.kill(stuck)
+    assert lab.vllmops("stop", "a", "--force").code == 0
+    lab.nothing_left(record)
 
 
 def test_restart_in_the_foreground_keeps_its_holder(lab: Any) -> None:

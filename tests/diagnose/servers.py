@@ -30,7 +30,7 @@ def pulse(role: str, age_s: float = 0.5, **fields: Any) -> Pulse:
         monotonic=1.0,
         sequence=1,
         pid=PIDS[role],
-        create_time=1.0,
+        start_ticks=1,
         role=role,
         **{**own.get(role, {}), **({"handed": 0} if role == "api" else {}), **fields},
     )
@@ -54,7 +54,7 @@ def look(at_s: float, **fields: Any) -> Look:
 
 
 def told(role: str, **fields: Any) -> Told:
-    hello = Hello(agent="1.0", pid=PIDS[role], create_time=1.0, role=role, **fields)
+    hello = Hello(agent="1.0", pid=PIDS[role], start_ticks=1, role=role, **fields)
     state = EngineState(running=0, waiting=0, current_step=5) if role == "engine" else EngineState()
     return Told(role=role, pid=PIDS[role], hello=hello, engine=state, traffic=Traffic())
 

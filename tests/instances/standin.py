@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -105,6 +106,8 @@ def engine() -> None:
     say("EngineCore", "[core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m'")
     kept = map_segment()
     child("VLLM::Worker", "worker")
+    time.sleep(play.ready_s)
+    say("EngineCore", "[core.py:402] init engine (profile, create kv cache) took 3.40 s")
     wait()
     kept.close()
 
@@ -134,7 +137,9 @@ def main() -> None:
     """The API server, or the launcher of several."""
     words = sys.argv[2:]
     model, host, port = words[0], "127.0.0.1", 8000
+    uds = None
     for name, value in pairwise(words):  # the last one wins
+        uds = value if name == "--uds" else uds
         host = value if name == "--host" else host
         port = int(value) if name == "--port" else port
     say("APIServer", f"[api_utils.py:286] non-default args: {{'model_tag': '{model}'}}")
@@ -148,6 +153,8 @@ def main() -> None:
     os.dup2(theirs, UP)
     child("VLLM::EngineCore", "engine")
     os.read(up, 1)
+    if "--headless" in words:
+        wait()
     time.sleep(play.ready_s)
     say("APIServer", "[launcher.py:195] Route: /health, Methods: GET")
     if play.api_servers > 1:
@@ -155,12 +162,24 @@ def main() -> None:
         for number in range(1, play.api_servers):
             child(f"VLLM::APIServer_{number}", "idle")
         wait()
-    serve(host, port)
+    serve(host, port, uds)
 
 
-def serve(host: str, port: int) -> None:
+class UnixServer(ThreadingHTTPServer):
+    """As vLLM's: it binds, and neither removes a socket that is there nor its own at the end."""
+
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        self.socket.bind(self.server_address)
+
+    def get_request(self) -> Any:
+        return self.socket.accept()[0], ("", 0)
+
+
+def serve(host: str, port: int, uds: str | None = None) -> None:
     ThreadingHTTPServer.allow_reuse_address = True
-    server = ThreadingHTTPServer((host, port), Handler)
+    server = UnixServer(uds, Handler) if uds else ThreadingHTTPServer((host, port), Handler)  # type: ignore[arg-type]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     say("APIServer", "[launcher.py:200] Application startup complete.")
     wait()

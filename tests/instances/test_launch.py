@@ -154,6 +154,7 @@ def test_the_command(home: Path) -> None:
     )
     assert record.scheme == "http"
     secure = preview(Order("M", arguments=("--ssl-certfile", "c.pem")))
+    assert secure.url
     assert secure.url.startswith("https://")
     assert not list(home.iterdir())
 

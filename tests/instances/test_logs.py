@@ -1,15 +1,28 @@
 """A server's log: stages and causes out of real logs, and rotation under a process that writes."""
 
+import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from vllmops.instances import logs
-from vllmops.instances.logs import STAGES, Tail, failure, role_of, rotate, stage, start_new
+from vllmops.instances.logs import (
+    STAGES,
+    Rotation,
+    Tail,
+    failure,
+    role_of,
+    rotate,
+    stage,
+    start_new,
+)
 from vllmops.instances.processes import Role
 
 LOGS = Path(__file__).with_name("logs")
@@ -174,12 +187,82 @@ def test_a_full_disk_keeps_what_there_is(home: Path, full_disk: Callable[[], Non
     path = home / "server.log"
     path.write_text("x" * 50_000)
     full_disk()
-    assert not rotate(path, limit=10, keep=3)
+    with pytest.raises(OSError, match="No space"):
+        rotate(path, limit=10, keep=3)
     assert path.stat().st_size == 50_000
     assert {each.name for each in home.iterdir()} == {"server.log", "filler"}
     (home / "filler").unlink()
     assert rotate(path, limit=10, keep=3)
     assert (home / "server.log.1").stat().st_size == 50_000
+
+
+def test_a_disk_that_fills_while_it_copies(
+    home: Path, full_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = home / "server.log"
+    path.write_text("x" * 60_000)
+    logs.aside(path, 1).write_text("older")
+    logs.aside(path, 2).write_text("oldest")
+    full_disk()
+    # Whoever fills it after the look is not to be had at that moment: the look is told otherwise.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+    with pytest.raises(OSError, match="No space"):
+        rotate(path, limit=10, keep=3)
+    assert sizes(home) == {"server.log": 60_000, "server.log.1": 5, "server.log.2": 6}
+
+
+def sizes(home: Path) -> dict[str, int]:
+    return {each.name: each.stat().st_size for each in home.iterdir() if "filler" not in each.name}
+
+
+def test_on_a_full_disk_hardly_anything_is_written(
+    home: Path, full_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = home / "server.log"
+    path.write_text("x" * 50_000)
+    rotation = Rotation(path, limit=10, keep=3)
+    full_disk()
+    # Room, but not enough: what was copied so far would be written and thrown away at each look.
+    with (home / "filler").open("r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) - 40_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+    tried = []
+    copy = shutil.copyfileobj
+
+    def counted(*words: Any) -> None:
+        tried.append(1)
+        copy(*words)
+
+    monkeypatch.setattr(shutil, "copyfileobj", counted)
+    said = [rotation.look() for _ in range(100)]
+    assert len(tried) == 1
+    assert [each for each in said if each] == ["server.log is not rotated: No space left on device"]
+    (home / "filler").unlink()
+    rotation.due = 0.0
+    assert rotation.look() == ""
+    assert sizes(home) == {"server.log": 0, "server.log.1": 50_000}
+
+
+@pytest.mark.parametrize("after", ["copy", "shift", "replace"])
+def test_a_rotation_that_was_killed(tmp_path: Path, after: str) -> None:
+    """Whatever was done before the kill, the next supervisor finds each line once."""
+    path = tmp_path / "server.log"
+    parts = {path: "3\n", logs.aside(path, 1): "2\n", logs.aside(path, 2): "1\n"}
+    for each, text in parts.items():
+        each.write_text(text)
+    logs.copying(path).write_text("3\n")
+    if after != "copy":
+        logs.shift(path, 3)
+    if after == "replace":
+        logs.copying(path).replace(logs.aside(path, 1))
+    with path.open("a") as server:
+        print("4", file=server, flush=True)
+        rotation = Rotation(path, limit=1, keep=3)
+        found = {each.name: each.read_text() for each in tmp_path.iterdir()}
+        assert found == {"server.log": "3\n4\n", "server.log.1": "2\n", "server.log.2": "1\n"}
+        assert rotation.look() == ""
+        print("5", file=server, flush=True)
+    assert logs.last(path, lines=9, limit=1000) == ["1", "2", "3", "4", "5"]
 
 
 def test_a_new_run_puts_the_old_log_aside(tmp_path: Path) -> None:

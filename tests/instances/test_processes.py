@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from vllmops.instances.processes import (
@@ -18,12 +17,13 @@ from vllmops.instances.processes import (
     table,
     tree,
 )
+from vllmops.snapshots import identity
 
 
 def process_table(*rows: tuple[int, int, str]) -> Table:
     """A table from pid, parent and command line."""
     return {
-        pid: Seen(pid, ppid, 1000.0 + pid, tuple(words.split()), pid * 10, words == "zombie")
+        pid: Seen(pid, ppid, 1000 + pid, tuple(words.split()), pid * 10, words == "zombie")
         for pid, ppid, words in rows
     }
 
@@ -86,7 +86,7 @@ def test_a_fork_that_has_executed_nothing_yet_is_none_of_them() -> None:
 
 def test_titles_as_setproctitle_pads_them() -> None:
     found = process_table((10, 1, VLLM_SERVE))
-    found[12] = Seen(12, 10, 1012.0, ("VLLM::EngineCore", "", "", ""), 1, zombie=False)
+    found[12] = Seen(12, 10, 1012, ("VLLM::EngineCore", "", "", ""), 1, zombie=False)
     assert [(p.role, p.title) for p in tree(found, [12])] == [(Role.ENGINE, "VLLM::EngineCore")]
 
 
@@ -147,7 +147,7 @@ def test_a_shell_that_quotes_the_command_is_no_server() -> None:
 
 
 def test_a_pid_that_was_reused_is_another_process() -> None:
-    created = psutil.Process().create_time()
+    created = identity.of(os.getpid()).start_ticks
     assert alive(Process(Role.API, os.getpid(), created))
     assert not alive(Process(Role.API, os.getpid(), created - 60))
     assert not alive(Process(Role.API, 2**22 + 1, created))
@@ -155,7 +155,7 @@ def test_a_pid_that_was_reused_is_another_process() -> None:
 
 def test_a_zombie_is_not_alive() -> None:
     popen = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    created = psutil.Process(popen.pid).create_time()
+    created = identity.of(popen.pid).start_ticks
     os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
     assert table()[popen.pid].zombie
     assert not alive(Process(Role.API, popen.pid, created))

@@ -33,7 +33,7 @@ def record(name: str = "a") -> Record:
         port=8000,
         detached=True,
         created_at=1.5,
-        processes=(Process(Role.API, 5, 2.5, "vllm serve M", 7),),
+        processes=(Process(Role.API, 5, 250, "vllm serve M", 7),),
         segments=("psm_1",),
         failure=Failure("why", "Worker", "do"),
     )

@@ -15,7 +15,8 @@ from vllmops.errors import Exit, VllmopsError
 from vllmops.instances import processes, servers
 from vllmops.instances.processes import Process, Role, Seen, Table
 from vllmops.instances.record import Failure, Folder, Record, State
-from vllmops.instances.servers import Server, find, is_local, option, resolve
+from vllmops.instances.servers import Server, find, is_local, resolve
+from vllmops.instances.shape import option
 
 FIRST = 2**22 + 10  # above every real pid
 Put = Callable[..., Record]
@@ -34,7 +35,7 @@ def start(table: Table, first: int, *words: str, ppid: int = 1) -> int:
     for offset, line in enumerate([" ".join(words), "VLLM::EngineCore", "VLLM::Worker"]):
         pid = FIRST + first + offset
         parent = ppid if offset == 0 else pid - 1
-        table[pid] = Seen(pid, parent, 1000.0 + pid, tuple(line.split()), 2**20, zombie=False)
+        table[pid] = Seen(pid, parent, 1000 + pid, tuple(line.split()), 2**20, zombie=False)
     return FIRST + first
 
 
@@ -182,7 +183,7 @@ def test_a_reused_pid_is_not_the_instance(table: Table, put: Put) -> None:
     put("a", pid)
     for number in range(3):
         seen = table[pid + number]
-        table[pid + number] = Seen(seen.pid, 1, seen.create_time + 60, ("nginx",), 1, zombie=False)
+        table[pid + number] = Seen(seen.pid, 1, seen.start_ticks + 60, ("nginx",), 1, zombie=False)
     (found,) = find()
     assert found.processes == ()
     refusal("target.unknown", Exit.NOT_FOUND, str(pid))
@@ -194,7 +195,7 @@ def test_a_reused_pid_that_is_another_server_is_a_stranger(table: Table, put: Pu
     for number in range(3):
         seen = table[pid + number]
         table[pid + number] = Seen(
-            seen.pid, seen.ppid, seen.create_time + 60, seen.words, 1, zombie=False
+            seen.pid, seen.ppid, seen.start_ticks + 60, seen.words, 1, zombie=False
         )
     ours, stranger = find()
     assert (ours.name, ours.processes) == ("a", ())
@@ -206,7 +207,7 @@ def test_what_is_left_of_an_instance_is_still_its(table: Table, put: Put) -> Non
     pid = serve(table, 0)
     put("a", pid)
     del table[pid]
-    table[pid + 1] = Seen(pid + 1, 1, 1000.0 + pid + 1, ("VLLM::EngineCore",), 1, zombie=False)
+    table[pid + 1] = Seen(pid + 1, 1, 1000 + pid + 1, ("VLLM::EngineCore",), 1, zombie=False)
     (found,) = find()
     assert [p.role for p in found.processes] == [Role.ENGINE, Role.WORKER]
 
@@ -222,7 +223,7 @@ def test_orphans_of_a_stranger(table: Table) -> None:
 
 def test_a_server_below_a_shell_is_one_server(table: Table) -> None:
     shell = FIRST
-    table[shell] = Seen(shell, 1, 1.0, ("bash", "-c", "vllm serve M"), 1, zombie=False)
+    table[shell] = Seen(shell, 1, 1, ("bash", "-c", "vllm serve M"), 1, zombie=False)
     pid = start(table, 1, "/x/bin/python /x/bin/vllm serve M", ppid=shell)
     (found,) = find()
     assert found.pid == pid
@@ -230,15 +231,15 @@ def test_a_server_below_a_shell_is_one_server(table: Table) -> None:
 
 def test_a_worker_below_a_process_that_is_not_vllms(table: Table) -> None:
     pid = serve(table, 0)
-    table[pid + 5] = Seen(pid + 5, pid, 5.0, ("ray-worker",), 1, zombie=False)
-    table[pid + 6] = Seen(pid + 6, pid + 5, 6.0, ("VLLM::Worker_TP1",), 1, zombie=False)
+    table[pid + 5] = Seen(pid + 5, pid, 5, ("ray-worker",), 1, zombie=False)
+    table[pid + 6] = Seen(pid + 6, pid + 5, 6, ("VLLM::Worker_TP1",), 1, zombie=False)
     (found,) = find()
     assert len(found.processes) == 5
 
 
 def test_zombies_are_no_servers(table: Table) -> None:
     words = ("/x/bin/vllm", "serve", "M")
-    table[FIRST] = Seen(FIRST, 1, 1.0, words, None, zombie=True)
+    table[FIRST] = Seen(FIRST, 1, 1, words, None, zombie=True)
     assert find() == []
 
 
@@ -288,11 +289,11 @@ def test_a_name_wins_over_a_pid(table: Table, put: Put) -> None:
 def test_an_instance_is_known_from_a_process_whose_parent_is_gone(table: Table, put: Put) -> None:
     pid = serve(table, 0)
     helper = pid + 7
-    table[helper] = Seen(helper, pid + 2, 7.0, ("helper",), 1, zombie=False)
+    table[helper] = Seen(helper, pid + 2, 7, ("helper",), 1, zombie=False)
     put("a", pid)
     with contextlib.suppress(KeyError):
         del table[pid + 2]
-    table[helper] = Seen(helper, 1, 7.0, ("helper",), 1, zombie=False)
+    table[helper] = Seen(helper, 1, 7, ("helper",), 1, zombie=False)
     (found,) = find()
     assert helper in {p.pid for p in found.processes}
 
@@ -314,7 +315,7 @@ def test_options_of_a_command_line(arguments: list[str], value: str | None) -> N
 
 
 def test_labels() -> None:
-    tree = (Process(Role.API, 5, 1.0),)
+    tree = (Process(Role.API, 5, 1),)
     assert Server("a", tree).label == "a"
     assert Server(None, tree).label == "5"
     assert servers.choices([]) == "none runs on this machine"

@@ -4,6 +4,8 @@ tests/live does the same with a real vLLM; here are the corner cases, which need
 """
 
 import os
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +23,7 @@ from vllmops.instances import control, ports
 from vllmops.instances.control import Wish
 from vllmops.instances.processes import Process, Role, alive
 from vllmops.instances.record import Folder, State
+from vllmops.snapshots import identity
 
 
 @pytest.mark.parametrize("role", ["api", "engine", "worker"])
@@ -80,7 +83,7 @@ def test_a_stray_process_goes_too(lab: Any) -> None:
     lab.kill(lab.process("a", "worker").pid)
     lab.until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
-    assert not alive(Process(Role.OTHER, stray, 0.0))
+    assert not alive(Process(Role.OTHER, stray, 0))
 
 
 def is_stray(pid: int, session: int) -> bool:
@@ -177,7 +180,9 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
     lab.until(lambda: not Folder("a").supervised())
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
-        reused = tuple(Process(p.role, bystander.pid, p.create_time - 60) for p in record.processes)
+        reused = tuple(
+            Process(p.role, bystander.pid, p.start_ticks - 6000) for p in record.processes
+        )
         folder = Folder("a")
         long_ago = msgspec.structs.replace(
             record, processes=reused, session=bystander.pid, started_at=record.started_at - 3600
@@ -187,6 +192,48 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
         assert row["processes"] == []
         lab.until(lambda: lab.state("a") == "failed")
         lab.until(lambda: not folder.supervised())
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_set_does_not_lose_the_server(lab: Any, hours: int) -> None:
+    """To set the machine's clock would disturb all that runs on it: the record is shifted instead.
+
+    That is the same: what is in it in seconds since the epoch no longer agrees with what the
+    kernel's boot time, which moves with the clock, and a process's age make of a start.
+    """
+    record = lab.serve("a", stray=True)
+    lab.kill_supervisor("a")
+    times = ("created_at", "stage_at", "started_at", "ready_at")
+    shifted = {name: getattr(record, name) + 3600 * hours for name in times}
+    folder = Folder("a")
+    content = msgspec.json.decode(folder.record_file.read_bytes())
+    for process in content["processes"]:
+        if "create_time" in process:
+            process["create_time"] += 3600 * hours
+    folder.record_file.write_bytes(msgspec.json.encode({**content, **shifted}))
+    lab.kill(record.session)  # what is left has the session as its only bond
+    assert lab.vllmops("ps").code == 0
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+
+
+def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    lab.until(lambda: not Folder("a").supervised())
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        # The same numbers, even the same start after boot, and another boot.
+        there = identity.of(bystander.pid)
+        old = Process(Role.API, there.pid, there.start_ticks, boot="another")
+        folder = Folder("a")
+        folder.write(msgspec.structs.replace(record, processes=(old,), session=bystander.pid))
+        lab.vllmops("ps", "--all")
+        lab.until(lambda: lab.state("a") == "failed")
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -230,6 +277,103 @@ def test_who_still_listens_at_the_end_is_let_go_in_order(lab: Any) -> None:
     assert [list(each.records())[-1].state for each in watchers] == [State.STOPPED] * 3
     lab.until(lambda: not Folder("a").supervised())
     assert "Traceback" not in Folder("a").supervisor_log.read_text()
+
+
+# -- somebody harms the supervisor -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_do_not_end_the_supervisor(lab: Any, number: int) -> None:
+    record = lab.serve("a")
+    supervisor = lab.supervisor("a")
+    lab.kill(supervisor, number)
+    time.sleep(0.6)
+    assert lab.supervisor("a") == supervisor
+    assert lab.vllmops("stop", "a").code == 0
+    lab.nothing_left(record)
+
+
+def test_the_server_is_not_made_deaf_to_signals(lab: Any) -> None:
+    """A signal that its supervisor ignores, it would ignore too."""
+    record = lab.serve("a")
+    status = Path(f"/proc/{record.session}/status").read_text()
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+    assert not ignored & 1 << signal.SIGTERM - 1
+
+
+def test_a_deleted_control_socket_is_made_again(lab: Any) -> None:
+    record = lab.serve("a")
+    Folder("a").control.unlink()
+    answer = lab.vllmops("stop", "a", "--json")
+    assert (answer.code, answer.data["state"]) == (0, "stopped"), answer
+    lab.nothing_left(record)
+
+
+@pytest.mark.parametrize("what", ["record", "lock", "all"])
+def test_deleted_files_are_made_again(lab: Any, what: str) -> None:
+    record = lab.serve("a")
+    folder, supervisor = Folder("a"), lab.supervisor("a")
+    if what == "all":
+        shutil.rmtree(folder.path)
+    else:
+        (folder.record_file if what == "record" else folder.lock_file).unlink()
+    lab.until(lambda: folder.record_file.exists() and folder.supervised())
+    assert lab.supervisor("a") == supervisor
+    (row,) = lab.vllmops("ps", "--json").data["instances"]
+    assert (row["name"], row["state"], row["supervised"]) == ("a", "ready", True)
+    assert lab.supervisor("a") == supervisor
+    assert lab.vllmops("stop", "a").code == 0
+    lab.nothing_left(record)
+
+
+def test_without_a_descriptor_left_nothing_is_taken_for_dead(lab: Any) -> None:
+    record = lab.serve("a")
+    supervisor = lab.supervisor("a")
+    before = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, before[1]))
+    time.sleep(3)
+    assert lab.state("a") == "ready"
+    assert all(map(alive, record.processes))
+    lab.kill(lab.process("a", "engine").pid)
+    time.sleep(3)
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
+    lab.until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+
+
+def test_descriptors_run_out_while_it_stops(lab: Any) -> None:
+    record = lab.serve("a", stubborn=True)
+    supervisor = lab.supervisor("a")
+    connection = control.connect(Folder("a"))
+    next(connection.records())
+    connection.send(Wish(stop=0.0))
+    lab.until(lambda: lab.state("a") == "stopping")
+    before = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, before[1]))
+    time.sleep(3)
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
+    lab.until(lambda: lab.state("a") in {"stopped", "failed"})
+    lab.nothing_left(record)
+
+
+def test_many_clients_do_not_use_up_its_descriptors(lab: Any) -> None:
+    record = lab.serve("a")
+    clients = [control.connect(Folder("a")) for _ in range(300)]
+    descriptors = Path(f"/proc/{lab.supervisor('a')}/fd")
+    lab.until(lambda: len(list(descriptors.iterdir())) < 150)
+    assert lab.vllmops("stop", "a", timeout_s=20).code == 0
+    lab.nothing_left(record)
+    for each in clients:
+        each.close()
+
+
+def test_its_own_log_is_bounded(lab: Any) -> None:
+    lab.serve("a")
+    log = Folder("a").supervisor_log
+    with log.open("a") as file:
+        file.write("x" * (2**20 + 1))
+    lab.until(lambda: log.stat().st_size < 2**20)
+    assert log.with_name("supervisor.log.1").stat().st_size > 2**20
 
 
 # -- full disk -----------------------------------------------------------------------------

@@ -9,12 +9,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from vllmops.instances import processes, takedown
 from vllmops.instances.processes import Process, Role, alive
 from vllmops.instances.takedown import drain, kill, members, take_down
+from vllmops.snapshots import identity
 
 
 def sleeper(**options: Any) -> "subprocess.Popen[bytes]":
@@ -81,7 +81,7 @@ def test_a_segment_that_somebody_else_maps_stays(lab: Any) -> None:
 
 def test_a_reused_pid_is_not_killed() -> None:
     bystander = sleeper()
-    created = psutil.Process(bystander.pid).create_time()
+    created = identity.of(bystander.pid).start_ticks
     stale = Process(Role.API, bystander.pid, created - 60)
     kill(stale, signal.SIGKILL)
     take_down([stale])
@@ -96,7 +96,7 @@ def test_one_that_nothing_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takedown, "KILL_TIMEOUT_S", 0.3)
     monkeypatch.setattr(takedown, "kill", lambda *_: None)
     hung = sleeper()
-    process = Process(Role.WORKER, hung.pid, psutil.Process(hung.pid).create_time())
+    process = Process(Role.WORKER, hung.pid, identity.of(hung.pid).start_ticks)
     remains = take_down([process])
     assert remains.unkillable == (process,)
     assert str(hung.pid) in str(remains)
@@ -117,7 +117,7 @@ def test_what_an_agent_left_is_removed(home: Path) -> None:
         (home / "agents" / f"1{suffix}").touch()
     waiter = threading.Thread(target=victim.wait)
     waiter.start()
-    take_down([Process(Role.API, victim.pid, psutil.Process(victim.pid).create_time())])
+    take_down([Process(Role.API, victim.pid, identity.of(victim.pid).start_ticks)])
     waiter.join()
     assert {each.name for each in (home / "agents").iterdir()} == {"1.sock", "1.beat"}
 
@@ -154,7 +154,7 @@ def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
 
 
 def test_nobody_can_tell_what_is_in_flight(listener: int) -> None:
-    tree = [Process(Role.API, os.getpid(), psutil.Process().create_time())]
+    tree = [Process(Role.API, os.getpid(), identity.of(os.getpid()).start_ticks)]
     said: list[str] = []
     assert takedown.in_flight(tree, None) is None
     assert drain(tree, None, 0.2, said.append) == "requests cut off: unknown"

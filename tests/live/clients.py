@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Self
 
 import httpx
 import openai
-import psutil
 
 from vllmops.client import agent
 from vllmops.instances.processes import Process, Role
+from vllmops.snapshots import identity
 
 from .conftest import Live, until
 
@@ -97,7 +97,7 @@ def following(client: Any, **options: Any) -> tuple[Any, str]:
 def reach(server: Live, role: str) -> list[agent.Agent]:
     """The agents in the processes of a role."""
     pids = [row["pid"] for row in server.row["processes"] if row["role"] == role]
-    born = [psutil.Process(pid).create_time() for pid in pids]
+    born = [identity.of(pid).start_ticks for pid in pids]
     return [agent.reach(Process(Role(role), *each)) for each in zip(pids, born, strict=True)]
 
 

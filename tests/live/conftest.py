@@ -22,6 +22,8 @@ import httpx
 import psutil
 import pytest
 
+from vllmops.instances import shm
+
 START_TIMEOUT_S = 300
 SOAKED = (
     *("--env", "VLLM_SERVER_DEV_MODE=1"),  # which has /sleep and /wake_up
@@ -137,12 +139,9 @@ class Live:
 
     def footprint(self) -> Footprint:
         pids = [process["pid"] for process in self.row["processes"]]
-        segments = {
-            line.rsplit("/dev/shm/", 1)[1]
-            for pid in pids
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
-            if "/dev/shm/" in line and not line.endswith("(deleted)")
-        }
+        # Semaphores, too, which their maker has mapped under another name.
+        used = {name for pid in pids for name in shm.used_by(pid)}
+        segments = {name for name in used if (SHM / name).exists()}
         return Footprint(pids, self.row["port"], segments)
 
     def complete(self, **fields: Any) -> httpx.Response:
@@ -155,7 +154,7 @@ class Footprint:
     """What a server takes of the machine."""
 
     pids: list[int]
-    port: int
+    port: int | None
     segments: set[str]
 
     def left(self) -> list[str]:
@@ -163,7 +162,7 @@ class Footprint:
         found = [f"pid {pid}" for pid in self.pids if alive(pid)]
         found += [f"/dev/shm/{name}" for name in self.segments if (SHM / name).exists()]
         with socket.socket() as trial:
-            if trial.connect_ex(("127.0.0.1", self.port)) == 0:
+            if self.port and trial.connect_ex(("127.0.0.1", self.port)) == 0:
                 found.append(f"port {self.port}")
         return found
 

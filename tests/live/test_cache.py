@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from vllmops.agent import caches as agent_caches
@@ -24,6 +23,7 @@ from vllmops.client import agent
 from vllmops.demo.inputs import chat, wav
 from vllmops.diagnose.caches import alone
 from vllmops.instances.processes import Process, Role
+from vllmops.snapshots import identity
 from vllmops.snapshots.caches import EncoderCache
 
 from .conftest import Live, Ran, until
@@ -188,7 +188,7 @@ def test_a_stopped_engine_is_told_and_the_others_shown(vision_server: Any) -> No
 def test_draining_refuses_new_requests(vision_server: Any) -> None:
     rows = vision_server.row["processes"]
     row = next(row for row in rows if row["role"] == "api")
-    created = psutil.Process(row["pid"]).create_time()
+    created = identity.of(row["pid"]).start_ticks
     api = agent.reach(Process(Role.API, row["pid"], created))
     url = vision_server.url
     before = api.requests()
@@ -210,7 +210,7 @@ def test_draining_refuses_new_requests(vision_server: Any) -> None:
 
 def test_engine_state(vision_server: Any) -> None:
     pid = vision_server.pids()["engine"]
-    engine = agent.reach(Process(Role.ENGINE, pid, psutil.Process(pid).create_time()))
+    engine = agent.reach(Process(Role.ENGINE, pid, identity.of(pid).start_ticks))
     before = engine.engine()
     assert ask(vision_server.url, 2).status_code == 200
     after = engine.engine()
@@ -402,6 +402,7 @@ import sys, threading, time
 from types import SimpleNamespace
 from vllm.utils.cache import LRUCache
 from vllmops.agent import caches
+from vllmops.snapshots import identity
 cache = LRUCache(3, getsizeof=lambda value: 1)
 for key in "abc":
     cache[key] = key

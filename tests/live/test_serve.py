@@ -101,3 +101,22 @@ def refusal(url: str) -> int | None:
     """The status of a new request, None while it is still taken."""
     answer = httpx.get(f"{url}/v1/models", timeout=10)
     return None if answer.status_code == 200 else answer.status_code
+
+
+def test_a_server_behind_a_unix_socket_leaves_nothing(cli: Cli) -> None:
+    path = cli.home / "Some.sock"
+    server = cli.serve("unix", "--demo", "text", "--", "--uds", str(path))
+    try:
+        row = server.row
+        assert (row["state"], row["port"], row["uds"]) == ("ready", None, str(path))
+        footprint = server.footprint()
+        assert any(name.startswith("sem.mp-") for name in footprint.segments)
+        canary = cli("doctor", "-t", "unix", "--canary", "--only", "canary", "--json")
+        assert canary.code == 0, canary.out
+        assert canary.data["findings"] == []
+        assert cli("responses", "list", "-t", f"unix:{path}", "--json").code == 0
+    finally:
+        stopped = cli("stop", "unix", "--force")
+    assert stopped.code == 0
+    footprint.wait_gone(0)
+    assert not path.exists()

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import psutil
 import redis
 
+from vllmops.instances import shm
+
 LOCAL = "127.0.0.1"
 # The server is trusted with as little as its tests need.
 INITDB = ("-U", "postgres", "-A", "trust", "--no-locale", "-E", "UTF8", "--no-sync")
@@ -76,8 +78,10 @@ class Server:
     def kill(self) -> None:
         """As kill -9 does, of every process of it."""
         if self.process:
+            shared = shm.files_of(self.process.pid) if self.process.is_running() else set()
             self.signal(signal.SIGKILL)
             self.process.wait(10)
+            shm.remove(each for each in shm.segments() if each.file in shared)
 
 
 class PostgresServer(Server):

@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import time
 from functools import cache
-from pathlib import Path
+
+from ..snapshots import identity
+from ..snapshots.identity import Identity
 
 # By the names that vLLM gives its processes; whatever has none is the front end.
 ROLES = {"EngineCore": "engine", "VllmWorker": "worker", "Worker": "worker"}
@@ -18,16 +20,16 @@ def role() -> str:
     return next((role for prefix, role in ROLES.items() if name.startswith(prefix)), "api")
 
 
-def create_time() -> float:
-    """When this process started, in seconds since the epoch.
-
-    Computed anew each time, as psutil does: both follow when the machine's clock is set.
-    """
-    booted = int(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
-    return booted + start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
+def own() -> Identity:
+    """Which process this is, also in a fork."""
+    return known(os.getpid())
 
 
 @cache
-def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since the machine did."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+def known(pid: int) -> Identity:
+    return identity.of(pid)
+
+
+def create_time() -> float:
+    """When this process started, in seconds since the epoch, by the clock as it is set now."""
+    return time.time() - identity.age_s(own().start_ticks)

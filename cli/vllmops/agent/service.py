@@ -33,7 +33,7 @@ from ..snapshots.resets import ResetWish
 from . import caches, compare, engine, found, keys, log, memory, repair, reset
 from .gate import gate
 from .heartbeat import Heart
-from .identity import create_time, role
+from .identity import own, role
 
 DIRECTORY = "agents"
 BODY_BYTES = 4 << 20  # some 60,000 keys
@@ -276,8 +276,7 @@ def beat(sequence: int, now: float) -> Beat:
     return Beat(
         monotonic=now,
         sequence=sequence,
-        pid=os.getpid(),
-        create_time=create_time(),
+        **own()._asdict(),
         role=role(),
         current_step=step,
         running=running,
@@ -293,8 +292,7 @@ def hello() -> Hello:
     """``GET /hello``."""
     return Hello(
         agent=__version__,
-        pid=os.getpid(),
-        create_time=create_time(),
+        **own()._asdict(),
         role=role(),
         vllm_version=getattr(sys.modules.get("vllm"), "__version__", None),
         python=platform.python_version(),

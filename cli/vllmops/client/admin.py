@@ -14,6 +14,7 @@ from ..keys.ring import Ring
 from ..responses.urls import shown
 from ..snapshots.files import DAMAGE
 from ..snapshots.keys import ProcessKeys
+from . import http
 from .agent import DECODERS
 from .listeners import distrust
 from .responses import Place
@@ -72,14 +73,17 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         )
     try:
         # On this machine a proxy for the outside is not asked, nor has a certificate its name.
-        answer = httpx.post(
-            f"{place.url}{admin.KEYS}",
-            content=file.encode(ring),
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        with httpx.Client(
             timeout=TIMEOUT_S,
             trust_env=not place.local,
             verify=not place.local,
-        )
+            mounts=http.MOUNTS,
+        ) as client:
+            answer = client.post(
+                f"{place.url}{admin.KEYS}",
+                content=file.encode(ring),
+                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+            )
     except httpx.TimeoutException as error:
         raise VllmopsError(
             "admin.timeout",

@@ -20,7 +20,7 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..files import peer, read_private
 from ..home import home, user
-from ..instances.processes import CLOCK_SLACK_S, Process
+from ..instances.processes import Process
 from ..snapshots.caches import ProcessCaches, Silent
 from ..snapshots.compares import CompareWish, Comparison
 from ..snapshots.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
@@ -261,11 +261,11 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
         safe(process, each, uid)
     agent = Agent(process, path, timeout_s, uid)
     hello = agent.hello()
-    if hello.pid != process.pid or abs(hello.create_time - process.create_time) > CLOCK_SLACK_S:
+    if hello.identity != process.identity:
         raise VllmopsError(
             "agent.mismatch",
-            f"{path} answers for pid {hello.pid} started at {hello.create_time:.2f}, "
-            f"not for {name(process)} started at {process.create_time:.2f}",
+            f"{path} answers for pid {hello.pid} that started {hello.start_ticks} ticks after boot,"
+            f" not for {name(process)} that started after {process.start_ticks}",
             "vllmops ps",
             exit_code=Exit.NOT_FOUND,
         )
@@ -363,11 +363,7 @@ def beat(process: Process) -> Pulse | None:
         except DAMAGE:
             time.sleep(0.005)  # caught in the middle of a write
             continue
-        own = (
-            found.schema == SCHEMA
-            and found.pid == process.pid
-            and abs(found.create_time - process.create_time) <= CLOCK_SLACK_S
-        )
+        own = found.schema == SCHEMA and found.identity == process.identity
         return Pulse(found, max(time.monotonic() - found.monotonic, 0.0)) if own else None
     return None
 

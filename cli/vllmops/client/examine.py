@@ -49,7 +49,6 @@ SIDES = "drift between the sides of caches"
 LOOK_S = 1.0
 LEAST_S = 0.5  # for a sample of the stacks
 CANARY_S = 15.0
-SEGMENTS = ("psm_", "vllm")
 COMPILERS = frozenset(
     {"nvcc", "cicc", "ptxas", "fatbinary", "nvlink", "ninja", "gcc", "g++", "cc1plus", "cc1"}
     | {"clang", "clang++", "ld", "as", "hipcc"}
@@ -424,7 +423,7 @@ def machine(server: Server) -> Machine:
         memory_total=total,
         memory_available=available,
         disks=tuple(disks()),
-        leftovers=tuple(leftovers(server, table)),
+        leftovers=tuple(leftovers()),
         orphans=tuple(orphans(table)),
         gpus=tuple(Gpus().states()),
     )
@@ -466,23 +465,11 @@ def disks() -> Iterator[Disk]:
                 yield Disk(str(place), use, usage.total, usage.free)
 
 
-def leftovers(server: Server, table: processes.Table) -> Iterator[Leftover]:
-    """Segments of ours, of the kinds that vLLM makes, that no live process uses."""
-    try:
-        names = {name for name in os.listdir(shm.SHM) if name.startswith(SEGMENTS)}
-    except OSError:
-        return
-    left = {name for name in names if shm.owned(name)}
-    # First those that most probably use them: looking into all processes takes time.
-    own = [process.pid for process in server.processes]
-    for pid in [*own, *(pid for pid in table if pid not in own)]:
-        if not left:
-            return
-        left -= shm.used_by(pid)
-    for name in sorted(left):
-        with suppress(OSError):
-            found = (shm.SHM / name).lstat()
-            yield Leftover(name, found.st_size, max(time.time() - found.st_mtime, 0.0))
+def leftovers() -> Iterator[Leftover]:
+    """Segments of the kinds that vLLM makes, that no live process uses."""
+    found = shm.nobodys()
+    for each in found.segments:
+        yield Leftover(each.name, each.bytes, each.age_s, agent.user(each.uid), found.doubt)
 
 
 def orphans(table: processes.Table) -> Iterator[ProcessState]:
@@ -492,7 +479,7 @@ def orphans(table: processes.Table) -> Iterator[ProcessState]:
         role = processes.titled(seen.words)
         above = table.get(seen.ppid)
         if role and not (above and any("python" in word for word in above.words[:1])):
-            yield state(Process(role, pid, seen.create_time, " ".join(seen.words), seen.rss_bytes))
+            yield state(Process(role, pid, seen.start_ticks, " ".join(seen.words), seen.rss_bytes))
 
 
 def guard(server: Server) -> Guard:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import httpx
 
+from ..instances.shape import UNIX, unix_path
 from ..snapshots.metrics import Metrics
 from ..snapshots.server import Canary, Outcome
 
@@ -54,6 +56,80 @@ FIELDS: tuple[tuple[str, dict[str, str], str], ...] = (
         for end, unit in (("sum", "s"), ("count", "n"))
     ),
 )
+
+
+class UnixSocket(httpx.BaseTransport):
+    """HTTP through the Unix socket that is a URL's host, as `unix_url` writes it."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        transport = httpx.HTTPTransport(uds=rerouted(request))
+        try:
+            answer = transport.handle_request(request)
+        except BaseException:
+            transport.close()
+            raise
+        assert isinstance(answer.stream, httpx.SyncByteStream)
+        answer.stream = Closing(answer.stream, transport)
+        return answer
+
+
+class Closing(httpx.SyncByteStream):
+    """A stream that takes its connection with it."""
+
+    def __init__(self, stream: httpx.SyncByteStream, transport: httpx.HTTPTransport) -> None:
+        self.stream = stream
+        self.transport = transport
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.stream
+
+    def close(self) -> None:
+        self.stream.close()
+        self.transport.close()
+
+
+class AsyncUnixSocket(httpx.AsyncBaseTransport):
+    """The same for asyncio."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        transport = httpx.AsyncHTTPTransport(uds=rerouted(request))
+        try:
+            answer = await transport.handle_async_request(request)
+        except BaseException:
+            await transport.aclose()
+            raise
+        assert isinstance(answer.stream, httpx.AsyncByteStream)
+        answer.stream = AsyncClosing(answer.stream, transport)
+        return answer
+
+
+class AsyncClosing(httpx.AsyncByteStream):
+    """The same for asyncio."""
+
+    def __init__(self, stream: httpx.AsyncByteStream, transport: httpx.AsyncHTTPTransport) -> None:
+        self.stream = stream
+        self.transport = transport
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self.stream:
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self.stream.aclose()
+        await self.transport.aclose()
+
+
+def rerouted(request: httpx.Request) -> str:
+    """Give a request a URL that HTTP knows; returns the path of the socket that it goes through."""
+    path = unix_path(str(request.url))
+    assert path is not None
+    request.url = request.url.copy_with(scheme="http", host="localhost")
+    request.headers["Host"] = "localhost"
+    return path
+
+
+MOUNTS: dict[str, httpx.BaseTransport | None] = {UNIX: UnixSocket()}
+ASYNC_MOUNTS: dict[str, httpx.AsyncBaseTransport | None] = {UNIX: AsyncUnixSocket()}
 
 
 def healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
@@ -175,7 +251,12 @@ async def answered(
             asyncio.timeout(timeout_s + GRACE_S),
             # A proxy for the outside is not for a server on this machine, whose certificate is its
             # own.
-            httpx.AsyncClient(timeout=timeout_s, trust_env=False, verify=False) as client,  # noqa: S501
+            httpx.AsyncClient(
+                timeout=timeout_s,
+                trust_env=False,
+                verify=False,  # noqa: S501
+                mounts=ASYNC_MOUNTS,
+            ) as client,
             client.stream(method, url, **fields) as answer,
         ):
             async for part in answer.aiter_bytes():
@@ -184,7 +265,8 @@ async def answered(
                     raise httpx.RemoteProtocolError(f"it has more than {ANSWER_BYTES >> 20} MiB")
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from error
-    return httpx.Response(answer.status_code, content=content, request=answer.request)
+    kept = {"content-type": answer.headers.get("content-type", "")}
+    return httpx.Response(answer.status_code, headers=kept, content=content, request=answer.request)
 
 
 def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:

@@ -20,6 +20,7 @@ import httpx
 from ..demo.inputs import png, wav
 from ..errors import Exit, VllmopsError
 from ..instances.servers import Server
+from . import http
 from .http import KEY, key_for
 
 CONNECTIONS = 32
@@ -271,6 +272,7 @@ def connect(server: Server) -> httpx.Client:
         # A proxy for the outside is not for a server on this machine, whose certificate is its own.
         trust_env=False,
         verify=False,  # noqa: S501
+        mounts=http.MOUNTS,
     )
 
 

@@ -17,7 +17,7 @@ from ..errors import Exit, VllmopsError
 from ..files import not_written, read_private, take
 from ..files import read as read_bounded
 from ..home import home, make, own
-from ..instances.processes import CLOCK_SLACK_S, VITAL, Process
+from ..instances.processes import VITAL, Process
 from ..instances.record import Folder
 from ..instances.servers import Server
 from ..snapshots import files
@@ -37,6 +37,8 @@ from .gpu import Gpus
 if TYPE_CHECKING:
     from .loads import Load  # brings httpx, which not every recording needs
 
+# Files and recordings have their times by the clock that people set; a server's start does not.
+CLOCK_SLACK_S = 2.0
 # For PSS and USS the kernel walks a process's page table, 10 ms for some GB, and an agent that has
 # slept needs as long to wake up where the machine has taken its pages back: not every second.
 FULL_S = 60.0

@@ -21,7 +21,8 @@ import msgspec
 import psutil
 
 from ..errors import VllmopsError
-from ..instances.processes import CLOCK_SLACK_S, Process
+from ..instances.processes import Process
+from ..snapshots import identity
 from ..snapshots.files import DAMAGE
 from ..snapshots.stacks import (
     Frame,
@@ -201,10 +202,10 @@ def _confirm(process: Process) -> None:
     """Raise unless this very process is there and alive."""
     try:
         found = psutil.Process(process.pid)
-        reused = abs(found.create_time() - process.create_time) >= CLOCK_SLACK_S
+        reused = identity.of(process.pid) != process.identity
         zombie = not reused and found.status() == psutil.STATUS_ZOMBIE
         parent = found.ppid() if zombie else 0
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ProcessLookupError):
         raise VllmopsError(
             "stacks.gone", f"pid {process.pid} is gone", "vllmops ps shows what runs now"
         ) from None

@@ -183,7 +183,7 @@ def glance(target: str | None) -> Place | None:
 
     running = [each for each in ([Folder(target)] if target else folders()) if each.supervised()]
     record = running[0].read() if len(running) == 1 else None
-    return Place(record.url, record.name) if record else None
+    return Place(record.url, record.name) if record and record.url else None
 
 
 class Http:
@@ -208,6 +208,7 @@ class Http:
             # own; elsewhere the key is for nobody but the right one.
             trust_env=not place.local,
             verify=not place.local,
+            mounts=http.ASYNC_MOUNTS,
         )
 
     async def __aenter__(self) -> Self:

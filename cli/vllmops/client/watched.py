@@ -90,6 +90,8 @@ class Watched:
             processes=record.processes,
             host=record.host,
             port=record.port,
+            uds=record.uds,
+            headless=record.headless,
             model=record.model,
             scheme=record.scheme,
         )

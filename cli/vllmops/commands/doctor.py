@@ -15,7 +15,20 @@ from ..diagnose import doctor as judge
 from ..diagnose.findings import Finding, Severity, worst
 from ..diagnose.stacks import StackFinding
 from ..errors import Exit, VllmopsError
-from ..output import Folded, Json, Line, Progress, Result, command, say, span, table, typer_app
+from ..instances.shape import shown
+from ..output import (
+    Folded,
+    Json,
+    Line,
+    Progress,
+    Result,
+    command,
+    say,
+    size,
+    span,
+    table,
+    typer_app,
+)
 from ..snapshots.metrics import Metrics
 from ..snapshots.server import ServerSnapshot, Unseen
 from .explain import steps
@@ -75,6 +88,12 @@ def doctor(
             " root's.",
         ),
     ] = False,
+    clean_shm: Annotated[
+        bool,
+        typer.Option(
+            "--clean-shm", help="Remove shared memory that is proven to be nobody's; nothing else."
+        ),
+    ] = False,
     json_: Json = False,
 ) -> Result:
     """Say what is wrong with a server, worst first, and what to do next.
@@ -91,6 +110,8 @@ def doctor(
             {"checks": [check for check in every if check.code in wanted]},
             lambda: [listing([check for check in every if check.code in wanted])],
         )
+    if clean_shm:
+        return cleaned(alone=file is None and not canary)
     if file is not None:
         source = ctx.get_parameter_source("target")
         if canary or (source is not None and source.name == "COMMANDLINE"):
@@ -128,6 +149,45 @@ def doctor(
         lambda: list(screen(snapshot, found, skipped=len(wanted) < len(every))),
         Exit.FAILED if failed else Exit.OK,
     )
+
+
+def cleaned(*, alone: bool) -> Result:
+    """Remove what is left in ``/dev/shm`` and say what could not be removed, and why.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    if not alone:
+        raise VllmopsError(
+            "usage",
+            "--clean-shm looks at this machine alone: it goes with neither FILE nor --canary",
+            "vllmops doctor --clean-shm",
+            exit_code=Exit.USAGE,
+        )
+    from ..client.agent import user  # noqa: PLC0415 - slow, and seldom needed
+    from ..instances import shm  # noqa: PLC0415
+
+    left, removed = shm.clean()
+    young = f"it is less than {span(shm.OLD_S)} old: it may be in the making"
+    kept = [
+        {
+            "name": each.name,
+            "bytes": each.bytes,
+            "age_s": each.age_s,
+            "owner": user(each.uid),
+            "why": left.doubt or (young if each.age_s < shm.OLD_S else "it came into use"),
+        }
+        for each in left.segments
+    ]
+    gone = [{"name": each.name, "bytes": each.bytes} for each in removed]
+
+    def told() -> Iterator[RenderableType]:
+        yield from (f"removed {each.name}, {size(each.bytes)}" for each in removed)
+        yield from (f"left {each['name']}: {each['why']}" for each in kept)
+        if not removed and not kept:
+            yield "no shared memory is left of processes that are gone"
+
+    return Result({"removed": gone, "left": kept}, lambda: list(told()))
 
 
 def live(target: str | None, interval_s: float, *, canary: bool, quiet: bool) -> ServerSnapshot:
@@ -209,7 +269,7 @@ def headline(snapshot: ServerSnapshot) -> str:
     if snapshot.model:
         parts.append(f"serves {snapshot.model}")
     if snapshot.url:
-        parts.append(f"at {snapshot.url}")
+        parts.append(f"at {shown(snapshot.url)}")
     if snapshot.state:
         parts.append(snapshot.state)
     if snapshot.uptime_s is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -15,9 +14,12 @@ from ..client import agent
 from ..client import http as client_http
 from ..errors import VllmopsError
 from ..instances.processes import Role
+from ..instances.readiness import engines_up
 from ..instances.record import State, folders
 from ..instances.servers import Server, find, pending, reclaim
+from ..instances.shape import shown
 from ..output import Json, Result, command, say, size, span, table, typer_app
+from ..snapshots.identity import age_s
 from ..streams import printable
 
 app = typer_app()
@@ -52,6 +54,8 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int
     processes: list[ProcessRow]
     failure: str | None = None
+    uds: str | None = None
+    headless: bool = False
 
 
 @app.command(epilog="Example: vllmops ps --json")
@@ -115,12 +119,14 @@ def row(server: Server) -> InstanceRow:
         started_by_vllmops=record is not None,
         detached=record.detached if record else None,
         supervised=server.supervised if record and not record.state.over else None,
-        uptime_s=time.time() - server.processes[0].create_time if server.processes else None,
+        uptime_s=age_s(server.processes[0].start_ticks) if server.processes else None,
         rss_bytes=sum(process.rss_bytes or 0 for process in server.processes),
         processes=[
             ProcessRow(p.role, p.pid, p.rss_bytes, agents.get(p.pid)) for p in server.processes
         ],
         failure=record.failure.cause if record and record.failure else None,
+        uds=server.uds,
+        headless=server.headless,
     )
 
 
@@ -131,10 +137,19 @@ def state(server: Server) -> str:
         return server.record.state if server.record.state.over or alive else "died"
     if not server.of(Role.API, Role.LAUNCHER):
         return "orphaned"
+    if server.headless:
+        return "ready" if engines_up(server.processes) else "starting, or without an agent"
     health = client_http.status(server.url) if server.url else None
     if health == 200:
         return "ready"
     return f"unhealthy ({health})" if health else "not answering"
+
+
+def address(one: InstanceRow) -> str:
+    """Where it is reached, for a person."""
+    if one.url:
+        return shown(one.url)
+    return "headless" if one.headless else "no port"
 
 
 def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
@@ -152,7 +167,7 @@ def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
             shown.append("")
         shown.append(head)
         # A stranger's words: a line break in them would pass for a line of ours.
-        words = printable(f"{one.url or 'no port'}  {one.model or ''}", lines=False)
+        words = printable(f"{address(one)}  {one.model or ''}", lines=False)
         shown.append(Text(f"  {words}", overflow="fold"))
         if one.failure:
             shown.append(Text(f"  {one.failure}", style="red", overflow="fold"))

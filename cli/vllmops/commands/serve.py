@@ -25,7 +25,7 @@ from ..errors import Exit, VllmopsError
 from ..instances import launch, logs
 from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
 from ..instances.record import Failure, Folder, Record, State
-from ..instances.servers import option
+from ..instances.shape import option, shown
 from ..keys import file as keys
 from ..keys.ring import Key, Status, fresh
 from ..numbers import MOST
@@ -199,6 +199,12 @@ def serve(
     )
     session = Session(reserved.folder, control, wish)
     record = stay(session, reserved.record, detach=detach, log=not quiet, quiet=json_)
+    if detach and record.state is State.STOPPED:
+        raise VllmopsError(
+            "serve.stopped",
+            f"{record.name} was stopped before it was ready",
+            f"vllmops restart {record.name} starts it again",
+        )
     return Result(instance(record), lambda: summary(record) if detach else ())
 
 
@@ -557,12 +563,12 @@ def summary(record: Record) -> list[RenderableType]:
     """What a person wants to know of a server that has just come up."""
     from rich.text import Text  # noqa: PLC0415
 
-    took = span((record.ready_at or 0.0) - (record.started_at or 0.0))
+    took = f" after {span(record.ready_s)}" if record.ready_s is not None else ""
+    where = (" at ", (shown(record.url), "bold")) if record.url else ()
     watch = [f"  watch:       vllmops logs --process watch {record.name}"]
     return [
-        Text.assemble(
-            (record.name, "bold"), " is ready at ", (str(record.url), "bold"), f" after {took}"
-        ),
+        Text.assemble((record.name, "bold"), " is ready", *where, took),
+        *(["  headless: its API server is another one's"] if record.headless else []),
         f"  log:         vllmops logs -f {record.name}",
         *(watch if record.watch is not None else ()),
         f"  look inside: vllmops cache inspect -t {record.name}",

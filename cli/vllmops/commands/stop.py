@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ from ..instances.control import NOTHING, STOP_TIMEOUT_S, Session, Wish, connect,
 from ..instances.processes import alive
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find, resolve
-from ..instances.takedown import drain, take_down
+from ..instances.takedown import END_S, drain, take_down
 from ..output import Json, Progress, Result, command, typer_app
 from .options import Target, TargetArgument, seconds
 from .serve import failed, instance, stay, summary
@@ -53,7 +54,7 @@ def stop(
         session = Session(Folder(server.record.name), connect(Folder(server.record.name)))
         session.send(Wish(stop=wait_s))
         record = server.record
-        for record in session.records():
+        for record in session.records(time.monotonic() + wait_s + END_S):
             if record.state is State.STOPPING:
                 progress.update(f"{record.name}: {record.note or record.state}")
     if record.state is State.FAILED:
@@ -92,26 +93,68 @@ def restart(
     """
     record = recorded(name or target)
     folder = Folder(record.name)
-    lock = folder.lock()
-    if lock is not None and (record.state.over or not any(map(alive, record.processes))):
-        launch.check_port(record.host, record.port)
-        port = launch.claimed(record.host, record.port)
-        fresh = launch.again(record)
-        try:
-            folder.write(fresh)
-        except OSError as error:
-            os.close(lock)
-            raise launch.full(error) from error
-        session = Session(folder, start_supervisor(folder, lock, NOTHING, launch=True, port=port))
-    else:
-        if lock is not None:
-            os.close(lock)
-        session = Session(folder, connect(folder))
+    if record.state is State.STOPPING:
+        record = settled(folder, record, quiet=json_)
+    fresh = started(folder, record)
+    session = fresh or Session(folder, connect(folder))
+    if fresh is None:
         session.send(Wish(restart=0.0 if force else timeout))
-    record = stay(session, record, detach=True, log=False, quiet=json_)
+    before = record.started_at
+    try:
+        record = stay(session, record, detach=True, log=False, quiet=json_)
+    except VllmopsError as error:
+        # It died just before the wish came to its supervisor, which took down what was left.
+        over = folder.read()
+        if fresh or error.code != "serve.failed" or over is None or over.started_at != before:
+            raise
+        fresh = started(folder, over)
+        if fresh is None:
+            raise
+        record = stay(fresh, over, detach=True, log=False, quiet=json_)
     if record.state is State.STOPPED:
         raise VllmopsError("restart.stopped", f"{record.name} was stopped in the meantime")
     return Result(instance(record), lambda: summary(record))
+
+
+def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
+    """An instance that is being taken down, once that is over."""
+    with Progress(time.time(), quiet=quiet) as progress, suppress(VllmopsError):
+        session = Session(folder, connect(folder))
+        for now in session.records(time.monotonic() + END_S):
+            if now.state not in {State.STOPPING, State.STOPPED, State.FAILED}:
+                break
+            progress.update(f"{now.name}: {now.note or now.state}")
+        session.close()
+    return folder.read() or record
+
+
+def started(folder: Folder, record: Record) -> Session | None:
+    """Start an instance of which nothing runs; None where something does, or where it is held.
+
+    Raises:
+        VllmopsError: as `launch.check_port` and `launch.claimed` do, or ``home.full``.
+    """
+    lock = folder.lock()
+    if lock is None:
+        return None
+    if not record.state.over and any(map(alive, record.processes)):
+        os.close(lock)
+        return None
+    held = [lock]
+    port = None
+    try:
+        if record.port is not None:
+            launch.check_port(record.host, record.port)
+            port = launch.claimed(record.host, record.port)
+            held.append(port)
+        elif record.uds:
+            launch.check_socket(record.uds)
+        folder.write(launch.again(record))
+    except (VllmopsError, OSError) as error:
+        for each in held:
+            os.close(each)
+        raise launch.full(error) if isinstance(error, OSError) else error from None
+    return Session(folder, start_supervisor(folder, lock, NOTHING, launch=True, port=port))
 
 
 def recorded(target: str | None) -> Record:

@@ -11,6 +11,7 @@ import typer
 from ..client import http as client_http
 from ..errors import Exit, VllmopsError
 from ..instances.processes import alive
+from ..instances.readiness import engines_up
 from ..instances.record import Folder, State
 from ..instances.servers import Server, resolve
 from ..output import Json, Progress, Result, command, span, typer_app
@@ -76,7 +77,10 @@ def look(server: Server, goal: Goal) -> str:
     if server.record is None:
         if not any(map(alive, server.processes)):
             return Goal.STOPPED
-        ready = server.url is not None and client_http.healthy(server.url)
+        if server.headless:
+            ready = engines_up(server.processes)
+        else:
+            ready = server.url is not None and client_http.healthy(server.url)
         return Goal.READY if ready else "starting"
     folder = Folder(server.record.name)
     record = folder.read() or server.record

@@ -6,10 +6,10 @@ that no request can hit, are shown and never judged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..snapshots.patches import State
-from ..snapshots.server import Disk, ProcessState, ServerSnapshot
+from ..snapshots.server import Disk, Leftover, ProcessState, ServerSnapshot
 from .findings import Finding, Rule, Severity
 from .progress import NO_PYTHON, PATIENCE_S, UNHEALTHY, late, named
 from .stacks import STOPPED
@@ -19,6 +19,7 @@ GIB = 1 << 30
 FULL_SHARE = 0.05
 FULL_BYTES = GIB
 LEFT_AGE_S = 60.0
+TOLD = 3  # leftovers that are told one by one
 TELLING = 5  # requests, answers: fewer in an interval prove nothing
 
 ENGINE_MISSING = Rule(
@@ -99,7 +100,7 @@ SHM = Rule(
     "machine.shm-leftovers",
     INFO,
     "shared memory is left of processes that are gone",
-    "it takes memory until it is removed; fuser /dev/shm/NAME names whoever still uses it",
+    "it takes memory until it is removed: vllmops doctor --clean-shm",
     "https://github.com/vllm-project/vllm/issues/51579",
 )
 DISK = Rule("machine.disk", WARNING, "a file system is nearly full", "make room on it")
@@ -330,11 +331,7 @@ def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
     found = snapshot.machine
     left = [each for each in found.leftovers if each.age_s >= LEFT_AGE_S]
     if left:
-        yield SHM.at(
-            "/dev/shm",  # noqa: S108 - the kernel's own place
-            f"{len(left)} segments, {size(sum(each.bytes for each in left))}: "
-            + ", ".join(each.name for each in left[:3]),
-        )
+        yield SHM.at("/dev/shm", "; ".join(leftover(left)))  # noqa: S108 - the kernel's own place
     for disk in found.disks:
         if short(disk):
             yield DISK.at(disk.path, f"{disk.use}: {size(disk.free)} of {size(disk.total)} free")
@@ -348,6 +345,20 @@ def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
             yield GPU_MEMORY.at(subject, f"{gpu.bad_memory} uncorrected errors")
         if gpu.throttled:
             yield GPU_BRAKED.at(subject, f"{gpu.celsius} °C, {gpu.watts} W")
+
+
+def leftover(left: Sequence[Leftover]) -> Iterator[str]:
+    """What segments are left, the largest first, and how far it is known that nobody uses them."""
+    yield f"{len(left)} segments, {size(sum(each.bytes for each in left))}"
+    largest = sorted(left, key=lambda each: -each.bytes)[:TOLD]
+    for each in largest:
+        yield f"{each.name}: {size(each.bytes)}, of {each.owner}, {each.age_s / 60:.0f} min old"
+    doubt = next((each.doubt for each in left if each.doubt), "")
+    yield (
+        f"no process is seen to map or open them; {doubt}"
+        if doubt
+        else ("no process of this machine maps or opens them")
+    )
 
 
 def short(disk: Disk) -> bool:

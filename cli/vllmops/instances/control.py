@@ -26,6 +26,7 @@ from .record import Folder, Record
 
 STOP_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
+LET_GO = "pkill -9 -f 'vllmops.instances.supervisor {name} '"
 
 
 class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,12 +66,23 @@ class Control:
         with contextlib.suppress(OSError):
             self.connection.sendall(msgspec.json.encode(wish) + b"\n")
 
-    def records(self) -> Iterator[Record]:
-        """Each state of the instance, until the supervisor ends."""
+    def records(self, until: float | None = None) -> Iterator[Record]:
+        """Each state of the instance, until the supervisor ends.
+
+        Args:
+            until: when to give up, by the monotonic clock.
+
+        Raises:
+            TimeoutError: it was time to give up.
+        """
         with self.connection.makefile("rb") as lines, contextlib.suppress(ConnectionError):
-            for line in lines:
-                if line.endswith(b"\n"):
-                    yield msgspec.json.decode(line, type=Record)
+            while True:
+                if until is not None:
+                    self.connection.settimeout(max(until - time.monotonic(), 0.01))
+                line = lines.readline()
+                if not line.endswith(b"\n"):
+                    return
+                yield msgspec.json.decode(line, type=Record)
 
     def close(self) -> None:
         self.connection.close()
@@ -93,12 +105,23 @@ class Session:
     def send(self, wish: Wish) -> None:
         self.control.send(wish)
 
-    def records(self) -> Iterator[Record]:
-        """Each state until it is over; raises ``supervisor.unreachable``."""
+    def records(self, until: float | None = None) -> Iterator[Record]:
+        """Each state until it is over.
+
+        Args:
+            until: when to give up, by the monotonic clock.
+
+        Raises:
+            VllmopsError: ``supervisor.unreachable``, or ``supervisor.silent``.
+        """
         while True:
             record = None
-            for record in self.control.records():
-                yield record
+            try:
+                for record in self.control.records(until):
+                    yield record
+            except TimeoutError:
+                self.control.close()
+                raise silent(self.folder) from None
             self.control.close()
             if record and record.state.over:
                 return
@@ -156,6 +179,17 @@ def start_supervisor(
     return control
 
 
+def silent(folder: Folder) -> VllmopsError:
+    """A supervisor that is there and does nothing: it was stopped, say."""
+    return VllmopsError(
+        "supervisor.silent",
+        f"the supervisor of {folder.name!r} does not come to an end",
+        f"{LET_GO.format(name=folder.name)}; the next command starts another supervisor, and goes"
+        " on",
+        exit_code=Exit.TIMED_OUT,
+    )
+
+
 def connect(folder: Folder, wish: Wish = NOTHING) -> Control:
     """A connection to the supervisor of an instance; starts one where it has died.
 
@@ -180,8 +214,7 @@ def connect(folder: Folder, wish: Wish = NOTHING) -> Control:
                 "supervisor.unreachable",
                 f"the supervisor of {folder.name!r} does not answer at {folder.control}:"
                 f" {error.strerror}",
-                "kill it and try again, the server runs on:"
-                f" pkill -9 -f 'vllmops.instances.supervisor {folder.name} '",
+                f"kill it and try again, the server runs on: {LET_GO.format(name=folder.name)}",
                 exit_code=Exit.NOT_FOUND,
             ) from error
         control = Control(connection)

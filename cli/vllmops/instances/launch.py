@@ -26,8 +26,9 @@ from ..responses.settings import STORE
 from ..targets import NAME
 from . import logs, ports
 from .processes import alive
-from .record import Folder, Record, State, create_root, folders, named
-from .servers import find, option
+from .record import UNIX_PATH_BYTES, Folder, Record, State, create_root, folders, named
+from .servers import find
+from .shape import Shape, listens, option, shape
 
 FIRST_PORT, LAST_PORT = 8000, 8999
 PLUGIN = "vllmops"
@@ -66,7 +67,7 @@ class Reserved:
     folder: Folder
     record: Record
     lock: int
-    port: int
+    port: int | None
 
 
 def check(order: Order) -> None:
@@ -79,8 +80,33 @@ def check(order: Order) -> None:
     logs.limit()
     check_installed()
     check_model(order.model)
-    if order.port is not None:
+    found = shape(order.arguments)
+    if found.uds:
+        check_socket(found.uds)
+    elif order.port is not None and not found.headless:
         check_port(order.host, order.port)
+
+
+def check_socket(path: str) -> None:
+    """Raises ``uds.unusable`` where no server could listen on a Unix socket of that path."""
+    place = Path(path).absolute()
+    problem = ""
+    if len(os.fsencode(path)) > UNIX_PATH_BYTES:
+        problem = f"it has more than {UNIX_PATH_BYTES} bytes"
+    elif not place.parent.is_dir():
+        problem = f"{place.parent} is no directory"
+    elif not os.access(place.parent, os.W_OK | os.X_OK):
+        problem = f"{place.parent} can't be written by this user"
+    elif listens(path):
+        problem = "another server listens on it"
+    elif place.exists() and not place.is_socket():
+        problem = "it is a file"
+    if problem:
+        raise VllmopsError(
+            "uds.unusable",
+            f"no server can listen on {path}: {problem}",
+            "-- --uds with another path",
+        )
 
 
 def check_installed() -> None:
@@ -236,14 +262,14 @@ def take_port(host: str, claimed: set[int]) -> tuple[int, int]:
     )
 
 
-def command(order: Order, port: int) -> tuple[str, ...]:
+def command(order: Order, port: int | None) -> tuple[str, ...]:
     """The exact command; what stands behind ``--`` comes last, so that it wins.
 
     -P: a ``vllm`` in the working directory, a checkout say, is not the one that is installed.
     """
     return (
         *(sys.executable, "-P", "-m", "vllmops.agent.launch", "serve", order.model),
-        *("--host", order.host, "--port", str(port)),
+        *(("--host", order.host, "--port", str(port)) if port is not None else ()),
         *order.arguments,
     )
 
@@ -262,8 +288,9 @@ def environment(order: Order, name: str) -> dict[str, str]:
     return added
 
 
-def plan(order: Order, name: str, port: int) -> Record:
+def plan(order: Order, name: str, port: int | None) -> Record:
     now = time.time()
+    found = shape(order.arguments)
     return Record(
         name=name,
         model=order.model,
@@ -277,13 +304,22 @@ def plan(order: Order, name: str, port: int) -> Record:
         watch=order.watch,
         created_at=now,
         stage_at=now,
+        uds=found.uds and str(Path(found.uds).absolute()),
+        headless=found.headless,
     )
+
+
+def has_port(order: Order) -> bool:
+    """Whether the server listens on a TCP port."""
+    return shape(order.arguments) == Shape()
 
 
 def preview(order: Order) -> Record:
     """What would be started; nothing is written."""
-    claimed = {record.port for record in live_records()}
-    port = order.port if order.port is not None else free_port(order.host, claimed)
+    claimed = {record.port for record in live_records() if record.port is not None}
+    port: int | None = None
+    if has_port(order):
+        port = order.port if order.port is not None else free_port(order.host, claimed)
     return plan(order, order.name or suggestion(order), port)
 
 
@@ -297,8 +333,12 @@ def reserve(order: Order) -> Reserved:
     gate = take(create_root() / ".lock", wait=True)
     assert gate is not None
     try:
-        ours = {record.port for record in live_records()}
-        if order.port is None:
+        ours = {record.port for record in live_records() if record.port is not None}
+        port: int | None = None
+        held: int | None = None
+        if not has_port(order):
+            pass
+        elif order.port is None:
             port, held = take_port(order.host, ours)
         elif order.port in ours:
             raise another(order.host, order.port, ours)
@@ -307,14 +347,16 @@ def reserve(order: Order) -> Reserved:
         try:
             folder, lock = folder_for(order)
         except VllmopsError:
-            os.close(held)
+            if held is not None:
+                os.close(held)
             raise
         record = plan(order, folder.name, port)
         try:
             folder.write(record)
         except OSError as error:
             os.close(lock)
-            os.close(held)
+            if held is not None:
+                os.close(held)
             raise full(error) from error
         return Reserved(folder, record, lock, held)
     finally:
@@ -385,4 +427,5 @@ def again(record: Record) -> Record:
         processes=(),
         segments=(),
         failure=None,
+        ready_s=None,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,9 @@ from .record import Failure
 
 LIMIT = "VLLMOPS_LOG_MAX_BYTES"
 LIMIT_BYTES = 64 << 20
+FIRST_WAIT_S, LAST_WAIT_S = 5.0, 300.0  # between tries to rotate
+CHUNK_BYTES = 1 << 20
+
 STAGES = ("launching", "launched", "loading weights", "profiling", "warming up", "ready")
 
 LINE = re.compile(
@@ -283,22 +288,93 @@ def limit() -> int:
         ) from error
 
 
+class Rotation:
+    """Keeps a log in bounds; where it can't, on a full disk say, it tries again ever less often.
+
+    Args:
+        path: the log.
+        limit: bytes that it may have.
+        keep: how many parts of that size are kept beside it.
+    """
+
+    def __init__(self, path: Path, *, limit: int, keep: int) -> None:
+        self.path = path
+        self.limit = limit
+        self.keep = keep
+        self.due = 0.0  # monotonic
+        self.wait_s = FIRST_WAIT_S
+        mend(path, keep)
+
+    def look(self) -> str:
+        """Rotate if it is time to; returns what hinders that, in words, where it is new."""
+        now = time.monotonic()
+        if now < self.due:
+            return ""
+        try:
+            rotate(self.path, limit=self.limit, keep=self.keep)
+        except OSError as error:
+            first = self.wait_s == FIRST_WAIT_S
+            self.due, self.wait_s = now + self.wait_s, min(2 * self.wait_s, LAST_WAIT_S)
+            return f"{self.path.name} is not rotated: {error.strerror}" if first else ""
+        self.wait_s = FIRST_WAIT_S
+        return ""
+
+
 def rotate(path: Path, *, limit: int, keep: int) -> bool:
     """Move a log over ``limit`` bytes aside, to ``.1`` … ``.keep``; returns whether it did.
 
     The server has the file open for appending, so it is copied and truncated, not renamed: a
     pipe into a supervisor would lose every line, and block the server, once that dies.
+
+    Raises:
+        OSError: it can't be done; all is as it was.
     """
-    copy = path.with_name(f".{path.name}.copy")
     try:
         if path.stat().st_size <= limit:
             return False
-        shutil.copyfile(path, copy)
-        shift(path, keep)
-        copy.replace(aside(path, 1))
-        os.truncate(path, 0)
-    except OSError:  # a full disk, say: keep what there is, and try again later
-        copy.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return False
+    copy = copying(path)
+    with path.open("rb+") as log:  # what can't be truncated is not copied either
+        size = os.fstat(log.fileno()).st_size
+        if shutil.disk_usage(path.parent).free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        try:
+            with copy.open("wb") as file:
+                shutil.copyfileobj(log, file, CHUNK_BYTES)
+            shift(path, keep)
+            with copy.open("ab") as file:  # what came meanwhile
+                shutil.copyfileobj(log, file, CHUNK_BYTES)
+            copy.replace(aside(path, 1))
+            os.truncate(log.fileno(), 0)
+        except OSError:
+            mend(path, keep)
+            raise
+    return True
+
+
+def mend(path: Path, keep: int) -> None:
+    """Put in order what a rotation left that was cut short: no part twice, none out of reach."""
+    with contextlib.suppress(OSError):
+        copying(path).unlink(missing_ok=True)
+        if begins_with(path, aside(path, 1)):
+            aside(path, 1).unlink()
+        parts = [each for number in range(1, keep + 1) if (each := aside(path, number)).exists()]
+        for number, part in enumerate(parts, 1):
+            if part != aside(path, number):
+                part.replace(aside(path, number))
+
+
+def begins_with(path: Path, part: Path) -> bool:
+    """Whether a log still has all of what was copied from it."""
+    try:
+        with path.open("rb") as log, part.open("rb") as copy:
+            if not 0 < os.fstat(copy.fileno()).st_size <= os.fstat(log.fileno()).st_size:
+                return False
+            while chunk := copy.read(CHUNK_BYTES):
+                if log.read(len(chunk)) != chunk:
+                    return False
+    except OSError:
         return False
     return True
 
@@ -318,6 +394,10 @@ def shift(path: Path, keep: int) -> None:
     for number in range(keep - 1, 0, -1):
         with contextlib.suppress(FileNotFoundError):
             aside(path, number).replace(aside(path, number + 1))
+
+
+def copying(path: Path) -> Path:
+    return path.with_name(f".{path.name}.copy")
 
 
 def aside(path: Path, number: int) -> Path:

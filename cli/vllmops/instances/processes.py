@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 import psutil
 
 from ..errors import needs_linux
-
-# The kernel's boot time, which psutil adds to a process's age, moves when the clock is slewed.
-CLOCK_SLACK_S = 2.0
+from ..snapshots import identity
+from ..snapshots.identity import Identity, age_s, boot_id
+from .shape import shape
 
 
 class Role(StrEnum):
     """What a process does in a server."""
 
-    LAUNCHER = "launcher"  # the parent of several API servers
+    LAUNCHER = "launcher"  # the parent of several API servers, or of engines alone
     API = "api"
     ENGINE = "engine"
     WORKER = "worker"
@@ -45,21 +47,32 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a server; a pid counts only together with its create time.
+    """One process of a server.
 
     Args:
         role: what it does.
         pid: process id.
-        create_time: seconds since the epoch, as psutil gives it.
+        start_ticks: with the pid and the boot its `Identity`.
         title: command line or title, for a person.
         rss_bytes: resident memory in bytes, None where it can't be read.
+        boot: as in `Identity`.
     """
 
     role: Role
     pid: int
-    create_time: float
+    start_ticks: int
     title: str = ""
     rss_bytes: int | None = None
+    boot: str = field(default_factory=boot_id)
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.pid, self.start_ticks, self.boot)
+
+    @property
+    def create_time(self) -> float:
+        """Seconds since the epoch, by the clock as it is set now: to be shown, not compared."""
+        return time.time() - age_s(self.start_ticks)
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Seen:
 
     pid: int
     ppid: int
-    create_time: float
+    start_ticks: int
     words: tuple[str, ...]
     rss_bytes: int | None
     zombie: bool
@@ -85,30 +98,36 @@ def table() -> Table:
     """
     if not Path("/proc/self/stat").exists():
         raise needs_linux("to look into processes")
-    fields = ["pid", "ppid", "create_time", "cmdline", "memory_info", "status"]
-    return {
-        info["pid"]: Seen(
-            pid=info["pid"],
+    found = {}
+    for process in psutil.process_iter(["ppid", "cmdline", "memory_info", "status"]):
+        info = process.info
+        try:
+            start_ticks = identity.of(process.pid).start_ticks
+        except ProcessLookupError:
+            continue  # gone meanwhile
+        found[process.pid] = Seen(
+            pid=process.pid,
             ppid=info["ppid"] or 0,
-            create_time=info["create_time"] or 0.0,
+            start_ticks=start_ticks,
             words=tuple(info["cmdline"] or ()),
             rss_bytes=info["memory_info"].rss if info["memory_info"] else None,
             zombie=info["status"] == psutil.STATUS_ZOMBIE,
         )
-        for info in (process.info for process in psutil.process_iter(fields))
-    }
+    return found
 
 
 def alive(process: Process) -> bool:
-    """Whether this very process runs: same pid, same create time, no zombie."""
+    """Whether this very process runs: same pid, same start, no zombie.
+
+    Raises:
+        OSError: it can't be told: this process can open no file, say.
+    """
     try:
-        found = psutil.Process(process.pid)
-        return (
-            abs(found.create_time() - process.create_time) < CLOCK_SLACK_S
-            and found.status() != psutil.STATUS_ZOMBIE
-        )
-    except psutil.Error:
+        fields = identity.stat(process.pid)
+    except ProcessLookupError:
         return False
+    same = process.identity == Identity(process.pid, int(fields[19]), boot_id())
+    return same and fields[0] not in {"Z", "X"}
 
 
 def titled(words: Sequence[str]) -> Role | None:
@@ -145,13 +164,13 @@ def tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...]:
         seen = queue.pop(0)
         if seen.pid not in found and not seen.zombie:
             found[seen.pid] = seen
-            queue += sorted(children.get(seen.pid, []), key=lambda child: child.create_time)
+            queue += sorted(children.get(seen.pid, []), key=lambda child: child.start_ticks)
     many_api_servers = any(titled(seen.words) is Role.API for seen in found.values())
     return tuple(
         Process(
             role=role(seen, found.get(seen.ppid), many_api_servers=many_api_servers),
             pid=seen.pid,
-            create_time=seen.create_time,
+            start_ticks=seen.start_ticks,
             title=" ".join(seen.words).rstrip(),
             rss_bytes=seen.rss_bytes,
         )
@@ -180,9 +199,28 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
         return Role.OTHER
     if told := titled(seen.words):
         return told
-    if serve_arguments(seen.words) is not None:
-        return Role.LAUNCHER if many_api_servers else Role.API
+    if (arguments := serve_arguments(seen.words)) is not None:
+        return Role.LAUNCHER if many_api_servers or shape(arguments).headless else Role.API
     return Role.OTHER
+
+
+def absolute(pid: int, path: str) -> str:
+    """A path as a process means it."""
+    if os.path.isabs(path):
+        return path
+    try:
+        return os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
+    except OSError:
+        return path
+
+
+def listens_on(pid: int, path: str) -> bool:
+    """Whether a process has a Unix socket of that path, False if it can't be looked into."""
+    try:
+        own = {str(s.laddr) for s in psutil.Process(pid).net_connections("unix") if s.laddr}
+    except psutil.Error:
+        return False
+    return os.path.realpath(path) in {os.path.realpath(absolute(pid, each)) for each in own}
 
 
 def listening_ports(pid: int) -> list[int]:

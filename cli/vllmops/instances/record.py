@@ -21,8 +21,9 @@ from ..files import asked, open_plain, read_private, take, write_atomically
 from ..home import another, home, make, own, place
 from ..targets import NAME
 from .processes import Process
+from .shape import unix_url
 
-SCHEMA = 1
+SCHEMA = 2
 RECORD_BYTES = 16 << 20  # a server has some thousand processes at most
 UNIX_PATH_BYTES = 107  # sun_path of unix(7), less its final NUL
 
@@ -69,6 +70,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         segments: names in ``/dev/shm`` that processes of the tree have mapped.
         exit_code: of the root process, negative for a signal, None where unknown.
         watch: what `vllmops watch` is given that runs beside it; None where none does.
+        port: that it listens on; None where it listens on a Unix socket, or is headless.
+        uds: the Unix socket that it listens on, None for TCP.
+        headless: whether it has no API server: its engines work for one on another node.
+        ready_s: seconds that its last start took, by a clock that nobody sets; None before.
     """
 
     schema: int = SCHEMA
@@ -78,7 +83,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     directory: str
     host: str
-    port: int
+    port: int | None
     scheme: str = "http"
     detached: bool
     created_at: float
@@ -95,10 +100,20 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     exit_code: int | None = None
     watch: tuple[str, ...] | None = None
+    uds: str | None = None
+    headless: bool = False
+    ready_s: float | None = None
 
     @property
-    def url(self) -> str:
-        return f"{self.scheme}://{client_host(self.host)}:{self.port}"
+    def url(self) -> str | None:
+        return address(self.scheme, self.host, self.port, self.uds)
+
+
+def address(scheme: str, host: str | None, port: int | None, uds: str | None) -> str | None:
+    """A server's URL, None where it listens on nothing that is known."""
+    if uds:
+        return unix_url(uds)
+    return f"{scheme}://{client_host(host or '')}:{port}" if port else None
 
 
 def client_host(host: str) -> str:
@@ -132,6 +147,10 @@ class Folder:
     @property
     def supervisor_log(self) -> Path:
         return self.path / "supervisor.log"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / "lock"
 
     @property
     def watch_lock(self) -> Path:
@@ -174,11 +193,12 @@ class Folder:
 
     def lock(self) -> int | None:
         """Take the lock; returns the open file that holds it, None where another has it."""
-        return take(own(self.path) / "lock")
+        own(self.path)
+        return take(self.lock_file)
 
     def supervised(self) -> bool:
         """Whether a supervisor (or a ``serve`` about to start one) is alive."""
-        return held(self.path / "lock")
+        return held(self.lock_file)
 
 
 def held(path: Path) -> bool:

@@ -10,11 +10,13 @@ import psutil
 
 from ..errors import Exit, VllmopsError
 from ..responses.urls import shown
+from ..snapshots.identity import Identity, boot_id
 from ..targets import Url, parsed
 from . import processes
 from .control import adopt
 from .processes import Process, Role
-from .record import Folder, Record, State, client_host, folders
+from .record import Folder, Record, State, address, folders
+from .shape import option, shape, unix_path
 
 DEFAULT_PORT = 8000
 
@@ -27,11 +29,12 @@ class Server:
         name: the instance's name, None for one that vllmops did not start.
         processes: the tree, root first.
         host: address it listens on, None where unknown.
-        port: TCP port, None where unknown.
+        port: TCP port, None where unknown, or where it has none.
         model: the model as given to vLLM.
         scheme: ``http``, or ``https`` where it was given a certificate.
         record: what its supervisor wrote, None for one that vllmops did not start.
         supervised: whether its supervisor is alive, None for one that never had one.
+        uds, headless: as in `Shape`.
     """
 
     name: str | None
@@ -42,6 +45,8 @@ class Server:
     scheme: str = "http"
     record: Record | None = None
     supervised: bool | None = None
+    uds: str | None = None
+    headless: bool = False
 
     @property
     def pid(self) -> int | None:
@@ -49,7 +54,7 @@ class Server:
 
     @property
     def url(self) -> str | None:
-        return f"{self.scheme}://{client_host(self.host or '')}:{self.port}" if self.port else None
+        return address(self.scheme, self.host, self.port, self.uds)
 
     @property
     def label(self) -> str:
@@ -88,10 +93,12 @@ def find() -> list[Server]:
                 scheme=record.scheme,
                 record=record,
                 supervised=folder.supervised(),
+                uds=record.uds,
+                headless=record.headless,
             )
         )
     strangers = [stranger(table, pid) for pid in sorted(roots(table)) if pid not in ours]
-    return servers + sorted(strangers, key=lambda server: server.processes[0].create_time)
+    return servers + sorted(strangers, key=lambda server: server.processes[0].start_ticks)
 
 
 def is_in(table: processes.Table, process: Process) -> bool:
@@ -99,7 +106,7 @@ def is_in(table: processes.Table, process: Process) -> bool:
     return (
         seen is not None
         and not seen.zombie
-        and abs(seen.create_time - process.create_time) < processes.CLOCK_SLACK_S
+        and process.identity == Identity(seen.pid, seen.start_ticks, boot_id())
     )
 
 
@@ -129,24 +136,20 @@ def stranger(table: processes.Table, pid: int) -> Server:
         return Server(name=None, processes=processes.tree(table, [pid]))
     port = option(arguments, "--port")
     listening = processes.listening_ports(pid)
+    found = shape(arguments)
+    reached = not (found.headless or found.uds)
+    uds = found.uds and processes.absolute(pid, found.uds)
+    known = int(port) if port and port.isdigit() else listening[0] if listening else DEFAULT_PORT
     return Server(
         name=None,
         processes=processes.tree(table, [pid]),
         host=option(arguments, "--host") or "",
-        port=int(port) if port and port.isdigit() else listening[0] if listening else DEFAULT_PORT,
+        port=known if reached else None,
         model=option(arguments, "--model") or positional(arguments),
         scheme="https" if option(arguments, "--ssl-certfile") else "http",
+        uds=uds,
+        headless=found.headless,
     )
-
-
-def option(arguments: Sequence[str], name: str) -> str | None:
-    """The value of the last ``--name value`` or ``--name=value``; vLLM takes ``_`` for ``-``."""
-    value = None
-    for index, word in enumerate(arguments):
-        head, equals, tail = word.partition("=")
-        if head.startswith("--") and head.replace("_", "-") == name:
-            value = tail if equals else next(iter(arguments[index + 1 : index + 2]), None)
-    return value
 
 
 def positional(arguments: Sequence[str]) -> str | None:
@@ -236,7 +239,11 @@ def names(server: Server, target: str | Url) -> bool:
         return target.port == server.port and is_local(target.host, server.host or "")
     if server.name == target:
         return True
-    return target.isdigit() and int(target) in {process.pid for process in server.processes}
+    if target.isdigit():
+        return int(target) in {process.pid for process in server.processes}
+    if path := target.removeprefix("unix:") if target.startswith("unix:") else unix_path(target):
+        return server.uds is not None and os.path.realpath(path) == os.path.realpath(server.uds)
+    return False
 
 
 def is_local(asked: str, listening: str) -> bool:

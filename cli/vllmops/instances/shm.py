@@ -1,7 +1,10 @@
-"""Shared-memory segments in ``/dev/shm``: whose they are, and sweeping those of the dead.
+"""Shared memory in ``/dev/shm``: whose it is, and removing that of the dead.
 
-vLLM's processes share ``psm_*`` and other segments. Python's resource tracker unlinks them when
-a server ends in order, and nobody does when it is killed (vLLM #51579, #54002).
+vLLM's processes share ``psm_*`` segments and ``sem.mp-*`` semaphores. Python's resource tracker
+unlinks them when a server ends in order, and nobody does when it is killed (vLLM #51579, #54002).
+
+A process is known to use a file by the file's device and inode. The name does not tell: who makes
+a semaphore maps it under another name, which is gone by the time the semaphore has its own.
 """
 
 from __future__ import annotations
@@ -9,26 +12,100 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+import stat
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 SHM = Path("/dev/shm")  # noqa: S108 - the kernel's own place
-MAPPED = re.compile(rb" /dev/shm/([^\n]+?)(?: \(deleted\))?\n")
+# What Python's multiprocessing, torch and vLLM call theirs.
+NAMES = re.compile(r"psm_\w+|sem\.mp-\w+|torch_\d+_\d+_\d+|vllm[\w.-]*")
+OLD_S = 600.0  # a younger one may be between two processes: made, and not yet opened by the other
+MAPPING = re.compile(rb"^\S+ \S+ \S+ (\w+):(\w+) (\d+) +(.*)$", re.MULTILINE)
+DELETED = b" (deleted)"
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO, the same on every Linux
+
+File = tuple[int, int]  # device, inode
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A file in ``/dev/shm``.
+
+    Args:
+        name: relative to it.
+        file: device and inode.
+        bytes: its size.
+        uid: whose it is.
+        age_s: seconds since it was last changed, by the clock as it is set now.
+    """
+
+    name: str
+    file: File
+    bytes: int
+    uid: int
+    age_s: float
+
+
+def segments() -> list[Segment]:
+    """The files in ``/dev/shm``, by name."""
+    found = []
+    now = time.time()
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(SHM)):
+            with contextlib.suppress(OSError):
+                at = (SHM / name).lstat()
+                if not stat.S_ISREG(at.st_mode):
+                    continue
+                age_s = max(now - at.st_mtime, 0.0)
+                file = at.st_dev, at.st_ino
+                found.append(Segment(name, file, at.st_size, at.st_uid, age_s))
+    return found
+
+
+def files_of(pid: int) -> set[File]:
+    """The files that a process maps or holds open in the file system of ``/dev/shm``.
+
+    Raises:
+        OSError: it can't be looked into, or is gone (ProcessLookupError, FileNotFoundError).
+    """
+    device = SHM.stat().st_dev
+    words = b"%02x" % os.major(device), b"%02x" % os.minor(device)
+    maps = Path(f"/proc/{pid}/maps").read_bytes()
+    used = {
+        (device, int(inode))
+        for major, minor, inode, _ in MAPPING.findall(maps)
+        if (major, minor) == words
+    }
+    names = set(os.listdir(SHM))
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            link = f"/proc/{pid}/fd/{descriptor}"
+            # In whichever place it is mounted there, it has its name. Others are not asked for
+            # what they are: a file on a network that hangs would never answer.
+            if os.path.basename(os.readlink(link)).removesuffix(" (deleted)") in names:
+                at = os.stat(link)
+                if at.st_dev == device:
+                    used.add((device, at.st_ino))
+    return used
 
 
 def used_by(pid: int) -> set[str]:
-    """Names of the segments that a process maps or holds open; none if it can't be looked into."""
+    """Names of the segments that a process maps or holds open; none if it can't be looked into.
+
+    One that was unlinked is among them under the name it had.
+    """
     names: set[str] = set()
     with contextlib.suppress(OSError):
-        names |= {os.fsdecode(n) for n in MAPPED.findall(Path(f"/proc/{pid}/maps").read_bytes())}
-    with contextlib.suppress(OSError):
-        for descriptor in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = Path(os.readlink(descriptor.path).removesuffix(" (deleted)"))
-                if target.is_relative_to(SHM) and target != SHM:
-                    names.add(str(target.relative_to(SHM)))
+        used = files_of(pid)
+        names |= {each.name for each in segments() if each.file in used}
+        place = os.fsencode(SHM) + b"/"
+        for *_, path in MAPPING.findall(Path(f"/proc/{pid}/maps").read_bytes()):
+            if path.startswith(place) and path.endswith(DELETED):
+                names.add(os.fsdecode(path.removeprefix(place).removesuffix(DELETED)))
     return names
 
 
@@ -36,23 +113,111 @@ def sweep(names: Iterable[str]) -> list[str]:
     """Remove those of the segments that no live process uses; returns what was removed.
 
     A segment with an owner other than us is left alone: its users may be out of our sight.
+
+    Args:
+        names: of segments that were a server's.
     """
-    left = {name for name in names if owned(name)}
-    for pid in psutil.pids() if left else ():
-        left -= used_by(pid)
+    wanted = set(names)
+    uid = os.geteuid()
+    left = {each for each in segments() if each.name in wanted and each.uid == uid}
+    try:
+        used = in_use(left)
+    except OSError:  # no file can be opened, say: then nothing is known
+        return []
+    return remove(each for each in left if each.file not in used)
+
+
+def in_use(among: Iterable[Segment]) -> set[File]:
+    """Which files live processes use, as far as they can be looked into; raises OSError."""
+    used: set[File] = set()
+    for pid in psutil.pids() if among else ():
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
+            used |= files_of(pid)
+    return used
+
+
+def remove(doomed: Iterable[Segment]) -> list[str]:
+    """Unlink segments, each if its name is still that file's; returns the names of those."""
     removed = []
-    for name in sorted(left):
+    for each in sorted(doomed, key=lambda segment: segment.name):
         with contextlib.suppress(OSError):
-            (SHM / name).unlink()
-            removed.append(name)
+            at = (SHM / each.name).lstat()
+            if (at.st_dev, at.st_ino) == each.file:
+                (SHM / each.name).unlink()
+                removed.append(each.name)
     return removed
 
 
-def owned(name: str) -> bool:
-    # A folder there may be another user's, and become a link to anywhere.
-    if "/" in name:
-        return False
+@dataclass(frozen=True)
+class Nobodys:
+    """Segments that nobody uses, as far as can be seen.
+
+    Args:
+        segments: those, of the kinds that vLLM makes.
+        doubt: why somebody out of sight may use them, in words; empty where that is out of the
+            question.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    doubt: str = ""
+
+
+def nobodys(wanted: Callable[[Segment], bool] = lambda _: True) -> Nobodys:
+    """The segments of vLLM's kinds that no live process uses: of this user, for root of anybody.
+
+    Args:
+        wanted: which of them.
+    """
+    uid = os.geteuid()
+    left = [
+        each
+        for each in segments()
+        if NAMES.fullmatch(each.name) and uid in (0, each.uid) and wanted(each)
+    ]
+    if not left:
+        return Nobodys()
+    doubt = out_of_sight()
+    hidden = []
+    for pid in psutil.pids():
+        try:
+            used = files_of(pid)
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+        except OSError:
+            # Init makes none of these kinds. Where it is protected even from root, as in some
+            # virtual machines, nothing could ever be removed.
+            hidden += [pid] if pid != 1 else []
+            continue
+        left = [each for each in left if each.file not in used]
+    if hidden and not doubt:
+        who = f"pid {hidden[0]}" + (f" and {len(hidden) - 1} more" if hidden[1:] else "")
+        doubt = f"{who} can't be looked into, and may use it: run it as root"
+    return Nobodys(tuple(left), doubt)
+
+
+def out_of_sight() -> str:
+    """Why there may be processes that ``/proc`` does not show here; empty where it shows all."""
     try:
-        return (SHM / name).lstat().st_uid == os.geteuid()
+        if os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE:
+            return "this is a container: processes outside may share its memory; run it outside"
+        os.stat("/proc/1/stat")
     except OSError:
-        return False
+        return "/proc hides the processes of other users (hidepid): run it as root"
+    return ""
+
+
+def clean() -> tuple[Nobodys, list[Segment]]:
+    """Remove what is proven to be nobody's, and has been so for a while.
+
+    Returns:
+        What is left, and what was removed.
+    """
+    found = nobodys()
+    old = {each.file for each in found.segments if each.age_s >= OLD_S}
+    if found.doubt or not old:
+        return found, []
+    # Once more: somebody may have opened one since that process was looked into.
+    again = nobodys(lambda each: each.file in old and each.age_s >= OLD_S)
+    removed = [] if again.doubt else remove(again.segments)
+    left = tuple(each for each in found.segments if each.name not in removed)
+    return Nobodys(left, again.doubt), [each for each in found.segments if each.name in removed]

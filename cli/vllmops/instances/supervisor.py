@@ -21,16 +21,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 
-from ..client import http as client_http
 from ..errors import VllmopsError
 from ..files import peer
 from ..forever import Trouble, attempt
-from . import logs, ports, processes, shm, takedown, watcher
+from ..snapshots import identity
+from ..snapshots.identity import boot_id
+from . import logs, ports, processes, readiness, shape, shm, takedown, watcher
 from .control import Wish
 from .processes import VITAL, Process, Role, alive
 from .record import Failure, Folder, Record, State
@@ -39,12 +41,17 @@ TICK_S = 0.25
 SCAN_STARTING_S = 0.5
 SCAN_READY_S = 5.0
 WATCH_S = 10.0  # between two starts of a watch
-HEALTH_TIMEOUT_S = 2.0
+GOODBYE_S = 2.0
+CLIENTS = 100  # each costs a file descriptor
+UNREAD_BYTES = 2**20  # of a client that does not read
+HOUSE_S = 1.0  # between two looks at the files it needs
+RETRY_S = 1.0
 HOLDER_GRACE_S = 10.0
 LOG_LIMIT_BYTES = logs.LIMIT_BYTES
 with contextlib.suppress(VllmopsError):  # `serve` refuses it
     LOG_LIMIT_BYTES = logs.limit()
 LOGS_KEPT = 3
+OWN_LOG_LIMIT_BYTES = 2**20
 LAST_WORDS_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -83,18 +90,25 @@ class Supervisor:
         self.port = port
         self.folder = folder
         self.record = record
-        self.clients: set[asyncio.StreamWriter] = set()
+        self.clients: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self.holders: set[asyncio.StreamWriter] = set()
         self.server: asyncio.Server | None = None
         self.serving: set[asyncio.Task[Any]] = set()
         self.wishes: asyncio.Queue[Ending] = asyncio.Queue()
         self.child: subprocess.Popen[bytes] | None = None
+        self.rotations = (
+            logs.Rotation(folder.log, limit=LOG_LIMIT_BYTES, keep=LOGS_KEPT),
+            logs.Rotation(folder.supervisor_log, limit=OWN_LOG_LIMIT_BYTES, keep=1),
+        )
         self.tail = logs.Tail(folder.log)
         self.recent: deque[tuple[float, str]] = deque(maxlen=4000)
         self.scanned = 0.0
         self.watch_due = 0.0
         self.unsaved = False
         self.trouble = Trouble("the supervisor has met what it did not expect, and goes on", log)
+        self.up: set[int] = set()
+        self.socket: int | None = None  # the inode of the control socket
+        self.housekept = 0.0
 
     # -- clients -----------------------------------------------------------------------------
 
@@ -104,6 +118,7 @@ class Supervisor:
         try:
             self.server = await asyncio.start_unix_server(self.serve, self.folder.control)
             self.folder.control.chmod(0o600)
+            self.socket = self.folder.control.lstat().st_ino
         except OSError as error:  # a full disk: what was asked for at birth still works
             log(f"no control socket: {error}")
 
@@ -113,8 +128,12 @@ class Supervisor:
             return
         task = asyncio.current_task()
         assert task
+        if len(self.clients) >= CLIENTS:  # who only listens, for the longest, comes again
+            for listener in [each for each in self.clients if each not in self.holders][:1]:
+                del self.clients[listener]
+                listener.close()
         self.serving.add(task)
-        self.clients.add(writer)
+        self.clients[writer] = None
         try:
             self.send(writer)
             while await self.hear(reader, writer):
@@ -124,7 +143,7 @@ class Supervisor:
         except Exception as error:
             self.trouble.tell(error)
         finally:
-            self.clients.discard(writer)
+            self.clients.pop(writer, None)
             if writer in self.holders:
                 self.holders.discard(writer)
                 self.wishes.put_nowait(Ending())
@@ -146,6 +165,8 @@ class Supervisor:
         return True
 
     def send(self, writer: asyncio.StreamWriter) -> None:
+        if writer.transport.get_write_buffer_size() > UNREAD_BYTES:
+            writer.transport.abort()
         if not writer.is_closing():
             writer.write(msgspec.json.encode(self.record) + b"\n")
 
@@ -162,7 +183,7 @@ class Supervisor:
             if not self.unsaved:
                 log(f"record not saved, will try again: {error}")
             self.unsaved = True
-        for writer in self.clients if told else ():
+        for writer in list(self.clients) if told else ():
             self.send(writer)
 
     # -- life --------------------------------------------------------------------------------
@@ -183,15 +204,18 @@ class Supervisor:
         while not self.record.state.over:
             # A server must not lose its supervisor over one bad look.
             if not await attempt(self.tick, self.trouble):
-                await asyncio.sleep(1)
+                await asyncio.sleep(RETRY_S)
         await self.goodbye()
 
     async def launch(self) -> None:
-        logs.start_new(self.folder.log)
-        self.tail = logs.Tail(self.folder.log)
         self.recent.clear()
+        self.up.clear()
         environment = {**os.environ, **self.record.environment}
+        if self.record.uds:
+            shape.remove_dead(self.record.uds)
         try:
+            logs.start_new(self.folder.log)
+            self.tail = logs.Tail(self.folder.log)
             with self.folder.log.open("ab") as log:
                 self.child = subprocess.Popen(  # noqa: ASYNC220 - returns at once
                     self.record.command,
@@ -202,8 +226,13 @@ class Supervisor:
                     env=environment,
                     start_new_session=True,
                 )
-        except OSError as error:
-            self.end(State.FAILED, Failure(f"{error.filename}: {error.strerror}"))
+        except (OSError, ValueError) as error:  # ValueError: a NUL in an argument, say
+            why = (
+                f"{error.filename or 'vLLM'}: {error.strerror}"
+                if isinstance(error, OSError)
+                else f"vLLM can't be started: {error}"
+            )
+            self.end(State.FAILED, Failure(why))
             return
         self.publish(
             state=State.STARTING,
@@ -211,6 +240,7 @@ class Supervisor:
             stage_at=time.time(),
             started_at=time.time(),
             ready_at=None,
+            ready_s=None,
             ended_at=None,
             failure=None,
             exit_code=None,
@@ -221,12 +251,12 @@ class Supervisor:
 
     async def take_over(self) -> None:
         """Go on where a supervisor died; finish what has no one to hold it any more."""
-        self.tail.lines()  # what was said before is past
+        for line in self.tail.lines():  # what was said before is past, but who is up still is
+            self.note_up(line)
         left = [process for process in self.record.processes if alive(process)]
         log(f"taking over {self.record.name}: {len(left)} processes")
-        leader = processes.table().get(self.record.session or 0)
-        if leader and leader.create_time > (self.record.started_at or 0) + processes.CLOCK_SLACK_S:
-            self.publish(session=None)  # its number was reused
+        if self.reused():
+            self.publish(session=None)
         if self.record.state is State.STOPPING:
             await self.take_down()
             self.end(State.STOPPED)
@@ -236,6 +266,21 @@ class Supervisor:
         elif not await self.held():
             await self.take_down()
             self.end(State.FAILED, Failure("the foreground serve that held it died"))
+
+    def reused(self) -> bool:
+        """Whether the session's number may be another session's by now.
+
+        The kernel does not give it away while the session has a process. So either its leader is
+        there, or nobody has that pid; unless the machine was booted since.
+        """
+        known = {process.pid: process.identity for process in self.record.processes}
+        leader = known.get(self.record.session or 0)
+        if leader is None or leader.boot != boot_id():
+            return True
+        try:
+            return identity.of(leader.pid) != leader
+        except ProcessLookupError:
+            return False
 
     async def held(self) -> bool:
         """Whether somebody holds it; a foreground ``serve`` that lives comes back at once."""
@@ -253,14 +298,51 @@ class Supervisor:
         if self.record.state is State.STARTING and await asyncio.to_thread(self.healthy):
             now = time.time()
             self.scan()
-            self.publish(state=State.READY, stage="ready", stage_at=now, ready_at=now)
+            took = min(self.record.processes, key=lambda process: process.start_ticks)
+            self.publish(
+                state=State.READY,
+                stage="ready",
+                stage_at=now,
+                ready_at=now,
+                ready_s=identity.age_s(took.start_ticks),
+            )
+        await self.keep_house()
         if self.unsaved:
             self.publish()
         if self.record.state is State.READY:
             self.watch()
-        logs.rotate(self.folder.log, limit=LOG_LIMIT_BYTES, keep=LOGS_KEPT)
+        self.rotate()
         with contextlib.suppress(TimeoutError):
             await self.obey(await asyncio.wait_for(self.wishes.get(), TICK_S))
+
+    async def keep_house(self) -> None:
+        """Make again what somebody deleted: its folder, record, lock and control socket."""
+        now = time.monotonic()
+        if now - self.housekept < HOUSE_S:
+            return
+        self.housekept = now
+        folder = self.folder
+        try:
+            folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if inode(folder.lock_file) != os.fstat(self.lock).st_ino:
+                lock = folder.lock()
+                if lock is None:
+                    log("another supervisor holds it now")
+                    raise SystemExit(0)
+                os.close(self.lock)
+                self.lock = lock
+            self.unsaved |= not folder.record_file.exists()
+            if self.socket is None or inode(folder.control) != self.socket:
+                if self.server:
+                    self.server.close()
+                await self.listen()
+        except OSError as error:  # a full disk, no descriptor left: the next look may succeed
+            log(f"{error.filename or folder.path}: {error.strerror}")
+
+    def rotate(self) -> None:
+        for rotation in self.rotations:
+            if hindrance := rotation.look():
+                log(hindrance)
 
     def watch(self) -> None:
         """See to it that it is watched, if that is wished."""
@@ -275,13 +357,11 @@ class Supervisor:
             log(f"no watch: {error}")
 
     def healthy(self) -> bool:
-        """Whether it serves: it, and not another server that was faster to take the port."""
-        ours = any(
-            self.record.port in processes.listening_ports(process.pid)
-            for process in self.record.processes
-            if process.role in {Role.API, Role.LAUNCHER}
-        )
-        return ours and client_http.healthy(self.record.url)
+        """Whether it is ready, as a server of its shape is."""
+        record = self.record
+        if record.headless:
+            return readiness.engines_up(record.processes, self.up)
+        return readiness.serves(record.processes, record.url, port=record.port, uds=record.uds)
 
     def look(self) -> None:
         """Bring the record up to date: processes, segments, stage."""
@@ -292,9 +372,14 @@ class Supervisor:
             self.scan()
         for line in self.tail.lines():
             self.recent.append((now, line))
+            self.note_up(line)
             stage = logs.stage(line) if starting else None
             if stage and logs.STAGES.index(stage) > logs.STAGES.index(self.record.stage):
                 self.publish(stage=stage, stage_at=time.time())
+
+    def note_up(self, line: str) -> None:
+        if self.record.state is State.STARTING and (up := readiness.says_up(line)):
+            self.up.add(up)
 
     def scan(self) -> tuple[Process, ...]:
         """Take stock of the tree; what has died stays listed until somebody has noticed."""
@@ -348,7 +433,13 @@ class Supervisor:
         """Stop, or stop and start again; a further wish in the meantime cuts the drain short."""
         was_ready = self.record.state is State.READY
         self.publish(state=State.STOPPING, note="stopping")
-        note = await self.drain(ending.drain_s) if ending.drain_s and was_ready else ""
+        note = ""
+        if ending.drain_s and was_ready:
+            try:
+                note = await self.drain(ending.drain_s)
+            except Exception as error:  # to stop comes first
+                self.trouble.tell(error)
+                note = "not drained"
         self.publish(note="stopping")
         await self.take_down()
         if ending.again and (self.holders or self.record.detached):
@@ -372,10 +463,22 @@ class Supervisor:
         )
 
     async def take_down(self) -> None:
-        self.scan()
-        remains = await asyncio.to_thread(
-            takedown.take_down, self.record.processes, self.record.session, self.record.segments
-        )
+        """End all of it; where something hinders that, such as no descriptor left, again."""
+        while True:
+            try:
+                self.scan()
+                remains = await asyncio.to_thread(
+                    takedown.take_down,
+                    self.record.processes,
+                    self.record.session,
+                    self.record.segments,
+                )
+                break
+            except Exception as error:
+                self.trouble.tell(error)
+                await asyncio.sleep(RETRY_S)
+        if self.record.uds:
+            shape.remove_dead(self.record.uds)
         if remains.removed:
             log(f"removed from /dev/shm: {', '.join(remains.removed)}")
         self.reap()
@@ -403,14 +506,21 @@ class Supervisor:
             os.close(self.port)
         if self.server:
             self.server.close()
+        drains = [asyncio.wait_for(writer.drain(), GOODBYE_S) for writer in self.clients]
+        await asyncio.gather(*drains, return_exceptions=True)
         for writer in list(self.clients):
-            with contextlib.suppress(OSError):
-                await asyncio.wait_for(writer.drain(), HEALTH_TIMEOUT_S)
             writer.close()
         # Who is still served when the loop ends is cancelled, and asyncio logs that as an error.
         if self.serving:
-            await asyncio.wait(self.serving, timeout=HEALTH_TIMEOUT_S)
+            await asyncio.wait(self.serving, timeout=GOODBYE_S)
         self.folder.control.unlink(missing_ok=True)
+
+
+def inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def main() -> None:
@@ -426,11 +536,16 @@ def main() -> None:
         os.set_inheritable(given.port, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Sent to all at once, by systemd say, to end the server: who takes that down is needed yet.
+    # No SIG_IGN, which the server would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     folder = Folder(given.name)
     record = folder.read()
     assert record is not None
     client = socket.socket(fileno=given.client)
-    port = ports.claim(record.port) if given.port is None else given.port
+    port = given.port
+    if port is None and record.port is not None:
+        port = ports.claim(record.port)
     supervisor = Supervisor(folder, record, given.lock, port)
     asyncio.run(supervisor.run(launch=given.launch, client=client))
 

@@ -7,10 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
-
-import psutil
 
 from ..client import agent
 from ..client import http as client_http
@@ -22,6 +21,8 @@ from .processes import VITAL, Process, Role, alive
 POLL_S = 0.1
 EXIT_GRACE_S = 10.0
 KILL_TIMEOUT_S = 30.0
+# By then a take-down is over, whatever hangs; what asks agents and sweeps takes its time, too.
+END_S = EXIT_GRACE_S + KILL_TIMEOUT_S + 20.0
 
 T = TypeVar("T")
 
@@ -44,6 +45,8 @@ def drain(
     """
     refusing = close_gates(tree)
     how = "draining" if refusing else "draining (no agent: new requests are still taken)"
+    if not of(tree, Role.API):
+        how = "draining (no API server here: new requests still come)"
     vital = [process for process in tree if process.role in VITAL]
     deadline = time.monotonic() + seconds
     left: int | None = None
@@ -58,7 +61,7 @@ def drain(
 
 def close_gates(tree: Sequence[Process]) -> bool:
     """Make every API server refuse new requests with 503; False where one can't be told to."""
-    gates = [ask(process, lambda gate: gate.drain(on=True)) for process in of(tree, Role.API)]
+    gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True))
     return bool(gates) and None not in gates
 
 
@@ -68,9 +71,10 @@ def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
     HTTP requests count, streams included, and what the engine still works on without one: a
     background response, say. Where no agent answers, vLLM's own metrics are asked.
     """
-    http = [ask(p, lambda gate: gate.requests().in_flight) for p in of(tree, Role.API)]
-    engine = [ask(p, lambda core: core.engine().unfinished) for p in of(tree, Role.ENGINE)]
-    if http and None not in http + engine:
+    http = ask(of(tree, Role.API), lambda gate: gate.requests().in_flight)
+    engine = ask(of(tree, Role.ENGINE), lambda core: core.engine().unfinished)
+    # One without an API server has engines alone.
+    if http + engine and None not in http + engine:
         return max(sum(count or 0 for count in http), sum(count or 0 for count in engine))
     counted = client_http.metrics(url) if url else None
     if counted is None or counted.running is None:
@@ -82,11 +86,17 @@ def of(tree: Sequence[Process], role: Role) -> list[Process]:
     return [process for process in tree if process.role is role]
 
 
-def ask(process: Process, question: Callable[[agent.Agent], T]) -> T | None:
-    try:
-        return question(agent.reach(process))
-    except VllmopsError:
-        return None
+def ask(processes: Sequence[Process], question: Callable[[agent.Agent], T]) -> list[T | None]:
+    """What the agents answer, all asked at once, so that many that hang take no longer than one."""
+
+    def one(process: Process) -> T | None:
+        try:
+            return question(agent.reach(process))
+        except VllmopsError:
+            return None
+
+    with ThreadPoolExecutor(max(len(processes), 1)) as pool:
+        return list(pool.map(one, processes))
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ def survivors(tree: Sequence[Process], session: int | None) -> list[Process]:
     table = processes.table()
     found = {process.pid: process for process in tree if alive(process)}
     for pid in members(table, session):
-        found[pid] = Process(Role.OTHER, pid, table[pid].create_time)
+        found[pid] = Process(Role.OTHER, pid, table[pid].start_ticks)
     return list(found.values())
 
 
@@ -172,6 +182,6 @@ def members(table: processes.Table, session: int | None) -> list[int]:
 
 def kill(process: Process, number: signal.Signals) -> None:
     """Signal this very process; one that has gone is fine."""
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(ProcessLookupError):
         if alive(process):
-            psutil.Process(process.pid).send_signal(number)
+            os.kill(process.pid, number)

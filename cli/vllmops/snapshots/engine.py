@@ -6,8 +6,10 @@ from typing import Annotated
 
 import msgspec
 
+from .identity import Identity
+
 # Raised when an answer changes so that an older reader would misread it.
-SCHEMA = 1
+SCHEMA = 2
 
 BEAT_BYTES = 512
 BEAT_INTERVAL_S = 1.0
@@ -29,7 +31,7 @@ class Hello(Answer, frozen=True, kw_only=True):
     Args:
         agent: version of vllmops that runs in the process.
         pid: process id.
-        create_time: seconds since the epoch, as psutil gives it.
+        start_ticks, boot: with the pid its `Identity`.
         role: what the process takes itself for; the process tree knows better.
         vllm_version: None where it can't be told.
         python: version of Python.
@@ -39,12 +41,17 @@ class Hello(Answer, frozen=True, kw_only=True):
 
     agent: str
     pid: int
-    create_time: float
+    start_ticks: int = 0
+    boot: str = ""
     role: str
     vllm_version: str | None = None
     python: str = ""
     features: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.pid, self.start_ticks, self.boot)
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +62,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
         monotonic: CLOCK_MONOTONIC in seconds; every process of a machine shares that clock.
         sequence: beats so far.
         pid: process id.
-        create_time: seconds since the epoch.
+        start_ticks, boot: with the pid its `Identity`.
         role: as in `Hello`.
         current_step: calls of ``schedule()`` so far; None where the process has no scheduler.
         running: requests running.
@@ -74,7 +81,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     monotonic: float
     sequence: int
     pid: int
-    create_time: float
+    start_ticks: int = 0
+    boot: str = ""
     role: str
     current_step: int | None = None
     running: int | None = None
@@ -83,6 +91,10 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     handed: int | None = None
     rendering_s: float | None = None
     loop_s: float | None = None
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.pid, self.start_ticks, self.boot)
 
 
 class EngineState(Answer, frozen=True, kw_only=True):

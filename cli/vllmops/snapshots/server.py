@@ -164,11 +164,15 @@ class Leftover(msgspec.Struct, frozen=True):
         name: in ``/dev/shm``.
         bytes: its size.
         age_s: seconds since it was last changed.
+        owner: the user whose it is.
+        doubt: why a process out of sight may use it; empty where that is out of the question.
     """
 
     name: str
     bytes: int
     age_s: float
+    owner: str = ""
+    doubt: str = ""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):

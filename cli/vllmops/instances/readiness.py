@@ -1,0 +1,74 @@
+"""Whether a server is ready: by what it listens on, or, headless, by how far its engines are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from ..client import agent
+from ..client import http as client_http
+from ..errors import VllmopsError
+from . import logs, processes
+from .processes import Process, Role
+
+# What an engine logs once its model and its KV cache are there; a worker, once its model is.
+ENGINE_UP = re.compile(r"init engine \(")
+WORKER_UP = re.compile(r"Loading weights took|Model loading took|Warming up|Graph capturing")
+
+
+def serves(
+    tree: Sequence[Process], url: str | None, *, port: int | None = None, uds: str | None = None
+) -> bool:
+    """Whether a server answers: it, and not another one that was faster to take the place.
+
+    Args:
+        tree: its processes.
+        url: its address.
+        port: the TCP port in that.
+        uds: the Unix socket in that.
+    """
+    return (
+        url is not None
+        and any(
+            processes.listens_on(process.pid, uds)
+            if uds
+            else port in processes.listening_ports(process.pid)
+            for process in tree
+            if process.role in {Role.API, Role.LAUNCHER}
+        )
+        and client_http.healthy(url)
+    )
+
+
+def engines_up(tree: Sequence[Process], told: Collection[int] = ()) -> bool:
+    """Whether every engine of a headless server has what it needs to work.
+
+    An engine begins to load after the handshake with its API server's node, so one that is up has
+    it behind it. Where there are workers alone, their engine is on another node.
+
+    Args:
+        tree: the server's processes.
+        told: pids whose log lines said so, for those without an agent.
+    """
+    engines = [process for process in tree if process.role is Role.ENGINE]
+    if engines:
+        return all(process.pid in told or schedules(process) for process in engines)
+    workers = [process for process in tree if process.role is Role.WORKER]
+    return bool(workers) and all(process.pid in told for process in workers)
+
+
+def schedules(engine: Process) -> bool:
+    """Whether an engine has a scheduler, as its heartbeat says; False where there is none."""
+    try:
+        pulse = agent.beat(engine)
+    except VllmopsError:
+        return False
+    return pulse is not None and pulse.beat.current_step is not None
+
+
+def says_up(raw: str) -> int | None:
+    """The pid of the process that a log line says is up, None for most lines."""
+    match = logs.LINE.match(raw)
+    role = logs.role_of(raw) if match else None
+    sign = {Role.ENGINE: ENGINE_UP, Role.WORKER: WORKER_UP}.get(role) if role else None
+    return int(match["pid"]) if match and sign and sign.search(raw) else None
