@@ -31,6 +31,7 @@ from vllmops.instances.processes import Process, Role
 from vllmops.instances.record import Folder, Record, State, folders
 from vllmops.instances.servers import Server
 from vllmops.keys.ring import Ring
+from vllmops.snapshots import identity
 
 NOBODY = 65534
 SECRET = "sk-0123456789abcdef0123456789abcdef"
@@ -112,7 +113,7 @@ def planted(folder: Path) -> None:
         started_at=us.create_time(),
         state=State.READY,
         session=os.getsid(0),
-        processes=(Process(Role.OTHER, us.pid, us.create_time()),),
+        processes=(Process(Role.OTHER, us.pid, identity.of(us.pid).start_ticks),),
         watch=("--exec", f"touch {folder}/hit"),
     )
     (folder / "instance.json").write_bytes(msgspec.json.encode(record))
@@ -367,7 +368,7 @@ def test_root_reaches_the_agent_of_another_users_process(home: Path) -> None:
     with child:
         assert child.stdout
         assert child.stdout.readline() == "'up'\n"
-        process = Process(Role.API, child.pid, psutil.Process(child.pid).create_time())
+        process = Process(Role.API, child.pid, identity.of(child.pid).start_ticks)
         told, pulse = agent.reach(process).hello(), agent.beat(process)
         child.kill()
     assert told.pid == child.pid
@@ -539,8 +540,8 @@ def test_a_claim_of_ones_own_is_found_however_often_it_is_asked_for(port: int) -
 
 
 def server_of(child: "subprocess.Popen[str]") -> Server:
-    created = psutil.Process(child.pid).create_time()
-    return Server(name=None, processes=(Process(Role.API, child.pid, created),))
+    started = identity.of(child.pid).start_ticks
+    return Server(name=None, processes=(Process(Role.API, child.pid, started),))
 
 
 def test_the_interpreter_of_a_process_that_was_given_roots_rights_does_not_run_as_root() -> None:

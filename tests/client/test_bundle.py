@@ -363,7 +363,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     try:
         while not Path(f"/proc/{popen.pid}/cmdline").read_bytes():  # in the midst of its exec
             time.sleep(0.01)
-        server = Server(name=None, processes=(Process(Role.API, popen.pid, 0.0),))
+        server = Server(name=None, processes=(Process(Role.API, popen.pid, 0),))
         found = contents()
         found.pieces["configuration.json"] = Piece(configuration(server), 0.1)
         for redact in (True, False):

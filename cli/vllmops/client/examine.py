@@ -16,7 +16,7 @@ from .. import __version__
 from ..diagnose import compares as judge
 from ..diagnose import progress, stacks
 from ..errors import VllmopsError
-from ..home import home
+from ..home import home, user
 from ..instances import processes, shm
 from ..instances.processes import Process, Role
 from ..instances.servers import Server, roots
@@ -469,7 +469,7 @@ def leftovers() -> Iterator[Leftover]:
     """Segments of the kinds that vLLM makes, that no live process uses."""
     found = shm.nobodys()
     for each in found.segments:
-        yield Leftover(each.name, each.bytes, each.age_s, agent.user(each.uid), found.doubt)
+        yield Leftover(each.name, each.bytes, each.age_s, user(each.uid), found.doubt)
 
 
 def orphans(table: processes.Table) -> Iterator[ProcessState]:

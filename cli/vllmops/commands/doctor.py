@@ -164,7 +164,7 @@ def cleaned(*, alone: bool) -> Result:
             "vllmops doctor --clean-shm",
             exit_code=Exit.USAGE,
         )
-    from ..client.agent import user  # noqa: PLC0415 - slow, and seldom needed
+    from ..home import user  # noqa: PLC0415
     from ..instances import shm  # noqa: PLC0415
 
     left, removed = shm.clean()

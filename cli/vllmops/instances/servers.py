@@ -171,11 +171,11 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
     """
     if target is None:
         target = os.environ.get("VLLMOPS_TARGET") or None
-    wanted = None if target is None else parsed(target)
+    wanted = parsed(target) if target is not None else None
     every = find()
     reclaim(every)
     servers = [server for server in every if server.processes or pending(server)]
-    if wanted is None:
+    if target is None or wanted is None:
         own = [server for server in servers if server.record]
         return only(own or (servers if strangers else []), servers)
     for server in servers:
