@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -303,10 +304,8 @@ def test_a_socket_that_another_user_listens_on(
     child = spawn(VLLMOPS_DISABLE="1")
     folder = child.socket.parent
     folder.mkdir(parents=True)
-    for path in (folder, folder.parent, folder.parent.parent):
-        path.chmod(0o755)
-    for path in (folder.parent.parent.parent, folder.parent.parent.parent.parent):
-        if path.name.startswith("pytest-"):
+    for path in (folder, *folder.parents):
+        if path.owner() == "root" and path.is_relative_to(tempfile.gettempdir() + "/"):
             path.chmod(0o755)
     os.chown(folder, NOBODY, NOBODY)
     as_nobody(LISTEN, child.socket)

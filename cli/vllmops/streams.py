@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEFAULT = signal.SIG_DFL
 # A narrower terminal breaks the lines itself: a table of columns one letter wide is no table.
 # A wider one costs memory for blanks.
-MIN_COLUMNS, MAX_COLUMNS = 40, 2000
+MIN_COLUMNS, MAX_COLUMNS = 30, 2000
 
 # What moves the cursor, changes colours, reverses the order of letters, or can't be seen: C0 and C1
 # controls but tab and newline, zero-width and bidirectional marks, line separators, lone

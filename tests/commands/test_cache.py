@@ -299,7 +299,7 @@ def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
         (None, "file.unreadable", 1),
         (b"", "file.not-a-snapshot", 1),
         (b"{", "file.not-a-snapshot", 1),
-        (b'{"kind":"caches","schema":2}', "file.newer", 1),
+        (b'{"kind":"caches","schema":99}', "file.newer", 1),
         (b'{"kind":"stacks","schema":1}', "file.other-kind", 2),
         (b'{"kind":"caches","schema":1,"server":"s","samples":[]}', "file.not-a-snapshot", 1),
     ],

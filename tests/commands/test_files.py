@@ -123,7 +123,7 @@ def test_standard_input_without_an_end(home: Path, tmp_path: Path, words: tuple[
         answer = run(*typed(words, "-", home), home=home, stdin=zero)
     assert answer["exit_code"] == Exit.FAILED
     (error,) = answer["errors"]
-    assert error["code"] in {"file.too-large", "responses.broken"}
+    assert error["code"] in {"file.too-large", "responses.unreadable"}
 
 
 def test_a_paste_through_a_pipe_of_the_shell(home: Path, tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def test_stop_ends_where_the_supervisor_does_nothing(
     assert "pkill -9" in answer.error["mend"]
     assert all(map(alive, record.processes))
     lab.kill(stuck)
+    monkeypatch.setattr(commands, "END_S", 30.0)
     assert lab.vllmops("stop", "a", "--force").code == 0
     lab.nothing_left(record)
 

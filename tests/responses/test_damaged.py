@@ -333,12 +333,19 @@ def test_a_line_has_a_bound(tmp_path: Path) -> None:
     assert found == [(1, b"a\n"), (2, None), (3, b"b\n"), (4, None)]
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "/proc/self/mem", "/"])
-def test_what_is_no_file_of_lines(name: str, tmp_path: Path, vllmops: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("/dev/zero", "responses.unreadable"),
+        ("/proc/self/mem", "responses.unreadable"),
+        ("/", "file.unreadable"),
+    ],
+)
+def test_what_is_no_file_of_lines(name: str, code: str, tmp_path: Path, vllmops: Any) -> None:
     answer = vllmops(
         "responses", "import", name, "--store", f"sqlite:///{tmp_path}/r.db", "--json", timeout_s=30
     )
-    assert answer.error["code"] == "responses.unreadable", answer
+    assert answer.error["code"] == code, answer
 
 
 def test_an_export_tells_a_person_what_it_left_out(tmp_path: Path, vllmops: Any) -> None:

@@ -15,6 +15,7 @@ from ..home import user
 
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 LISTEN = "0A"  # TCP_LISTEN
+ANSWER_S = 1.0
 
 
 def distrust(url: str) -> str:
@@ -31,7 +32,9 @@ def distrust(url: str) -> str:
         found = listeners(port)
         if others := found - {0, os.geteuid()}:
             return f"the process that listens on port {port} is {user(min(others))}'s"
-        return "" if found else f"it can't be told whose process listens on port {port}"
+        if found or not answers(parts.hostname or "", port):
+            return ""  # where nobody listens, nothing can be sent
+        return f"it can't be told whose process listens on port {port}"
     return f"{url} is no address"
 
 
@@ -49,6 +52,15 @@ def here(host: str, port: int) -> bool:
     }
     named = {plain(str(address[0])) for *_, address in found}
     return any(each.is_loopback or each.is_unspecified or each in own for each in named)
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether anybody listens on a port, though the kernel's tables name nobody."""
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def plain(address: str) -> IPv4Address | IPv6Address:

@@ -58,7 +58,7 @@ OTHER_KEYS = words(
     "label request "
     "routing item entry feature sorted composite compile graph shape bucket kernel custom head "
     "value num n k arrow down up enter page answer image audio video modality tuple string prefix "
-    "hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree node"
+    "per hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree node"
 )
 OTHER_KEY_WORDS = words(
     "monkey turkey hotkey donkey jockey hockey whiskey pubkey publickey cachekey sortkey hashkey"

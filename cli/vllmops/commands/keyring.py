@@ -65,6 +65,9 @@ def ring_path(keyring: Path | None) -> Path:
         message = f"--keyring {file.OFF} is for vllmops serve: here it takes a file"
         mend = f"--keyring ./{file.OFF} for a file of that name"
         raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
+    if str(keyring) == "-":
+        message = "--keyring - is no file: a keyring is kept, and replaced when it changes"
+        raise VllmopsError("usage", message, "--keyring FILE", exit_code=Exit.USAGE)
     named = {file.PLACE: os.environ.get(file.PLACE, "")}
     return file.source(named, keyring).path or file.default_path()
 

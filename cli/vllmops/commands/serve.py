@@ -191,6 +191,7 @@ def serve(
     check_store(order)
     if line := namesake.warning():
         say(line, "yellow")
+    launch.ready_home()
     provide_key(order.environment, quiet=json_)
     reserved = launch.reserve(order)
     wish = Wish(hold=not detach)

@@ -9,6 +9,7 @@ import re
 import shlex
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -321,6 +322,21 @@ def preview(order: Order) -> Record:
     if has_port(order):
         port = order.port if order.port is not None else free_port(order.host, claimed)
     return plan(order, order.name or suggestion(order), port)
+
+
+def ready_home() -> None:
+    """Make the state directory, where it is missing.
+
+    Raises:
+        VllmopsError: ``home.unusable``, ``home.full``.
+    """
+    place = create_root()
+    try:
+        with tempfile.NamedTemporaryFile(dir=place) as trial:
+            trial.write(b"x" * 4096)
+            trial.flush()
+    except OSError as error:
+        raise full(error) from error
 
 
 def reserve(order: Order) -> Reserved:
