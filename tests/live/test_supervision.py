@@ -94,7 +94,8 @@ def test_a_foreground_serve_outlives_its_supervisor_and_ends_by_sigterm(serve: F
 
 def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
     serving = cli.begin(
-        *("serve", "--demo", "text", "--name", "early", "--json"), stdout=subprocess.PIPE
+        *("serve", "--demo", "text", "--name", "early", "--env", "SPAWNED=1", "--json"),
+        stdout=subprocess.PIPE,
     )
     live = Live(cli, "early")
     until(lambda: "early" in cli("ps", "--all").out)
