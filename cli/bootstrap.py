@@ -111,7 +111,7 @@ def test() -> None:
         if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
             # Time-outs are for a machine that does nothing else: what failed is run alone, once.
             run("pytest", "--last-failed", *which)
-    run("python", "benchmarks/run.py", "--short")
+    run("python", "tests/bench/run.py", "--short")
 
 
 def main() -> None:

@@ -27,12 +27,13 @@ import psutil
 import pytest
 
 from vllmops import app
-from vllmops.client.http import healthy
-from vllmops.instances import launch, processes, takedown
-from vllmops.instances.processes import Process, Role, Seen, alive
+from vllmops.agent.patches import registry
+from vllmops.host import processes
+from vllmops.host.processes import Process, Role, Seen, alive
+from vllmops.instances import launch, takedown
 from vllmops.instances.record import Folder, Record
-from vllmops.patches import registry
-from vllmops.snapshots import identity
+from vllmops.protocol import identity
+from vllmops.vllm_api.http import healthy
 
 # What commands import late, a user who may not read this Python's library would not find.
 assert registry

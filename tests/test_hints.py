@@ -26,10 +26,10 @@ ALLOWED = {
     ("commands/keygen.py", "--force"): "an option's name",
     ("commands/keys.py", "--force"): "an option's name",
     ("commands/stop.py", "--force"): "an option's name; it cuts requests off, and deletes nothing",
-    ("client/pyspy.py", "{} -m pip install --force-reinstall py-spy"): "pip's own, of a program",
+    ("stacks/pyspy.py", "{} -m pip install --force-reinstall py-spy"): "pip's own, of a program",
     ("commands/removal.py", "``vllmops responses cancel``"): "the module's title",
     ("commands/responses.py", "Example: vllmops responses "): "of the commands' own help",
-    ("responses/sql.py", ""): "statements of the store's own, which nobody is told to paste",
+    ("store/sql.py", ""): "statements of the store's own, which nobody is told to paste",
 }
 
 

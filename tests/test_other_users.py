@@ -20,19 +20,23 @@ import msgspec
 import psutil
 import pytest
 
-from vllmops import admin as admin_token
-from vllmops.client import agent, collecting, http, interpreter, listeners, loads, responses
-from vllmops.client.admin import push
+from vllmops.bundle import collecting
 from vllmops.errors import Exit, VllmopsError
 from vllmops.files import read_private
 from vllmops.home import home as state_home
 from vllmops.home import make, own
-from vllmops.instances import ports, shm
-from vllmops.instances.processes import Process, Role
+from vllmops.host import listeners, ports, shm
+from vllmops.host.processes import Process, Role
+from vllmops.instances import interpreter
 from vllmops.instances.record import Folder, Record, State, folders
 from vllmops.instances.servers import Server
+from vllmops.keys import admin_token as admin_token
 from vllmops.keys.ring import Ring
-from vllmops.snapshots import identity
+from vllmops.memory import loads
+from vllmops.protocol import identity
+from vllmops.rpc import agent
+from vllmops.vllm_api import http, responses
+from vllmops.vllm_api.admin import push
 
 NOBODY = 65534
 SECRET = "sk-0123456789abcdef0123456789abcdef"
@@ -466,7 +470,7 @@ def test_ones_own_server_and_roots_get_the_key_and_no_other(
     assert http.key_for(url) == ({}, "")
     monkeypatch.setenv("VLLM_API_KEY", "mine")
     assert http.key_for(url) == ({"Authorization": "Bearer mine"}, "")
-    ask = f"from vllmops.client import http; print(http.key_for({url!r}).headers)"
+    ask = f"from vllmops.vllm_api import http; print(http.key_for({url!r}).headers)"
     done = subprocess.run(
         [sys.executable, "-c", ask],
         user=NOBODY,

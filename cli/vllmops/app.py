@@ -109,7 +109,7 @@ def build() -> Any:
 
 def tell_version() -> None:
     """Print the version, and on stderr whether another program has our name."""
-    from .namesake import warning  # noqa: PLC0415
+    from .host.namesake import warning  # noqa: PLC0415
 
     print(f"vllmops {__version__}")
     if line := warning():

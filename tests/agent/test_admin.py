@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from vllmops.admin import KEYS, PLACE
 from vllmops.keys import file
+from vllmops.keys.admin_token import KEYS, PLACE
 from vllmops.keys.carrier import seal, unseal
 from vllmops.keys.ring import Key, Status, fresh
 

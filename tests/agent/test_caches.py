@@ -17,15 +17,15 @@ import cachetools
 import pytest
 
 from vllmops.agent import caches, found
-from vllmops.client.agent import reach
 from vllmops.diagnose.caches import alone
-from vllmops.snapshots.caches import (
+from vllmops.protocol.caches import (
     EncoderCache,
     EncoderDecoderCache,
     LruCache,
     ShmCache,
     WorkerEncoderCache,
 )
+from vllmops.rpc.agent import reach
 
 Spawn = Callable[..., Any]
 

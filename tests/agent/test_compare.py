@@ -13,8 +13,8 @@ import pytest
 
 from vllmops.agent import compare, engine
 from vllmops.agent.gate import Arrival, Gate
-from vllmops.snapshots.caches import ProcessCaches, WorkerEncoderCache
-from vllmops.snapshots.compares import CompareWish
+from vllmops.protocol.caches import ProcessCaches, WorkerEncoderCache
+from vllmops.protocol.compares import CompareWish
 
 
 class Core:

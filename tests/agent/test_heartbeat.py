@@ -11,7 +11,7 @@ import pytest
 
 from vllmops.agent import engine, found, heartbeat
 from vllmops.agent.heartbeat import Heart
-from vllmops.snapshots.engine import BEAT_BYTES, Beat
+from vllmops.protocol.engine import BEAT_BYTES, Beat
 
 
 def beat(sequence: int, now: float) -> Beat:

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from vllmops.client.agent import reach
 from vllmops.keys import file
 from vllmops.keys.ring import Key, Status, fresh
-from vllmops.snapshots import identity
-from vllmops.snapshots.keys import ProcessKeys
+from vllmops.protocol import identity
+from vllmops.protocol.keys import ProcessKeys
+from vllmops.rpc.agent import reach
 
 Spawn = Callable[..., Any]
 TEXT = "ab" * 32
@@ -284,7 +284,7 @@ def test_it_never_waits_for_a_file_that_hangs(spawn: Spawn, path: Path) -> None:
 LOOP = """
 import asyncio
 from vllmops.agent import keys, register
-from vllmops.snapshots import identity
+from vllmops.protocol import identity
 keys.Holder.mark = lambda self: (1,)
 {loop}
 async def main():
@@ -317,7 +317,7 @@ def looping(path: Path, tmp_path: Path, loop: str = "", **options: Any) -> subpr
 
 
 def socketed(popen: subprocess.Popen[str]) -> Any:
-    from vllmops.instances.processes import Process, Role
+    from vllmops.host.processes import Process, Role
 
     class Looping:
         process = Process(Role.API, popen.pid, identity.of(popen.pid).start_ticks)

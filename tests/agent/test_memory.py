@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllmops.client.agent import reach
-from vllmops.instances.processes import Role
-from vllmops.snapshots.memory import AgentMemory, Held, Store
+from vllmops.host.processes import Role
+from vllmops.protocol.memory import AgentMemory, Held, Store
+from vllmops.rpc.agent import reach
 
 Spawn = Callable[..., Any]
 

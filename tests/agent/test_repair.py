@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllmops.client.agent import reach
-from vllmops.snapshots.repairs import Fault, Wish
+from vllmops.protocol.repairs import Fault, Wish
+from vllmops.rpc.agent import reach
 
 Spawn = Callable[..., Any]
 ROOT = str(Path(__file__).parents[2])
@@ -21,7 +21,7 @@ import sys, threading
 from types import SimpleNamespace
 from vllmops.agent import found
 sys.path.insert(0, {root!r})
-from tests import modules
+from tests.support import modules
 module = sys.modules["vllm.utils.cache"] = modules.lru_module(modules.installed())
 class LruKeyReplicatedReceiverCache(SimpleNamespace): pass
 class LruKeyReplicatedSenderCache(SimpleNamespace): pass

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from vllmops import __version__
-from vllmops.client.agent import reach
 from vllmops.errors import VllmopsError
-from vllmops.snapshots.engine import Answer
+from vllmops.protocol.engine import Answer
+from vllmops.rpc.agent import reach
 
 NOBODY = 65534
 Spawn = Callable[..., Any]

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from vllmops.client import attach, inject
+from vllmops.attach import attach, inject
 from vllmops.errors import VllmopsError
-from vllmops.instances.processes import Process, Role
-from vllmops.snapshots import identity
+from vllmops.host.processes import Process, Role
+from vllmops.protocol import identity
 
 from .test_stacks import Tree, tree
 
@@ -211,7 +211,7 @@ def test_elsewhere_it_takes_a_newer_python(server: Tree, monkeypatch: pytest.Mon
 
 TRACER = """
 import sys
-from vllmops.client import inject
+from vllmops.attach import inject
 for tid in inject.Target(int(sys.argv[1])).tids():
     inject._ptrace(inject.PTRACE_SEIZE, tid)
 print(1, flush=True)

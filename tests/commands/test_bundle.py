@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-from vllmops.client import bundle, examine
-from vllmops.client.collecting import Collecting, collect, log, quietly, wish
+from vllmops.bundle import bundle
+from vllmops.bundle.collecting import Collecting, collect, log, quietly, wish
+from vllmops.doctor import examine
 from vllmops.errors import VllmopsError
-from vllmops.instances.processes import Process, Role
+from vllmops.host.processes import Process, Role
 from vllmops.instances.servers import Server, resolve
 from vllmops.keys import file as keyring
 
-OTHER = Path(__file__).parent.parent / "client" / "logs" / "other.log"
+OTHER = Path(__file__).parent.parent / "bundle" / "logs" / "other.log"
 KEY = "0123456789abcdef" * 4
 SECRETS = {
     "VLLM_API_KEY": "PLANTED-key-of-the-server",

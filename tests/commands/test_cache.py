@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from vllmops.instances.processes import Role
-from vllmops.snapshots import files
-from vllmops.snapshots.caches import (
+from vllmops.host.processes import Role
+from vllmops.protocol import files
+from vllmops.protocol.caches import (
     CacheSnapshot,
     EncoderCache,
     LruCache,

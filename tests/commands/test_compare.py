@@ -12,15 +12,9 @@ import pytest
 from rich.console import Console
 
 from vllmops.commands.compare import report, text
-from vllmops.instances.processes import Role
-from vllmops.snapshots.caches import (
-    Cache,
-    EncoderCache,
-    ProcessCaches,
-    Silent,
-    WorkerEncoderCache,
-)
-from vllmops.snapshots.compares import Comparison, Look
+from vllmops.host.processes import Role
+from vllmops.protocol.caches import Cache, EncoderCache, ProcessCaches, Silent, WorkerEncoderCache
+from vllmops.protocol.compares import Comparison, Look
 
 from ..diagnose.test_compares import lru
 

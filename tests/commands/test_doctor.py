@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmops.diagnose.doctor import checks
-from vllmops.instances.shm import SHM
+from vllmops.host.shm import SHM
 
 # What a machine that runs tests has in /dev/shm is none of a server's business.
 OWN = ("--skip", "machine")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from vllmops.client.paste import read
 from vllmops.diagnose.stacks import figures
-from vllmops.snapshots import files
-from vllmops.snapshots.metrics import Metrics
+from vllmops.protocol import files
+from vllmops.protocol.metrics import Metrics
+from vllmops.stacks.paste import read
 
 from . import test_stacks
 

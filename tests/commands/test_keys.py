@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from vllmops.instances.processes import Role
+from vllmops.host.processes import Role
 from vllmops.instances.record import Folder, State
 from vllmops.keys import file
 from vllmops.keys.carrier import genuine, seal, seal_signed
 from vllmops.keys.ring import Ring, Status
-from vllmops.responses.settings import CARRIER_TTL as TTL
+from vllmops.store.settings import CARRIER_TTL as TTL
 
 TEXT = "ab" * 32
 NAME = file.SIGNING_KEY

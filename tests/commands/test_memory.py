@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from vllmops import plot
-from vllmops.client import memory
-from vllmops.instances.processes import Role
+from vllmops.host.processes import Role
+from vllmops.memory import plot
+from vllmops.memory import record as memory
 
 Spawn = Callable[..., Any]
 QUICK = ("--interval", "0.1", "--duration", "2")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.patches.registry import PATCHES
+from vllmops.agent.patches.registry import PATCHES
 
 
 @pytest.mark.parametrize("patch", PATCHES)

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from vllmops.client.agent import reach
 from vllmops.commands import reset
-from vllmops.snapshots.resets import ResetWish
+from vllmops.protocol.resets import ResetWish
+from vllmops.rpc.agent import reach
 
 Spawn = Callable[..., Any]
 

@@ -25,11 +25,11 @@ import msgspec
 import pytest
 
 from vllmops.commands.serve import provide_key
-from vllmops.instances.processes import alive
+from vllmops.host.processes import alive
 from vllmops.instances.record import Folder
 from vllmops.keys import file as keys
-from vllmops.responses.opening import backend
-from vllmops.responses.store import ResponseStore
+from vllmops.store.opening import backend
+from vllmops.store.store import ResponseStore
 
 LOGS = Path(__file__).parents[1] / "instances" / "logs"
 NOBODY = 65534

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllmops.snapshots import files
-from vllmops.snapshots.stacks import StacksSnapshot
+from vllmops.protocol import files
+from vllmops.protocol.stacks import StacksSnapshot
 
 TREE = """
 import ctypes, subprocess, sys, threading, time

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from vllmops.commands import stop as commands
+from vllmops.host.processes import alive
 from vllmops.instances import control, takedown
-from vllmops.instances.processes import alive
 from vllmops.instances.record import Folder
 
 

@@ -20,11 +20,13 @@ from typing import Any
 
 import pytest
 
-from vllmops.client import bundle, pyspy, watched
+from vllmops.bundle import bundle
 from vllmops.diagnose.doctor import examine
-from vllmops.instances.processes import Role
+from vllmops.host.processes import Role
 from vllmops.instances.record import Folder
 from vllmops.instances.servers import resolve
+from vllmops.stacks import pyspy
+from vllmops.watch import watched
 
 Spawn = Callable[..., Any]
 QUICK = ("--interval", "0.2", "--checks", "3", "--patience", "1.5")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from vllmops.client.paste import read
-from vllmops.snapshots.stacks import Frame, ProcessStacks, Thread
+from vllmops.protocol.stacks import Frame, ProcessStacks, Thread
+from vllmops.stacks.paste import read
 
 Form = Callable[[str], str]
 

@@ -6,17 +6,9 @@ from typing import Any
 
 import msgspec
 
-from vllmops.snapshots.engine import Beat, EngineState, Hello, Traffic
-from vllmops.snapshots.metrics import Metrics
-from vllmops.snapshots.server import (
-    Disk,
-    Look,
-    Machine,
-    ProcessState,
-    Pulse,
-    ServerSnapshot,
-    Told,
-)
+from vllmops.protocol.engine import Beat, EngineState, Hello, Traffic
+from vllmops.protocol.metrics import Metrics
+from vllmops.protocol.server import Disk, Look, Machine, ProcessState, Pulse, ServerSnapshot, Told
 
 GIB = 1 << 30
 PIDS = {"api": 10, "engine": 20, "worker": 30}

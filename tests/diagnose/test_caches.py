@@ -20,7 +20,7 @@ from vllmops.agent import caches as agent
 from vllmops.diagnose import caches as judge
 from vllmops.diagnose.caches import CATALOGUE, alone, diagnose, findings, notes, undecided
 from vllmops.diagnose.findings import Rule, Severity, worst
-from vllmops.snapshots.caches import (
+from vllmops.protocol.caches import (
     CacheSnapshot,
     EncoderCache,
     EncoderDecoderCache,

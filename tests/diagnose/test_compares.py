@@ -10,14 +10,8 @@ import msgspec
 import pytest
 
 from vllmops.diagnose.compares import drift, notes, pairs, undecided
-from vllmops.snapshots.caches import (
-    EncoderCache,
-    LruCache,
-    ProcessCaches,
-    Setup,
-    WorkerEncoderCache,
-)
-from vllmops.snapshots.compares import Comparison, Look
+from vllmops.protocol.caches import EncoderCache, LruCache, ProcessCaches, Setup, WorkerEncoderCache
+from vllmops.protocol.compares import Comparison, Look
 
 
 def lru(side: str, order: list[str], queries: int = 0) -> LruCache:

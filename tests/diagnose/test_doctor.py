@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.client.paste import read
 from vllmops.diagnose import doctor
 from vllmops.diagnose.doctor import checks, examine
 from vllmops.diagnose.findings import Severity
-from vllmops.snapshots.server import ServerSnapshot, Unseen
-from vllmops.snapshots.stacks import StacksSnapshot
+from vllmops.protocol.server import ServerSnapshot, Unseen
+from vllmops.protocol.stacks import StacksSnapshot
+from vllmops.stacks.paste import read
 
 from .servers import PIDS, healthy, look, looks, metrics, process, pulse
 from .test_compares import compared, engine, front

@@ -9,7 +9,7 @@ import pytest
 
 from vllmops.diagnose import memory
 from vllmops.diagnose.memory import FLAT, GROWING, OPEN, Trend, diagnose, trends
-from vllmops.snapshots.memory import (
+from vllmops.protocol.memory import (
     AgentMemory,
     Held,
     MemorySample,

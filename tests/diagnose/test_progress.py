@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from vllmops.diagnose.progress import Stall, at_work, stalls, suspicious
-from vllmops.snapshots.metrics import Metrics
-from vllmops.snapshots.server import Look, Pulse
+from vllmops.protocol.metrics import Metrics
+from vllmops.protocol.server import Look, Pulse
 
 from .servers import PIDS, QUIET, look, process, pulse
 

@@ -8,23 +8,11 @@ import msgspec
 import pytest
 
 from vllmops.diagnose.server import CATALOGUE, diagnose
-from vllmops.snapshots.caches import CacheSnapshot, ProcessCaches, Sample, Setup
-from vllmops.snapshots.patches import ProcessPatches, State, Verdict
-from vllmops.snapshots.server import Canary, Disk, Gpu, Guard, Leftover, Unseen
+from vllmops.protocol.caches import CacheSnapshot, ProcessCaches, Sample, Setup
+from vllmops.protocol.patches import ProcessPatches, State, Verdict
+from vllmops.protocol.server import Canary, Disk, Gpu, Guard, Leftover, Unseen
 
-from .servers import (
-    GIB,
-    MACHINE,
-    PIDS,
-    QUIET,
-    healthy,
-    look,
-    looks,
-    metrics,
-    process,
-    pulse,
-    told,
-)
+from .servers import GIB, MACHINE, PIDS, QUIET, healthy, look, looks, metrics, process, pulse, told
 
 
 def without(role: str) -> tuple[Any, ...]:

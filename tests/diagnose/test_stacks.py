@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllmops.client.paste import read
 from vllmops.diagnose.findings import Severity
 from vllmops.diagnose.signatures import catalogue
 from vllmops.diagnose.stacks import Explanation, explain
-from vllmops.snapshots.pasted import Pasted
-from vllmops.snapshots.stacks import Problem
+from vllmops.protocol.pasted import Pasted
+from vllmops.protocol.stacks import Problem
+from vllmops.stacks.paste import read
 
 from .forms import FORMS, WITHOUT_GIL, WITHOUT_LOG, WITHOUT_NATIVE, parts
 

@@ -8,8 +8,8 @@ import pytest
 
 from vllmops.diagnose.progress import Stall
 from vllmops.diagnose.vigil import ASK_S, Vigil
-from vllmops.snapshots.metrics import Metrics
-from vllmops.snapshots.server import Look
+from vllmops.protocol.metrics import Metrics
+from vllmops.protocol.server import Look
 
 from .servers import look
 from .test_progress import BLIND, HANDED, beats, engine

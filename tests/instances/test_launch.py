@@ -13,8 +13,8 @@ from vllmops.errors import Exit, VllmopsError
 from vllmops.instances import launch
 from vllmops.instances.launch import Order, check_model, check_port, free_port, preview, reserve
 from vllmops.instances.record import Folder
-from vllmops.responses.opening import CLASS
-from vllmops.responses.settings import STORE
+from vllmops.store.opening import CLASS
+from vllmops.store.settings import STORE
 
 
 def refusal(code: str, check: Any, *arguments: Any) -> VllmopsError:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from vllmops.host.processes import Role
 from vllmops.instances import logs
 from vllmops.instances.logs import (
     STAGES,
@@ -23,7 +24,6 @@ from vllmops.instances.logs import (
     stage,
     start_new,
 )
-from vllmops.instances.processes import Role
 
 LOGS = Path(__file__).with_name("logs")
 

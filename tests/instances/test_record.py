@@ -9,7 +9,7 @@ import pytest
 
 from vllmops.errors import Exit, VllmopsError
 from vllmops.files import take
-from vllmops.instances.processes import Process, Role
+from vllmops.host.processes import Process, Role
 from vllmops.instances.record import (
     Failure,
     Folder,

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from vllmops.errors import Exit, VllmopsError
-from vllmops.instances import processes, servers
-from vllmops.instances.processes import Process, Role, Seen, Table
+from vllmops.host import processes
+from vllmops.host.processes import Process, Role, Seen, Table
+from vllmops.instances import servers
 from vllmops.instances.record import Failure, Folder, Record, State
 from vllmops.instances.servers import Server, find, is_local, resolve
 from vllmops.instances.shape import option

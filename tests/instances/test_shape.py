@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from vllmops.client import http
 from vllmops.instances import readiness
 from vllmops.instances.shape import Shape, remove_dead, shape, shown, unix_path, unix_url
+from vllmops.vllm_api import http
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,12 @@ import msgspec
 import psutil
 import pytest
 
-from vllmops.instances import control, ports
+from vllmops.host import ports
+from vllmops.host.processes import Process, Role, alive
+from vllmops.instances import control
 from vllmops.instances.control import Wish
-from vllmops.instances.processes import Process, Role, alive
 from vllmops.instances.record import Folder, State
-from vllmops.snapshots import identity
+from vllmops.protocol import identity
 
 
 @pytest.mark.parametrize("role", ["api", "engine", "worker"])

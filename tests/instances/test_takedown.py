@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from vllmops.instances import processes, takedown
-from vllmops.instances.processes import Process, Role, alive
+from vllmops.host import processes
+from vllmops.host.processes import Process, Role, alive
+from vllmops.instances import takedown
 from vllmops.instances.takedown import drain, kill, members, take_down
-from vllmops.snapshots import identity
+from vllmops.protocol import identity
 
 
 def sleeper(**options: Any) -> "subprocess.Popen[bytes]":

@@ -21,15 +21,7 @@ from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
 from vllmops.keys import carrier
-from vllmops.keys.carrier import (
-    Carrier,
-    CarrierError,
-    Case,
-    is_ours,
-    seal,
-    seal_signed,
-    unseal,
-)
+from vllmops.keys.carrier import Carrier, CarrierError, Case, is_ours, seal, seal_signed, unseal
 from vllmops.keys.ring import Key, Ring, Secret, Status, only
 
 NOW = 1_800_000_000

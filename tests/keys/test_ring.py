@@ -13,17 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllmops.errors import Exit, VllmopsError
-from vllmops.keys.ring import (
-    DAY_S,
-    LATE_S,
-    Key,
-    Ring,
-    Secret,
-    Status,
-    fresh,
-    from_hex,
-    only,
-)
+from vllmops.keys.ring import DAY_S, LATE_S, Key, Ring, Secret, Status, fresh, from_hex, only
 
 NOW = 1_800_000_000
 NEXT, PRIMARY, VERIFY_ONLY, REVOKED = Status

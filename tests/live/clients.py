@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Self
 import httpx
 import openai
 
-from vllmops.client import agent
-from vllmops.instances.processes import Process, Role
-from vllmops.snapshots import identity
+from vllmops.host.processes import Process, Role
+from vllmops.protocol import identity
+from vllmops.rpc import agent
 
 from .conftest import Live, until
 

@@ -22,7 +22,7 @@ import httpx
 import psutil
 import pytest
 
-from vllmops.instances import shm
+from vllmops.host import shm
 
 START_TIMEOUT_S = 300
 SOAKED = (

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from vllmops.client import agent
-from vllmops.client import http as web
 from vllmops.demo.inputs import chat
-from vllmops.instances.processes import Process
+from vllmops.host.processes import Process
 from vllmops.instances.servers import resolve
+from vllmops.rpc import agent
+from vllmops.vllm_api import http as web
 
 from .conftest import Launched, Stock, kill, until
 from .test_cache import FEW_IMAGES_GB

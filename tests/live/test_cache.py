@@ -19,12 +19,12 @@ import httpx
 import pytest
 
 from vllmops.agent import caches as agent_caches
-from vllmops.client import agent
 from vllmops.demo.inputs import chat, wav
 from vllmops.diagnose.caches import alone
-from vllmops.instances.processes import Process, Role
-from vllmops.snapshots import identity
-from vllmops.snapshots.caches import EncoderCache
+from vllmops.host.processes import Process, Role
+from vllmops.protocol import identity
+from vllmops.protocol.caches import EncoderCache
+from vllmops.rpc import agent
 
 from .conftest import Live, Ran, until
 
@@ -402,7 +402,7 @@ import sys, threading, time
 from types import SimpleNamespace
 from vllm.utils.cache import LRUCache
 from vllmops.agent import caches
-from vllmops.snapshots import identity
+from vllmops.protocol import identity
 cache = LRUCache(3, getsizeof=lambda value: 1)
 for key in "abc":
     cache[key] = key

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from vllmops.responses import carried, wire
-from vllmops.responses.history import History
-from vllmops.responses.packing import deflate
-from vllmops.responses.store import Response
+from vllmops.agent.responses import carried, wire
+from vllmops.agent.responses.history import History
+from vllmops.store.packing import deflate
+from vllmops.store.store import Response
 
 RESPONSES = "vllm.entrypoints.openai.responses"
 
@@ -61,7 +61,7 @@ def sealed(*, harmony: bool) -> list[Any]:
 
 def signed(*, harmony: bool) -> list[Any]:
     """What a carrier of format 1 holds of them."""
-    messages = import_module("vllmops.responses.parsing").messages(sealed(harmony=harmony))
+    messages = import_module("vllmops.agent.responses.parsing").messages(sealed(harmony=harmony))
     return carried.from_messages(json.loads(json.dumps(messages)))
 
 
@@ -69,7 +69,7 @@ WAYS = [stored, sealed, signed]
 
 
 def parsed(items: list[Any]) -> list[Any]:
-    found: list[Any] = import_module("vllmops.responses.parsing").parsed(items)
+    found: list[Any] = import_module("vllmops.agent.responses.parsing").parsed(items)
     return found
 
 
@@ -112,7 +112,7 @@ def test_for_gpt_oss(way: Any) -> None:
 )
 def test_images_and_sounds_come_as_they_were(part: Any) -> None:
     item = {"role": "user", "content": [part, {"type": "input_text", "text": "what is it?"}]}
-    messages = import_module("vllmops.responses.parsing").messages([item])
+    messages = import_module("vllmops.agent.responses.parsing").messages([item])
     for items in ([item], carried.from_messages(messages)):
         (made,) = vllm("utils").construct_input_messages(request_input=parsed(items))
         was, words = made["content"]

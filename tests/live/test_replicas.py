@@ -33,14 +33,9 @@ from agents import (
 )
 from pydantic import BaseModel
 
-from vllmops.responses.store import GONE
+from vllmops.store.store import GONE
 
-from ..responses.databases import (
-    Server,
-    Servers,
-    folder_for_servers,
-    postgres_parts,
-)
+from ..support.databases import Server, Servers, folder_for_servers, postgres_parts
 from .clients import (
     CARRY,
     LENGTH,

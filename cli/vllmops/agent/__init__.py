@@ -23,8 +23,8 @@ def register() -> None:
     if os.environ.get("VLLMOPS_DISABLE") == "1" or short_lived():
         return
     try:
-        from ..patches import registry  # noqa: PLC0415
         from . import admin, found, keys, service, stored  # noqa: PLC0415
+        from .patches import registry  # noqa: PLC0415
 
         found.install()
         registry.install()

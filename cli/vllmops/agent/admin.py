@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .. import admin
 from ..errors import VllmopsError
+from ..keys import admin_token as admin
 from ..keys import file
 from ..keys.ring import Ring
 from . import found, keys, log

@@ -17,7 +17,7 @@ from operator import attrgetter, call
 from typing import Any, TypeVar
 
 from ..diagnose.caches import alone
-from ..snapshots.caches import (
+from ..protocol.caches import (
     Cache,
     EncoderCache,
     EncoderDecoderCache,

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from ..snapshots.caches import ProcessCaches
-from ..snapshots.compares import CompareWish, Comparison, Look
+from ..protocol.caches import ProcessCaches
+from ..protocol.compares import CompareWish, Comparison, Look
 from . import caches, engine, found
 from .gate import gate
 from .imports import when_imported

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..snapshots.engine import EngineState, Traffic
+from ..protocol.engine import EngineState, Traffic
 from . import found
 from .gate import gate
 from .identity import role

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ..forever import Trouble
-from ..snapshots.engine import BEAT_BYTES, BEAT_INTERVAL_S, Beat
+from ..protocol.engine import BEAT_BYTES, BEAT_INTERVAL_S, Beat
 from . import log
 
 

@@ -7,8 +7,8 @@ import os
 import time
 from functools import cache
 
-from ..snapshots import identity
-from ..snapshots.identity import Identity
+from ..protocol import identity
+from ..protocol.identity import Identity
 
 # By the names that vLLM gives its processes; whatever has none is the front end.
 ROLES = {"EngineCore": "engine", "VllmWorker": "worker", "Worker": "worker"}

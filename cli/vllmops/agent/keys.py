@@ -20,7 +20,7 @@ from ..errors import VllmopsError
 from ..forever import Trouble, thread
 from ..keys import file
 from ..keys.ring import CARRIER_TTL_S, Ring, kids
-from ..snapshots.keys import ProcessKeys
+from ..protocol.keys import ProcessKeys
 from . import found, log
 from .identity import role
 
@@ -157,7 +157,7 @@ def take_in(ring: Ring) -> ProcessKeys:
     Raises:
         VllmopsError: ``keys.no-file``, or as `file.change`.
     """
-    from ..responses import settings  # noqa: PLC0415 - its modules are the API server's alone
+    from ..store import settings  # noqa: PLC0415 - its modules are the API server's alone
 
     path = _holder.source.path if _holder else None
     if path is None:

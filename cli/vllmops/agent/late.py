@@ -23,9 +23,9 @@ from types import (
 )
 from typing import Any
 
-from ..patches import registry
 from . import found, service
 from .gate import Arrival, gate
+from .patches import registry
 
 MOST = 200_000  # objects looked at; some 5,000 as a rule
 LARGE = 10_000  # elements of a container that is not looked into

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..snapshots.memory import AgentMemory, Generation, Held, Requests, Store
+from ..protocol.memory import AgentMemory, Generation, Held, Requests, Store
 from . import caches, engine, found
 from .identity import create_time
 

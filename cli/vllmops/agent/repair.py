@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
 
-from ..snapshots.repairs import CacheRepair, Change, Fault, ProcessRepair, Wish
+from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, Wish
 from . import found, log
 from .caches import lru, side
 from .identity import role
@@ -31,8 +31,8 @@ SHOWN = 5
 MODULES = (
     "vllm.utils.cache",
     "cachetools",
-    "vllmops.patches.mm_lru_ghost_keys",
-    "vllmops.patches.mm_lru_stale_eviction",
+    "vllmops.agent.patches.mm_lru_ghost_keys",
+    "vllmops.agent.patches.mm_lru_stale_eviction",
 )
 # A thread in one of these has not begun to change anything, or is done with it, and does not
 # iterate: the order may change under it.

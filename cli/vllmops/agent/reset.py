@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from ..snapshots.resets import ResetDone, ResetWish
+from ..protocol.resets import ResetDone, ResetWish
 from . import engine
 from .gate import gate
 

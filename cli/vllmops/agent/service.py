@@ -25,15 +25,15 @@ from ..errors import VllmopsError
 from ..files import peer
 from ..forever import Trouble
 from ..home import home, make_missing
-from ..patches import registry
-from ..snapshots.compares import CompareWish
-from ..snapshots.engine import Beat, Hello, Traffic
-from ..snapshots.repairs import Wish
-from ..snapshots.resets import ResetWish
+from ..protocol.compares import CompareWish
+from ..protocol.engine import Beat, Hello, Traffic
+from ..protocol.repairs import Wish
+from ..protocol.resets import ResetWish
 from . import caches, compare, engine, found, keys, log, memory, repair, reset
 from .gate import gate
 from .heartbeat import Heart
 from .identity import own, role
+from .patches import registry
 
 DIRECTORY = "agents"
 BODY_BYTES = 4 << 20  # some 60,000 keys

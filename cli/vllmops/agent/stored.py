@@ -13,7 +13,7 @@ ROUTER = "vllm.entrypoints.openai.responses.api_router"
 
 def install() -> None:
     """Wait for vLLM's routes of the Responses API, where the environment asks for a store."""
-    from ..responses import settings  # noqa: PLC0415 - its modules are the API server's alone
+    from ..store import settings  # noqa: PLC0415 - its modules are the API server's alone
 
     if settings.wanted():
         when_imported(ROUTER, swap)
@@ -22,7 +22,8 @@ def install() -> None:
 def swap(module: ModuleType) -> None:
     """Put ours in the place of vLLM's; whatever hinders it is reported, and vLLM's stays."""
     try:
-        from ..responses import routes, settings  # noqa: PLC0415 - they import vLLM
+        from ..store import settings  # noqa: PLC0415 - they import vLLM
+        from .responses import routes  # noqa: PLC0415 - they import vLLM
 
         routes.install(module, settings.backend(), settings.carriers())
     except VllmopsError as error:

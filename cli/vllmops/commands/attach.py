@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import output
-from ..client import agent, attach
-from ..client.attach import Attached, Plan
-from ..client.caches import ROLES
+from ..attach import attach
+from ..attach.attach import Attached, Plan
+from ..caches.inspect import ROLES
 from ..errors import Exit, VllmopsError
 from ..instances.servers import Server, resolve
 from ..output import Progress, Result, command
-from ..snapshots.caches import Silent
+from ..protocol.caches import Silent
+from ..rpc import agent
 from .options import Target, seconds
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import msgspec
 import typer
 
 from .. import files, output
-from ..client import bundle as bundles
-from ..client.collecting import COLLECT_ENV_S, TIMEOUT_S, collect
+from ..bundle import bundle as bundles
+from ..bundle.collecting import COLLECT_ENV_S, TIMEOUT_S, collect
 from ..diagnose.findings import Finding
 from ..errors import Exit, VllmopsError
 from ..instances.servers import Server, find, resolve
 from ..output import Json, Progress, Result, command, size, table, typer_app
-from ..snapshots.bundles import Index
+from ..protocol.bundles import Index
 from .options import Target, seconds, to_write
 
 if TYPE_CHECKING:

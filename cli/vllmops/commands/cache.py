@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import output
-from ..client import archive, caches
+from ..bundle import archive
+from ..caches import inspect as caches
 from ..diagnose import caches as judge
 from ..diagnose.findings import Finding, Severity, worst
 from ..errors import Exit, VllmopsError
-from ..instances.processes import alive
+from ..host.processes import alive
 from ..instances.servers import resolve
 from ..output import Result, command
-from ..snapshots import files
-from ..snapshots.caches import (
+from ..protocol import files
+from ..protocol.caches import (
     Cache,
     CacheSnapshot,
     EncoderCache,
@@ -143,7 +144,7 @@ def saved(file: Path) -> CacheSnapshot:
     """
     if not archive.is_one(file):
         return files.load(file, CacheSnapshot)
-    from ..client import bundle  # noqa: PLC0415 - slow, and not for a server
+    from ..bundle import bundle  # noqa: PLC0415 - slow, and not for a server
 
     found = bundle.load(file)
     if found.caches is None:

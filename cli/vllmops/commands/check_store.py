@@ -12,8 +12,8 @@ import typer
 from .. import output
 from ..errors import Exit
 from ..output import Json, Progress, Result, command
-from ..responses import conformance
-from ..responses.urls import shown
+from ..store import conformance
+from ..store.urls import shown
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

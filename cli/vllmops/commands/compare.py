@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import output
-from ..client import compares
+from ..caches import compare as compares
 from ..diagnose import compares as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit
 from ..instances.servers import resolve
 from ..output import Progress, Result, command
-from ..snapshots.caches import Silent
-from ..snapshots.compares import CompareWish, Comparison
+from ..protocol.caches import Silent
+from ..protocol.compares import CompareWish, Comparison
 from .findings import lines
 from .options import Target, seconds
 

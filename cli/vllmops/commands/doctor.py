@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from .. import namesake
 from ..diagnose import doctor as judge
 from ..diagnose.findings import Finding, Severity, worst
 from ..diagnose.stacks import StackFinding
 from ..errors import Exit, VllmopsError
+from ..host import namesake
 from ..instances.shape import shown
 from ..output import (
     Folded,
@@ -29,8 +29,8 @@ from ..output import (
     table,
     typer_app,
 )
-from ..snapshots.metrics import Metrics
-from ..snapshots.server import ServerSnapshot, Unseen
+from ..protocol.metrics import Metrics
+from ..protocol.server import ServerSnapshot, Unseen
 from .explain import steps
 from .findings import STYLES
 from .options import Target, seconds
@@ -121,7 +121,7 @@ def doctor(
                 "leave one of them out",
                 exit_code=Exit.USAGE,
             )
-        from ..client import bundle  # noqa: PLC0415
+        from ..bundle import bundle  # noqa: PLC0415
 
         snapshot = bundle.load(file)
     else:
@@ -165,7 +165,7 @@ def cleaned(*, alone: bool) -> Result:
             exit_code=Exit.USAGE,
         )
     from ..home import user  # noqa: PLC0415
-    from ..instances import shm  # noqa: PLC0415
+    from ..host import shm  # noqa: PLC0415
 
     left, removed = shm.clean()
     young = f"it is less than {span(shm.OLD_S)} old: it may be in the making"
@@ -192,7 +192,7 @@ def cleaned(*, alone: bool) -> Result:
 
 def live(target: str | None, interval_s: float, *, canary: bool, quiet: bool) -> ServerSnapshot:
     """A snapshot of a running server."""
-    from ..client import examine  # noqa: PLC0415 - slow, and not for --list
+    from ..doctor import examine  # noqa: PLC0415 - slow, and not for --list
     from ..instances.servers import resolve  # noqa: PLC0415
 
     server = resolve(target)

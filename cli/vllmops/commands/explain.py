@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from .. import output
-from ..client import archive, paste, pyspy
+from ..bundle import archive
 from ..diagnose import stacks as judge
 from ..diagnose.findings import Severity, worst
 from ..diagnose.progress import PATIENCE_S
@@ -21,9 +21,10 @@ from ..files import STDIN, read, spelt
 from ..instances.servers import Server
 from ..numbers import MOST, number
 from ..output import Folded, Line, Result
-from ..snapshots import files
-from ..snapshots.pasted import Pasted
-from ..snapshots.stacks import Options, StacksSnapshot
+from ..protocol import files
+from ..protocol.pasted import Pasted
+from ..protocol.stacks import Options, StacksSnapshot
+from ..stacks import paste, pyspy
 from .findings import STYLES as SEVERITIES
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
     Raises:
         VllmopsError: as `bundle.load` does, or ``stacks.not-found``.
     """
-    from ..client import bundle  # noqa: PLC0415 - slow, and not for a paste
+    from ..bundle import bundle  # noqa: PLC0415 - slow, and not for a paste
     from ..diagnose import doctor  # noqa: PLC0415 - the same
 
     snapshot = bundle.load(file)
@@ -104,8 +105,8 @@ def live(
     Raises:
         VllmopsError: ``pyspy.missing`` or ``file.not-written``.
     """
-    from ..client.examine import look  # noqa: PLC0415 - slow, and not for a file
     from ..diagnose import doctor  # noqa: PLC0415 - the same
+    from ..doctor.examine import look  # noqa: PLC0415 - slow, and not for a file
 
     began = time.monotonic()
     looks = [look(server, began)]

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from ..errors import Exit, VllmopsError
+from ..host.processes import Role
 from ..instances.logs import WATCH, Tail, aside, parse, role_of
-from ..instances.processes import Role
 from ..instances.record import Folder
 from ..instances.servers import find, resolve
 from ..output import Json, Result, Verbatim, command, show, typer_app

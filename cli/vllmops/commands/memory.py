@@ -10,17 +10,18 @@ from typing import Annotated
 import msgspec
 import typer
 
-from .. import output, plot
-from ..client import archive
-from ..client.memory import Recorder, Watch, keep, read
+from .. import output
+from ..bundle import archive
 from ..diagnose import memory as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit, VllmopsError
 from ..instances.servers import resolve
+from ..memory import plot
+from ..memory.record import Recorder, Watch, keep, read
 from ..numbers import MOST
 from ..output import Json, Progress, Result, command, size
-from ..snapshots import files
-from ..snapshots.memory import MemorySample, Recording, RecordingHead
+from ..protocol import files
+from ..protocol.memory import MemorySample, Recording, RecordingHead
 from .options import YEAR_S, Target, count, seconds, size_, to_write
 from .recording import notes, shown
 
@@ -133,7 +134,7 @@ def record(
     seed = time.time_ns() // 1000 if seed is None else seed
     ready, built_in = None, False
     if load is not None:
-        from ..client import loads  # noqa: PLC0415 - brings httpx, which not every recording needs
+        from ..memory import loads  # noqa: PLC0415 - brings httpx, which not every recording needs
 
         built_in = load in loads.KINDS
         ready = loads.prepare(load, server, requests=requests, inputs=inputs, seed=seed)
@@ -210,7 +211,7 @@ def bundled(file: Path) -> Recording:
     Raises:
         VllmopsError: as `bundle.load` does, or ``bundle.no-memory``.
     """
-    from ..client import bundle  # noqa: PLC0415 - slow, and seldom needed
+    from ..bundle import bundle  # noqa: PLC0415 - slow, and seldom needed
 
     found = bundle.load(file).memory
     if found is None:

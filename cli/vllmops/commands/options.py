@@ -10,9 +10,9 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from ..admin import PLACE
 from ..errors import Exit, VllmopsError
 from ..files import STDIN
+from ..keys.admin_token import PLACE
 from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
 from ..targets import parsed
 
@@ -111,7 +111,7 @@ def every_name(incomplete: str) -> list[str]:
 
 def patch_ids(incomplete: str) -> list[str]:
     """Ids of the patches, for completion."""
-    from ..patches.registry import PATCHES  # noqa: PLC0415
+    from ..agent.patches.registry import PATCHES  # noqa: PLC0415
 
     return [name for name in PATCHES if name.startswith(incomplete)]
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ..client import agent
-from ..client.caches import ROLES
+from ..agent.patches.registry import PATCHES, known
+from ..caches.inspect import ROLES
 from ..errors import Exit, VllmopsError
 from ..instances.launch import check_installed
 from ..instances.servers import resolve
 from ..output import Json, Progress, Result, command, table, typer_app
-from ..patches.registry import PATCHES, known
-from ..snapshots.caches import Silent
-from ..snapshots.patches import ProcessPatches, State, Verdict
+from ..protocol.caches import Silent
+from ..protocol.patches import ProcessPatches, State, Verdict
+from ..rpc import agent
 from .options import Target, patch_ids
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def asked(
 def here(*, quiet: bool) -> ProcessPatches:
     """The patches of the vLLM in this environment, tried in a process of their own."""
     check_installed()
-    words = (sys.executable, "-P", "-m", "vllmops.patches")
+    words = (sys.executable, "-P", "-m", "vllmops.agent.patches")
     # Nothing of it is a server: it must not bring up an agent.
     environment = {**os.environ, "VLLMOPS_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     try:

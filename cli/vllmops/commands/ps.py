@@ -10,17 +10,17 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..client import agent
-from ..client import http as client_http
 from ..errors import VllmopsError
-from ..instances.processes import Role
+from ..host.processes import Role
 from ..instances.readiness import engines_up
 from ..instances.record import State, folders
 from ..instances.servers import Server, find, pending, reclaim
 from ..instances.shape import shown
 from ..output import Json, Result, command, say, size, span, table, typer_app
-from ..snapshots.identity import age_s
+from ..protocol.identity import age_s
+from ..rpc import agent
 from ..streams import printable
+from ..vllm_api import http as client_http
 
 app = typer_app()
 

@@ -8,12 +8,13 @@ from typing import Annotated
 import msgspec
 import typer
 
-from .. import admin, output
+from .. import output
 from ..errors import Exit, VllmopsError
+from ..keys import admin_token as admin
 from ..keys import file
 from ..keys.ring import Ring, Status
 from ..output import Result, command
-from ..snapshots.keys import ProcessKeys
+from ..protocol.keys import ProcessKeys
 from .keyring import Keyring, ring_path
 from .options import AdminToken, Target
 
@@ -38,8 +39,8 @@ def push(
     """
     from rich.text import Text  # noqa: PLC0415
 
-    from ..client.admin import push  # noqa: PLC0415 - brings httpx
-    from ..client.responses import place  # noqa: PLC0415
+    from ..vllm_api.admin import push  # noqa: PLC0415 - brings httpx
+    from ..vllm_api.responses import place  # noqa: PLC0415
 
     if admin_token is None:
         raise VllmopsError(

@@ -10,7 +10,7 @@ from .. import output
 from ..diagnose.findings import Finding
 from ..diagnose.memory import FLAT, GROWING, OPEN, TOTAL, Trend
 from ..output import size, span
-from ..snapshots.memory import MemorySample, ProcessMemory, Recording
+from ..protocol.memory import MemorySample, ProcessMemory, Recording
 from .findings import lines
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from .. import output
 from ..errors import VllmopsError
 from ..output import Json, Progress, Result, command
-from ..responses.backend import FINISHED, RUNNING
+from ..store.backend import FINISHED, RUNNING
 from .options import Target
 from .sources import (
     Counting,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from ..client.responses import Outcome
+    from ..vllm_api.responses import Outcome
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which it would be.")]
 

@@ -10,14 +10,14 @@ import msgspec
 import typer
 
 from .. import output
-from ..client import repairs
-from ..client.repairs import Report
+from ..caches import repair as repairs
+from ..caches.repair import Report
 from ..diagnose import caches as judge
 from ..diagnose.findings import Severity, worst
 from ..errors import Exit
 from ..instances.servers import resolve
 from ..output import Progress, Result, command
-from ..snapshots.repairs import Change, Fault
+from ..protocol.repairs import Change, Fault
 from .findings import lines
 from .options import Target
 

@@ -9,15 +9,15 @@ import msgspec
 import typer
 
 from .. import output
-from ..client import agent
 from ..errors import Exit, VllmopsError
-from ..instances.processes import Process, Role
+from ..host.processes import Process, Role
 from ..instances.servers import Server, resolve
 from ..instances.takedown import in_flight
 from ..keys.ring import in_seconds
 from ..output import Progress, Result, command
-from ..snapshots.caches import Silent
-from ..snapshots.resets import ResetDone, ResetWish
+from ..protocol.caches import Silent
+from ..protocol.resets import ResetDone, ResetWish
+from ..rpc import agent
 from .options import Target, seconds
 
 SLACK_S = 15.0  # beyond the drain: the reset itself, and a slow machine

@@ -14,9 +14,9 @@ import typer
 
 from .. import output
 from ..output import Folded, Json, JsonText, Line, Progress, Result, Verbatim, command, size
-from ..responses import shape
-from ..responses.backend import CursorUnknown, Stats
-from ..responses.store import document
+from ..store import shape
+from ..store.backend import CursorUnknown, Stats
+from ..store.store import document
 from .check_store import check_store
 from .keyring import when
 from .options import Target, count
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from ..client.responses import Source
-    from ..responses.store import Events
+    from ..store.store import Events
+    from ..vllm_api.responses import Source
 
 app = output.typer_app("Stored responses.")
 
@@ -387,7 +387,7 @@ async def counted(
     """
     async with source(target, store) as responses:
         if responses.whole:
-            from ..client.storage import Storage  # noqa: PLC0415
+            from ..store.direct import Storage  # noqa: PLC0415
 
             assert isinstance(responses, Storage)
             return responses.name, await responses.stats(), True

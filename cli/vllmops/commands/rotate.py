@@ -11,9 +11,9 @@ import msgspec
 import typer
 
 from .. import output
-from ..client import keys as client
-from ..client.keys import Holdings
 from ..errors import Exit, VllmopsError
+from ..instances import keys as client
+from ..instances.keys import Holdings
 from ..keys import file, rotation
 from ..keys.ring import LONGEST_S, Key, Ring, Status, days, fresh, in_seconds
 from ..keys.rotation import Stage

@@ -19,20 +19,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 from typer.core import TyperCommand
 
-from .. import admin, namesake
 from .. import demo as demos
+from ..agent.patches.registry import OFF, known
 from ..errors import Exit, VllmopsError
+from ..host import namesake
 from ..instances import launch, logs
 from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
 from ..instances.record import Failure, Folder, Record, State
 from ..instances.shape import option, shown
+from ..keys import admin_token as admin
 from ..keys import file as keys
 from ..keys.ring import Key, Status, fresh
 from ..numbers import MOST
 from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
-from ..patches.registry import OFF, known
-from ..responses import settings
-from ..responses.store import ResponseStore
+from ..store import settings
+from ..store.store import ResponseStore
 from .keyring import said
 from .options import AdminToken, count, duration, patch_ids, time_
 
@@ -219,7 +220,7 @@ def watching(
     """
     words: list[str] = []
     if command or webhook:
-        from ..client.messenger import Hook, Webhook  # noqa: PLC0415 - slow, and seldom needed
+        from ..watch.messenger import Hook, Webhook  # noqa: PLC0415 - slow, and seldom needed
 
         if command:
             Hook(command)
@@ -540,7 +541,7 @@ class LogFollower:
 
 def instance(record: Record) -> dict[str, Any]:
     """An instance for ``--json``, which is kept in logs: without secrets."""
-    from ..client.redact import Redactor  # noqa: PLC0415 - few commands need it
+    from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
     return {
@@ -591,7 +592,7 @@ def failed(record: Record, folder: Folder) -> VllmopsError:
 
 def shell_lines(record: Record) -> list[Verbatim]:
     """The command as one would paste it into a shell; what is secret in it is to be put in."""
-    from ..client.redact import Redactor  # noqa: PLC0415 - few commands need it
+    from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
     environment = hidden.assigned(settings.shown(record.environment))

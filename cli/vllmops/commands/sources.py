@@ -17,13 +17,13 @@ import typer
 from .. import output
 from ..errors import Exit, VllmopsError
 from ..output import Progress, Result, span
-from ..responses import shape
-from ..responses.backend import STATUSES, CursorUnknown, Query, Response, StoreUnavailable
-from ..responses.store import document
+from ..store import shape
+from ..store.backend import STATUSES, CursorUnknown, Query, Response, StoreUnavailable
+from ..store.store import document
 from .options import duration, time_
 
 if TYPE_CHECKING:
-    from ..client.responses import Outcome, Source
+    from ..vllm_api.responses import Outcome, Source
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def ids(found: list[Response], ctx: typer.Context, incomplete: str) -> list[tupl
 
 def glimpse(ctx: typer.Context) -> list[Response]:
     """The newest responses of the server that is meant; none where that takes any trouble."""
-    from ..client.responses import Http, glance  # noqa: PLC0415 - brings httpx
+    from ..vllm_api.responses import Http, glance  # noqa: PLC0415 - brings httpx
 
     async def ask() -> list[Response]:
         target = ctx.params.get("target") or os.environ.get("VLLMOPS_TARGET")
@@ -259,11 +259,11 @@ def source(target: str | None, store: str | None, *, create: bool = False) -> So
         VllmopsError: ``usage``, or as `place` and `Storage` do.
     """
     if store is None:
-        from ..client.responses import Http, place  # noqa: PLC0415 - brings httpx
+        from ..vllm_api.responses import Http, place  # noqa: PLC0415 - brings httpx
 
         return Http(place(target))
     either(target)
-    from ..client.storage import Storage  # noqa: PLC0415
+    from ..store.direct import Storage  # noqa: PLC0415
 
     return Storage(store, create=create)
 

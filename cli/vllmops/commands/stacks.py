@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import output
-from ..client import pyspy
 from ..diagnose.findings import Severity
 from ..errors import Exit, VllmopsError
-from ..instances.processes import Role
+from ..host.processes import Role
 from ..instances.servers import resolve
 from ..output import Folded, Line, Result, command
-from ..snapshots.stacks import Options, ProcessStacks, StacksSnapshot, Thread
+from ..protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
+from ..stacks import pyspy
 from .options import Target, count, seconds, to_write
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def dump(
         slow.cancel()
     failed = any(each.error for each in snapshot.processes)
     if save:
-        from ..snapshots import files  # noqa: PLC0415
+        from ..protocol import files  # noqa: PLC0415
 
         try:
             files.save(save, snapshot)

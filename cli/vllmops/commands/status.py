@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
-from ..client import agent
-from ..client import http as client_http
-from ..client.caches import ROLES
-from ..instances.processes import Role
+from ..caches.inspect import ROLES
+from ..host.processes import Role
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, command, size, table, typer_app
-from ..snapshots.caches import LruCache, ShmCache
-from ..snapshots.engine import EngineState
-from ..snapshots.metrics import Metrics
-from ..snapshots.patches import State
+from ..protocol.caches import LruCache, ShmCache
+from ..protocol.engine import EngineState
+from ..protocol.metrics import Metrics
+from ..protocol.patches import State
+from ..rpc import agent
+from ..vllm_api import http as client_http
 from .options import Target, TargetArgument
 from .ps import InstanceRow, listing, row
 

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from ..errors import VllmopsError
+from ..host.processes import alive
 from ..instances import launch
 from ..instances.control import NOTHING, STOP_TIMEOUT_S, Session, Wish, connect, start_supervisor
-from ..instances.processes import alive
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find, resolve
 from ..instances.takedown import END_S, drain, take_down

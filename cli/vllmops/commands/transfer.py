@@ -19,8 +19,8 @@ from .. import output
 from ..errors import Exit, VllmopsError
 from ..files import not_written, opened, unreadable, written
 from ..output import Json, JsonText, Progress, Result, Verbatim, command
-from ..responses import archive, shape
-from ..responses.backend import EVERYBODY, Limits, Response
+from ..store import archive, shape
+from ..store.backend import EVERYBODY, Limits, Response
 from .options import Target, to_write
 from .sources import (
     Counting,
@@ -40,7 +40,7 @@ from .sources import (
 )
 
 if TYPE_CHECKING:
-    from ..client.responses import Source
+    from ..vllm_api.responses import Source
 
 SHOWN = 10  # broken lines
 # A response with all that it was given: images and sounds among it.
@@ -201,7 +201,7 @@ def later(response: Response, began: float) -> bool:
 
 async def line(responses: Source, response: Response, owner: str) -> bytes:
     """All there is of one response, as a line."""
-    from ..client.responses import decoded  # noqa: PLC0415
+    from ..vllm_api.responses import decoded  # noqa: PLC0415
 
     head = decoded(response.body)
     events = []
@@ -302,7 +302,7 @@ def store_behind(target: str | None) -> str:
     Raises:
         VllmopsError: as `place`, or ``usage`` where it is not known.
     """
-    from ..client.responses import place  # noqa: PLC0415 - brings httpx
+    from ..vllm_api.responses import place  # noqa: PLC0415 - brings httpx
 
     server = place(target)
     if server.store is None:
@@ -343,7 +343,7 @@ async def imported(
     Raises:
         VllmopsError: as `Storage`.
     """
-    from ..client.storage import Storage  # noqa: PLC0415
+    from ..store.direct import Storage  # noqa: PLC0415
 
     async with Storage(url, create=True) as responses:
         lines_of_ids: dict[str, int] = {}

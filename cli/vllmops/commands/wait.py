@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..client import http as client_http
 from ..errors import Exit, VllmopsError
-from ..instances.processes import alive
+from ..host.processes import alive
 from ..instances.readiness import engines_up
 from ..instances.record import Folder, State
 from ..instances.servers import Server, resolve
 from ..output import Json, Progress, Result, command, span, typer_app
+from ..vllm_api import http as client_http
 from .options import Target, TargetArgument, seconds
 from .serve import failed
 

@@ -15,9 +15,6 @@ import msgspec
 import typer
 
 from .. import output
-from ..client.messenger import Hook, Messenger, Webhook
-from ..client.watch import Diary, Plan, Watch
-from ..client.watched import Watched, stranger
 from ..diagnose.progress import PATIENCE_S
 from ..diagnose.vigil import CHECKS, INTERVAL_S
 from ..errors import Exit, VllmopsError
@@ -26,7 +23,10 @@ from ..instances.logs import WATCH
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, command, span, typer_app
-from ..snapshots.watch import Event
+from ..protocol.watch import Event
+from ..watch.messenger import Hook, Messenger, Webhook
+from ..watch.watch import Diary, Plan, Watch
+from ..watch.watched import Watched, stranger
 from .options import YEAR_S, Target, count, seconds
 
 app = typer_app()

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ..snapshots.caches import (
+from ..protocol.caches import (
     Cache,
     CacheSnapshot,
     EncoderCache,

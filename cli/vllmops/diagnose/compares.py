@@ -18,8 +18,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..snapshots.caches import EncoderCache, EncoderDecoderCache, LruCache, ProcessCaches, Sample
-from ..snapshots.compares import Comparison, Look
+from ..protocol.caches import EncoderCache, EncoderDecoderCache, LruCache, ProcessCaches, Sample
+from ..protocol.compares import Comparison, Look
 from .caches import (
     Note,
     encoders,

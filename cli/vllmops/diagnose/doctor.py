@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ..snapshots.engine import Beat
-from ..snapshots.pasted import Pasted
-from ..snapshots.server import Look, ServerSnapshot
-from ..snapshots.stacks import StacksSnapshot
+from ..protocol.engine import Beat
+from ..protocol.pasted import Pasted
+from ..protocol.server import Look, ServerSnapshot
+from ..protocol.stacks import StacksSnapshot
 from . import caches, compares, memory, progress, server, stacks
 from .findings import Finding, Severity
 from .signatures import catalogue

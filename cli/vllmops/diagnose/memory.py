@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import msgspec
 
-from ..snapshots.memory import AgentMemory, MemorySample, ProcessMemory, Recording
+from ..protocol.memory import AgentMemory, MemorySample, ProcessMemory, Recording
 from .findings import Finding, Rule, Severity
 from .student import quantile
 

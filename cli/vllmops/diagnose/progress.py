@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from ..snapshots.server import Look, Pulse, Told
+from ..protocol.server import Look, Pulse, Told
 from .findings import Rule, Severity
 
 # The longest that a healthy server keeps requests without a sign: a step, with some to spare.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ..snapshots.patches import State
-from ..snapshots.server import Disk, Leftover, ProcessState, ServerSnapshot
+from ..protocol.patches import State
+from ..protocol.server import Disk, Leftover, ProcessState, ServerSnapshot
 from .findings import Finding, Rule, Severity
 from .progress import NO_PYTHON, PATIENCE_S, UNHEALTHY, late, named
 from .stacks import STOPPED

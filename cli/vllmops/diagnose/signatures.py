@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from ..snapshots.stacks import Frame
+from ..protocol.stacks import Frame
 from .findings import Severity
 
 CACHED = 1 << 14  # frames and patterns: dumps repeat themselves

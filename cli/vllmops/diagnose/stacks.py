@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..snapshots.metrics import Metrics
-from ..snapshots.pasted import Crash, Pasted
-from ..snapshots.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
+from ..protocol.metrics import Metrics
+from ..protocol.pasted import Crash, Pasted
+from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .findings import Finding, Rule, Severity
 from .signatures import (
     Case,

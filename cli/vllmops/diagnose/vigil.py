@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..snapshots.server import Look
+from ..protocol.server import Look
 from .progress import METRICS_FACTOR, PATIENCE_S, Stall, stalls
 
 INTERVAL_S = 2.0

@@ -22,11 +22,12 @@ import psutil
 from ..errors import VllmopsError
 from ..files import take
 from ..home import home
-from ..responses.opening import CLASS
-from ..responses.settings import STORE
+from ..host import ports
+from ..host.processes import alive
+from ..store.opening import CLASS
+from ..store.settings import STORE
 from ..targets import NAME
-from . import logs, ports
-from .processes import alive
+from . import logs
 from .record import UNIX_PATH_BYTES, Folder, Record, State, create_root, folders, named
 from .servers import find
 from .shape import Shape, listens, option, shape

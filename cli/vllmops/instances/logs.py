@@ -16,8 +16,8 @@ from typing import IO
 
 from ..errors import Exit, VllmopsError
 from ..files import ANYBODY, open_plain
+from ..host.processes import Role
 from ..numbers import whole
-from .processes import Role
 from .record import Failure
 
 LIMIT = "VLLMOPS_LOG_MAX_BYTES"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from ..client import agent
-from ..client import http as client_http
 from ..errors import VllmopsError
-from . import logs, processes
-from .processes import Process, Role
+from ..host import processes
+from ..host.processes import Process, Role
+from ..rpc import agent
+from ..vllm_api import http as client_http
+from . import logs
 
 # What an engine logs once its model and its KV cache are there; a worker, once its model is.
 ENGINE_UP = re.compile(r"init engine \(")

@@ -19,8 +19,8 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..files import asked, open_plain, read_private, take, write_atomically
 from ..home import another, home, make, own, place
+from ..host.processes import Process
 from ..targets import NAME
-from .processes import Process
 from .shape import unix_url
 
 SCHEMA = 2

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import psutil
 
 from ..errors import Exit, VllmopsError
-from ..responses.urls import shown
-from ..snapshots.identity import Identity, boot_id
+from ..host import processes
+from ..host.processes import Process, Role
+from ..protocol.identity import Identity, boot_id
+from ..store.urls import shown
 from ..targets import Url, parsed
-from . import processes
 from .control import adopt
-from .processes import Process, Role
 from .record import Folder, Record, State, address, folders
 from .shape import option, shape, unix_path
 

@@ -30,11 +30,12 @@ import psutil
 from ..errors import VllmopsError
 from ..files import peer
 from ..forever import Trouble, attempt
-from ..snapshots import identity
-from ..snapshots.identity import boot_id
-from . import logs, ports, processes, readiness, shape, shm, takedown, watcher
+from ..host import ports, processes, shm
+from ..host.processes import VITAL, Process, Role, alive
+from ..protocol import identity
+from ..protocol.identity import boot_id
+from . import logs, readiness, shape, takedown, watcher
 from .control import Wish
-from .processes import VITAL, Process, Role, alive
 from .record import Failure, Folder, Record, State
 
 TICK_S = 0.25

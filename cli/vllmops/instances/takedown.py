@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..client import agent
-from ..client import http as client_http
 from ..errors import VllmopsError
 from ..home import home
-from . import processes, shm
-from .processes import VITAL, Process, Role, alive
+from ..host import processes, shm
+from ..host.processes import VITAL, Process, Role, alive
+from ..rpc import agent
+from ..vllm_api import http as client_http
 
 POLL_S = 0.1
 EXIT_GRACE_S = 10.0

@@ -13,7 +13,7 @@ from typing import NoReturn
 import msgspec
 
 from ..errors import Exit, VllmopsError
-from ..snapshots.keys import HeldKey
+from ..protocol.keys import HeldKey
 
 VERSION = 1
 SECRET_BYTES = 32  # at least

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from enum import StrEnum
 
 from ..errors import VllmopsError
-from ..snapshots.keys import ProcessKeys
+from ..protocol.keys import ProcessKeys
 from .ring import Key, Ring, Status
 
 

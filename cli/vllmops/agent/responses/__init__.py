@@ -1,0 +1,1 @@
+"""Serves the Responses API inside vLLM from a store and from carriers."""

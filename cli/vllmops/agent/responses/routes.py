@@ -1,0 +1,273 @@
+"""The routes of the Responses API over a store: all of OpenAI's, and a list of all responses."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
+from vllm.entrypoints.openai.responses import serving as stock
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import (
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
+
+from ...errors import VllmopsError
+from ...store import store
+from ...store.backend import Backend, CursorUnknown
+from ...store.settings import Carriers
+from .. import log
+from .serving import StoredResponses, owner
+from .wire import Frame, Refused
+
+Handler = Callable[..., Awaitable[Response]]
+Limit = Annotated[int, Query(ge=1, le=100)]
+Order = Literal["asc", "desc"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+# A JavaScript client can't count further.
+Number = Annotated[int | None, Query(ge=0, lt=2**53)]
+
+
+class Direct(APIRoute):
+    """A route that goes past FastAPI where a request has no parameters but its path.
+
+    To solve them takes FastAPI longer than it takes to look a response up.
+    """
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        thorough = scope["query_string"] or self.body_field or self.dependencies
+        if thorough or scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        answer = await self.endpoint(raw_request=request, **scope["path_params"])
+        await answer(scope, receive, send)
+
+
+router = APIRouter(route_class=Direct)
+
+
+# vLLM's decorators, with a type.
+cancelled: Callable[[Handler], Handler] = with_cancellation
+counted: Callable[[Handler], Handler] = load_aware_call
+
+
+def install(module: ModuleType, backend: Backend, carriers: Carriers) -> None:
+    """Put this in the place of vLLM's, before vLLM makes its own.
+
+    Args:
+        module: ``vllm.entrypoints.openai.responses.api_router``.
+        backend: what keeps the responses.
+        carriers: how those are written that clients keep.
+
+    Raises:
+        Exception: this vLLM has another shape; nothing has changed.
+    """
+    check(module)
+    StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
+    StoredResponses.carriers = carriers
+    ours = {key(route) for route in router.routes}
+    module.router.routes[:] = [
+        *router.routes,
+        *(each for each in module.router.routes if key(each) not in ours),
+    ]
+    module.router.lifespan_context = lifespan
+    stock.OpenAIServingResponses = StoredResponses
+
+
+def check(module: ModuleType) -> None:
+    """See that what is overridden and called is there, and takes what it did.
+
+    Raises:
+        Exception: it is not, or does not.
+    """
+    cls = StoredResponses.__base__
+    wanted = {
+        "create_responses": ("request", "raw_request"),
+        "_render_resolved_response_inputs": ("request", "prev_response"),
+        "_run_background_request": ("request",),
+        "_run_background_request_stream": ("request",),
+        "responses_full_generator": ("request",),
+        "responses_stream_generator": ("request",),
+    }
+    for name, parameters in wanted.items():
+        found = list(inspect.signature(getattr(cls, name)).parameters)
+        if tuple(found[1 : len(parameters) + 1]) != parameters:
+            raise TypeError(f"{name} takes {found}")
+    source = inspect.getsource(cls.__init__)
+    for name in ("response_store", "msg_store", "event_store", "background_tasks"):
+        if name not in source:
+            raise TypeError(f"there is no {name}")
+    if not {("POST", "/v1/responses")} <= {key(route) for route in module.router.routes}:
+        raise TypeError("its router has no POST /v1/responses")
+    ResponsesRequest.input_item_parsing({"input": []})
+
+
+def key(route: Any) -> tuple[str, str]:
+    return min(getattr(route, "methods", None) or [""]), route.path
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Open the store once the server is up, and close it when it goes."""
+    serving = app.state.openai_serving_responses
+    if not isinstance(serving, StoredResponses):
+        yield
+        return
+    await serving.store.open()
+    try:
+        yield
+    finally:
+        await serving.close()
+
+
+def answered(handler: Handler) -> Handler:
+    """A handler whose refusals become error objects as OpenAI's."""
+
+    @functools.wraps(handler)
+    async def wrapper(*args: Any, **kwargs: Any) -> Response:
+        try:
+            return await handler(*args, **kwargs)
+        except Refused as error:
+            return refusal(error.status, error.message, error.param, error.code)
+        except store.StoreUnavailable as error:
+            made = refusal(503, error.message)
+            made.headers["Retry-After"] = str(math.ceil(error.retry_after_s) or 1)
+            return made
+        except CursorUnknown as error:
+            return refusal(400, error.message, "after")
+        except VllmopsError as error:
+            log.error("vllmops: %s", error.message)
+            return refusal(500, error.message)
+
+    return wrapper
+
+
+def refusal(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": param, "code": code or status}
+    return JSONResponse({"error": error}, status)
+
+
+def json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+async def sse(frames: AsyncIterator[Frame]) -> AsyncIterator[bytes]:
+    """A stream as it goes over the wire."""
+    async for frame in frames:
+        yield b"event: %b\ndata: %b\n\n" % (frame.type.encode(), frame.data)
+
+
+def streaming(frames: AsyncIterator[Frame]) -> Response:
+    return StreamingResponse(sse(frames), media_type="text/event-stream")
+
+
+def serving(raw_request: Request) -> Any:
+    """Who answers.
+
+    Raises:
+        Refused: this model generates nothing.
+    """
+    found = raw_request.app.state.openai_serving_responses
+    if found is None:
+        raise Refused(501, "The model does not support Responses API")
+    return found
+
+
+@router.post("/v1/responses", dependencies=[Depends(validate_json_request)])
+@cancelled
+@counted
+@answered
+async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
+    """Make a response."""
+    answer = await serving(raw_request).create(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(mode="json", by_alias=True), answer.error.code)
+    return json(answer) if isinstance(answer, bytes) else streaming(answer)
+
+
+@router.get("/v1/responses")
+@counted
+@answered
+async def list_responses(
+    raw_request: Request,
+    after: str | None = None,
+    before: str | None = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+    model: str | None = None,
+    status: Status | None = None,
+) -> Response:
+    """List responses."""
+    query = store.Query(
+        after=after,
+        before=before,
+        limit=limit,
+        descending=order == "desc",
+        model=model,
+        status=status,
+    )
+    return json(await serving(raw_request).page(owner(raw_request), query))
+
+
+@router.get("/v1/responses/{response_id}")
+@counted
+@answered
+async def retrieve_responses(
+    response_id: str,
+    raw_request: Request,
+    starting_after: Number = None,
+    stream: bool | None = False,
+) -> Response:
+    """Retrieve a response, or the rest of its stream."""
+    who, handler = owner(raw_request), serving(raw_request)
+    if stream:
+        return streaming(await handler.resume(who, response_id, starting_after))
+    return json(await handler.retrieve(who, response_id))
+
+
+@router.delete("/v1/responses/{response_id}")
+@counted
+@answered
+async def delete_responses(response_id: str, raw_request: Request) -> Response:
+    """Delete a response."""
+    return json(await serving(raw_request).delete(owner(raw_request), response_id))
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+@counted
+@answered
+async def cancel_responses(response_id: str, raw_request: Request) -> Response:
+    """Cancel a response in the background."""
+    return json(await serving(raw_request).cancel(owner(raw_request), response_id))
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+@counted
+@answered
+async def list_input_items(
+    response_id: str,
+    raw_request: Request,
+    after: str | None = None,
+    limit: Limit = 20,
+    order: Order = "desc",
+) -> Response:
+    """List what a response's turn added to its conversation."""
+    body = await serving(raw_request).input_items(
+        owner(raw_request), response_id, after=after, limit=limit, descending=order == "desc"
+    )
+    return json(body)

@@ -1,0 +1,1 @@
+"""Loads the agent into a server that runs without it."""

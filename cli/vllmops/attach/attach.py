@@ -1,0 +1,278 @@
+"""Loads the agent into the processes of a server that runs without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import vllmops
+
+from ..errors import Exit, VllmopsError
+from ..host import ptrace
+from ..host.processes import Process, alive
+from ..protocol.stacks import Options
+from ..rpc import agent
+from ..stacks import pyspy
+from . import inject
+
+PACKAGE = Path(vllmops.__file__).parent
+BOOT = PACKAGE / "agent/boot.py"
+NO_AGENT = {"agent.absent", "agent.stale"}
+PAUSE_S = 0.05
+PYSPY_S = 5.0
+STATES = {"T": "stopped by a signal", "t": "being debugged", "Z": "dead, a zombie"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the agent can be brought into a process.
+
+    Args:
+        process: where.
+        tids: the threads that could run it, the best first; none where Python itself does it.
+    """
+
+    process: Process
+    tids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A process with its new agent.
+
+    Args:
+        process: where.
+        stopped_s: seconds for which one thread was stopped; None where none was.
+        seconds: until the agent answered.
+    """
+
+    process: Process
+    stopped_s: float | None
+    seconds: float
+
+
+def lacking(process: Process) -> bool:
+    """Whether a process has no agent.
+
+    Raises:
+        VllmopsError: as `agent.reach` does, where there is one with which something is wrong.
+    """
+    try:
+        agent.reach(process)
+    except VllmopsError as error:
+        if error.code not in NO_AGENT and error.code != "agent.other-user":
+            raise
+        return True
+    return False
+
+
+def plan(process: Process) -> Plan:
+    """Find out whether the agent can be brought into a process, and how; changes nothing.
+
+    Raises:
+        VllmopsError: ``attach.other-user``, ``attach.gone``, ``attach.state``,
+            ``attach.container``, ``attach.not-python``, ``attach.busy``, or what
+            `ptrace.refusal` says.
+    """
+    try:
+        uid = agent.owner(process)
+        if uid != os.geteuid():
+            raise VllmopsError(
+                "attach.other-user",
+                f"{agent.name(process)} belongs to {ptrace.user(uid)}, and we are "
+                f"{ptrace.user(os.geteuid())}",
+                f"sudo -u {ptrace.user(uid)} vllmops attach -t {process.pid}",
+                exit_code=Exit.NOT_AUTHORISED,
+            )
+        state = ptrace.status(str(process.pid))["State"]
+        if state[0] in STATES:
+            raise VllmopsError(
+                "attach.state",
+                f"{agent.name(process)} is {STATES[state[0]]}: it runs no Python",
+                f"kill -CONT {process.pid}" if state[0] == "T" else "vllmops ps",
+            )
+        inside = Path(f"/proc/{process.pid}/root{BOOT}")
+        if not inside.exists() or not inside.samefile(BOOT):
+            raise VllmopsError(
+                "attach.container",
+                f"{agent.name(process)} does not see the files of this vllmops ({PACKAGE}): it is "
+                "in a container",
+                "install vllmops-cli in the container, then: docker exec CONTAINER vllmops attach",
+            )
+        tids = threads(process) if inject.supported() else ()
+    except PermissionError as error:
+        raise refused(process) from error
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise gone(process) from error
+    if inject.supported() and not tids:
+        raise VllmopsError(
+            "attach.busy",
+            f"no thread of {agent.name(process)} waits in the kernel, where it could be borrowed",
+            f"vllmops attach -t {process.pid}, again",
+        )
+    return Plan(process, tids)
+
+
+def threads(process: Process) -> tuple[int, ...]:
+    """The threads to borrow, the best first.
+
+    Python's own idle ones come first: nobody waits for them. The main thread's event loop may have
+    more to do, and in a native thread Python has to make itself at home.
+    """
+    target = inject.Target(process.pid)
+    # Both can fail, and are asked for before anything is changed.
+    _ = target.functions, target.entry
+    dump = pyspy.capture([process], Options(nonblocking=True), timeout_s=PYSPY_S).processes[0]
+    python = [each.tid for each in dump.threads if each.state == "idle" and each.tid]
+    first = [tid for tid in python if tid != process.pid]
+    main = [tid for tid in python if tid == process.pid]
+    native = [tid for tid in target.tids() if tid not in {each.tid for each in dump.threads}]
+    return tuple(tid for tid in (*first, *main, *native) if target.idle(tid))
+
+
+def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
+    """Bring the agent into a process, and wait until it answers.
+
+    Args:
+        plan: made by `plan`, a moment ago.
+        patch: whether to apply patches too.
+        timeout_s: seconds to wait.
+
+    Raises:
+        VllmopsError: ``attach.timeout``, ``attach.failed``, ``attach.machine``, or what `plan`
+            raises.
+    """
+    process, began = plan.process, time.monotonic()
+    deadline = began + timeout_s
+    with TemporaryDirectory(prefix="vllmops-attach-") as folder:
+        trouble = Path(folder) / "trouble"
+        code = boot(process, patch, trouble)
+        stopped_s = None
+        try:
+            if plan.tids:
+                stopped_s = borrow(plan, code, deadline)
+            else:
+                by_python(process, code, Path(folder) / "boot.py")
+        except PermissionError as error:
+            raise refused(process) from error
+        except OSError as error:
+            raise failed(process, str(error)) from error
+        while time.monotonic() < deadline:
+            with suppress(VllmopsError):
+                agent.reach(process)
+                return Attached(process, stopped_s, time.monotonic() - began)
+            if trouble.exists():
+                raise failed(process, trouble.read_text())
+            if not alive(process):
+                raise gone(process)
+            time.sleep(PAUSE_S)
+    raise VllmopsError(
+        "attach.timeout",
+        f"the agent of {agent.name(process)} did not answer within {timeout_s:g} s: some thread "
+        "keeps the GIL, or Python does not run; it comes up as soon as it can",
+        f"vllmops stacks dump --native -t {process.pid}",
+        exit_code=Exit.TIMED_OUT,
+    )
+
+
+def boot(process: Process, patch: bool, trouble: Path) -> str:
+    """The line of Python that starts the agent in a thread of its own, and is done at once."""
+    wish = {
+        "package": str(PACKAGE),
+        "home": str(agent.state_home(process)),
+        "patch": patch,
+        "trouble": str(trouble),
+    }
+    source = f"exec(compile(open({str(BOOT)!r}).read(), {str(BOOT)!r}, 'exec'))"
+    names = {"__name__": "vllmops attach", "wish": wish}
+    return f"__import__('_thread').start_new_thread(exec, ({source!r}, {names!r}))"
+
+
+def borrow(plan: Plan, code: str, deadline: float) -> float:
+    """Have one of the threads run a line of Python; returns for how many seconds it was stopped.
+
+    Raises:
+        VllmopsError: ``attach.busy`` or ``attach.gone``.
+        PermissionError: the kernel does not allow it.
+    """
+    target = inject.Target(plan.process.pid)
+    while time.monotonic() < deadline:
+        if not alive(plan.process):
+            raise gone(plan.process)
+        for tid in plan.tids:
+            if not target.idle(tid):
+                continue
+            # In a thread of its own: with it ends whatever hold we have.
+            with ThreadPoolExecutor(1) as pool, suppress(inject.BusyError):
+                return pool.submit(inject.inject, target, tid, code).result()
+        time.sleep(PAUSE_S)
+    raise VllmopsError(
+        "attach.busy",
+        f"no thread of {agent.name(plan.process)} waited in the kernel long enough",
+        f"vllmops attach -t {plan.process.pid}, again",
+        exit_code=Exit.TIMED_OUT,
+    )
+
+
+def by_python(process: Process, code: str, script: Path) -> None:
+    """Have Python 3.14 or newer run a file at the main thread's next safe point (PEP 768).
+
+    Raises:
+        VllmopsError: ``attach.machine``.
+    """
+    script.write_text(code)
+    python = os.readlink(f"/proc/{process.pid}/exe")
+    call = "import sys; sys.remote_exec(int(sys.argv[1]), sys.argv[2])"
+    words = (python, "-c", call, str(process.pid), str(script))
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise VllmopsError(
+            "attach.machine",
+            f"on {os.uname().machine}, attaching takes Python 3.14's sys.remote_exec, and {python} "
+            f"says: {last}",
+            "start the server with vllmops serve, or with vllmops-cli installed beside vLLM",
+        )
+
+
+def failed(process: Process, why: str) -> VllmopsError:
+    return VllmopsError(
+        "attach.failed",
+        f"the agent can't run in {agent.name(process)}: {why}",
+        f"vllmops stacks dump -t {process.pid} needs no agent",
+    )
+
+
+def gone(process: Process) -> VllmopsError:
+    return VllmopsError(
+        "attach.gone", f"{agent.name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
+    )
+
+
+def refused(process: Process) -> VllmopsError:
+    """The kernel did not allow it: a thread has one tracer at most, and then there are rights."""
+    if tracer := traced_by(process):
+        return VllmopsError(
+            "attach.traced",
+            f"{agent.name(process)} is being traced by pid {tracer}, a debugger or strace say, and "
+            "the kernel allows one at a time",
+            f"end pid {tracer}, then vllmops attach -t {process.pid}",
+        )
+    if not alive(process):
+        return gone(process)
+    return ptrace.refusal(process.pid, ptrace.rights(process.pid), "attach")
+
+
+def traced_by(process: Process) -> int:
+    """The pid of whoever traces a process or one of its threads; 0 where nobody does."""
+    with suppress(OSError):
+        for tid in inject.Target(process.pid).tids():
+            if tracer := int(ptrace.status(f"{process.pid}/task/{tid}")["TracerPid"]):
+                return tracer
+    return 0

@@ -1,0 +1,1 @@
+"""One file with everything that a bug report needs, without secrets."""

@@ -1,0 +1,282 @@
+"""A bundle: what one attaches to a bug report, in one file, without secrets.
+
+One is made in two steps::
+
+    contents = collecting.collect(server, tell=…)
+    path, index = bundle.write(contents, path)
+
+`load` puts a ServerSnapshot together again, with its stacks, caches and memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from .. import __version__
+from ..errors import VllmopsError
+from ..files import not_written as file_not_written
+from ..files import write_atomically
+from ..memory import record as memory
+from ..protocol import files
+from ..protocol.bundles import Index, Missing, Part
+from ..protocol.caches import CacheSnapshot
+from ..protocol.server import ServerSnapshot
+from ..protocol.stacks import StacksSnapshot
+from . import archive
+from .collecting import LOG_LINES, STACKS, Contents, Piece
+from .redact import Redactor
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+# A line and its end, or the last one, which may be empty.
+LINE = re.compile(r"[^\n]*\n|[^\n]+\Z|(?<=\n)\Z|\A\Z")
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NOTE = "review it before you share it: what is redacted is told by its name or its form"
+UNREDACTED = "nothing is redacted: keys, tokens and prompts may be in it"
+INDEX = "index.json"
+PARTS = {
+    INDEX: "what is in it, what is not, and what was redacted",
+    "doctor.txt": "findings, for a person",
+    "doctor.json": "findings, stalls, and what the stacks say",
+    "server.json": "processes, heartbeats, agents, patches, metrics over time, machine, GPUs",
+    "stacks.jsonl": f"{STACKS} samples of the stacks of all processes",
+    "caches.json": "multimodal and encoder caches",
+    "memory.jsonl": "the newest recording of its memory",
+    "metrics.txt": "/metrics as it is",
+    "log.txt": f"the beginning and the last {LOG_LINES} lines of its log",
+    "supervisor.txt": "its supervisor's log",
+    "configuration.json": "command line, environment, record",
+    "versions.json": "vLLM, torch, all packages, Python, kernel, drivers",
+    "collect_env.txt": "what vLLM's own collect_env says",
+}
+ABOUT_PROC = "status, limits, cgroup, files, threads with their place in the kernel, memory"
+READ = {INDEX, "server.json", "stacks.jsonl", "caches.json", "memory.jsonl"}
+# In JSON, what a terminal would take for a command; a stranger's bundle may hold some.
+CONTROL = re.compile(
+    rb"(\\\\)|\\u00(?:0[0-8b-fB-F]|1[0-9a-fA-F]|7[fF]|[89][0-9a-fA-F])|\\[bfr]"
+    rb"|\x7f|\xc2[\x80-\x9f]"
+)
+
+
+def write(
+    contents: Contents, path: Path, *, redact: bool = True, overwrite: bool = False
+) -> tuple[Path, Index]:
+    """Put a bundle on the disk, whole, readable by its owner alone.
+
+    Where the disk is full the largest parts are left out, as many as it takes.
+
+    Args:
+        contents: what `collect` gave.
+        path: its name; ``-2`` and so on is added where there is such a file.
+        redact: whether to take secrets and prompts out.
+        overwrite: whether to replace a file of that name instead.
+
+    Returns:
+        Where it is, and its index.
+
+    Raises:
+        VllmopsError: ``bundle.not-written``.
+    """
+    redactor = Redactor(contents.known) if redact else None
+    parts = {name: encoded(name, piece, redactor) for name, piece in contents.pieces.items()}
+    missing = contents.missing
+    number = 1
+    place = path
+    while True:
+        index = indexed(contents, parts, missing, redactor)
+        content = archive.packed(
+            {INDEX: pretty(index), **{part.name: parts[part.name] for part in index.parts}},
+            contents.made_at,
+        )
+        try:
+            write_atomically(place, content, overwrite=overwrite)
+            return place, index
+        except FileExistsError:
+            number += 1
+            place = numbered(path, number)
+        except OSError as error:
+            if error.errno not in FULL or not parts:
+                raise not_written(path, error) from error
+            largest = max(parts, key=lambda name: len(parts[name]))
+            missing = [*missing, Missing(largest, f"left out: {error.strerror}")]
+            del parts[largest]
+
+
+def not_written(path: Path, error: OSError) -> VllmopsError:
+    return file_not_written(path, error, "bundle.not-written", "choose another place with -o FILE")
+
+
+def numbered(path: Path, number: int) -> Path:
+    """The name with a number before its ending."""
+    stem, dot, ending = path.name.partition(".tar")
+    return path.with_name(f"{stem}-{number}{dot}{ending}")
+
+
+def file_name(server: str, at: float) -> str:
+    """What a bundle of a server is called that was made then, in seconds since the epoch."""
+    return f"vllmops-bundle-{server}-{datetime.fromtimestamp(at, UTC):%Y%m%dT%H%M%SZ}.tar.gz"
+
+
+def indexed(
+    contents: Contents,
+    parts: Mapping[str, bytes],
+    missing: Sequence[Missing],
+    redactor: Redactor | None,
+) -> Index:
+    """The index of a bundle, whose parts it puts in their order."""
+    order = [name for name in PARTS if name in parts]
+    order += sorted(name for name in parts if name not in PARTS)
+    return Index(
+        made_at=contents.made_at,
+        seconds=round(contents.seconds, 3),
+        vllmops=__version__,
+        server=contents.server,
+        redacted=redactor is not None,
+        interrupted=contents.interrupted,
+        parts=tuple(
+            Part(
+                name,
+                len(parts[name]),
+                round(contents.pieces[name].seconds, 3),
+                PARTS.get(name, ABOUT_PROC),
+            )
+            for name in order
+        ),
+        missing=tuple(
+            Missing(each.name, redactor.text(each.why) if redactor else each.why)
+            for each in missing
+        ),
+        redactions={k: count for k, count in sorted(redactor.counts.items()) if count}
+        if redactor
+        else {},
+        note=NOTE if redactor else UNREDACTED,
+    )
+
+
+def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
+    """A part as it is in the archive."""
+    content = piece.content
+    if isinstance(content, str):
+        return joined(redacted_lines(name, content, redactor)) if redactor else content.encode()
+    if name.endswith(".jsonl"):
+        lines = map(msgspec.to_builtins, content)
+        told = (redactor.walk(line, log=True) if redactor else line for line in lines)
+        return joined(chain(map(msgspec.json.encode, told), [b""]))
+    plain = msgspec.to_builtins(content)
+    if redactor and name == "configuration.json":
+        plain = configured(plain, redactor)
+    elif redactor:
+        plain = redactor.walk(plain, log=True)
+    return pretty(plain)
+
+
+def joined(lines: Iterator[str] | Iterator[bytes]) -> bytes:
+    """Lines in one, made one by one: not all of them are in memory in two forms."""
+    found = bytearray()
+    for line in lines:
+        found += line.encode(errors="backslashreplace") if isinstance(line, str) else line
+        found += b"\n"
+    return bytes(memoryview(found)[:-1])
+
+
+def redacted_lines(name: str, text: str, redactor: Redactor) -> Iterator[str]:
+    """A part's lines without secrets, and without prompts where users' texts may be in it."""
+    if name == "collect_env.txt":
+        return iter([redactor.assignments(text)])
+    lines = (match[0].rstrip("\n") for match in LINE.finditer(text))
+    match name:
+        case "log.txt":
+            return redactor.tail_lines(lines)
+        case "metrics.txt":
+            return redactor.lines(lines)
+    return redactor.log_lines(lines)
+
+
+def configured(found: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
+    """A configuration whose words and variables are judged by their names."""
+    record = found["record"] or {}
+    shown: dict[str, Any] = redactor.walk(
+        {**found, "command": [], "environment": {}, "record": None}, log=True
+    )
+    shown["command"] = redactor.words(found["command"])
+    shown["environment"] = redactor.environment(found["environment"])
+    if record:
+        shown["record"] = {
+            **redactor.walk({**record, "command": [], "environment": {}, "watch": []}, log=True),
+            "command": redactor.words(record["command"]),
+            "environment": redactor.environment(record["environment"]),
+            "watch": redactor.words(record["watch"]) if record.get("watch") else None,
+        }
+    return shown
+
+
+def pretty(content: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
+def load(path: Path) -> ServerSnapshot:
+    """What a bundle holds of a server; it may be a stranger's.
+
+    Raises:
+        VllmopsError: as `archive.unpacked` and `judged` do, or ``bundle.no-snapshot`` where the
+            server was not looked at.
+    """
+    found = archive.unpacked(path, READ.__contains__)
+    if INDEX not in found:
+        raise archive.damaged(path, f"there is no {INDEX} in it")
+    index = part(path, INDEX, found, Index)
+    if "server.json" not in found:
+        whys = [each.why for each in index.missing if each.name == "server.json"]
+        raise VllmopsError(
+            "bundle.no-snapshot",
+            f"{path} holds nothing that was seen of the server: {(*whys, 'nobody knows why')[0]}",
+            f"tar -xzf {path} unpacks what it holds",
+        )
+    samples = found.get("stacks.jsonl", b"").splitlines()
+    stacks = [
+        part(path, "stacks.jsonl", {"stacks.jsonl": each}, StacksSnapshot) for each in samples
+    ]
+    with judged(path, "memory.jsonl"):
+        recording = found.get("memory.jsonl")
+        remembered = memory.decode(path, clean(recording)) if recording else None
+    return msgspec.structs.replace(
+        part(path, "server.json", found, ServerSnapshot),
+        stacks=tuple(stacks),
+        caches=part(path, "caches.json", found, CacheSnapshot) if "caches.json" in found else None,
+        memory=remembered,
+    )
+
+
+def part(path: Path, name: str, found: Mapping[str, bytes], kind: type[S]) -> S:
+    """One part; raises as `judged` does."""
+    with judged(path, name):
+        return files.decode(path, clean(found[name]), kind)
+
+
+@contextlib.contextmanager
+def judged(path: Path, name: str) -> Iterator[None]:
+    """Tell of the bundle, not of the part, that it can't be read.
+
+    Raises:
+        VllmopsError: ``bundle.damaged``, or ``file.newer`` where it is only that.
+    """
+    try:
+        yield
+    except VllmopsError as error:
+        if error.code == "file.newer":
+            raise
+        raise archive.damaged(path, f"{name}: {error.message}") from error
+
+
+def clean(content: bytes) -> bytes:
+    """JSON without control characters, line ends and tabs excepted."""
+    return CONTROL.sub(lambda match: match[1] or b"", content)

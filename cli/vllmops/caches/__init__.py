@@ -1,0 +1,1 @@
+"""A server's multimodal and encoder caches: look, compare, repair."""

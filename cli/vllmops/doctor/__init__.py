@@ -1,0 +1,1 @@
+"""Looks at a server from all sides for ``vllmops doctor``."""

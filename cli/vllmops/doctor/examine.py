@@ -1,0 +1,531 @@
+"""Looks at a server from all sides at once, and longer where something seems to stand still."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from .. import __version__
+from ..caches import compare as compares
+from ..caches import inspect as caches
+from ..caches.inspect import ROLES
+from ..diagnose import compares as judge
+from ..diagnose import progress, stacks
+from ..errors import VllmopsError
+from ..home import home, user
+from ..host import processes, shm
+from ..host.gpu import Gpus
+from ..host.processes import Process, Role
+from ..instances.servers import Server, roots
+from ..memory import record as memory
+from ..protocol.caches import CacheSnapshot, Silent
+from ..protocol.compares import CompareWish, Comparison
+from ..protocol.pasted import Pasted
+from ..protocol.patches import ProcessPatches
+from ..protocol.server import (
+    Canary,
+    Disk,
+    Guard,
+    Leftover,
+    Look,
+    Machine,
+    ProcessState,
+    Pulse,
+    ServerSnapshot,
+    Told,
+    Unseen,
+)
+from ..protocol.stacks import StacksSnapshot
+from ..rpc import agent
+from ..stacks import pyspy
+from ..vllm_api import http
+
+# Hardly longer than the second in which the server is looked at in any case.
+COMPARE = CompareWish(apart_s=0.2, timeout_s=1.2)
+COMPARE_LONGER = "vllmops cache compare waits for longer"
+SIDES = "drift between the sides of caches"
+LOOK_S = 1.0
+LEAST_S = 0.5  # for a sample of the stacks
+CANARY_S = 15.0
+COMPILERS = frozenset(
+    {"nvcc", "cicc", "ptxas", "fatbinary", "nvlink", "ninja", "gcc", "g++", "cc1plus", "cc1"}
+    | {"clang", "clang++", "ld", "as", "hipcc"}
+)
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGESIZE")
+KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
+KEY_DIGITS = 64
+STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How thoroughly to look.
+
+    Args:
+        interval_s: seconds between the first look and the second, at least.
+        patience_s: how long a server may show no sign while requests are there.
+        samples: of stacks, where something seems to hang.
+        apart_s: seconds between them.
+        always: whether to take them all in any case.
+        canary: whether to send one request for one token.
+        stacks_s: seconds for the stacks, all samples together.
+    """
+
+    interval_s: float = 1.0
+    patience_s: float = progress.PATIENCE_S
+    samples: int = 3
+    apart_s: float = 1.0
+    always: bool = False
+    canary: bool = False
+    stacks_s: float = 20.0
+
+
+def take(
+    server: Server, wish: Wish | None = None, tell: Callable[[str], None] = lambda _: None
+) -> ServerSnapshot:
+    """A snapshot of a server; what can't be had is told in it.
+
+    Args:
+        server: as discovery found it.
+        wish: how thoroughly.
+        tell: is told what is waited for.
+    """
+    return Examination(server, wish or Wish(), tell).run()
+
+
+class Examination:
+    """One look at one server.
+
+    Args:
+        server: as discovery found it.
+        wish: how thoroughly.
+        tell: is told what is waited for.
+        looks: that were taken before, and belong to it.
+        began: when the first of them was, by the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        wish: Wish,
+        tell: Callable[[str], None],
+        looks: Sequence[Look] = (),
+        began: float | None = None,
+    ) -> None:
+        self.server = server
+        self.wish = wish
+        self.tell = tell
+        self.taken_at = time.time()
+        self.began = time.monotonic() if began is None else began
+        self.until_sampled = time.monotonic() + wish.stacks_s
+        self.looks = list(looks)
+        self.samples: list[StacksSnapshot] = []
+        self.unseen: list[Unseen] = []
+
+    def run(self) -> ServerSnapshot:
+        with ThreadPoolExecutor(9) as pool:  # for each a thread
+            bird = pool.submit(canary, self.server) if self.wish.canary else None
+            parts = Parts(pool, self.server)
+            sample = pool.submit(self.sample)
+            self.look()
+            sample.result()
+            time.sleep(max(self.wish.interval_s - self.age, 0.0))
+            self.look()
+            if self.wish.always or self.seems_stuck():
+                self.longer(pool)
+            while bird and not bird.done():
+                self.tell("waiting for an answer to one request for one token")
+                time.sleep(LOOK_S)
+                self.look()
+            return self.snapshot(parts, bird.result() if bird else None)
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.began
+
+    def look(self) -> None:
+        self.looks.append(look(self.server, self.began))
+
+    def sample(self) -> None:
+        """Take the stacks once."""
+        try:
+            found = pyspy.capture(
+                self.server.processes, timeout_s=self.patience_s(), server=self.server.name
+            )
+        except VllmopsError as error:
+            self.miss(Unseen("stacks", error.code, error.message, error.mend))
+            return
+        self.samples.append(found)
+        for process in found.processes:
+            if (problem := process.error) and problem.code != "stacks.gone":
+                self.miss(
+                    Unseen(
+                        f"stacks of {process.role} {process.pid}",
+                        problem.code,
+                        problem.message,
+                        problem.mend,
+                    )
+                )
+
+    def patience_s(self) -> float:
+        """How long the next sample may take: half of what is left of their time, the last all.
+
+        On a busy machine the first takes longest, and only with all of them some hangs are sure.
+        """
+        more = max(self.wish.samples - len(self.samples) - 1, 0)
+        left_s = self.until_sampled - time.monotonic() - more * self.wish.apart_s
+        return max(left_s / 2 if more else left_s, LEAST_S)
+
+    def miss(self, what: Unseen) -> None:
+        if what not in self.unseen:
+            self.unseen.append(what)
+
+    def seems_stuck(self) -> bool:
+        """Whether it takes a longer look to tell."""
+        if progress.suspicious(self.looks):
+            return True
+        if not self.samples:
+            return False
+        told = stacks.explain(Pasted(tuple(self.samples), complete=True))
+        return told.verdict in {"hang", "maybe"}
+
+    def longer(self, pool: ThreadPoolExecutor) -> None:
+        """More stacks, and more looks for as long as a server may show no sign."""
+        taken = pool.submit(self.further) if self.samples else None
+        while (taken and not taken.done()) or self.undecided():
+            self.tell("something seems to stand still; looking for some seconds whether it does")
+            time.sleep(LOOK_S / 2)
+            self.look()
+        if taken:
+            taken.result()
+
+    def further(self) -> None:
+        for _ in range(self.wish.samples - len(self.samples)):
+            time.sleep(self.wish.apart_s)
+            self.sample()
+
+    def undecided(self) -> bool:
+        """Whether something has not moved, and not yet for long enough."""
+        patience_s = self.wish.patience_s
+        found = progress.stalls(self.looks, patience_s)
+        return not found and self.age < 1.5 * patience_s and progress.suspicious(self.looks[-3:])
+
+    def so_far(self, why: str) -> ServerSnapshot:
+        """What has been seen by now.
+
+        Args:
+            why: it is not seen to the end, in words.
+        """
+        server, record = self.server, self.server.record
+        rest = [Unseen("agents, caches, patches and machine", "cut-short", why)]
+        if self.wish.always and (missing := self.wish.samples - len(self.samples)):
+            rest.append(Unseen(f"{missing} of {self.wish.samples} stacks", "cut-short", why))
+        return ServerSnapshot(
+            taken_at=self.taken_at,
+            vllmops=__version__,
+            server=server.label,
+            url=server.url,
+            model=server.model,
+            state=record.state.value if record else "",
+            stage=record.stage if record else "",
+            looks=tuple(self.looks),
+            stacks=tuple(self.samples),
+            machine=Machine(memory_total=0, memory_available=0),
+            unseen=(*self.unseen, *(rest if server.processes else [])),
+        )
+
+    def snapshot(self, parts: Parts, bird: Canary | None) -> ServerSnapshot:
+        server, record = self.server, self.server.record
+        told, silent = parts.agents.result()
+        patches = parts.patches.result()
+        held = parts.caches.result()
+        compared = parts.comparisons.result()
+        for each in silent:
+            self.miss(Unseen(f"agent of {each.role} {each.pid}", each.code, each.why, each.mend))
+        for part in parts.unseen:
+            self.miss(part)
+        began = min((process.create_time for process in server.processes), default=None)
+        version = next((each.hello.vllm_version for each in told if each.hello.vllm_version), None)
+        return ServerSnapshot(
+            taken_at=self.taken_at,
+            vllmops=__version__,
+            server=server.label,
+            url=server.url,
+            model=server.model,
+            state=record.state.value if record else "",
+            stage=record.stage if record else "",
+            uptime_s=None if began is None else max(self.taken_at - began, 0.0),
+            vllm_version=version or (http.version(server.url) if server.url else None),
+            looks=tuple(self.looks),
+            told=tuple(told),
+            caches=held,
+            comparisons=compared,
+            patches=tuple(patches),
+            stacks=tuple(self.samples),
+            memory=None if began is None else memory.newest(server.label, began),
+            guard=parts.guard.result(),
+            machine=parts.machine.result(),
+            canary=bird,
+            unseen=tuple(self.unseen),
+        )
+
+
+class Parts:
+    """What is asked for beside the looks, all at once."""
+
+    def __init__(self, pool: ThreadPoolExecutor, server: Server) -> None:
+        self.server = server
+        self.unseen: list[Unseen] = []
+        own = server.of(*ROLES)
+        self.agents: Future[tuple[list[Told], list[Silent]]] = pool.submit(
+            agent.side_by_side, own, told
+        )
+        self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
+        self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
+        self.comparisons: Future[tuple[Comparison, ...]] = pool.submit(self.compared)
+        self.machine: Future[Machine] = pool.submit(machine, server)
+        self.guard: Future[Guard] = pool.submit(guard, server)
+
+    def patched(self, own: Sequence[Process]) -> list[ProcessPatches]:
+        answers, _ = agent.side_by_side(own, lambda process: agent.reach(process).patches())
+        return answers
+
+    def cached(self) -> CacheSnapshot | None:
+        try:
+            return caches.take(caches.Agents(self.server))
+        except VllmopsError:
+            return None  # who did not tell is told with the agents
+
+    def compared(self) -> tuple[Comparison, ...]:
+        """Both sides of its caches, where it is at work and they can't be judged as they are.
+
+        The engine is asked between two steps; one that may hang is not.
+        """
+        found = self.caches.result()
+        sample = found.samples[-1] if found else None
+        # Who did not tell is told with the agents.
+        if sample is None or sample.silent or not judge.worthwhile(sample):
+            return ()
+        if not progress.at_work(list(pulses(self.server))):
+            why = "the engine is in a long step, or hangs: it is not asked"
+            self.unseen.append(Unseen(SIDES, "compare.standing", why))
+            return ()
+        try:
+            told, silent = compares.take(self.server, COMPARE)
+        except VllmopsError as error:
+            late = error.code == "compare.timeout"
+            why = "the engine's steps are too long to be waited for" if late else error.message
+            mend = COMPARE_LONGER if late else error.mend
+            self.unseen.append(Unseen(SIDES, error.code, why, mend))
+            return ()
+        for each in silent:
+            self.unseen.append(Unseen(f"{SIDES} of api {each.pid}", "compare.silent", each.why))
+        for note in dict.fromkeys(note for each in told for note in judge.undecided(each)):
+            self.unseen.append(Unseen(SIDES, f"compare.{note.code}", note.text, COMPARE_LONGER))
+        return tuple(told)
+
+
+def told(process: Process) -> Told:
+    """What a process's agent says; raises as `agent.reach` does."""
+    reached = agent.reach(process)
+    return Told(
+        role=process.role.value,
+        pid=process.pid,
+        hello=reached.hello(),
+        engine=reached.engine(),
+        traffic=reached.requests(),
+    )
+
+
+def look(server: Server, began: float, *, web: bool = True) -> Look:
+    """What changes from moment to moment; costs next to nothing without `web`.
+
+    Args:
+        server: whose.
+        began: when the first look was, by the monotonic clock.
+        web: whether to ask it for ``/metrics`` and ``/health`` too.
+    """
+    at_s = time.monotonic() - began
+    metrics = health = None
+    if web and server.url:
+        health = http.status(server.url)
+        metrics = http.metrics(server.url) if health else None
+    states = tuple(state(process) for process in server.processes)
+    return Look(
+        at_s=at_s,
+        pulses=tuple(pulses(server)),
+        metrics=metrics,
+        health=health,
+        processes=states,
+        compilers=tuple(compilers(server)),
+    )
+
+
+def pulses(server: Server) -> Iterator[Pulse]:
+    """The heartbeats of a server's processes."""
+    for process in server.of(*ROLES):
+        with suppress(VllmopsError):
+            if found := agent.beat(process):
+                yield Pulse(
+                    role=process.role.value, pid=process.pid, age_s=found.age_s, beat=found.beat
+                )
+
+
+def state(process: Process) -> ProcessState:
+    """A process as the kernel sees it now."""
+    title = process.title.split(" ")[0] if process.title.startswith("VLLM::") else ""
+    known = ProcessState(
+        role=process.role.value, pid=process.pid, create_time=process.create_time, title=title
+    )
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:
+        return known
+    fields = stat.rpartition(")")[2].split()
+    return ProcessState(
+        role=known.role,
+        pid=known.pid,
+        create_time=known.create_time,
+        title=title,
+        state=fields[0],
+        cpu_s=(int(fields[11]) + int(fields[12])) / TICKS,
+        threads=int(fields[17]),
+        rss_bytes=int(fields[21]) * PAGE,
+    )
+
+
+def compilers(server: Server) -> Iterator[str]:
+    """Compilers that run below the server's processes, which wait for them."""
+    queue = [process.pid for process in server.processes]
+    for pid in queue:
+        with suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+                queue += [int(child) for child in children if int(child) not in queue]
+    for pid in queue:
+        with suppress(OSError):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name in COMPILERS:
+                yield name
+
+
+def machine(server: Server) -> Machine:
+    """What a server stands on."""
+    table = processes.table()
+    free = psutil.virtual_memory()
+    total, available = free.total, free.available
+    if limit := container(server):
+        total, available = min(total, limit[0]), min(available, limit[1])
+    return Machine(
+        memory_total=total,
+        memory_available=available,
+        disks=tuple(disks()),
+        leftovers=tuple(leftovers()),
+        orphans=tuple(orphans(table)),
+        gpus=tuple(Gpus().states()),
+    )
+
+
+def container(server: Server) -> tuple[int, int] | None:
+    """What a server's control group may use and has left, in bytes; None without a limit.
+
+    Page cache that nobody needs counts as left: the kernel drops it first.
+    """
+    try:
+        lines = Path(f"/proc/{server.pid}/cgroup").read_text().splitlines()
+        path = next(line.partition("::")[2] for line in lines if line.startswith("0::"))
+        group = Path("/sys/fs/cgroup") / path.lstrip("/")
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, StopIteration, ValueError):
+        return None
+    if not limit.isdigit():
+        return None
+    return int(limit), int(limit) - used + int(stat.get("inactive_file", 0))
+
+
+def disks() -> Iterator[Disk]:
+    """The file systems that matter, each once."""
+    seen = set()
+    for path, use in (
+        (home(), "state and logs"),
+        (Path("/tmp"), "temporary files"),  # noqa: S108 - where others put them
+        (shm.SHM, "shared memory"),
+    ):
+        with suppress(OSError):
+            place = next(each for each in (path, *path.parents) if each.exists())
+            device = place.stat().st_dev
+            if device not in seen:
+                seen.add(device)
+                usage = psutil.disk_usage(str(place))
+                yield Disk(str(place), use, usage.total, usage.free)
+
+
+def leftovers() -> Iterator[Leftover]:
+    """Segments of the kinds that vLLM makes, that no live process uses."""
+    found = shm.nobodys()
+    for each in found.segments:
+        yield Leftover(each.name, each.bytes, each.age_s, user(each.uid), found.doubt)
+
+
+def orphans(table: processes.Table) -> Iterator[ProcessState]:
+    """Processes of servers that are gone: a live one's have a Python process above them."""
+    for pid in sorted(roots(table)):
+        seen = table[pid]
+        role = processes.titled(seen.words)
+        above = table.get(seen.ppid)
+        if role and not (above and any("python" in word for word in above.words[:1])):
+            yield state(Process(role, pid, seen.start_ticks, " ".join(seen.words), seen.rss_bytes))
+
+
+def guard(server: Server) -> Guard:
+    """Who can reach a server, and what keeps them."""
+    environment = agent.environ(server.pid) if server.pid else {}
+    addresses = tuple(listening(server))
+    exposed = any(not loopback(address) for address in addresses) if addresses else None
+    key = environment.get(KEY)
+    return Guard(
+        addresses=addresses,
+        exposed=exposed,
+        open=http.code(f"{server.url}/v1/models") == 200 if exposed else None,
+        # A known path answers another method with 405.
+        dev_routes=http.code(f"{server.url}/reset_mm_cache", "OPTIONS") == 405 if exposed else None,
+        signing_key=None if not environment else "absent" if not key else strength(key),
+        store=None if not environment else "memory" if environment.get(STORE) == "1" else "none",
+    )
+
+
+def strength(key: str) -> str:
+    """Whether a signing key is as vLLM's proposal wants it: 32 bytes in hex."""
+    is_hex = all(digit in "0123456789abcdefABCDEF" for digit in key)
+    return "strong" if is_hex and len(key) >= KEY_DIGITS else "weak"
+
+
+def listening(server: Server) -> Iterator[str]:
+    """The addresses that a server listens on, with its port."""
+    for process in server.of(Role.API, Role.LAUNCHER):
+        with suppress(psutil.Error):
+            for each in psutil.Process(process.pid).net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN and each.laddr.port == server.port:
+                    yield f"{each.laddr.ip}:{each.laddr.port}"
+            return
+
+
+def loopback(address: str) -> bool:
+    return address.startswith(("127.", "::1:"))
+
+
+def canary(server: Server) -> Canary:
+    """Send one request for one token."""
+    if not server.url:
+        return Canary("unable", 0.0, "its address is not known")
+    return http.one_token(server.url, CANARY_S)

@@ -1,0 +1,1 @@
+"""This machine: processes, users, shared memory, ports, permission to trace, GPUs."""

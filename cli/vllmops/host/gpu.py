@@ -1,0 +1,87 @@
+"""What processes use of the GPUs, where there are any and nvidia-ml-py is installed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from ..protocol.server import Gpu
+
+
+class Gpus:
+    """The GPUs of this machine; none of them where the driver can't be asked."""
+
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+        try:
+            import pynvml  # noqa: PLC0415
+        except ImportError:
+            return
+        self.nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
+            self.handles = [pynvml.nvmlDeviceGetHandleByIndex(each) for each in range(count)]
+        except pynvml.NVMLError:
+            self.handles = []
+
+    def used(self) -> tuple[list[int], dict[int, int]]:
+        """Bytes in use of each GPU, and by pid on all of them.
+
+        In a container the driver may tell the host's pids, or none.
+        """
+        by_gpu: list[int] = []
+        by_pid: Counter[int] = Counter()
+        for handle in self.handles:
+            try:
+                by_gpu.append(self.nvml.nvmlDeviceGetMemoryInfo(handle).used)
+                for each in self.nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    by_pid[each.pid] += each.usedGpuMemory or 0
+            except self.nvml.NVMLError:
+                continue  # some virtual GPUs tell neither
+        return by_gpu, {pid: count for pid, count in by_pid.items() if count}
+
+    def states(self) -> list[Gpu]:
+        """How each GPU is; what the driver does not say is None."""
+        return [self.state(index, handle) for index, handle in enumerate(self.handles)]
+
+    def state(self, index: int, handle: Any) -> Gpu:
+        nvml = self.nvml
+
+        def told(read: Callable[[], Any]) -> Any:
+            try:
+                return read()
+            except (nvml.NVMLError, AttributeError):
+                return None
+
+        memory = told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rates = told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        watts = told(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        limit = told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        brakes = told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        return Gpu(
+            index=index,
+            name=str(told(lambda: nvml.nvmlDeviceGetName(handle)) or ""),
+            used_bytes=memory and memory.used,
+            total_bytes=memory and memory.total,
+            busy=None if rates is None else rates.gpu / 100,
+            watts=None if watts is None else watts / 1000,
+            limit_watts=None if limit is None else limit / 1000,
+            celsius=told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            throttled=None
+            if brakes is None
+            else bool(
+                brakes
+                & (
+                    nvml.nvmlClocksThrottleReasonHwSlowdown
+                    | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
+                    | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
+                )
+            ),
+            bad_memory=told(
+                lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                    handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                )
+            ),
+        )

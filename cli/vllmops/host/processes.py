@@ -1,0 +1,232 @@
+"""The processes of this machine that belong to vLLM servers, and what each one does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from ..errors import needs_linux
+from ..instances.shape import shape
+from ..protocol import identity
+from ..protocol.identity import Identity, age_s, boot_id
+
+
+class Role(StrEnum):
+    """What a process does in a server."""
+
+    LAUNCHER = "launcher"  # the parent of several API servers, or of engines alone
+    API = "api"
+    ENGINE = "engine"
+    WORKER = "worker"
+    COORDINATOR = "coordinator"
+    OTHER = "other"
+
+
+# When one of these dies the server is broken, whether or not the others notice.
+VITAL = {Role.LAUNCHER, Role.API, Role.ENGINE, Role.WORKER, Role.COORDINATOR}
+# Titles as vLLM sets them with setproctitle; on the kernel's side they are cut to 15 characters.
+TITLES = {
+    "VLLM::APIServer": Role.API,
+    "VLLM::EngineCore": Role.ENGINE,
+    "VLLM::Worker": Role.WORKER,
+    "VLLM::DPCoordinator": Role.COORDINATOR,
+}
+MODULES = {
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.cli.main",
+    "vllmops.agent.launch",
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a server.
+
+    Args:
+        role: what it does.
+        pid: process id.
+        start_ticks: with the pid and the boot its `Identity`.
+        title: command line or title, for a person.
+        rss_bytes: resident memory in bytes, None where it can't be read.
+        boot: as in `Identity`.
+    """
+
+    role: Role
+    pid: int
+    start_ticks: int
+    title: str = ""
+    rss_bytes: int | None = None
+    boot: str = field(default_factory=boot_id)
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.pid, self.start_ticks, self.boot)
+
+    @property
+    def create_time(self) -> float:
+        """Seconds since the epoch, by the clock as it is set now: to be shown, not compared."""
+        return time.time() - age_s(self.start_ticks)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One line of the process table."""
+
+    pid: int
+    ppid: int
+    start_ticks: int
+    words: tuple[str, ...]
+    rss_bytes: int | None
+    zombie: bool
+
+
+Table = dict[int, Seen]
+
+
+def table() -> Table:
+    """The process table, one pass over it.
+
+    Raises:
+        VllmopsError: ``platform.linux``.
+    """
+    if not Path("/proc/self/stat").exists():
+        raise needs_linux("to look into processes")
+    found = {}
+    for process in psutil.process_iter(["ppid", "cmdline", "memory_info", "status"]):
+        info = process.info
+        try:
+            start_ticks = identity.of(process.pid).start_ticks
+        except ProcessLookupError:
+            continue  # gone meanwhile
+        found[process.pid] = Seen(
+            pid=process.pid,
+            ppid=info["ppid"] or 0,
+            start_ticks=start_ticks,
+            words=tuple(info["cmdline"] or ()),
+            rss_bytes=info["memory_info"].rss if info["memory_info"] else None,
+            zombie=info["status"] == psutil.STATUS_ZOMBIE,
+        )
+    return found
+
+
+def alive(process: Process) -> bool:
+    """Whether this very process runs: same pid, same start, no zombie.
+
+    Raises:
+        OSError: it can't be told: this process can open no file, say.
+    """
+    try:
+        fields = identity.stat(process.pid)
+    except ProcessLookupError:
+        return False
+    same = process.identity == Identity(process.pid, int(fields[19]), boot_id())
+    return same and fields[0] not in {"Z", "X"}
+
+
+def titled(words: Sequence[str]) -> Role | None:
+    """The role that a process title tells, None for a command line that is no title."""
+    first = words[0] if words else ""
+    return next((role for title, role in TITLES.items() if first.startswith(title)), None)
+
+
+def serve_arguments(words: Sequence[str]) -> Sequence[str] | None:
+    """What a vLLM server was given on its command line, None for any other process."""
+    python = bool(words) and Path(words[0]).name.startswith("python")
+    for index, word in enumerate(words[:6]):
+        if index and python and words[index - 1] == "-m" and word in MODULES:
+            rest = words[index + 1 :]
+            if word in {"vllm.entrypoints.cli.main", "vllmops.agent.launch"}:
+                return rest[1:] if rest[:1] == ("serve",) else None
+            return rest
+        script = index == 0 or (python and all(w.startswith("-") for w in words[1:index]))
+        if script and Path(word).name == "vllm":
+            return words[index + 2 :] if words[index + 1 : index + 2] == ("serve",) else None
+        if word == "-c":
+            return None
+    return None
+
+
+def tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...]:
+    """The processes below some roots, the roots first, each with its role; no zombies."""
+    children: dict[int, list[Seen]] = {}
+    for seen in table.values():
+        children.setdefault(seen.ppid, []).append(seen)
+    found: dict[int, Seen] = {}
+    queue = [table[pid] for pid in roots if pid in table]
+    while queue:
+        seen = queue.pop(0)
+        if seen.pid not in found and not seen.zombie:
+            found[seen.pid] = seen
+            queue += sorted(children.get(seen.pid, []), key=lambda child: child.start_ticks)
+    many_api_servers = any(titled(seen.words) is Role.API for seen in found.values())
+    return tuple(
+        Process(
+            role=role(seen, found.get(seen.ppid), many_api_servers=many_api_servers),
+            pid=seen.pid,
+            start_ticks=seen.start_ticks,
+            title=" ".join(seen.words).rstrip(),
+            rss_bytes=seen.rss_bytes,
+        )
+        for seen in found.values()
+    )
+
+
+def still_known(known: Iterable[Process], seen: Sequence[Process]) -> tuple[Process, ...]:
+    """What was seen, with whatever is vital of what was known: until its death is noticed.
+
+    A process that is being killed loses its command line, and so its role, before it is a zombie.
+    """
+    vital = {process.pid: process for process in known if process.role in VITAL}
+    now = [vital.get(each.pid, each) if each.role is Role.OTHER else each for each in seen]
+    pids = {process.pid for process in seen}
+    return (*now, *(process for pid, process in vital.items() if pid not in pids))
+
+
+def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
+    """What a process does, by its title or its command line.
+
+    A fork looks like its parent until it executes something: it is none of the server's own, and
+    its end means nothing.
+    """
+    if parent is not None and seen.words == parent.words:
+        return Role.OTHER
+    if told := titled(seen.words):
+        return told
+    if (arguments := serve_arguments(seen.words)) is not None:
+        return Role.LAUNCHER if many_api_servers or shape(arguments).headless else Role.API
+    return Role.OTHER
+
+
+def absolute(pid: int, path: str) -> str:
+    """A path as a process means it."""
+    if os.path.isabs(path):
+        return path
+    try:
+        return os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
+    except OSError:
+        return path
+
+
+def listens_on(pid: int, path: str) -> bool:
+    """Whether a process has a Unix socket of that path, False if it can't be looked into."""
+    try:
+        own = {str(s.laddr) for s in psutil.Process(pid).net_connections("unix") if s.laddr}
+    except psutil.Error:
+        return False
+    return os.path.realpath(path) in {os.path.realpath(absolute(pid, each)) for each in own}
+
+
+def listening_ports(pid: int) -> list[int]:
+    """The TCP ports that a process listens on, none if it can't be looked into."""
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return []
+    return sorted(s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN)

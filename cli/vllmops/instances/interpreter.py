@@ -1,0 +1,185 @@
+"""The Python that a server runs in, asked in its stead: its packages, vLLM's collect_env."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ..errors import Exit, VllmopsError
+from ..rpc import agent
+from .servers import Server
+
+NICENESS = 19
+# A killed process ends at once, unless the kernel itself is stuck in it.
+KILL_WAIT_S = 0.5
+TOLD = 400  # characters of a complaint
+OUTPUT_BYTES = 16 << 20  # of the packages of an environment some 100 KB
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """An interpreter, and how a server was started with it.
+
+    Args:
+        program: what is executed.
+        name: what it is called: by its own name Python finds the virtual environment it is of.
+        environment: the server's.
+        directory: the server's.
+        owner: uid and gid that it is to have, None for one's own: what another user's environment
+            makes Python import must not run with root's rights.
+    """
+
+    program: str
+    name: str
+    environment: Mapping[str, str]
+    directory: str
+    owner: tuple[int, int] | None = None
+
+
+def words_of(pid: int) -> list[str]:
+    """A process's command line; empty where it can't be read, or where a title is in its place."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return []
+    found = [os.fsdecode(word) for word in words]
+    return [] if found[0].startswith("VLLM::") else found
+
+
+def of(server: Server) -> Interpreter:
+    """The interpreter of a server, or of one that is over.
+
+    Raises:
+        VllmopsError: ``interpreter.unreadable`` (exit code 4), ``interpreter.none``.
+    """
+    record = server.record
+    if server.pid is None:
+        if record is None:
+            raise VllmopsError("interpreter.none", f"{server.label} has no process")
+        return Interpreter(
+            record.command[0],
+            record.command[0],
+            {**os.environ, **record.environment},
+            record.directory,
+        )
+    place = Path(f"/proc/{server.pid}")
+    try:
+        exe, directory = os.readlink(place / "exe"), os.readlink(place / "cwd")
+        owner = unlike_root(place)
+    except OSError as error:
+        raise VllmopsError(
+            "interpreter.unreadable",
+            f"the interpreter of pid {server.pid} can't be told: {error.strerror}",
+            "run vllmops as the user who started the server",
+            exit_code=Exit.NOT_AUTHORISED,
+        ) from error
+    environment = agent.environ(server.pid)
+    if not environment:
+        environment = {**os.environ, **(record.environment if record else {})}
+    name = next(iter(words_of(server.pid)), exe)
+    # By its entry in /proc: a package manager may have replaced the file.
+    program = str(place / "exe")
+    return Interpreter(
+        program,
+        name if "/" not in name else os.path.join(directory, name),
+        environment,
+        directory if Path(directory).is_dir() else "/",
+        owner if os.geteuid() == 0 else None,
+    )
+
+
+def unlike_root(place: Path) -> tuple[int, int] | None:
+    """Uid and gid of a process that is not root's alone, by its folder in ``/proc``; else None.
+
+    Not by who owns that folder, which is root where a user has started a program that has root's
+    rights (set-user-id): its environment is that user's, and so is what it makes Python import.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    lines = dict(line.partition(":\t")[::2] for line in (place / "status").read_text().splitlines())
+    pairs = zip(lines["Uid"].split(), lines["Gid"].split(), strict=True)
+    return next(((int(uid), int(gid)) for uid, gid in pairs if uid != "0"), None)
+
+
+class Run:
+    """Something that an interpreter runs, at the lowest priority.
+
+    Args:
+        interpreter: which.
+        words: its arguments.
+
+    Raises:
+        VllmopsError: ``interpreter.failed`` where it can't be started.
+    """
+
+    def __init__(self, interpreter: Interpreter, words: Sequence[str]) -> None:
+        # Files, not pipes: what is late and can't be killed keeps nobody waiting.
+        self.out = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as it runs
+        self.complaint = tempfile.TemporaryFile()  # noqa: SIM115
+        uid, gid = interpreter.owner or (None, None)
+        try:
+            self.popen = subprocess.Popen(
+                [interpreter.name, *words],
+                executable=interpreter.program,
+                # As -P, which only Python 3.11 has: a vllm in that directory is not the server's.
+                env={**interpreter.environment, "PYTHONSAFEPATH": "1"},
+                cwd=interpreter.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=self.out,
+                stderr=self.complaint,
+                # Its own, so that it can be ended with all it starts, and Ctrl-C is not for it. And
+                # where the kernel shares by sessions it has a share on a busy machine, too.
+                start_new_session=True,
+                user=uid,
+                group=gid,
+                extra_groups=None if uid is None else [],
+            )
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            raise VllmopsError(
+                "interpreter.failed", f"{interpreter.name} can't be started: {error}"
+            ) from error
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.popen.pid, NICENESS)
+
+    def wait(self, until: float) -> str:
+        """What it has printed once it is done.
+
+        Args:
+            until: when to give it up, by the monotonic clock.
+
+        Raises:
+            VllmopsError: ``interpreter.late`` or ``interpreter.failed``.
+        """
+        try:
+            code = self.popen.wait(max(until - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise VllmopsError("interpreter.late", "not done in time") from None
+        if code:
+            lines = read(self.complaint).strip().splitlines() or [f"exit code {code}"]
+            raise VllmopsError("interpreter.failed", lines[-1][:TOLD])
+        return read(self.out)
+
+    def end(self) -> None:
+        """End it, and all that it has started."""
+        if self.popen.poll() is not None:
+            return
+        with contextlib.suppress(OSError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(KILL_WAIT_S)
+
+
+def read(file: IO[bytes]) -> str:
+    """What a run has written, as far as it is of a decent size: it may be another user's code."""
+    file.seek(0)
+    return file.read(OUTPUT_BYTES).decode(errors="replace")

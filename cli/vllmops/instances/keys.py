@@ -1,0 +1,122 @@
+"""Asks the servers of this machine which keys they hold."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import VllmopsError
+from ..host.processes import Process, Role
+from ..keys.file import PLACE
+from ..keys.ring import CARRIER_TTL_S
+from ..protocol.caches import Silent
+from ..protocol.keys import ProcessKeys
+from ..rpc import agent
+from ..store.settings import carriers
+from .servers import Server, find
+
+FEATURE = "keys"
+# Who can't hold a key, or is none of ours: no agent, one that is older than keys, another user.
+KEYLESS = frozenset({"agent.absent", "agent.gone", "agent.stale", "agent.other-user"})
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one process holds.
+
+    Args:
+        server: how messages name its server.
+        keys: its own word.
+    """
+
+    server: str
+    keys: ProcessKeys
+
+    @property
+    def who(self) -> str:
+        return f"{self.server} {self.keys.role} {self.keys.pid}"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What the processes that serve HTTP hold, and those that did not tell.
+
+    Args:
+        told: those that tell of keys.
+        silent: those that may hold some, and did not tell, each with its server's name.
+    """
+
+    told: list[Holding]
+    silent: list[tuple[str, Silent]]
+
+    def of(self, path: Path) -> Holdings:
+        """Those that follow one ring, and those that may."""
+        return Holdings([each for each in self.told if follows(each.keys, path)], self.silent)
+
+
+def ask(*, ring: Path | None = None, reload: bool = False) -> Holdings:
+    """Ask every server of this machine.
+
+    Args:
+        ring: leave those out, of the silent ones, that were started with another ring.
+        reload: whether they are to read their file first.
+    """
+    servers: dict[Process, Server] = {
+        process: server for server in find() for process in server.of(Role.API)
+    }
+
+    def told(process: Process) -> Holding | None:
+        reached = agent.reach(process)
+        if FEATURE not in reached.hello().features:
+            return None
+        return Holding(servers[process].label, reached.keys(reload=reload))
+
+    answers, silent = agent.side_by_side(servers, told)
+    by_pid = {process.pid: server for process, server in servers.items()}
+    return Holdings(
+        [each for each in answers if each and each.keys.source != "none"],
+        [
+            (by_pid[each.pid].label, each)
+            for each in silent
+            if each.code not in KEYLESS and may_follow(by_pid[each.pid], ring)
+        ],
+    )
+
+
+def carriers_live(ring: Path) -> tuple[float, str]:
+    """For how long what servers seal with a ring is taken back.
+
+    Those that don't run count, too: what they have sealed is about.
+
+    Args:
+        ring: its file.
+
+    Returns:
+        Seconds, the default at least, and the instance that wants so many; empty for the default.
+    """
+    longest, whose = float(CARRIER_TTL_S), ""
+    for server in find():
+        # A time that is none has kept its server from starting.
+        with suppress(VllmopsError):
+            if server.record and may_follow(server, ring):
+                seconds = carriers(server.record.environment).ttl_s
+                if seconds > longest:
+                    longest, whose = seconds, server.label
+    return longest, whose
+
+
+def follows(keys: ProcessKeys, path: Path) -> bool:
+    """Whether a process follows a ring."""
+    return keys.keyring is not None and same(Path(keys.keyring), path)
+
+
+def may_follow(server: Server, path: Path | None) -> bool:
+    """Whether a server may follow a ring, as far as is known from its start."""
+    started = server.record.environment.get(PLACE) if server.record else None
+    return started is None or path is None or same(Path(started), path)
+
+
+def same(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

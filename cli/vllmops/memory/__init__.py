@@ -1,0 +1,1 @@
+"""Records and plots the memory of a server's processes."""

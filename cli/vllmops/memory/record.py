@@ -1,0 +1,360 @@
+"""Records a server's memory: a sample after each round of a load, or one every so often."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+
+from ..caches.inspect import ROLES
+from ..errors import Exit, VllmopsError
+from ..files import not_written, read_private, take
+from ..files import read as read_bounded
+from ..home import home, make, own
+from ..host.gpu import Gpus
+from ..host.processes import VITAL, Process
+from ..instances.record import Folder
+from ..instances.servers import Server
+from ..protocol import files
+from ..protocol.files import Journal
+from ..protocol.memory import (
+    AgentMemory,
+    End,
+    MemorySample,
+    ProcessMemory,
+    Recording,
+    RecordingHead,
+)
+from ..rpc import agent
+
+if TYPE_CHECKING:
+    from .loads import Load
+
+# Files and recordings have their times by the clock that people set; a server's start does not.
+CLOCK_SLACK_S = 2.0
+# For PSS and USS the kernel walks a process's page table, 10 ms for some GB, and an agent that has
+# slept needs as long to wake up where the machine has taken its pages back: not every second.
+FULL_S = 60.0
+FULL_TIMES = 5  # at least
+SILENCE_S = 10.0  # for which a silent agent is left in peace
+KEPT = 20  # recordings of processes that are gone
+SETTLE_S = 10.0
+SETTLED_S = 0.2  # what the engine lets go of after its last answer
+LOOK_S = 0.1
+RECORDING_BYTES = 1 << 30  # one sample a second for some months
+LINES = msgspec.json.Decoder(MemorySample | End)
+
+
+def kept(label: str) -> Path:
+    """Where the newest recording of a server is kept."""
+    return own(home() / "memory") / f"{label}.jsonl"
+
+
+def keep(label: str, head: RecordingHead) -> Journal:
+    """Begin the recording that is kept of a server, in place of an older one.
+
+    Raises:
+        VllmopsError: ``file.not-written``.
+    """
+    path = kept(label)
+    try:
+        make(path.parent)
+        # Two that begin at once would else write into one file.
+        gate = take(path.parent / ".lock", wait=True)
+    except OSError as error:
+        raise not_written(path, error) from error
+    assert gate is not None  # it was waited for
+    try:
+        prune(path.parent)
+        return Journal(path, head)
+    finally:
+        os.close(gate)
+
+
+def prune(place: Path) -> None:
+    """Of recordings of processes that are gone, leave the newest."""
+    with suppress(OSError):  # to make room is no condition
+        over = sorted(filter(gone, place.glob("*.jsonl")), key=lambda path: path.stat().st_mtime)
+        for path in over[:-KEPT]:
+            path.unlink()
+
+
+def gone(path: Path) -> bool:
+    """Whether a recording is of a process, not of an instance, and that has ended."""
+    label = path.stem
+    if not label.isdecimal() or Folder(label).path.exists():
+        return False
+    try:
+        return psutil.Process(int(label)).create_time() > path.stat().st_mtime + CLOCK_SLACK_S
+    except psutil.NoSuchProcess:
+        return True
+
+
+def newest(label: str, since: float) -> Recording | None:
+    """The newest recording of a server, None where there is none.
+
+    Args:
+        label: the server's.
+        since: when it started, in seconds since the epoch: what is older is another server's.
+    """
+    try:
+        path = kept(label)
+        found = decode(path, read_private(path, None, RECORDING_BYTES))
+    except (OSError, VllmopsError):
+        return None
+    return found if found.head.started_at >= since - CLOCK_SLACK_S else None
+
+
+def read(path: Path) -> Recording:
+    """The recording in a file.
+
+    Raises:
+        VllmopsError: as `files.read` and `decode` do.
+    """
+    return decode(path, read_bounded(path, files.MOST_BYTES))
+
+
+def decode(path: Path, content: bytes) -> Recording:
+    """The recording in a file's content.
+
+    Raises:
+        VllmopsError: as `files.decode` does, and ``memory.empty``.
+    """
+    head, entries = files.decode_lines(path, content, RecordingHead, LINES)
+    samples = [each for each in entries if isinstance(each, MemorySample)]
+    if not samples:
+        raise VllmopsError(
+            "memory.empty", f"{path} was begun and has no sample", "vllmops memory record --save …"
+        )
+    end = next((each for each in entries if isinstance(each, End)), None)
+    return Recording(head=head, samples=samples, end=end)
+
+
+class Watch:
+    """The processes of a server as they were at first; each one's agent is found once."""
+
+    def __init__(self, server: Server) -> None:
+        self.processes = server.of(*VITAL)
+        if not self.processes:
+            raise VllmopsError(
+                "memory.no-process",
+                f"{server.label} has no process yet",
+                f"vllmops wait {server.label} --for ready",
+                exit_code=Exit.NOT_FOUND,
+            )
+        self.gpus = Gpus()
+        self.handles: dict[Process, psutil.Process] = {}
+        for process in self.processes:
+            with suppress(psutil.NoSuchProcess):
+                self.handles[process] = psutil.Process(process.pid)
+        self.reached: dict[Process, agent.Agent] = {}
+        self.silent: dict[int, tuple[float, str]] = {}
+
+    def sample(
+        self, round_: int | None = None, *, ask: bool = True, full: bool = True
+    ) -> MemorySample:
+        """All processes now.
+
+        Args:
+            round_: rounds of the load so far.
+            ask: whether to ask the agents.
+            full: whether to measure PSS and USS too.
+        """
+        told = self.told() if ask else {}
+        gpus, by_pid = self.gpus.used()
+        return MemorySample(
+            taken_at=time.time(),
+            round=round_,
+            processes=[
+                self.measured(process, told.get(process), by_pid.get(process.pid), full)
+                for process in self.processes
+            ],
+            quiet=quiet(told) if told else None,
+            gpus_bytes=gpus,
+        )
+
+    def told(self) -> dict[Process, AgentMemory]:
+        """What the agents say."""
+        now = time.monotonic()
+        asked = [
+            process
+            for process in self.processes
+            if process.role in ROLES and now >= self.silent.get(process.pid, (0.0, ""))[0]
+        ]
+        answers, silent = agent.side_by_side(asked, self.ask)
+        for process, _ in answers:
+            self.silent.pop(process.pid, None)
+        for each in silent:
+            self.silent[each.pid] = (time.monotonic() + SILENCE_S, each.why)
+        return dict(answers)
+
+    def ask(self, process: Process) -> tuple[Process, AgentMemory]:
+        # Kept only where it answers: one that does not is looked for anew.
+        reached = self.reached.pop(process, None) or agent.reach(process)
+        answer = reached.memory()
+        self.reached[process] = reached
+        return process, answer
+
+    def measured(
+        self, process: Process, told: AgentMemory | None, gpu: int | None, full: bool
+    ) -> ProcessMemory:
+        rss = pss = uss = None
+        handle = self.handles.get(process)
+        with suppress(psutil.Error):
+            if handle and handle.is_running():
+                rss = handle.memory_info().rss or None  # a zombie has none
+            if handle and rss and full:
+                whole = handle.memory_full_info()
+                rss, pss, uss = whole.rss, whole.pss, whole.uss
+        return ProcessMemory(
+            role=process.role.value,
+            pid=process.pid,
+            rss_bytes=rss,
+            pss_bytes=pss,
+            uss_bytes=uss,
+            gpu_bytes=gpu,
+            agent=told,
+            silent=self.silent.get(process.pid, (0.0, ""))[1],
+        )
+
+    def settled(self, round_: int) -> MemorySample:
+        """A full sample once nothing is in flight, or after a while in any case."""
+        end = time.monotonic() + SETTLE_S
+        while not quiet(self.told()) and time.monotonic() < end:
+            time.sleep(LOOK_S)
+        time.sleep(SETTLED_S)
+        return self.sample(round_)
+
+
+def quiet(told: dict[Process, AgentMemory]) -> bool:
+    """Whether nothing was in flight, as far as was told."""
+    return not any(each.unfinished or each.in_flight for each in told.values())
+
+
+class Recorder:
+    """Takes one recording, and keeps what it has whatever happens.
+
+    Args:
+        watch: whose memory.
+        head: what was asked for.
+        load: what to run, None for nothing.
+        journal: where each sample goes at once, None for nowhere.
+        tell: takes a line on how far it is.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        head: RecordingHead,
+        load: Load | None,
+        journal: Journal | None,
+        tell: Callable[[str, MemorySample], None],
+    ) -> None:
+        self.watch = watch
+        self.recording = Recording(head=head)
+        self.load = load
+        self.journal = journal
+        self.tell = tell
+
+    def run(self) -> VllmopsError | None:
+        """Record to the end; returns what cut it short."""
+        trouble: VllmopsError | None = None
+        try:
+            if self.recording.head.rounds:
+                self.by_rounds(self.recording.head.rounds)
+            else:
+                self.by_time()
+        except KeyboardInterrupt:
+            trouble = VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
+        except VllmopsError as error:
+            trouble = error
+        self.recording.end = End(at=time.time(), why=trouble.message if trouble else "")
+        if self.journal:
+            self.journal.add(self.recording.end)
+            trouble = trouble or self.journal.trouble
+        return trouble
+
+    def by_rounds(self, rounds: int) -> None:
+        self.keep(self.watch.sample(0), f"round 1 of {rounds}")
+        for number in range(1, rounds + 1):
+            if self.load:
+                self.load.run(number, threading.Event())
+            done = f"round {number + 1} of {rounds}" if number < rounds else "done"
+            self.keep(self.watch.settled(number), done)
+
+    def by_time(self) -> None:
+        head = self.recording.head
+        interval, duration = head.interval_s or 0.0, head.duration_s or 0.0
+        background = Background(self.load) if self.load else None
+        began = full_at = time.monotonic()
+        try:
+            while True:
+                now = time.monotonic()
+                last = now - began + interval > duration
+                full = last or now >= full_at
+                full_at = now + min(FULL_S, duration / FULL_TIMES) if full else full_at
+                tenths = min(int(10 * (now - began) / duration), 10)
+                self.keep(
+                    self.watch.sample(ask=full, full=full),
+                    f"{tenths * duration / 10:g} of {duration:g} s",
+                )
+                if background and background.error:
+                    raise background.error
+                if last:
+                    return
+                # Where a sample took longer than the interval, some are left out.
+                passed = int((time.monotonic() - began) / interval) + 1
+                time.sleep(max(began + passed * interval - time.monotonic(), 0.0))
+        finally:
+            if background:
+                background.stop.set()
+                background.thread.join(SETTLE_S)
+
+    def keep(self, sample: MemorySample, what: str) -> None:
+        """Keep a sample.
+
+        Raises:
+            VllmopsError: ``memory.process-gone``.
+        """
+        self.recording.samples.append(sample)
+        if self.journal:
+            self.journal.add(sample)
+        gone = [f"{each.role} {each.pid}" for each in sample.processes if each.rss_bytes is None]
+        if gone:
+            raise VllmopsError(
+                "memory.process-gone",
+                f"{', '.join(gone)} ended: the recording ends here",
+                "vllmops ps --all says what became of the server; record anew once it is ready",
+            )
+        self.tell(what, sample)
+
+
+class Background:
+    """A load that runs again and again until it is stopped."""
+
+    def __init__(self, load: Load) -> None:
+        self.stop = threading.Event()
+        self.error: VllmopsError | None = None
+        self.thread = threading.Thread(target=self.run, args=(load,), daemon=True)
+        self.thread.start()
+
+    def run(self, load: Load) -> None:
+        number = 0
+        while not self.stop.is_set() and not self.error:
+            number += 1
+            try:
+                load.run(number, self.stop)
+            except VllmopsError as error:
+                self.error = error
+            except Exception as error:
+                # The recording would go on without its load.
+                self.error = VllmopsError(
+                    "memory.load-failed", f"the load has ended: {type(error).__name__}: {error}"
+                )

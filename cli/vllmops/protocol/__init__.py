@@ -1,0 +1,1 @@
+"""What processes exchange, as plain data: the seam between agent, command line and saved files."""

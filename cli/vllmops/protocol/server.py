@@ -1,0 +1,273 @@
+"""A server as `vllmops doctor` sees it: all that can be known from outside and from its agents.
+
+Taken by `client.examine`, judged by `diagnose.doctor`, kept in bundles. What could not be had is
+among it, too.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .caches import CacheSnapshot
+from .compares import Comparison
+from .engine import SCHEMA, Beat, EngineState, Hello, Traffic
+from .memory import Recording
+from .metrics import Metrics
+from .patches import ProcessPatches
+from .stacks import StacksSnapshot
+
+
+class Unseen(msgspec.Struct, frozen=True):
+    """Something that could not be looked at.
+
+    Args:
+        part: what it is about, such as ``agent of engine 7``.
+        code: a stable word, such as ``agent.absent``.
+        why: in words.
+        mend: what to do about it; empty where nothing helps.
+    """
+
+    part: str
+    code: str
+    why: str
+    mend: str = ""
+
+
+class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
+    """A process as the kernel sees it.
+
+    Args:
+        role: as `vllmops.host.processes.Role`.
+        pid: process id.
+        create_time: seconds since the epoch.
+        title: the title vLLM gave it, such as ``VLLM::Worker_TP1``; empty without one.
+        state: the kernel's letter: ``R``, ``S``, ``D``, ``T``, ``Z`` …; empty where it is gone.
+        cpu_s: user and system time so far, in seconds.
+        rss_bytes: resident.
+        threads: how many.
+    """
+
+    role: str
+    pid: int
+    create_time: float
+    title: str = ""
+    state: str = ""
+    cpu_s: float = 0.0
+    rss_bytes: int | None = None
+    threads: int | None = None
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent said of its process, caches and patches left out."""
+
+    role: str
+    pid: int
+    hello: Hello
+    engine: EngineState
+    traffic: Traffic
+
+
+class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+    """A heartbeat as read from outside.
+
+    Args:
+        role, pid: of the process.
+        age_s: seconds since it was written.
+        beat: what it says.
+    """
+
+    role: str
+    pid: int
+    age_s: float
+    beat: Beat
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What changes from moment to moment.
+
+    Args:
+        at_s: seconds since the first look.
+        pulses: of the processes that have a heartbeat.
+        metrics: None where the server gives none.
+        health: status of ``/health``, 0 where it took the connection and did not answer in time;
+            None where it was not asked, or can't be reached.
+        processes: as the kernel sees them.
+        compilers: names of compilers that run below the server, such as ``nvcc``.
+    """
+
+    at_s: float
+    pulses: tuple[Pulse, ...] = ()
+    metrics: Metrics | None = None
+    health: int | None = None
+    processes: tuple[ProcessState, ...] = ()
+    compilers: tuple[str, ...] = ()
+
+
+Outcome = Literal["answered", "timeout", "refused", "unable"]
+
+
+class Canary(msgspec.Struct, frozen=True):
+    """One request for one token.
+
+    Args:
+        outcome: ``answered``, ``timeout``, ``refused`` (it was answered with an error) or
+            ``unable``: it could not be sent.
+        seconds: until the answer, or until it was given up.
+        detail: in words.
+    """
+
+    outcome: Outcome
+    seconds: float
+    detail: str = ""
+
+
+class Guard(msgspec.Struct, frozen=True, kw_only=True):
+    """Who can reach the server, and what keeps them; None where it can't be told.
+
+    Args:
+        addresses: that it listens on.
+        exposed: whether others than this machine reach one of them.
+        open: whether ``/v1/models`` answers without an API key.
+        dev_routes: whether vLLM's development routes are there.
+        signing_key: ``absent``, ``weak`` or ``strong``.
+        store: what keeps Responses: ``memory``, ``none``, or the store's URL without credentials.
+    """
+
+    addresses: tuple[str, ...] = ()
+    exposed: bool | None = None
+    open: bool | None = None
+    dev_routes: bool | None = None
+    signing_key: str | None = None
+    store: str | None = None
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """A file system; bytes.
+
+    Args:
+        path: where it was asked about.
+        use: what it is for.
+    """
+
+    path: str
+    use: str
+    total: int
+    free: int
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """A segment of ``/dev/shm`` that no live process uses.
+
+    Args:
+        name: in ``/dev/shm``.
+        bytes: its size.
+        age_s: seconds since it was last changed.
+        owner: the user whose it is.
+        doubt: why a process out of sight may use it; empty where that is out of the question.
+    """
+
+    name: str
+    bytes: int
+    age_s: float
+    owner: str = ""
+    doubt: str = ""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU; None where the driver does not say.
+
+    Args:
+        index: as the driver counts.
+        name: of the model.
+        used_bytes, total_bytes: memory, whoever uses it.
+        busy: share of the time in which a kernel ran, 0 to 1.
+        watts, limit_watts: power.
+        celsius: temperature.
+        throttled: whether heat or power brake it.
+        bad_memory: uncorrected memory errors since the driver was loaded.
+    """
+
+    index: int
+    name: str = ""
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    busy: float | None = None
+    watts: float | None = None
+    limit_watts: float | None = None
+    celsius: float | None = None
+    throttled: bool | None = None
+    bad_memory: int | None = None
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server stands on; bytes.
+
+    Args:
+        memory_total: what this machine, or the container, may use.
+        memory_available: of it.
+        disks: those that matter to the server.
+        leftovers: segments that no live process uses.
+        orphans: processes of servers that are gone.
+        gpus: none without a driver.
+    """
+
+    memory_total: int
+    memory_available: int
+    disks: tuple[Disk, ...] = ()
+    leftovers: tuple[Leftover, ...] = ()
+    orphans: tuple[ProcessState, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+
+
+class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One server.
+
+    Args:
+        schema: of this type.
+        taken_at: seconds since the epoch.
+        vllmops: the version that took it.
+        server: its name, or the pid of its first process.
+        url: where it answers, None where unknown.
+        model: as given to vLLM.
+        state: of an instance of ours, such as ``starting``; empty for others.
+        stage: how far an instance came that starts.
+        uptime_s: seconds since its first process began.
+        vllm_version: None where it can't be told.
+        looks: some time apart, in their order.
+        told: what the agents said.
+        caches: None where no agent told any.
+        comparisons: of both sides of its caches, by each API server; none of a quiet one, whose
+            `caches` tell as much.
+        patches: by process.
+        stacks: samples, in their order.
+        memory: the newest recording of it, None without one.
+        guard: who can reach it.
+        machine: what it stands on.
+        canary: None unless asked for.
+        unseen: what could not be looked at.
+    """
+
+    kind: Literal["server"] = "server"
+    schema: int = SCHEMA
+    taken_at: float
+    vllmops: str
+    server: str
+    url: str | None = None
+    model: str | None = None
+    state: str = ""
+    stage: str = ""
+    uptime_s: float | None = None
+    vllm_version: str | None = None
+    looks: tuple[Look, ...] = ()
+    told: tuple[Told, ...] = ()
+    caches: CacheSnapshot | None = None
+    comparisons: tuple[Comparison, ...] = ()
+    patches: tuple[ProcessPatches, ...] = ()
+    stacks: tuple[StacksSnapshot, ...] = ()
+    memory: Recording | None = None
+    guard: Guard = Guard()
+    machine: Machine
+    canary: Canary | None = None
+    unseen: tuple[Unseen, ...] = ()

@@ -1,0 +1,127 @@
+"""What every process of a server was executing at one moment."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+SCHEMA = 1
+
+
+class Local(msgspec.Struct, frozen=True):
+    """A local variable, as py-spy prints it (cut to some 100 characters).
+
+    Args:
+        name: the variable.
+        value: its repr, None where py-spy makes none.
+        argument: whether it is one of the function's parameters.
+    """
+
+    name: str
+    value: str | None
+    argument: bool
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One call, Python or native.
+
+    Args:
+        function: qualified name where the Python version tells it.
+        file: full path in the process's own file system; the library for a native frame.
+        short_file: the path from the package down, such as ``vllm/v1/engine/core.py``.
+        line: line number, None where unknown, as in native code without debug information.
+        locals: None unless they were asked for.
+    """
+
+    function: str
+    file: str
+    short_file: str
+    line: int | None = None
+    locals: tuple[Local, ...] | None = None
+
+
+class Thread(msgspec.Struct, frozen=True):
+    """One Python thread.
+
+    Args:
+        name: as the program set it, ``thread TID`` where it has none.
+        state: ``active`` where it was on a processor, or about to be.
+        owns_gil: whether it held the global interpreter lock.
+        tid: the kernel's thread id; the main thread's is the pid.
+        frames: innermost first.
+    """
+
+    name: str
+    state: Literal["active", "idle"]
+    owns_gil: bool
+    tid: int | None
+    frames: tuple[Frame, ...]
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Why a process has no stacks: a stable code, what is wrong, what mends it."""
+
+    code: str
+    message: str
+    mend: str = ""
+
+
+class ProcessStacks(msgspec.Struct, frozen=True, kw_only=True):
+    """The threads of one process, or why they could not be had.
+
+    Args:
+        role: as `vllmops.host.processes.Role`.
+        pid: process id.
+        create_time: seconds since the epoch; with the pid it is the process's identity.
+        title: the title vLLM gave it, such as ``VLLM::Worker_TP1``; empty for a plain command
+            line, which may hold keys.
+        seconds: how long it took.
+        note: what a reader must know of how it was taken; empty where it went as asked.
+        threads: the most telling first: holder of the GIL, active, idle.
+        stopped: whether a signal had stopped it.
+        error: None where the process was dumped.
+    """
+
+    role: str
+    pid: int
+    create_time: float
+    title: str = ""
+    seconds: float = 0.0
+    note: str = ""
+    threads: tuple[Thread, ...] = ()
+    stopped: bool = False
+    error: Problem | None = None
+
+
+class Options(msgspec.Struct, frozen=True):
+    """How to dump.
+
+    Args:
+        locals: with local variables, which may be prompts and keys.
+        native: with the frames of C, C++ and Cython.
+        nonblocking: without stopping the process.
+    """
+
+    locals: bool = False
+    native: bool = False
+    nonblocking: bool = False
+
+
+class StacksSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The stacks of all processes of a server.
+
+    Args:
+        schema: of this type.
+        captured_at: seconds since the epoch, at the start.
+        seconds: how long it took.
+        server: the instance's name, None for one that vllmops did not start.
+    """
+
+    kind: Literal["stacks"] = "stacks"
+    schema: int = SCHEMA
+    captured_at: float
+    seconds: float
+    server: str | None = None
+    options: Options
+    processes: tuple[ProcessStacks, ...]

@@ -1,1 +1,0 @@
-"""Stored responses of the Responses API: `store` is the way in."""

@@ -1,0 +1,1 @@
+"""Agents' sockets, from the command line's side."""

@@ -1,0 +1,549 @@
+"""Talking to the agents inside a server's processes, over their Unix sockets."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import os
+import shlex
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import Exit, VllmopsError
+from ..files import peer, read_private
+from ..home import home, user
+from ..host.processes import Process
+from ..protocol.caches import ProcessCaches, Silent
+from ..protocol.compares import CompareWish, Comparison
+from ..protocol.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
+from ..protocol.files import DAMAGE
+from ..protocol.keys import ProcessKeys
+from ..protocol.memory import AgentMemory
+from ..protocol.patches import ProcessPatches
+from ..protocol.repairs import ProcessRepair, Wish
+from ..protocol.resets import ResetDone, ResetWish
+
+TIMEOUT_S = 2.0
+DIRECTORY = "agents"
+# Beats come every second; this many seconds without one mean that no Python runs any more.
+BEAT_LATE_S = 5.0
+ANCESTORS = 4
+ANSWER_BYTES = 256 << 20  # the keys of some million cache entries
+PATH_BYTES = 107  # sockaddr_un's, without the closing zero
+
+# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
+DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (
+        *(AgentMemory, Answer, Hello, EngineState, ProcessCaches),
+        *(Comparison, ProcessKeys, ProcessPatches, ProcessRepair, ResetDone, Traffic),
+    )
+}
+BEATS = msgspec.json.Decoder(Beat)
+
+A = TypeVar("A", bound=Answer)
+P = TypeVar("P")
+
+
+class Agent:
+    """The agent of one process, found to be the one it claims to be; made by `reach`.
+
+    Every method raises VllmopsError: ``agent.timeout``, ``agent.stale``, ``agent.broken``,
+    ``agent.older`` or ``agent.newer``.
+
+    Args:
+        process: whose agent.
+        path: its socket.
+        timeout_s: seconds for each question, connecting included.
+        uid: who is to answer; None for the process's user.
+    """
+
+    def __init__(
+        self, process: Process, path: Path, timeout_s: float = TIMEOUT_S, uid: int | None = None
+    ) -> None:
+        self.process = process
+        self.path = path
+        self.timeout_s = timeout_s
+        self.uid = owner(process) if uid is None else uid
+        self.kept: Connection | None = None
+
+    def hello(self) -> Hello:
+        """Who it is."""
+        return self.ask("GET", "/hello", Hello)
+
+    def engine(self) -> EngineState:
+        """How its engine is doing."""
+        return self.ask("GET", "/engine", EngineState)
+
+    def caches(self, *, keys: bool = False) -> ProcessCaches:
+        """Its caches, with the role that the process tree tells.
+
+        Args:
+            keys: whether to list every key of LRU caches too.
+        """
+        answer = self.ask("GET", "/caches?keys=1" if keys else "/caches", ProcessCaches)
+        return msgspec.structs.replace(answer, role=self.process.role.value)
+
+    def patches(self, *, verify: bool = False) -> ProcessPatches:
+        """Its patches, with the role that the process tree tells.
+
+        Args:
+            verify: whether to probe again.
+        """
+        answer = self.ask("GET", "/patches?verify=1" if verify else "/patches", ProcessPatches)
+        return msgspec.structs.replace(answer, role=self.process.role.value)
+
+    def memory(self) -> AgentMemory:
+        """What only it can tell of its process's memory."""
+        return self.ask("GET", "/memory", AgentMemory)
+
+    def keys(self, *, reload: bool = False) -> ProcessKeys:
+        """Its keys, without their secrets, with the role that the process tree tells.
+
+        Args:
+            reload: whether it is to read their file first.
+        """
+        answer = self.ask("GET", "/keys?reload=1" if reload else "/keys", ProcessKeys)
+        return msgspec.structs.replace(answer, role=self.process.role.value)
+
+    def requests(self) -> Traffic:
+        """Its HTTP requests."""
+        return self.ask("GET", "/requests", Traffic)
+
+    def drain(self, on: bool = True) -> Traffic:
+        """Refuse new HTTP requests from now on, or take them again."""
+        return self.ask("POST", "/drain", Traffic, msgspec.json.encode({"on": on}))
+
+    def repair(self, wish: Wish) -> ProcessRepair:
+        """Repair its caches, with the role that the process tree tells."""
+        answer = self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(wish))
+        return msgspec.structs.replace(answer, role=self.process.role.value)
+
+    def reset(self, wish: ResetWish) -> ResetDone:
+        """Empty the multimodal caches of an API server and its engine."""
+        return self.ask("POST", "/reset", ResetDone, msgspec.json.encode(wish))
+
+    def compare(self, wish: CompareWish) -> Comparison:
+        """Both sides of the caches of an API server and its engines, while they work."""
+        return self.ask("POST", "/compare", Comparison, msgspec.json.encode(wish))
+
+    def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
+        """Ask one question and decode the answer."""
+        connection = Connection(self.path, self.timeout_s, self.uid)
+        if method == "GET":
+            # A connection costs the process a thread, so questions share one; what changes
+            # something has its own, as it must not be sent twice.
+            self.kept, connection = None, self.kept or connection
+        try:
+            status, content = connection.exchange(method, path, body)
+        except (TimeoutError, BlockingIOError) as error:
+            connection.close()
+            raise silent(self.process, self.timeout_s) from error
+        except (http.client.HTTPException, OSError) as error:
+            connection.close()
+            raise unreachable(self.process, self.path, error) from error
+        if method == "GET":
+            self.kept = connection
+        else:
+            connection.close()
+        if status != http.client.OK:
+            raise broken(self.process, f"it answered {status} to {path}: {content[:200]!r}")
+        return decode(self.process, content, kind)
+
+
+class Timely(socket.socket):
+    """A socket whose answers end by a deadline, however slowly they trickle in."""
+
+    deadline = 0.0
+
+    def recv_into(self, *args: Any, **options: Any) -> int:
+        self.settimeout(max(self.deadline - time.monotonic(), 0.001))
+        return super().recv_into(*args, **options)
+
+
+class Connection(http.client.HTTPConnection):
+    """HTTP over a Unix socket; the standard library's, because httpx takes 0.1 s to import.
+
+    Args:
+        path: of the socket.
+        timeout_s: seconds for each exchange.
+        uid: who is to answer.
+    """
+
+    def __init__(self, path: Path, timeout_s: float, uid: int) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self.path = path
+        self.timeout_s = timeout_s
+        self.uid = uid
+
+    def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """Send a request and read the answer: its status, its content.
+
+        Raises:
+            OSError: TimeoutError where it takes too long, PermissionError where somebody else
+                answers.
+            http.client.HTTPException: no proper answer, or one that is too long.
+        """
+        used = self.sock is not None
+        if isinstance(self.sock, Timely):
+            self.sock.deadline = time.monotonic() + self.timeout_s
+        try:
+            self.request(method, path, body)
+            response = self.getresponse()
+        except (ConnectionError, http.client.HTTPException):
+            if not used:
+                raise
+            # The agent closes a connection that has been silent for a while.
+            self.close()
+            self.request(method, path, body)
+            response = self.getresponse()
+        content = response.read(ANSWER_BYTES + 1)
+        if len(content) > ANSWER_BYTES:
+            raise http.client.HTTPException(f"it has more than {ANSWER_BYTES >> 20} MiB")
+        return response.status, content
+
+    def connect(self) -> None:
+        self.sock = made = Timely(socket.AF_UNIX)
+        made.settimeout(self.timeout_s)
+        made.deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                made.connect(os.fspath(self.path))
+                break
+            except BlockingIOError:
+                # The queue is full. A Unix socket says so instead of waiting.
+                if time.monotonic() > made.deadline:
+                    raise
+                time.sleep(0.01)
+        # Between the look at the path and this, somebody may have put another socket there.
+        if (uid := peer(made)) != self.uid:
+            raise PermissionError(errno.EPERM, f"is answered by {user(uid)}")
+
+
+def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
+    """The agent of a process, after checking that it is this process's own.
+
+    Args:
+        process: as discovery found it.
+        timeout_s: seconds for each question.
+
+    Raises:
+        VllmopsError: ``agent.gone``, ``agent.absent``, ``agent.other-user``, ``agent.unsafe``,
+            ``agent.stale``, ``agent.path-too-long``, ``agent.mismatch``, ``agent.timeout``,
+            ``agent.broken``, ``agent.older`` or ``agent.newer``.
+    """
+    uid = owner(process)
+    if os.geteuid() not in (0, uid):
+        raise VllmopsError(
+            "agent.other-user",
+            f"{name(process)} belongs to {user(uid)}, and its agent answers only them and root",
+            f"sudo -u {user(uid)} vllmops …, or sudo vllmops …",
+            exit_code=Exit.NOT_AUTHORISED,
+        )
+    path = socket_path(process)
+    if len(os.fsencode(path)) > PATH_BYTES:
+        raise VllmopsError(
+            "agent.path-too-long",
+            f"the agent of {name(process)} is off: a Unix socket's path has at most "
+            f"{PATH_BYTES} bytes, and {path} has {len(os.fsencode(path))}",
+            "start the server with a shorter VLLMOPS_HOME",
+            exit_code=Exit.NOT_FOUND,
+        )
+    for each in (path.parent, path):
+        safe(process, each, uid)
+    agent = Agent(process, path, timeout_s, uid)
+    hello = agent.hello()
+    if hello.identity != process.identity:
+        raise VllmopsError(
+            "agent.mismatch",
+            f"{path} answers for pid {hello.pid} that started {hello.start_ticks} ticks after boot,"
+            f" not for {name(process)} that started after {process.start_ticks}",
+            "vllmops ps",
+            exit_code=Exit.NOT_FOUND,
+        )
+    return agent
+
+
+def side_by_side(
+    processes: Iterable[Process], ask: Callable[[Process], P]
+) -> tuple[list[P], list[Silent]]:
+    """Ask about every process at the same time.
+
+    Returns:
+        What was told, and the processes for which `ask` raised VllmopsError; each in the order
+        of `processes`.
+    """
+
+    def one(process: Process) -> tuple[list[P], list[Silent]]:
+        try:
+            return [ask(process)], []
+        except VllmopsError as error:
+            return [], [untold(process, error)]
+
+    processes = list(processes)
+    with ThreadPoolExecutor(max(len(processes), 1)) as pool:
+        answers = list(pool.map(one, processes))
+    return [each for told, _ in answers for each in told], [
+        each for _, silent in answers for each in silent
+    ]
+
+
+def untold(process: Process, error: VllmopsError) -> Silent:
+    """A process that did not tell, and how it is as far as its heartbeat shows."""
+    try:
+        pulse = beat(process)
+    except VllmopsError:
+        pulse = None
+    return Silent(
+        role=process.role.value,
+        pid=process.pid,
+        code=error.code,
+        why=error.message,
+        mend=error.mend,
+        exit_code=error.exit_code,
+        beat_age_s=pulse.age_s if pulse else None,
+    )
+
+
+def nobody(code: str, what: str, silent: Sequence[Silent]) -> VllmopsError:
+    """One error for all who did not tell, where nothing can be done without them.
+
+    Args:
+        code: as in `VllmopsError`.
+        what: what can't be done.
+        silent: who did not tell; at least one.
+    """
+    return VllmopsError(
+        code,
+        f"{what}: {'; '.join(dict.fromkeys(each.why for each in silent))}",
+        silent[0].mend,
+        exit_code=Exit(silent[0].exit_code),
+        data={"silent": msgspec.to_builtins(silent)},
+    )
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """A heartbeat as read from outside.
+
+    Args:
+        beat: what it says.
+        age_s: seconds since it was written.
+    """
+
+    beat: Beat
+    age_s: float
+
+    @property
+    def late(self) -> bool:
+        """Whether the process seems to run no Python any more."""
+        return self.age_s > BEAT_LATE_S
+
+
+def beat(process: Process) -> Pulse | None:
+    """The last heartbeat of a process, read from its file without asking the process.
+
+    Returns:
+        None where there is none that is readable, of this process, and of a known schema.
+    """
+    path, uid = socket_path(process).with_suffix(".beat"), owner(process)
+    for _ in range(3):
+        try:
+            found = BEATS.decode(read_private(path, uid, BEAT_BYTES))
+        except OSError:
+            return None
+        except DAMAGE:
+            time.sleep(0.005)  # caught in the middle of a write
+            continue
+        own = found.schema == SCHEMA and found.identity == process.identity
+        return Pulse(found, max(time.monotonic() - found.monotonic, 0.0)) if own else None
+    return None
+
+
+def socket_path(process: Process) -> Path:
+    """Where the process's agent listens, by the process's own environment."""
+    return state_home(process) / DIRECTORY / f"{process.pid}.sock"
+
+
+def state_home(process: Process) -> Path:
+    """The state directory that the process's agent uses, by the process's own environment.
+
+    Raises:
+        VllmopsError: ``agent.gone``.
+    """
+    uid, pid = owner(process), process.pid
+    for _ in range(ANCESTORS):
+        environment = environ(pid)
+        if environment.keys() & {"VLLMOPS_HOME", "HOME", "PATH"}:
+            break
+        # setproctitle writes over the environment that the kernel shows: ask the parent, whose
+        # environment vLLM handed down.
+        pid = parent(pid)
+    else:
+        return home()
+    if chosen := environment.get("VLLMOPS_HOME"):
+        # What may be read of a process need not include where it is.
+        absolute = os.path.isabs(chosen)
+        return Path(chosen) if absolute else Path(os.readlink(f"/proc/{pid}/cwd")) / chosen
+    state = environment.get("XDG_STATE_HOME")
+    return Path(state or Path(environment.get("HOME") or home_of(uid)) / ".local/state") / "vllmops"
+
+
+def environ(pid: int) -> dict[str, str]:
+    """A process's environment, empty where it can't be read."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(word).partition("=") for word in words if b"=" in word)
+    return {key: value for key, _, value in pairs}
+
+
+def parent(pid: int) -> int:
+    """The parent's pid, 0 where there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def owner(process: Process) -> int:
+    """The uid that the process runs as."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError as error:
+        raise VllmopsError(
+            "agent.gone", f"{name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
+        ) from error
+    # The effective one, as the agent has it.
+    return next(int(line.split()[2]) for line in status.splitlines() if line.startswith("Uid:"))
+
+
+def home_of(uid: int) -> str:
+    """A user's home directory."""
+    import pwd  # noqa: PLC0415
+
+    return pwd.getpwuid(uid).pw_dir
+
+
+def safe(process: Process, path: Path, uid: int) -> None:
+    """Check that a socket or its directory is the process's user's own, and nobody else's to use.
+
+    Raises:
+        VllmopsError: ``agent.absent`` or ``agent.unsafe``.
+    """
+    try:
+        at = path.lstat()
+    except OSError as error:
+        raise absent(process, path) from error
+    wanted = stat.S_ISSOCK if path.suffix == ".sock" else stat.S_ISDIR
+    wrong, mend = None, "restart the server with a VLLMOPS_HOME that is its user's own"
+    if not wanted(at.st_mode):
+        wrong = "is not what it should be"
+    elif at.st_uid != uid:
+        wrong = f"belongs to {user(at.st_uid)}, not to {user(uid)}"
+    elif stat.S_IMODE(at.st_mode) & 0o077:
+        wrong = f"is open to others (mode {stat.S_IMODE(at.st_mode):o})"
+        directory = stat.S_ISDIR(at.st_mode)
+        mend = f"chmod {'700' if directory else '600'} {shlex.quote(str(path))}, and restart the"
+        mend += " server if it has no agent then"
+    if wrong:
+        raise unsafe(process, path, wrong, mend)
+
+
+def unsafe(
+    process: Process, path: Path, wrong: str, mend: str = "vllmops ps shows what runs"
+) -> VllmopsError:
+    return VllmopsError(
+        "agent.unsafe",
+        f"{path} {wrong}: who answers there need not be {name(process)}",
+        mend,
+        exit_code=Exit.NOT_AUTHORISED,
+    )
+
+
+def decode(process: Process, content: bytes, kind: type[A]) -> A:
+    """Decode an answer, telling an older or newer agent apart from a broken one."""
+    try:
+        schema = DECODERS[Answer].decode(content).schema
+        if schema == SCHEMA:
+            answer: A = DECODERS[kind].decode(content)
+            return answer
+    except DAMAGE as error:
+        raise broken(process, f"its answer can't be read: {error}") from error
+    age = "older" if schema < SCHEMA else "newer"
+    raise VllmopsError(
+        f"agent.{age}",
+        f"the agent of {name(process)} is {age} than this vllmops "
+        f"(it speaks schema {schema}, this {SCHEMA})",
+        "restart the server, so that it loads this vllmops"
+        if age == "older"
+        else "use the vllmops that the server has",
+    )
+
+
+def silent(process: Process, timeout_s: float) -> VllmopsError:
+    """No answer in time: the heartbeat tells whether the process still runs Python."""
+    pulse = beat(process)
+    what = f"the agent of {name(process)} did not answer within {timeout_s:g} s"
+    if pulse is None:
+        what += ", and it has no heartbeat"
+    elif pulse.late:
+        what += f"; its last heartbeat is {pulse.age_s:.0f} s old: stopped, or stuck in native code"
+    else:
+        what += f"; its last heartbeat is {pulse.age_s:.0f} s old"
+    return VllmopsError(
+        "agent.timeout",
+        what,
+        f"vllmops stacks dump -t {process.pid}",
+        exit_code=Exit.NOT_FOUND,
+        data={"beat_age_s": pulse.age_s if pulse else None},
+    )
+
+
+def unreachable(process: Process, path: Path, error: Exception) -> VllmopsError:
+    """Nobody listens, or the connection broke."""
+    if isinstance(error, PermissionError) and error.errno == errno.EPERM:
+        return unsafe(process, path, error.strerror or str(error))
+    if isinstance(error, FileNotFoundError):
+        return absent(process, path)
+    if isinstance(error, ConnectionRefusedError):
+        return VllmopsError(
+            "agent.stale",
+            f"nobody listens on {path}: it was left behind, {name(process)} has no agent",
+            f"vllmops attach -t {process.pid}",
+            exit_code=Exit.NOT_FOUND,
+        )
+    return broken(process, f"{type(error).__name__}: {error}")
+
+
+def absent(process: Process, path: Path) -> VllmopsError:
+    return VllmopsError(
+        "agent.absent",
+        f"{name(process)} has no agent (there is no {path})",
+        f"vllmops attach -t {process.pid} loads it now; a server has it from its start where "
+        "vllmops-cli is installed beside vLLM, unless VLLMOPS_DISABLE or VLLM_PLUGINS turn it off",
+        exit_code=Exit.NOT_FOUND,
+    )
+
+
+def broken(process: Process, why: str) -> VllmopsError:
+    return VllmopsError(
+        "agent.broken",
+        f"the agent of {name(process)} gave no proper answer: {why}",
+        "vllmops logs shows what it says",
+        exit_code=Exit.NOT_FOUND,
+    )
+
+
+def name(process: Process) -> str:
+    """How messages name a process."""
+    return f"{process.role} {process.pid}"

@@ -1,1 +1,0 @@
-"""What was seen in a server, as plain data: the seam between agent, CLI and saved files."""

@@ -1,0 +1,340 @@
+"""Stacks from outside, by py-spy: every process side by side, within one time budget.
+
+py-spy stops a process with PTRACE_SEIZE and PTRACE_INTERRUPT: no signal is sent, and when py-spy
+dies, by whatever, the kernel lets the process run on. So killing a py-spy that is late is safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ..errors import VllmopsError
+from ..host.processes import Process
+from ..host.ptrace import refusal, rights, status
+from ..protocol import identity
+from ..protocol.files import DAMAGE
+from ..protocol.stacks import Frame, Local, Options, Problem, ProcessStacks, StacksSnapshot, Thread
+
+SURE_SHARE = 0.8
+# A killed process ends at once, unless the kernel itself is stuck in it.
+KILL_WAIT_S = 1.0
+
+NOT_PYTHON = ("Failed to find python version", "Failed to find a python interpreter")
+STOPPED = "it is stopped by a signal"
+UNSTOPPED = "read without stopping it"
+REFUSED = ("Permission denied", "Permission Denied", "EPERM", "Operation not permitted")
+
+
+class _Local(msgspec.Struct):
+    name: str
+    arg: bool = False
+    repr: str | None = None
+
+
+class _Frame(msgspec.Struct):
+    name: str
+    filename: str
+    short_filename: str | None = None
+    line: int = 0
+    locals: list[_Local] | None = None
+
+
+class _Thread(msgspec.Struct):
+    frames: list[_Frame]
+    active: bool
+    owns_gil: bool
+    thread_name: str | None = None
+    os_thread_id: int | None = None
+
+
+class _LateError(VllmopsError):
+    """py-spy was killed because its time was up."""
+
+
+def find() -> str:
+    """The py-spy program: beside this Python, on the path, or where pip put it.
+
+    Raises:
+        VllmopsError: ``pyspy.missing``.
+    """
+    beside = Path(sys.executable).with_name("py-spy")
+    if beside.is_file():
+        return str(beside)
+    if found := shutil.which("py-spy"):
+        return found
+    from importlib import metadata  # noqa: PLC0415  # slow, and next to never needed
+
+    try:
+        files = metadata.files("py-spy") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "py-spy" and (path := Path(str(file.locate()))).is_file():
+            return str(path)
+    raise VllmopsError(
+        "pyspy.missing",
+        "py-spy, which reads the stacks, is not installed",
+        f"{sys.executable} -m pip install py-spy",
+    )
+
+
+def capture(
+    processes: Sequence[Process],
+    options: Options | None = None,
+    *,
+    timeout_s: float = 20.0,
+    server: str | None = None,
+) -> StacksSnapshot:
+    """Dump all processes side by side; one that fails does not keep the others.
+
+    Args:
+        processes: whose stacks to take.
+        options: locals, native frames, without stopping the processes.
+        timeout_s: for all of them together, in seconds.
+        server: its name, for the snapshot.
+
+    Raises:
+        VllmopsError: ``pyspy.missing``.
+    """
+    options = options or Options()
+    program = find()
+    captured_at, began = time.time(), time.monotonic()
+    deadline = began + timeout_s
+    with ThreadPoolExecutor(max(len(processes), 1)) as pool:
+        dumps = [pool.submit(_dump, program, each, options, deadline) for each in processes]
+        done = tuple(dump.result() for dump in dumps)
+    return StacksSnapshot(
+        captured_at=captured_at,
+        seconds=round(time.monotonic() - began, 3),
+        server=server,
+        options=options,
+        processes=done,
+    )
+
+
+def parse(output: bytes, *, with_locals: bool = False) -> tuple[Thread, ...]:
+    """The threads in the output of ``py-spy dump --json``, the most telling first.
+
+    Raises:
+        VllmopsError: ``stacks.unreadable`` where it is nothing py-spy 0.4 would print.
+    """
+    try:
+        threads = msgspec.json.decode(output, type=list[_Thread])
+    except DAMAGE as error:
+        raise VllmopsError(
+            "stacks.unreadable",
+            f"py-spy's output is not as expected: {error}",
+            f"{sys.executable} -m pip install 'py-spy>=0.4.1,<0.5'",
+        ) from error
+    threads.sort(key=lambda each: (not each.owns_gil, not each.active, each.os_thread_id or 0))
+    return tuple(
+        Thread(
+            name=each.thread_name or f"thread {each.os_thread_id}",
+            state="active" if each.active else "idle",
+            owns_gil=each.owns_gil,
+            tid=each.os_thread_id,
+            frames=tuple(_frame(frame, with_locals=with_locals) for frame in each.frames),
+        )
+        for each in threads
+    )
+
+
+def _frame(frame: _Frame, *, with_locals: bool) -> Frame:
+    found = (Local(each.name, each.repr, each.arg) for each in frame.locals or ())
+    return Frame(
+        function=frame.name,
+        file=frame.filename,
+        short_file=frame.short_filename or frame.filename,
+        line=frame.line or None,
+        locals=tuple(found) if with_locals else None,
+    )
+
+
+def _dump(program: str, process: Process, options: Options, deadline: float) -> ProcessStacks:
+    began = time.monotonic()
+    threads: tuple[Thread, ...] = ()
+    note, problem = "", None
+    try:
+        _confirm(process)
+        try:
+            threads, note = _attempts(program, process, options, deadline)
+        finally:
+            # A process that went meanwhile is told as that, whatever py-spy made of it; and if
+            # its pid has a new owner, these may be the wrong stacks.
+            _confirm(process)
+    except VllmopsError as error:
+        threads, note = (), ""
+        problem = Problem(error.code, error.message, error.mend)
+    return ProcessStacks(
+        role=str(process.role),
+        pid=process.pid,
+        create_time=process.create_time,
+        title=next((word for word in process.title.split() if word.startswith("VLLM::")), ""),
+        seconds=round(time.monotonic() - began, 3),
+        note=note,
+        threads=threads,
+        stopped=STOPPED in note,
+        error=problem,
+    )
+
+
+def _confirm(process: Process) -> None:
+    """Raise unless this very process is there and alive."""
+    try:
+        found = psutil.Process(process.pid)
+        reused = identity.of(process.pid) != process.identity
+        zombie = not reused and found.status() == psutil.STATUS_ZOMBIE
+        parent = found.ppid() if zombie else 0
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        raise VllmopsError(
+            "stacks.gone", f"pid {process.pid} is gone", "vllmops ps shows what runs now"
+        ) from None
+    if reused:
+        raise VllmopsError(
+            "stacks.gone",
+            f"pid {process.pid} is gone; the number belongs to another process by now",
+            "vllmops ps shows what runs now",
+        )
+    if zombie:
+        raise VllmopsError(
+            "stacks.zombie",
+            f"pid {process.pid} is dead, a zombie that its parent, pid {parent}, did not collect",
+            "its last words are in the log: vllmops logs",
+        )
+
+
+def _attempts(
+    program: str, process: Process, options: Options, deadline: float
+) -> tuple[tuple[Thread, ...], str]:
+    """The stacks, as asked or else by a way that demands less, and a note where it does.
+
+    A process that can't be stopped (in a driver call, say, or held by a debugger) can still be
+    read, and native frames are no reason to go without Python's. One that stands already is not
+    tried to be stopped: py-spy would wait for that in vain. Each try but the last leaves something
+    of the time that is left: half, or where it will hardly be in vain, little.
+    """
+    ways: list[tuple[str, ...]] = [("--nonblocking",)]
+    halted = "" if options.nonblocking else _held(process.pid, "tT")
+    if not (options.nonblocking or halted):
+        ways.insert(0, ())
+        if options.native:
+            ways.insert(0, ("--native",))
+    locals_ = ("--locals",) if options.locals else ()
+    budget_s = deadline - time.monotonic()
+    first: VllmopsError | None = None
+    for way in ways:
+        left_s = max(deadline - time.monotonic(), 0.0)
+        sure = "--native" not in way and not _held(process.pid)
+        limit_s = left_s * (1.0 if way is ways[-1] else SURE_SHARE if sure else 0.5)
+        command = (program, "dump", "--json", "--pid", str(process.pid), *way, *locals_)
+        try:
+            threads = parse(_run(command, process, limit_s), with_locals=options.locals)
+        except VllmopsError as error:
+            first = first or error
+            continue
+        note = f"{UNSTOPPED}: {halted}" if halted else ""
+        return threads, _note(process, way, first) if first else note
+    assert first is not None
+    if isinstance(first, _LateError):
+        held = _held(process.pid)
+        raise VllmopsError(
+            "stacks.timeout",
+            f"py-spy was not done with pid {process.pid} within {round(budget_s, 1):g} s"
+            + (f": {held}" if held else ""),
+            f"vllmops stacks dump -t {process.pid} --timeout {max(60, 3 * budget_s):.0f}",
+        ) from first
+    raise first
+
+
+def _note(process: Process, way: Iterable[str], error: VllmopsError) -> str:
+    """Why a dump is not as it was asked for."""
+    if "--nonblocking" not in way:
+        return f"without native frames: {error.message}"
+    if held := _held(process.pid):
+        return f"{UNSTOPPED}: {held}"
+    return f"{UNSTOPPED}, so frames may not fit together: {error.message}"
+
+
+def _held(pid: int, states: str = "tTD") -> str:
+    """Why a process can't be stopped by us just now; empty where no reason is seen.
+
+    Args:
+        pid: of the process.
+        states: the kernel's letters of those that count.
+    """
+    try:
+        for task in sorted(os.listdir(f"/proc/{pid}/task")):
+            # Not all of its status: there are hundreds of threads, and the kernel takes its time.
+            with open(f"/proc/{pid}/task/{task}/stat", "rb", buffering=0) as file:
+                letter = file.read().rpartition(b") ")[2][:1].decode()
+            match letter if letter in states else "":
+                case "t":
+                    tracer = status(f"{pid}/task/{task}")["TracerPid"]
+                    return f"it is being debugged by pid {tracer}"
+                case "T":
+                    return f"{STOPPED}, and kill -CONT {pid} lets it go on"
+                case "D":
+                    return f"thread {task} is in a system call that can't be interrupted"
+    except (OSError, KeyError):
+        pass  # gone, or not Linux
+    return ""
+
+
+def _run(command: Sequence[str], process: Process, limit_s: float) -> bytes:
+    """Run py-spy; returns what it prints.
+
+    Raises:
+        VllmopsError: what `_failure` makes of its complaint, or `_LateError`.
+    """
+    try:
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as error:
+        raise VllmopsError(
+            "pyspy.unusable",
+            f"{command[0]} can't be started: {error.strerror}",
+            f"{sys.executable} -m pip install --force-reinstall py-spy",
+        ) from error
+    try:
+        output, complaint = running.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.communicate(timeout=KILL_WAIT_S)
+        raise _LateError("stacks.timeout", f"py-spy was not done within {limit_s:.3g} s") from None
+    if running.returncode:
+        raise _failure(process, complaint.decode(errors="replace"))
+    return output
+
+
+def _failure(process: Process, complaint: str) -> VllmopsError:
+    """The error that py-spy's complaint, a message and its causes, stands for."""
+    told = complaint.partition("Stack backtrace:")[0]
+    if any(words in told for words in NOT_PYTHON):
+        return VllmopsError(
+            "stacks.not-python",
+            f"pid {process.pid} does not run Python, or has not got so far yet",
+            f"where it is native: gdb -p {process.pid} -batch -ex 'thread apply all bt'",
+        )
+    if any(words in told for words in REFUSED):
+        # Not Linux, or gone: then py-spy's own words have to do.
+        with contextlib.suppress(OSError):
+            return refusal(process.pid, rights(process.pid))
+    lines = [line.strip() for line in told.splitlines() if line.strip() not in {"", "Caused by:"}]
+    causes = dict.fromkeys(re.sub(r"^(Error|\d+): ", "", line) for line in lines)
+    return VllmopsError(
+        "stacks.failed",
+        f"py-spy failed on pid {process.pid}: {': '.join(causes) or 'it does not say why'}",
+        f"vllmops stacks dump -t {process.pid} --nonblocking",
+    )

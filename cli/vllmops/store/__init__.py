@@ -1,0 +1,1 @@
+"""Stored responses: backends, conformance checks, archive; for server and command line."""

@@ -1,0 +1,84 @@
+"""From a URL to the backend that it names, or to a class of the user's own."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+
+from ..errors import Exit, VllmopsError
+from . import urls
+from .backend import Backend, Limits
+
+CLASS = "VLLM_RESPONSES_STORE_BACKEND"
+EXTRA = "pip install 'vllmops-cli[store]'"
+
+
+def backend(url: str, limits: Limits | None = None) -> Backend:
+    """The backend for a URL; not opened yet.
+
+    ``?namespace=word`` keeps several stores apart in one database. Where
+    ``VLLM_RESPONSES_STORE_BACKEND`` is set to ``package.module.Class``, that class gets the URL as
+    it is.
+
+    Raises:
+        VllmopsError: ``usage``, or ``store.driver`` where a package is missing.
+    """
+    limits = limits or Limits()
+    if limits.share < 1:
+        raise usage(f"a store for {limits.share} responses keeps none", "--store-max-size 10000")
+    if named := os.environ.get(CLASS):
+        return users_own(named)(url, limits)
+    found = urls.parsed(url)
+    scheme, rest = found.scheme, url.partition("://")[2]
+    url, _ = namespace(f"{scheme}{found.way}://{rest}")
+    name = found.query.get(urls.NAMESPACE, "vllmops")
+    try:
+        if scheme == "memory":
+            from .memory import Memory  # noqa: PLC0415
+
+            return Memory(url, limits)
+        if scheme == "sqlite":
+            from .sqlite import Sqlite  # noqa: PLC0415
+
+            return Sqlite(url, limits, name)
+        if scheme == "postgresql":
+            from .postgresql import Postgresql  # noqa: PLC0415
+
+            return Postgresql(url, limits, name)
+        from .redis import Redis  # noqa: PLC0415
+
+        return Redis(url, limits, name)
+    except ModuleNotFoundError as error:
+        raise VllmopsError(
+            "store.driver", f"{scheme}:// needs the package {error.name}", EXTRA
+        ) from error
+
+
+def users_own(named: str) -> type[Backend]:
+    """The class that ``VLLM_RESPONSES_STORE_BACKEND`` names.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    module, _, name = named.rpartition(".")
+    mend = f"{CLASS}=package.module.Class"
+    try:
+        found = getattr(import_module(module), name) if module else None
+    except (ImportError, AttributeError) as error:
+        raise usage(f"{CLASS} is {named}: {error}", mend) from error
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise usage(f"{CLASS} is {named}, and that is no vllmops.store.backend.Backend", mend)
+    return found
+
+
+def namespace(url: str) -> tuple[str, str]:
+    """A URL without its ``namespace``, and that; ``vllmops`` where it has none."""
+    start, _, query = url.partition("?")
+    given = query.split("&") if query else []
+    rest = [each for each in given if not each.startswith("namespace=")]
+    names = [each.partition("=")[2] for each in given if each not in rest] or ["vllmops"]
+    return "?".join([start, *(["&".join(rest)] if rest else [])]), names[-1]
+
+
+def usage(message: str, mend: str) -> VllmopsError:
+    return VllmopsError("usage", message, mend, exit_code=Exit.USAGE)

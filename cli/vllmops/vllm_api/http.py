@@ -1,0 +1,298 @@
+"""A vLLM server's own HTTP API: health and metrics.
+
+``/health`` makes no round trip to the engine: a server that hangs still answers 200.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
+
+import httpx
+
+from ..instances.shape import UNIX, unix_path
+from ..protocol.metrics import Metrics
+from ..protocol.server import Canary, Outcome
+
+TIMEOUT_S = 2.0
+GRACE_S = 0.5  # for an answer that comes in several parts, each in time
+ANSWER_BYTES = 64 << 20  # metrics of many engines have some MB
+KEY = "VLLM_API_KEY"
+# What reading JSON of any shape may raise.
+NO_ANSWER = (ValueError, LookupError, TypeError, RecursionError)
+
+
+# A sample's name, and labels that it must have, to the field that it adds to.
+FIELDS: tuple[tuple[str, dict[str, str], str], ...] = (
+    ("vllm:num_requests_running", {}, "running"),
+    ("vllm:num_requests_waiting", {}, "waiting"),
+    ("vllm:num_requests_waiting_by_reason", {"reason": "deferred"}, "deferred"),
+    ("vllm:engine_sleep_state", {"sleep_state": "awake"}, "awake"),
+    ("vllm:kv_cache_usage_perc", {}, "kv_cache_usage"),
+    ("vllm:prefix_cache_hits_total", {}, "prefix_hits"),
+    ("vllm:prefix_cache_queries_total", {}, "prefix_queries"),
+    ("vllm:mm_cache_hits_total", {}, "mm_hits"),
+    ("vllm:mm_cache_queries_total", {}, "mm_queries"),
+    ("vllm:prompt_tokens_total", {}, "tokens"),
+    ("vllm:generation_tokens_total", {}, "tokens"),
+    ("vllm:num_preemptions_total", {}, "preemptions"),
+    ("vllm:request_success_total", {}, "finished"),
+    ("vllm:request_success_total", {"finished_reason": "error"}, "failed"),
+    ("http_requests_total", {}, "answers"),
+    ("http_requests_total", {"status": "5xx"}, "errors"),
+    *(
+        (f"vllm:{name}_seconds_{end}", {}, f"{field}_{unit}")
+        for name, field in (
+            ("request_queue_time", "queue"),
+            ("request_prefill_time", "prefill"),
+            ("request_decode_time", "decode"),
+            ("time_to_first_token", "first"),
+            ("inter_token_latency", "between"),
+            ("e2e_request_latency", "whole"),
+        )
+        for end, unit in (("sum", "s"), ("count", "n"))
+    ),
+)
+
+
+class UnixSocket(httpx.BaseTransport):
+    """HTTP through the Unix socket that is a URL's host, as `unix_url` writes it."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        transport = httpx.HTTPTransport(uds=rerouted(request))
+        try:
+            answer = transport.handle_request(request)
+        except BaseException:
+            transport.close()
+            raise
+        assert isinstance(answer.stream, httpx.SyncByteStream)
+        answer.stream = Closing(answer.stream, transport)
+        return answer
+
+
+class Closing(httpx.SyncByteStream):
+    """A stream that takes its connection with it."""
+
+    def __init__(self, stream: httpx.SyncByteStream, transport: httpx.HTTPTransport) -> None:
+        self.stream = stream
+        self.transport = transport
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.stream
+
+    def close(self) -> None:
+        self.stream.close()
+        self.transport.close()
+
+
+class AsyncUnixSocket(httpx.AsyncBaseTransport):
+    """The same for asyncio."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        transport = httpx.AsyncHTTPTransport(uds=rerouted(request))
+        try:
+            answer = await transport.handle_async_request(request)
+        except BaseException:
+            await transport.aclose()
+            raise
+        assert isinstance(answer.stream, httpx.AsyncByteStream)
+        answer.stream = AsyncClosing(answer.stream, transport)
+        return answer
+
+
+class AsyncClosing(httpx.AsyncByteStream):
+    """The same for asyncio."""
+
+    def __init__(self, stream: httpx.AsyncByteStream, transport: httpx.AsyncHTTPTransport) -> None:
+        self.stream = stream
+        self.transport = transport
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self.stream:
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self.stream.aclose()
+        await self.transport.aclose()
+
+
+def rerouted(request: httpx.Request) -> str:
+    """Give a request a URL that HTTP knows; returns the path of the socket that it goes through."""
+    path = unix_path(str(request.url))
+    assert path is not None
+    request.url = request.url.copy_with(scheme="http", host="localhost")
+    request.headers["Host"] = "localhost"
+    return path
+
+
+MOUNTS: dict[str, httpx.BaseTransport | None] = {UNIX: UnixSocket()}
+ASYNC_MOUNTS: dict[str, httpx.AsyncBaseTransport | None] = {UNIX: AsyncUnixSocket()}
+
+
+def healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
+    """Whether ``/health`` answers 200; its certificate is not judged here."""
+    return status(url, timeout_s=timeout_s) == httpx.codes.OK
+
+
+def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
+    """The status of ``/health``; 0 where a connection is taken and not answered in time.
+
+    Returns:
+        None where there is no connection: it may not be up yet, or not reachable from here.
+    """
+    try:
+        return get(f"{url}/health", timeout_s).status_code
+    except httpx.ReadTimeout:
+        return 0
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+
+
+def code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int | None:
+    """The status of any answer, None where nothing answers."""
+    try:
+        return ask(method, url, timeout_s).status_code
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+
+
+def version(url: str) -> str | None:
+    """The server's vLLM version, None where it does not tell."""
+    try:
+        found = ask("GET", f"{url}/version", TIMEOUT_S).raise_for_status().json()["version"]
+        return str(found)
+    except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER):
+        return None
+
+
+class Key(NamedTuple):
+    """What a server is sent of the user's API key.
+
+    Args:
+        headers: the one that holds it, if any.
+        withheld: why it is not sent although there is one; empty where it is.
+    """
+
+    headers: dict[str, str]
+    withheld: str = ""
+
+
+def key_for(url: str) -> Key:
+    """What a server gets of ``VLLM_API_KEY``: nothing where it is another user's process.
+
+    Never another variable: a key that is somebody else's is not for this server.
+    """
+    from ..host.listeners import distrust  # noqa: PLC0415 - most commands send no key
+
+    key = os.environ.get(KEY)
+    if not key:
+        return Key({})
+    withheld = distrust(url)
+    return Key({}, withheld) if withheld else Key({"Authorization": f"Bearer {key}"})
+
+
+def one_token(url: str, timeout_s: float) -> Canary:
+    """Ask a server for one token, as a user would.
+
+    Args:
+        url: of the server.
+        timeout_s: for everything.
+    """
+    began = time.monotonic()
+    headers, withheld = key_for(url)
+
+    def told(outcome: Outcome, detail: str) -> Canary:
+        return Canary(outcome, time.monotonic() - began, detail)
+
+    try:
+        models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers)
+        if models.status_code in {401, 403}:
+            why = f"{KEY} was not sent: {withheld}" if withheld else f"set {KEY}"
+            return told("unable", f"it wants an API key: {why}")
+        model = models.raise_for_status().json()["data"][0]["id"]
+        left_s = max(timeout_s - (time.monotonic() - began), 1.0)
+        body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}
+        answer = ask("POST", f"{url}/v1/completions", left_s, headers=headers, json=body)
+    except httpx.TimeoutException:
+        return told("timeout", f"no answer within {timeout_s:.0f} s")
+    except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
+        return told("refused", f"{type(error).__name__}: {error}")
+    if answer.is_success:
+        return told("answered", "")
+    # A model that only transcribes, say, has no such route, or takes no text.
+    outcome: Outcome = "refused" if answer.is_server_error else "unable"
+    return told(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
+
+
+def get(url: str, timeout_s: float) -> httpx.Response:
+    return ask("GET", url, timeout_s)
+
+
+def ask(method: str, url: str, timeout_s: float, **fields: Any) -> httpx.Response:
+    """A server's answer; not on a thread whose event loop runs.
+
+    Whoever listens there may be anybody: what trickles in for ever, or never ends, is given up.
+
+    Raises:
+        httpx.HTTPError, httpx.InvalidURL: there is none, in this time or of a decent size.
+    """
+    return asyncio.run(answered(method, url, timeout_s, fields))
+
+
+async def answered(
+    method: str, url: str, timeout_s: float, fields: dict[str, Any]
+) -> httpx.Response:
+    content = b""
+    try:
+        async with (
+            asyncio.timeout(timeout_s + GRACE_S),
+            # A proxy for the outside is not for a server on this machine, whose certificate is its
+            # own.
+            httpx.AsyncClient(
+                timeout=timeout_s,
+                trust_env=False,
+                verify=False,  # noqa: S501
+                mounts=ASYNC_MOUNTS,
+            ) as client,
+            client.stream(method, url, **fields) as answer,
+        ):
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > ANSWER_BYTES:
+                    raise httpx.RemoteProtocolError(f"it has more than {ANSWER_BYTES >> 20} MiB")
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from error
+    kept = {"content-type": answer.headers.get("content-type", "")}
+    return httpx.Response(answer.status_code, headers=kept, content=content, request=answer.request)
+
+
+def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:
+    """The server's metrics, None where it does not give them."""
+    try:
+        answer = get(f"{url}/metrics", timeout_s).raise_for_status()
+        return read(answer.text)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return None
+
+
+def read(text: str) -> Metrics:
+    """What a text in Prometheus' format says.
+
+    Raises:
+        ValueError: it is in another.
+    """
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
+
+    fields: dict[str, list[tuple[dict[str, str], str]]] = {}
+    for name, labels, field in FIELDS:
+        fields.setdefault(name, []).append((labels, field))
+    values: dict[str, list[float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            for labels, field in fields.get(sample.name, ()):
+                if labels.items() <= sample.labels.items():
+                    values.setdefault(field, []).append(sample.value)
+    return Metrics(**{f: max(v) if f == "kv_cache_usage" else sum(v) for f, v in values.items()})

@@ -1,0 +1,574 @@
+"""Stored responses over a server's HTTP API: those of one API key."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from ..errors import Exit, VllmopsError
+from ..instances.record import Folder, Record
+from ..instances.servers import find, resolve
+from ..protocol.files import DAMAGE
+from ..store import shape
+from ..store.backend import FINISHED, owner_of
+from ..store.settings import STORE
+from ..store.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
+from ..store.urls import shown
+from ..targets import Url, parsed
+from . import http
+
+TIMEOUT_S = 10.0
+# Between two events of a run that goes on: what there is so far has been told by then.
+SILENCE_S = 1.0
+# What the routes give at once.
+LIMIT = 100
+LETTERS = 300  # of what a server says
+LOCAL = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
+TERMINAL = frozenset(f"response.{status}" for status in FINISHED)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one response that something was to be done to.
+
+    Args:
+        id: its id.
+        done: whether it is now as was wished.
+        told: what became of it, or why nothing did, in words.
+        code: the error's, as `VllmopsError` has it; empty where it is done.
+        exit_code: what a command says of it.
+    """
+
+    id: str
+    done: bool
+    told: str
+    code: str = ""
+    exit_code: int = Exit.OK
+
+
+class Source(Protocol):
+    """Where stored responses are: a server, or the store itself.
+
+    Each method raises VllmopsError where it can't, and StoreUnavailable where trying again may
+    help.
+    """
+
+    name: str
+    # Whether everybody's responses are seen, rather than one API key's.
+    whole: bool
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def page(self, query: Query) -> Page:
+        """Part of the responses; without their input, and their status in their body, over HTTP.
+
+        Raises:
+            CursorUnknown: ``after`` is none of them.
+        """
+
+    async def get(self, response_id: str) -> Response:
+        """One of them.
+
+        Raises:
+            VllmopsError: ``responses.unknown``.
+        """
+
+    async def items(self, response: Response) -> bytes:
+        """What its turn added to the conversation, a JSON array."""
+
+    async def events(self, response: Response) -> list[Events]:
+        """What is kept of its stream, but for the event that tells its end."""
+
+    async def cancel(self, response_id: str) -> Outcome:
+        """Stop a run."""
+
+    async def delete(self, response_id: str) -> Outcome:
+        """Delete a response, and stop it where it runs."""
+
+
+class Listing(msgspec.Struct):
+    """A page of a list."""
+
+    object: str
+    data: list[msgspec.Raw]
+    has_more: bool = False
+    last_id: str | None = None
+
+
+class Said(msgspec.Struct):
+    """As much of an event as is needed to know it."""
+
+    type: str
+    sequence_number: int
+
+
+LISTING = msgspec.json.Decoder(Listing)
+SAID = msgspec.json.Decoder(Said)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A server to ask.
+
+    Args:
+        url: of its API, without ``/v1``.
+        name: how messages name it.
+        store: the URL of its store, where a record tells.
+        local: whether it is on this machine.
+        vllm: whether it is known to be vLLM, rather than whatever answers there.
+    """
+
+    url: str
+    name: str
+    store: str | None = None
+    local: bool = True
+    vllm: bool = False
+
+    @property
+    def or_store(self) -> str:
+        """How to do without it, behind what else would help; empty where that is not known."""
+        return f"; or, on the store itself: --store {shown(self.store)}" if self.store else ""
+
+
+def place(target: str | None) -> Place:
+    """Where a target's API is; a URL may be of any machine.
+
+    Raises:
+        VllmopsError: as `resolve` does, or ``responses.no-url``.
+    """
+    if target is not None and isinstance(named := parsed(target), Url):
+        return Place(named.text, shown(named.text), local=bool(LOCAL.fullmatch(named.host)))
+    try:
+        server = resolve(target)
+    except VllmopsError as error:
+        if record := last(target):
+            error.mend += Place("", "", store_of(record)).or_store
+        raise
+    if server.url is None:
+        raise VllmopsError(
+            "responses.no-url",
+            f"{server.label} has no known address",
+            "-t http://HOST:PORT",
+            exit_code=Exit.NOT_FOUND,
+        )
+    store = store_of(server.record) if server.record else None
+    return Place(server.url, server.label, store, vllm=True)
+
+
+def last(target: str | None) -> Record | None:
+    """The record of an instance that does not run, as named, or the only one."""
+    records = [server.record for server in find() if server.record]
+    named = [each for each in records if target in {None, each.name}]
+    return named[0] if len(named) == 1 else None
+
+
+def store_of(record: Record) -> str | None:
+    """The URL of an instance's store, None where it has none that can be got at from outside."""
+    url = record.environment.get(STORE)
+    return None if url is None or url.startswith(("memory:", "none")) else url
+
+
+def glance(target: str | None) -> Place | None:
+    """The same in no time, None where it takes more: for completion."""
+    if target and "://" in target:
+        return place(target)
+    from ..instances.record import folders  # noqa: PLC0415
+
+    running = [each for each in ([Folder(target)] if target else folders()) if each.supervised()]
+    record = running[0].read() if len(running) == 1 else None
+    return Place(record.url, record.name) if record and record.url else None
+
+
+class Http:
+    """A server's routes, as a client with an API key sees them.
+
+    Args:
+        place: the server.
+        timeout_s: for each answer.
+    """
+
+    whole = False
+
+    def __init__(self, place: Place, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.place = place
+        self.name = place.name
+        self.timeout_s = timeout_s
+        headers, self.withheld = http.key_for(place.url)
+        self.client = httpx.AsyncClient(
+            headers=headers,
+            timeout=timeout_s,
+            # A proxy for the outside is not for a server on this machine, whose certificate is its
+            # own; elsewhere the key is for nobody but the right one.
+            trust_env=not place.local,
+            verify=not place.local,
+            mounts=http.ASYNC_MOUNTS,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.aclose()
+
+    async def page(self, query: Query) -> Page:
+        wanted = {
+            "after": query.after,
+            "before": query.before,
+            "limit": min(query.limit, LIMIT),
+            "order": "desc" if query.descending else "asc",
+            "model": query.model,
+            "status": query.status,
+        }
+        answer = await self.ask("GET", "", **{k: v for k, v in wanted.items() if v is not None})
+        if (
+            answer.status_code == httpx.codes.BAD_REQUEST
+            and query.after
+            and blames(answer, "after")
+        ):
+            raise CursorUnknown(query.after)
+        try:
+            listing = LISTING.decode(self.good(answer, "list responses").content)
+        except shape.BROKEN as error:
+            raise self.lacking("list responses") from error
+        return Page([made(bytes(each)) for each in listing.data], listing.has_more)
+
+    async def get(self, response_id: str) -> Response:
+        answer = await self.ask("GET", path(response_id))
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise unknown(self.name, response_id, sure=response_id in answer.text)
+        content = self.good(answer, "retrieve a response").content
+        if head_of(content).id:
+            return made(content)
+        raise self.lacking("retrieve a response")
+
+    async def items(self, response: Response) -> bytes:
+        found: list[msgspec.Raw] = []
+        seen: set[str] = set()
+        after: dict[str, str] = {}
+        while True:
+            answer = await self.ask(
+                "GET", f"{path(response.id)}/input_items", limit=LIMIT, order="asc", **after
+            )
+            await self.expect(answer, response.id, "tell the input of a response")
+            try:
+                listing = LISTING.decode(self.good(answer, "tell the input of a response").content)
+            except shape.BROKEN as error:
+                raise self.lacking("tell the input of a response") from error
+            found += listing.data
+            if not listing.has_more or not listing.last_id or not listing.data:
+                return msgspec.json.encode(found)
+            if listing.last_id in seen:
+                raise VllmopsError(
+                    "responses.refused", f"{self.name} gives the same part of an input for ever"
+                )
+            seen.add(listing.last_id)
+            after = {"after": listing.last_id}
+
+    async def events(self, response: Response) -> list[Events]:
+        doing = "tell the events of a response"
+        found: list[Events] = []
+        rest = b""
+        silence_s = SILENCE_S if response.running else self.timeout_s
+        timeout = httpx.Timeout(self.timeout_s, read=silence_s)
+        url = f"{self.place.url}/v1/responses{path(response.id)}"
+        try:
+            async with self.client.stream(
+                "GET", url, params={"stream": "true"}, timeout=timeout
+            ) as answer:
+                if not answer.headers.get("Content-Type", "").startswith("text/event-stream"):
+                    await answer.aread()
+                    if answer.status_code == httpx.codes.BAD_REQUEST:
+                        return []  # it was no background stream, or its events are gone
+                    self.good(self.allowed(answer), doing)
+                    raise self.lacking(doing)
+                async for part in answer.aiter_bytes():
+                    *whole, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
+                    for each in whole:
+                        keep(each, found)
+        except httpx.HTTPError as error:
+            if not (response.running and isinstance(error, httpx.ReadTimeout)):
+                raise self.away(error) from error
+        return found
+
+    async def cancel(self, response_id: str) -> Outcome:
+        answer = await self.ask("POST", f"{path(response_id)}/cancel")
+        if answer.status_code in {httpx.codes.BAD_REQUEST, httpx.codes.CONFLICT}:
+            return refused(response_id, said(answer))
+        if failure := await self.missing(answer, response_id, "cancel a response"):
+            return failure
+        head = decoded(self.good(answer, "cancel a response").content)
+        return Outcome(id=response_id, done=True, told=(head and head.status) or "cancelled")
+
+    async def delete(self, response_id: str) -> Outcome:
+        answer = await self.ask("DELETE", path(response_id))
+        if failure := await self.missing(answer, response_id, "delete a response"):
+            return failure
+        self.good(answer, "delete a response")
+        return Outcome(id=response_id, done=True, told="deleted")
+
+    async def owner(self) -> str:
+        """As whose these responses are kept: a hash of the key, empty where the server asks none.
+
+        Raises:
+            VllmopsError: the server does not answer.
+        """
+        authorization = self.client.headers.get("Authorization", "")
+        bare = {"Authorization": ""} if authorization else {}
+        answer = await self.send("GET", f"{self.place.url}/v1/models", headers=bare)
+        if answer.status_code not in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+            return ""
+        return owner_of(authorization.partition(" ")[2])
+
+    # What answers mean
+
+    async def ask(self, method: str, path: str, **params: Any) -> httpx.Response:
+        """A route's answer, whatever its status, but where nobody may use it now.
+
+        Raises:
+            VllmopsError: ``responses.unreachable`` (5), ``responses.timeout`` (3),
+                ``responses.not-authorised`` (4).
+            StoreUnavailable: the server says 503.
+        """
+        answer = await self.send(method, f"{self.place.url}/v1/responses{path}", params=params)
+        return self.allowed(answer)
+
+    def allowed(self, answer: httpx.Response) -> httpx.Response:
+        if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+            why, mend = "has none that it takes", "VLLM_API_KEY=… vllmops responses …"
+            if self.withheld:
+                why = f"was not sent: {self.withheld}"
+                mend = "run vllmops as the user who started the server"
+            raise VllmopsError(
+                "responses.not-authorised",
+                f"{self.name} wants an API key, and VLLM_API_KEY {why}",
+                f"{mend}{self.place.or_store}",
+                exit_code=Exit.NOT_AUTHORISED,
+            )
+        if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            after = answer.headers.get("Retry-After", "")
+            raise StoreUnavailable(
+                f"{self.name}: {said(answer)}", float(after) if after.isdigit() else 1
+            )
+        return answer
+
+    async def send(self, method: str, url: str, **options: Any) -> httpx.Response:
+        try:
+            return await self.client.request(method, url, **options)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self.away(error) from error
+
+    def away(self, error: Exception) -> VllmopsError:
+        """The error of a server that can't be reached, or does not answer."""
+        if isinstance(error, httpx.TimeoutException) and not isinstance(
+            error, httpx.ConnectTimeout | httpx.PoolTimeout
+        ):
+            help_ = f"vllmops doctor -t {self.name}" if self.place.local else "try again later"
+            return VllmopsError(
+                "responses.timeout",
+                f"{self.name} did not answer within {self.timeout_s:g} s",
+                f"{help_}{self.place.or_store}",
+                exit_code=Exit.TIMED_OUT,
+            )
+        return VllmopsError(
+            "responses.unreachable",
+            f"{shown(self.place.url)} can't be reached: {str(error) or type(error).__name__}",
+            f"vllmops ps{self.place.or_store}",
+            exit_code=Exit.NOT_FOUND,
+        )
+
+    def good(self, answer: httpx.Response, doing: str) -> httpx.Response:
+        """An answer that is what was asked for.
+
+        Raises:
+            VllmopsError: ``responses.no-route`` or ``responses.refused``.
+        """
+        if routeless(answer):
+            raise self.lacking(doing)
+        if not answer.is_success:
+            raise VllmopsError(
+                "responses.refused", f"{self.name} answered {answer.status_code}: {said(answer)}"
+            )
+        return answer
+
+    async def expect(self, answer: httpx.Response, response_id: str, doing: str) -> None:
+        """See that there is the route, and the response.
+
+        Raises:
+            VllmopsError: ``responses.unknown`` or ``responses.no-route``.
+        """
+        if answer.status_code == httpx.codes.METHOD_NOT_ALLOWED:
+            raise self.lacking(doing)
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            # Of a response, or of the route? Whoever says it of a response names it, mostly.
+            if response_id not in answer.text:
+                await self.get(response_id)
+                raise self.lacking(doing)
+            raise unknown(self.name, response_id)
+
+    async def missing(self, answer: httpx.Response, response_id: str, doing: str) -> Outcome | None:
+        """The outcome where there is no such response, None where there is."""
+        try:
+            await self.expect(answer, response_id, doing)
+        except VllmopsError as error:
+            if error.code != "responses.unknown":
+                raise
+            return failed(response_id, error)
+        return None
+
+    def lacking(self, doing: str) -> VllmopsError:
+        """The error of a server without a route."""
+        with ThreadPoolExecutor(1) as pool:  # an event loop runs on this thread
+            version = pool.submit(http.version, self.place.url).result()
+        if version is None and not self.place.vllm:
+            return VllmopsError(
+                "responses.no-route",
+                f"{self.name} has no route to {doing}: a gateway that has none, or no vLLM",
+                "-t with the URL of the vLLM server behind it, started by vllmops serve",
+            )
+        who = f"vLLM {version}" if version else "vLLM"
+        if self.place.store:
+            mend = f"vllmops patches list -t {self.name} may tell why{self.place.or_store}"
+        else:
+            mend = (
+                "start it with vllmops serve; or, with vllmops installed beside vLLM, "
+                f"set {STORE}=sqlite:///FILE for it"
+            )
+        return VllmopsError(
+            "responses.no-route",
+            f"{self.name} has no route to {doing}: {who} has none of its own",
+            mend,
+        )
+
+
+def routeless(answer: httpx.Response) -> bool:
+    """Whether there is no such route; the gateway agentic-api has a WebSocket for a list."""
+    if answer.status_code == httpx.codes.BAD_REQUEST:
+        return not answer.headers.get("content-type", "").startswith("application/json")
+    return answer.status_code in {httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED}
+
+
+def path(response_id: str) -> str:
+    return "/" + quote(response_id, safe="")
+
+
+class Rescued(NamedTuple):
+    """As much of a response object as names it."""
+
+    id: str = ""
+    status: str = ""
+
+
+RESCUED = msgspec.json.Decoder(dict[str, msgspec.Raw])
+TEXT = msgspec.json.Decoder(str)
+
+
+def head_of(document: bytes) -> Rescued:
+    """What names a response, nothing where it has no name."""
+    try:
+        parts = RESCUED.decode(document)
+    except shape.BROKEN:
+        return Rescued()
+    return Rescued(text(parts.get("id")), text(parts.get("status")))
+
+
+def text(part: msgspec.Raw | None) -> str:
+    """A text from its JSON, empty where it is none."""
+    try:
+        return TEXT.decode(part) if part is not None else ""
+    except shape.BROKEN:
+        return ""
+
+
+def made(document: bytes) -> Response:
+    """A response from its object; as much as is there from one that is damaged."""
+    head = decoded(document)
+    if head is None:
+        name = head_of(document)
+        return Response(
+            id=name.id, owner="", model="", status=name.status, created_at=0.0, body=document
+        )
+    return Response(
+        id=head.id,
+        owner="",
+        model=head.model or "",
+        status=head.status or "",
+        created_at=head.created_at,
+        previous_id=head.previous_response_id,
+        body=document,
+    )
+
+
+def decoded(document: bytes) -> shape.Document | None:
+    """A response object, None where it is none."""
+    try:
+        return shape.DOCUMENT.decode(document)
+    except shape.BROKEN:
+        return None
+
+
+def keep(frame: bytes, found: list[Events]) -> None:
+    """Add an event of a stream to those that were found."""
+    data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
+    try:
+        event = SAID.decode(data)
+    except DAMAGE:
+        return  # [DONE], say
+    if event.type in TERMINAL:
+        return
+    if found and found[-1].first + len(found[-1].events) == event.sequence_number:
+        found[-1].events.append(data)
+    else:
+        found.append(Events(event.sequence_number, [data]))
+
+
+def said(answer: httpx.Response) -> str:
+    """What a server says of its refusal."""
+    try:
+        told = answer.json()
+        error = told.get("error", told)
+        message = error.get("message") if isinstance(error, dict) else error
+    except (ValueError, AttributeError, RecursionError):
+        message = None
+    return str(message or answer.text or answer.reason_phrase)[:LETTERS]
+
+
+def blames(answer: httpx.Response, param: str) -> bool:
+    """Whether a server's refusal blames a parameter."""
+    try:
+        return bool(answer.json()["error"]["param"] == param)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False
+
+
+def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
+    route = "" if sure else ", or no route that retrieves one"
+    return VllmopsError(
+        "responses.unknown",
+        f"{name} has no response {response_id!r}{route}",
+        "vllmops responses list; another API key's are not shown",
+        exit_code=Exit.NOT_FOUND,
+    )
+
+
+def failed(response_id: str, error: VllmopsError) -> Outcome:
+    """The outcome of what could not be done."""
+    return Outcome(
+        id=response_id,
+        done=False,
+        told="there is no such response" if error.code == "responses.unknown" else error.message,
+        code=error.code,
+        exit_code=error.exit_code,
+    )
+
+
+def refused(response_id: str, why: str) -> Outcome:
+    return Outcome(
+        id=response_id, done=False, told=why, code="responses.refused", exit_code=Exit.FAILED
+    )

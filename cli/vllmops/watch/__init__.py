@@ -1,0 +1,1 @@
+"""Watches a server and tells when it stalls."""

@@ -1,0 +1,212 @@
+"""Tells events to others: a command of the user's, a URL; nothing waits for them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import httpx
+import msgspec
+
+from .. import forever
+from ..errors import Exit, VllmopsError
+from ..protocol.watch import Event
+from ..targets import split
+
+HOOK_S = 30.0
+POST_S, TRIES, PAUSE_S = 5.0, 3, 1.0
+FLUSH_S = 60.0
+
+Trouble = Callable[[str], None]
+
+
+class Messenger:
+    """Carries events to where they are wanted, one after the other, in a thread of its own.
+
+    Args:
+        receivers: are given each event; what they can't do they raise as VllmopsError.
+        trouble: is told what could not be done.
+    """
+
+    def __init__(self, receivers: Sequence[Callable[[Event], None]], trouble: Trouble) -> None:
+        self.receivers = receivers
+        self.trouble = trouble
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.left = 0
+        self.idle = threading.Condition()
+        forever.thread("messenger", self.run, forever.Trouble("an event is not told", trouble))
+
+    def send(self, event: Event) -> None:
+        """Have an event told; comes back at once."""
+        with self.idle:
+            self.left += 1
+        self.events.put(event)
+
+    def flush(self, seconds: float = FLUSH_S) -> None:
+        """Wait until everything has been told, or until the time is up."""
+        with self.idle:
+            self.idle.wait_for(lambda: not self.left, seconds)
+
+    def run(self) -> None:
+        """Tell one event."""
+        event = self.events.get()
+        try:
+            for receive in self.receivers:
+                self.give(receive, event)
+        finally:
+            with self.idle:
+                self.left -= 1
+                self.idle.notify_all()
+
+    def give(self, receive: Callable[[Event], None], event: Event) -> None:
+        """Tell one receiver; what it can't do hinders no other."""
+        try:
+            receive(event)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, VllmopsError):
+                text = error.message
+            with suppress(Exception):  # there is nobody else who could be told
+                self.trouble(text)
+
+
+class Hook:
+    """A command that is run with each event: in its environment, and as JSON on its input.
+
+    Args:
+        command: with its arguments, as a shell takes them apart.
+        limit_s: after which it is killed.
+
+    Raises:
+        VllmopsError: ``watch.no-command`` where there is no such program.
+    """
+
+    def __init__(self, command: str, limit_s: float = HOOK_S) -> None:
+        self.command = command
+        self.limit_s = limit_s
+        try:
+            self.words = shlex.split(command)
+        except ValueError as error:
+            raise no_command(command, str(error).lower()) from error
+        if not self.words or not shutil.which(self.words[0]):
+            raise no_command(command, "there is no such program")
+
+    def __call__(self, event: Event) -> None:
+        """Run it.
+
+        Raises:
+            VllmopsError: ``watch.hook``.
+        """
+        try:
+            process = subprocess.Popen(
+                self.words,
+                env={**os.environ, **facts(event)},
+                stdin=subprocess.PIPE,
+                # Standard output is for the one envelope of --json.
+                stdout=sys.stderr.fileno(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise failed(self.command, f"can't be run: {error.strerror}") from error
+        try:
+            process.communicate(msgspec.json.encode(event), self.limit_s)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise failed(self.command, f"was killed after {self.limit_s:g} s") from None
+        if process.returncode:
+            raise failed(self.command, f"ended with {process.returncode}")
+
+
+def facts(event: Event) -> dict[str, str]:
+    """An event as environment variables."""
+    told = {
+        "EVENT": event.event,
+        "SERVER": event.server,
+        "TARGET": event.server,  # so that vllmops in the command means the same server
+        "URL": event.url or "",
+        "MODEL": event.model or "",
+        "STALL": str(event.number or ""),
+        "SECONDS": f"{event.seconds:.0f}",
+        "CODE": event.code,
+        "TITLE": event.title,
+        "SUBJECT": event.subject,
+        "EVIDENCE": event.evidence,
+        "ADVICE": event.advice,
+        "BUNDLE": event.bundle,
+        "TEXT": event.text,
+    }
+    return {f"VLLMOPS_{name}": value.replace("\0", "") for name, value in told.items()}
+
+
+class Webhook:
+    """A URL to which each event is posted as JSON; ``text`` is what chat services show.
+
+    Args:
+        url: http or https.
+        pause_s: seconds before the second try, twice that before the third.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+
+    def __init__(self, url: str, pause_s: float = PAUSE_S) -> None:
+        self.url = url
+        self.pause_s = pause_s
+        try:
+            parts = split(url)
+        except VllmopsError as error:
+            error.mend = "--webhook wants an http or https URL"
+            raise
+        # Its path and its query may be secret.
+        self.where = f"{parts.scheme}://{parts.hostname}/…"
+
+    def __call__(self, event: Event) -> None:
+        """Post it; what may pass is tried again.
+
+        Raises:
+            VllmopsError: ``watch.webhook``.
+        """
+        why = ""
+        for number in range(TRIES):
+            if number:
+                time.sleep(number * self.pause_s)
+            try:
+                answer = httpx.post(
+                    self.url,
+                    content=msgspec.json.encode(event),
+                    headers={"Content-Type": "application/json"},
+                    timeout=POST_S,
+                )
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                why = f"{type(error).__name__}"
+                continue
+            if answer.is_success:
+                return
+            why = f"it answered {answer.status_code}"
+            if not (answer.is_server_error or answer.status_code in {408, 429}):
+                break
+        raise VllmopsError("watch.webhook", f"the webhook {self.where} was not told: {why}")
+
+
+def no_command(command: str, why: str) -> VllmopsError:
+    return VllmopsError(
+        "watch.no-command",
+        f"--exec {command!r} can't be run: {why}",
+        "a program with its arguments (sh -c '…' where it needs a shell)",
+        exit_code=Exit.USAGE,
+    )
+
+
+def failed(command: str, why: str) -> VllmopsError:
+    return VllmopsError("watch.hook", f"the command {command!r} {why}")

@@ -1,0 +1,366 @@
+"""Watches a server: notices that it has stalled, keeps the evidence, tells, and acts if it may."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..bundle.redact import Redactor
+from ..caches.repair import Report
+from ..diagnose import doctor, progress
+from ..diagnose.findings import Finding
+from ..diagnose.progress import PATIENCE_S, Stall
+from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
+from ..errors import VllmopsError
+from ..forever import Trouble
+from ..instances.servers import Server
+from ..protocol.repairs import Change
+from ..protocol.server import Look, ServerSnapshot
+from ..protocol.watch import Event
+from .watched import Phase
+
+# After a stall that was none: each look at stacks stops the processes for a moment.
+DOUBT_S = 60.0
+# Whoever watches was suspended, or starved, and the server with it.
+SLIP_S = 5.0
+# A repaired server has as long as this to go on, before it is restarted.
+MENDING_S = 20.0
+KEPT = 1000  # events
+REPAIRABLE = {"mm-cache.ghost-keys"}
+# What of an event may quote a log.
+QUOTING = ("title", "evidence")
+# What says why something stands still, besides stacks.
+CAUSES = {"process.stopped", "engine.missing"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to watch, and what to do.
+
+    Args:
+        folder: where evidence goes.
+        interval_s: seconds between looks.
+        checks: looks in a row in which it must stand.
+        patience_s: how long a server may show no sign while requests are there.
+        once: end with the first stall.
+        for_s: end after so many seconds; None never.
+        repair: repair what is proved to be broken, and can be.
+        restart: restart a stalled instance, once the evidence is on the disk.
+    """
+
+    folder: Path
+    interval_s: float = INTERVAL_S
+    checks: int = CHECKS
+    patience_s: float = PATIENCE_S
+    once: bool = False
+    for_s: float | None = None
+    repair: bool = False
+    restart: bool = False
+
+
+class Subject(Protocol):
+    """What is watched; see `watched.Watched`."""
+
+    server: Server
+
+    @property
+    def final(self) -> bool: ...
+    @property
+    def failed(self) -> bool: ...
+    @property
+    def why(self) -> str: ...
+    def phase(self) -> Phase: ...
+    def look(self, *, ask: bool) -> Look: ...
+    def capture(
+        self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
+    ) -> ServerSnapshot: ...
+    def save(self, folder: Path) -> Path: ...
+    def repair(self) -> Report: ...
+    def restart(self) -> None: ...
+
+
+@dataclass
+class Ongoing:
+    """A stall that lasts.
+
+    Args:
+        number: from 1.
+        began: by the monotonic clock.
+        kept: whether its evidence is on the disk.
+        restart_at: when to restart, by the monotonic clock; None not at all.
+    """
+
+    number: int
+    began: float
+    kept: bool
+    restart_at: float | None = None
+
+
+@dataclass
+class Diary:
+    """What was told: how often each, and the last ones."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    @property
+    def bad(self) -> int:
+        """Stalls and failures."""
+        return self.counts["stalled"] + self.counts["failed"]
+
+
+class Watch:
+    """One watch.
+
+    Args:
+        subject: what is watched.
+        plan: how.
+        tell: is given each event, the moment that it is known.
+        stop: once it is set the watch ends.
+        flush: waits until what was told has gone out.
+        now: the monotonic clock, in seconds.
+        wait: waits for that many seconds, or until `stop`.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        plan: Plan,
+        tell: Callable[[Event], None],
+        *,
+        stop: threading.Event | None = None,
+        flush: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        self.subject = subject
+        self.plan = plan
+        self.tell = tell
+        self.stop = stop or threading.Event()
+        self.flush = flush
+        self.now = now
+        self.wait = wait or self.stop.wait
+        self.vigil = Vigil(plan.interval_s, plan.checks, plan.patience_s)
+        self.diary = Diary()
+        self.phase: Phase | None = None
+        self.ongoing: Ongoing | None = None
+        self.doubt_until = 0.0
+        self.ask = True  # once at the beginning, to know what there is
+        self.stumbling = Trouble("a look has failed, and the watch goes on", self.stumbled)
+
+    def run(self) -> Diary:
+        """Watch until the plan says that it is enough, or nothing is left to watch."""
+        began = self.now()
+        while not self.stop.is_set():
+            after_s = self.plan.interval_s
+            try:
+                self.follow(self.subject.phase())
+                if self.phase is Phase.OVER and self.subject.final:
+                    break
+                if self.phase is Phase.UP:
+                    after_s = self.check()
+            except Exception as error:
+                # Nobody else watches: the next look may succeed.
+                self.stumbling.tell(error)
+            if self.plan.once and self.diary.bad:
+                break
+            left_s = began + (self.plan.for_s or float("inf")) - self.now()
+            if left_s <= 0:
+                break
+            self.rest(min(after_s, left_s))
+        return self.diary
+
+    def stumbled(self, text: str) -> None:
+        self.say("trouble", f"{self.subject.server.label}: {text}")
+
+    def rest(self, seconds: float) -> None:
+        """Wait; after a much longer time than that nothing is known any more."""
+        due = self.now() + seconds
+        self.wait(seconds)
+        if self.now() - due > SLIP_S and not self.ongoing:
+            self.vigil.begin()
+
+    # -- its life ----------------------------------------------------------------------------
+
+    def follow(self, phase: Phase) -> None:
+        """Tell that the server has gone, or come."""
+        before, self.phase = self.phase, phase
+        if before is None or phase is before:
+            return
+        looks = self.vigil.looks
+        self.vigil.begin()
+        self.ongoing, self.ask = None, True
+        label, why = self.subject.server.label, self.subject.why
+        if phase is Phase.UP:
+            self.say("ready", f"{label} is ready; watching it")
+        elif phase is Phase.AWAY:
+            self.say("away", f"{label} is not serving: {why}")
+        elif self.subject.failed:
+            self.failed(looks)
+        else:
+            self.say("ended", f"{label} has ended: {why}")
+
+    def failed(self, looks: Sequence[Look]) -> None:
+        """It ended, and nobody wanted that: what it left is evidence, too."""
+        self.subject.capture(looks, self.plan.patience_s, self.stop, sure=True)
+        kept = self.keep()
+        label, why = self.subject.server.label, self.subject.why
+        advice = f"vllmops logs {label}; then vllmops restart {label}"
+        text = f"{label} has ended: {why}"
+        self.say("failed", text, code="server.failed", title=why, advice=advice, bundle=kept)
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def check(self) -> float:
+        """Look once, and do what is to be done; returns the seconds until the next look."""
+        found = self.vigil.see(self.subject.look(ask=self.ask))
+        if self.ongoing:
+            self.go_on(self.ongoing)
+        elif found and not (all(s.doubt for s in found) and self.now() < self.doubt_until):
+            self.stalled(found)
+        step = self.vigil.step()
+        self.ask = step.ask
+        return step.after_s
+
+    def go_on(self, ongoing: Ongoing) -> None:
+        """A stall is known already: is it over, or is it time to restart?"""
+        if not self.vigil.standing:
+            self.ongoing = None
+            lasted = self.now() - ongoing.began
+            label = self.subject.server.label
+            text = f"{label} goes on again after {lasted:.0f} s"
+            self.say("recovered", text, number=ongoing.number, seconds=lasted)
+        elif ongoing.restart_at is not None and self.now() >= ongoing.restart_at:
+            ongoing.restart_at = None
+            self.restart(ongoing)
+
+    def stalled(self, found: list[Stall]) -> None:
+        """Keep the evidence, explain it, tell, and act if that is wished."""
+        began = self.now() - max(each.since_s for each in found)
+        before = len(self.vigil.looks)
+        sure = not all(each.doubt for each in found)
+        snapshot = self.subject.capture(
+            self.vigil.looks, self.plan.patience_s, self.stop, sure=sure
+        )
+        if any(look.compilers for look in snapshot.looks[before:]):
+            self.vigil.row = 0
+            return
+        told = doctor.examine(snapshot, self.plan.patience_s)
+        if not any(stands(each, snapshot, told) for each in found):
+            self.vigil.dismiss(found)
+            self.doubt_until = self.now() + DOUBT_S
+            return
+        kept = self.keep()
+        number = self.diary.counts["stalled"] + 1
+        self.ongoing = Ongoing(number, began, kept=bool(kept))
+        seconds = self.now() - began
+        why = cause(found, told)
+        label = self.subject.server.label
+        self.say(
+            "stalled",
+            f"{label} has stalled for {seconds:.0f} s: {why.title} [{why.code}], {why.subject}",
+            number=number,
+            seconds=seconds,
+            code=why.code,
+            title=why.title,
+            subject=why.subject,
+            evidence=why.evidence,
+            advice=why.advice,
+            reference=why.reference,
+            findings=tuple(each.code for each in told.findings),
+            bundle=kept,
+        )
+        repaired = self.plan.repair and self.repair(told)
+        if self.plan.restart:
+            self.ongoing.restart_at = self.now() + (MENDING_S if repaired else 0.0)
+            self.go_on(self.ongoing)
+
+    # -- acting ------------------------------------------------------------------------------
+
+    def keep(self) -> str:
+        """Write a bundle; returns where it is, empty where it could not be written."""
+        try:
+            return str(self.subject.save(self.plan.folder))
+        except VllmopsError as error:
+            self.trouble(error)
+            return ""
+
+    def repair(self, told: doctor.Diagnosis) -> bool:
+        """Repair what was found, if it can be; returns whether anything was."""
+        if not any(each.code in REPAIRABLE for each in told.findings):
+            return False
+        label = self.subject.server.label
+        try:
+            report = self.subject.repair()
+        except VllmopsError as error:
+            self.trouble(error)
+            return False
+        done = [
+            words(each.role, each.pid, c.changes, c.left)
+            for each in report.repairs
+            for c in each.caches
+        ]
+        self.say("repaired", f"{label}: {'; '.join(done) or 'there was nothing to repair'}")
+        return any(not c.left for each in report.repairs for c in each.caches)
+
+    def restart(self, ongoing: Ongoing) -> None:
+        """Restart the instance, but never before its evidence is on the disk."""
+        label = self.subject.server.label
+        if not ongoing.kept:
+            self.say("trouble", f"{label} is not restarted: its evidence could not be written")
+            return
+        text = f"{label} is restarted; it had stalled"
+        self.say("restarting", text, number=ongoing.number)
+        # Who is told may want to look at it before.
+        self.flush()
+        try:
+            self.subject.restart()
+        except VllmopsError as error:
+            self.trouble(error)
+
+    def trouble(self, error: VllmopsError) -> None:
+        self.say("trouble", f"{self.subject.server.label}: {error.message}", advice=error.mend)
+
+    def say(self, event: Any, text: str, **fields: Any) -> None:
+        """Tell something, and remember it."""
+        server = self.subject.server
+        # Chat services show it, and an exception's message may repeat a prompt or a key.
+        fields |= {name: Redactor().log(fields[name]) for name in QUOTING if fields.get(name)}
+        told = Event(
+            event=event,
+            at=time.time(),
+            server=server.label,
+            url=server.url,
+            model=server.model,
+            text=Redactor().log(text),
+            **fields,
+        )
+        self.diary.counts[told.event] += 1
+        self.diary.events.append(told)
+        self.tell(told)
+
+
+def stands(stall: Stall, snapshot: ServerSnapshot, told: doctor.Diagnosis) -> bool:
+    """Whether a stall counts, now that stacks and agents have been asked."""
+    verdict = told.explanation.verdict if told.explanation else None
+    return stall.stands(verdict, {progress.named(each) for each in snapshot.told})
+
+
+def cause(found: Sequence[Stall], told: doctor.Diagnosis) -> Finding:
+    """The finding that explains a stall best."""
+    for finding in told.findings:
+        if finding.code.startswith("stack.") or finding.code in CAUSES:
+            return finding
+    rules = {rule.code: rule for rule in progress.RULES}
+    return rules[found[0].code].at(found[0].subject, found[0].evidence)
+
+
+def words(role: str, pid: int, changes: Sequence[Change], left: str | None) -> str:
+    """What was repaired in a cache."""
+    each = ", ".join(f"{change.count:,.0f} {change.fault}" for change in changes)
+    return f"{role} {pid}: {each}" + (f", left as it is: {left}" if left else " repaired")

@@ -1,0 +1,239 @@
+"""The server that somebody watches, over restarts: looked at for next to nothing, then closely."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+
+from ..bundle import bundle, collecting
+from ..bundle.collecting import Collecting
+from ..caches import repair as repairs
+from ..diagnose.progress import DEAD
+from ..doctor import examine
+from ..errors import VllmopsError
+from ..home import make_missing
+from ..host import processes
+from ..host.processes import VITAL
+from ..instances import control
+from ..instances.control import Wish
+from ..instances.record import Folder, Record, State
+from ..instances.servers import Server, find
+from ..protocol.server import Look, ServerSnapshot
+
+FIND_S = 10.0  # the process table takes long to read
+CAPTURE_S = 18.0  # for evidence; it is judged and written in two more
+# Nothing that goes away, so it is not waited for as long: somebody is to be told, and may restart.
+COLLECT_ENV_S = 15.0
+
+
+class Phase(StrEnum):
+    """Where a server is in its life."""
+
+    UP = "up"
+    AWAY = "away"  # it stops, or starts
+    OVER = "over"
+
+
+class Watched:
+    """A server, an instance of ours or a stranger.
+
+    Args:
+        server: as discovery found it.
+        follow: whether what comes in its place is meant, too: the next start of an instance, or
+            who answers at a stranger's address.
+    """
+
+    def __init__(self, server: Server, *, follow: bool = True) -> None:
+        self.server = server
+        self.follow = follow
+        self.began = time.monotonic()
+        self.folder = Folder(server.name) if server.name else None
+        self.created_at = server.record.created_at if server.record else 0.0
+        self.read_at = 0
+        self.found_at = 0.0
+        self.dead = not server.processes
+        self.whole = False
+        self.collecting: Collecting | None = None
+
+    # -- where it is -------------------------------------------------------------------------
+
+    def phase(self) -> Phase:
+        """Where it is in its life, as far as a file or the last look tells."""
+        return self.recorded(self.folder) if self.folder else self.stranger()
+
+    def recorded(self, folder: Folder) -> Phase:
+        try:
+            at = folder.record_file.stat().st_mtime_ns
+            if at != self.read_at and (record := folder.read()):
+                self.take(record)
+                self.read_at = at
+        except (OSError, VllmopsError):
+            return Phase.OVER if not folder.record_file.exists() else Phase.AWAY
+        record = self.server.record
+        if record is None or record.state.over:
+            return Phase.OVER
+        if record.created_at != self.created_at and not self.follow:
+            return Phase.OVER  # it was started anew, by somebody who may watch it, too
+        if self.dead and self.due() and not folder.supervised():
+            # Nobody writes what became of it: a supervisor that takes over does.
+            with suppress(VllmopsError):
+                if connection := control.adopt(folder):
+                    connection.close()
+        return Phase.UP if record.state is State.READY else Phase.AWAY
+
+    def take(self, record: Record) -> None:
+        self.server = dataclasses.replace(
+            self.server,
+            record=record,
+            processes=record.processes,
+            host=record.host,
+            port=record.port,
+            uds=record.uds,
+            headless=record.headless,
+            model=record.model,
+            scheme=record.scheme,
+        )
+        self.dead = False
+
+    def stranger(self) -> Phase:
+        if not self.dead:
+            return Phase.UP
+        if self.follow and self.due():
+            with suppress(VllmopsError):
+                same = [each for each in find() if each.url == self.server.url and each.processes]
+                if same and same[0].url and not same[0].record:
+                    self.server, self.dead, self.whole = same[0], False, False
+                    return Phase.UP
+        return Phase.OVER
+
+    def due(self) -> bool:
+        """Whether the process table may be read again."""
+        now = time.monotonic()
+        if now - self.found_at < FIND_S:
+            return False
+        self.found_at = now
+        return True
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing comes after its end."""
+        return not self.follow
+
+    @property
+    def why(self) -> str:
+        """Why it is over, or is not there: the supervisor's word for it."""
+        record = self.server.record
+        if record is None:
+            return "its processes are gone"
+        if record.failure:
+            return f"it failed: {record.failure.cause}"
+        return record.note or str(record.state)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended, and nobody wanted that."""
+        record = self.server.record
+        return record is not None and record.state is State.FAILED
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def look(self, *, ask: bool) -> Look:
+        """What changes from moment to moment.
+
+        Args:
+            ask: whether to ask the server itself, and to look for compilers; the rest costs next
+                to nothing.
+        """
+        server = self.server
+        if ask:
+            look = examine.look(server, self.began)
+        else:
+            look = Look(
+                at_s=time.monotonic() - self.began,
+                pulses=tuple(examine.pulses(server)),
+                processes=tuple(examine.state(process) for process in server.processes),
+            )
+        vital = [each for each in look.processes if each.role in VITAL]
+        self.dead = all(each.state in DEAD for each in vital)
+        if not (self.folder or self.whole or self.dead):
+            self.grow(look)
+        return look
+
+    def grow(self, look: Look) -> None:
+        """Take in the processes that a stranger has started since; the last time once it is up."""
+        up = look.health == 200 or any(pulse.beat.loop_s is not None for pulse in look.pulses)
+        if not self.due():
+            return
+        tree = processes.tree(processes.table(), [p.pid for p in self.server.processes])
+        known = {process.pid for process in self.server.processes}
+        new = tuple(process for process in tree if process.pid not in known)
+        self.server = dataclasses.replace(self.server, processes=self.server.processes + new)
+        self.whole = up
+
+    # -- doing -------------------------------------------------------------------------------
+
+    def capture(
+        self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
+    ) -> ServerSnapshot:
+        """All that can be seen of it, whatever hangs; `save` takes what else is evidence.
+
+        Args:
+            looks: that were taken before, and belong to it.
+            patience_s: how long a server may show no sign.
+            stop: once it is set nothing is waited for any more.
+            sure: whether all else will be wanted, too, and may be taken meanwhile.
+        """
+        if self.collecting:
+            self.collecting.end()
+        wish = collecting.wish(collecting.looking_s(CAPTURE_S), patience_s)
+        looking = examine.Examination(self.server, wish, collecting.quietly, looks, self.began)
+        self.collecting = collecting.Collecting(
+            looking, CAPTURE_S, COLLECT_ENV_S, collecting.quietly, stop
+        )
+        return self.collecting.look(alone=not sure)
+
+    def save(self, folder: Path) -> Path:
+        """Write what was captured into a folder, which is made where it is missing.
+
+        Raises:
+            VllmopsError: ``bundle.not-written``.
+        """
+        assert self.collecting
+        path = folder / bundle.file_name(self.server.label, self.collecting.made_at)
+        try:
+            make_missing(folder)
+        except OSError as error:
+            self.collecting.end()
+            raise bundle.not_written(path, error) from error
+        return bundle.write(self.collecting.contents(), path)[0]
+
+    def repair(self) -> repairs.Report:
+        """Repair its caches; raises as `repairs.repair` does."""
+        return repairs.repair(self.server)
+
+    def restart(self) -> None:
+        """Have its supervisor take it down at once and start it again.
+
+        Raises:
+            VllmopsError: ``restart.stranger`` or ``supervisor.unreachable``.
+        """
+        if self.folder is None:
+            raise stranger(self.server)
+        connection = control.connect(self.folder)
+        connection.send(Wish(restart=0.0))
+        # A Unix socket that is closed before all is read takes what it has sent with it.
+        next((each for each in connection.records() if each.state is not State.READY), None)
+        connection.close()
+
+
+def stranger(server: Server) -> VllmopsError:
+    return VllmopsError(
+        "restart.stranger",
+        f"vllmops did not start {server.label}, and has no command to start it with",
+        "vllmops watch without --restart; --exec runs a command of yours",
+    )

@@ -1,0 +1,202 @@
+"""Each defect on the real code that has it, and nothing changed on code that has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllmops.agent.patches.registry import PATCHES
+from vllmops.protocol.patches import State
+
+from .conftest import INSTALLED, OLD
+
+FIXED, APPLIED = State.FIXED.value, State.APPLIED.value
+
+# What vllm-internals tell of each release, as the probes see it.
+EXPECTED = {
+    "0.14.0": dict.fromkeys(PATCHES, APPLIED),
+    "0.15.1": {**dict.fromkeys(PATCHES, APPLIED), "encoder-decoder-free-order": FIXED},
+    "0.23.0": {
+        **dict.fromkeys(PATCHES, APPLIED),
+        "encoder-decoder-free-order": FIXED,
+        "request-hash-cycle": FIXED,
+    },
+    INSTALLED: {
+        **dict.fromkeys(PATCHES, APPLIED),
+        "encoder-decoder-free-order": FIXED,
+        "request-hash-cycle": FIXED,
+        "mm-lru-ghost-keys": FIXED,
+    },
+}
+
+IMPORT = """
+import importlib, gc, random
+from vllmops.agent.patches import registry
+def load(name):
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith(error.name):
+            raise
+for patch in registry.PATCHES.values():
+    for name in patch.modules:
+        load(name)
+managers = load("vllm.v1.core.encoder_cache_manager")
+request = load("vllm.v1.request")
+from vllmops.agent.patches.scratch import Request, SLOTS
+"""
+
+FREE_ORDER = """
+manager = managers.EncoderDecoderCacheManager(cache_size=100)
+worker, out = set(), []
+for step in range(6):
+    new = [f"audio-{step}"] if step < 4 else []
+    for key in new:
+        manager.allocate(Request(key, (key,)), 0)
+    # What the runner does: free what it is told, then run the encoder.
+    worker.difference_update(manager.get_freed_mm_hashes())
+    worker.update(new)
+    out.append(sorted(worker))
+"""
+
+SLOTS = """
+manager = managers.EncoderDecoderCacheManager(cache_size=60)
+chance, live, out, number = random.Random(1), [], None, 0
+for _ in range(5000):
+    held = sum(len(each.hashes) for each in live if each.holds)
+    act = chance.choice("add step preempt end".split())
+    if act == "add":
+        each = Request(f"r{number}", tuple(f"h{number}-{n}" for n in range(chance.randint(1, 3))))
+        number += 1
+        each.holds = manager.can_allocate(each, 0, 1000, SLOTS * (len(each.hashes) - 1))
+        if each.holds:
+            for n in range(len(each.hashes)):
+                manager.allocate(each, n)
+            live.append(each)
+    elif act == "step":  # the scheduler frees every input after every step
+        for each in live:
+            for n in manager.get_cached_input_ids(each):
+                manager.free_encoder_input(each, n)
+            each.holds = False
+    elif live and act == "preempt":  # it starts over, and allocates anew
+        each = chance.choice(live)
+        if each.holds or manager.can_allocate(each, 0, 1000, SLOTS * (len(each.hashes) - 1)):
+            for n in range(len(each.hashes)):
+                manager.allocate(each, n)
+            each.holds = True
+    elif live and act == "end":
+        manager.free(live.pop(chance.randrange(len(live))))
+    held = sum(len(each.hashes) for each in live if each.holds)
+    if manager.num_free_slots != manager.cache_size - SLOTS * held:
+        out = (manager.num_free_slots, manager.cache_size, held)
+        break
+"""
+
+CYCLE = """
+import inspect, weakref
+hasher_calls = []
+def hasher(request):
+    hasher_calls.append(request.request_id)
+    tokens, done = request._all_token_ids, len(request.block_hashes)
+    return [hash(tuple(tokens[: (n + 1) * 4])) for n in range(done, len(tokens) // 4)]
+given = dict(request_id="a", prompt_token_ids=list(range(10)), pooling_params=None,
+             sampling_params=request.SamplingParams(max_tokens=9), block_hasher=hasher)
+if "eos_token_id" in inspect.signature(request.Request).parameters:
+    given["eos_token_id"] = None
+gc.disable()
+one = request.Request(**given)
+first = list(one.block_hashes)
+one.append_output_token_ids([11, 12, 13])
+hashes = list(one.block_hashes)
+gone = weakref.ref(one)
+del one
+dies, _ = gone() is None, gc.enable()
+out = (dies, first, hashes, len(hasher_calls))
+"""
+
+RACE = """
+import threading, sys
+from types import SimpleNamespace
+caches = load("vllm.multimodal.cache.lru") or load("vllm.multimodal.cache")
+lru = load("vllm.utils.cache").LRUCache
+cls = next(
+    each for name, each in vars(caches).items()
+    if name in ("LruKeyReplicatedReceiverCache", "MultiModalReceiverCache")
+)
+holder = object.__new__(cls)
+holder._cache = lru(50, getsizeof=lambda value: 1)
+interval = sys.getswitchinterval()
+sys.setswitchinterval(1e-6)
+errors, ended = [], threading.Event()
+def use():
+    number = 0
+    while not ended.is_set():
+        number += 1
+        names = [f"{number}-{n}" for n in range(5)]
+        features = [SimpleNamespace(identifier=n, mm_hash=n, data=n) for n in names]
+        try:
+            holder.get_and_update_features(features)
+        except Exception as error:
+            errors.append(repr(error))
+def reset():
+    for _ in range(1500):
+        try:
+            holder.clear_cache()
+        except Exception as error:
+            errors.append(repr(error))
+user = threading.Thread(target=use)
+user.start()
+reset()
+ended.set(); user.join(); sys.setswitchinterval(interval)
+c = holder._cache
+whole = set(c._LRUCache__order) == set(c._Cache__data) == set(c._Cache__size)
+out = (len(errors), whole and c.currsize == len(c))
+"""
+
+
+@pytest.mark.parametrize("version", [*OLD, INSTALLED])
+def test_probes_and_patches(vllm: Callable[[str], Any], version: str) -> None:
+    process = vllm(version)
+    assert process.run(IMPORT) is None
+    assert process.run("out = type(registry.states()).__name__") == "ProcessPatches"
+
+    stale = process.run(FREE_ORDER)
+    if version == "0.14.0":
+        # Told in the step that makes them: the worker has each for ever.
+        assert stale[-1] == [f"audio-{n}" for n in range(4)]
+    assert (process.run(SLOTS) is not None) is True
+    before = process.run(CYCLE)
+    assert before[0] is (EXPECTED[version]["request-hash-cycle"] == FIXED)
+    # The race is left to its probe here: unpatched, it can spin for ever.
+    module = "load('vllm.multimodal.cache.lru') or load('vllm.multimodal.cache')"
+    probe = f"registry.PATCHES['mm-cache-reset-race'].present({module})"
+    assert process.run(f"out = {probe}") is True
+
+    process.run("before = {name: dict(vars(c)) for name, c in {'r': request.Request}.items()}")
+    process.run("registry.install()")
+    states = process.run(
+        "out = {each.id: (each.state.value, each.present) "
+        "for each in registry.states(verify=True).patches}"
+    )
+    assert states == {name: (state, False) for name, state in EXPECTED[version].items()}
+    assert process.run("out = registry.states().seconds") < 0.1
+    same = process.run("out = before['r'] == dict(vars(request.Request))")
+    assert same is (EXPECTED[version]["request-hash-cycle"] == FIXED)
+
+    fresh = process.run(FREE_ORDER)
+    assert fresh[-1] == []
+    # Each is there for the step that runs it.
+    assert all(f"audio-{step}" in fresh[step] for step in range(4))
+    assert process.run(SLOTS) is None
+    after = process.run(CYCLE)
+    assert after == (True, *before[1:])
+    assert process.run(RACE) == (0, True)
+    # Once more changes nothing.
+    process.run("registry.install()")
+    assert (
+        process.run("out = registry.states().patches[0].state.value")
+        == states["mm-lru-ghost-keys"][0]
+    )
+    assert process.run(CYCLE) == after

@@ -1,0 +1,79 @@
+"""Modules that are not as the registry knows them, and what it is told to leave alone."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from vllmops.agent import found
+from vllmops.agent.patches import registry
+from vllmops.agent.patches.registry import PATCHES, judge, known, states
+from vllmops.errors import VllmopsError
+from vllmops.protocol.patches import State, Verdict
+
+GHOSTS = PATCHES["mm-lru-ghost-keys"]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_verdicts", {})
+    monkeypatch.setattr(found, "problems", [])
+
+
+def only() -> Verdict:
+    (verdict,) = states().patches
+    return verdict
+
+
+def test_another_shape_is_reported_and_left_alone() -> None:
+    module = ModuleType("vllm.utils.cache")
+    judge(GHOSTS, module)
+    assert only().state is State.FAILED
+    assert "has a shape that is not known" in str(only().reason)
+    assert "the patch mm-lru-ghost-keys is not applied" in found.problems[0]
+    assert states(verify=True).patches[0].present is None
+
+
+def test_a_patch_that_does_not_help_has_failed() -> None:
+    class LRUCache:
+        def __init__(self, _: int) -> None:
+            self._LRUCache__order: dict[str, None] = {}
+
+        # What touches by another name than the patch knows.
+        def __getattribute__(self, name: str) -> object:
+            if name == "touch":
+                return lambda key: self._LRUCache__order.update({key: None})
+            return object.__getattribute__(self, name)
+
+    module = ModuleType("vllm.utils.cache")
+    module.LRUCache = LRUCache  # type: ignore[attr-defined]
+    judge(GHOSTS, module)
+    assert (only().state, only().reason) == (State.FAILED, "the defect is there after it, too")
+
+
+def test_what_is_off_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLMOPS_NO_PATCH", "mm-lru-ghost-keys, mm-lru-stale-eviction")
+    judge(GHOSTS, ModuleType("vllm.utils.cache"))
+    assert only().state is State.OFF
+
+
+def test_a_name_that_is_no_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLMOPS_NO_PATCH", "mm-lru-ghosts")
+    monkeypatch.setattr(registry, "when_imported", lambda *_: None)
+    registry.install()
+    assert found.problems == ["VLLMOPS_NO_PATCH names a patch that there is not: mm-lru-ghosts"]
+
+
+def test_the_worst_of_several_modules_counts() -> None:
+    applied = Verdict(id="x", state=State.APPLIED, present=False)
+    failed = Verdict(id="x", state=State.FAILED, reason="why", present=True)
+    assert registry.merged([applied, failed]) == failed
+    assert registry.merged([applied, Verdict(id="x", state=State.FIXED)]) == applied
+
+
+def test_unknown_ids() -> None:
+    assert known("mm-lru-ghost-keys") is GHOSTS
+    with pytest.raises(VllmopsError, match="there is no patch 'x'") as caught:
+        known("x")
+    assert caught.value.exit_code == 2

@@ -1,0 +1,99 @@
+"""The turns before a request, as vLLM reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.agent.responses.test_wire import CALL, REASONING, USER, turn
+
+from vllmops.agent.responses.history import ROOM, History, Told
+from vllmops.store.packing import deflate
+from vllmops.store.store import Response
+
+MESSAGE = {
+    "type": "message",
+    "role": "assistant",
+    "content": [{"type": "output_text", "text": "a"}],
+}
+CUSTOM = {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"}
+
+
+class Parser:
+    """Reads items as they are, and knows which."""
+
+    def __init__(self) -> None:
+        self.read: list[Any] = []
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        self.read += items
+        return list(items)
+
+
+def kept(given: list[Any], output: list[Any]) -> Response:
+    """A turn as the store keeps it."""
+    made = turn(given, output)
+    return replace(made, body=deflate(made.body), input=deflate(made.input))
+
+
+def told(turns: list[Response], history: History | None = None, *, harmony: bool = False) -> Told:
+    return asyncio.run((history or History(Parser(), harmony=harmony)).of(turns))
+
+
+def test_a_conversation_has_every_item_once() -> None:
+    turns = [kept([USER], [REASONING, MESSAGE, CALL]), kept([], [CUSTOM])]
+    items = [USER, REASONING, MESSAGE, CALL]
+    assert told(turns).items == told(turns).parsed == [*items, CUSTOM]
+    assert told(turns, harmony=True).items == items
+
+
+def test_its_weight_is_what_the_store_has_of_it() -> None:
+    made = turn([USER], [MESSAGE])
+    assert told([kept([USER], [MESSAGE])] * 2).weight == 2 * len(made.body + made.input)
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        {**MESSAGE, "content": []},
+        {**MESSAGE, "content": [{"type": "refusal", "refusal": "no"}]},
+        {**REASONING, "content": None},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+    ],
+)
+def test_what_says_nothing_is_left_out(silent: dict[str, Any]) -> None:
+    assert told([kept([USER], [silent, MESSAGE])]).items == [USER, MESSAGE]
+
+
+def test_what_is_encrypted_is_left_out() -> None:
+    secret = {**REASONING, "encrypted_content": "x"}
+    hidden = {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "x"}
+    assert told([kept([secret, hidden], [secret])]).items == [REASONING, REASONING]
+
+
+def test_an_answer_is_parsed_once_and_an_input_each_time() -> None:
+    parser = Parser()
+    history = History(parser, harmony=False)
+    turns = [kept([USER], [MESSAGE]), kept([USER], [CALL])]
+    assert told(turns[:1], history).parsed == [USER, MESSAGE]
+    assert told(turns, history).parsed == [USER, MESSAGE, USER, CALL]
+    assert [parser.read.count(each) for each in (USER, MESSAGE, CALL)] == [3, 1, 1]
+
+
+def test_what_is_kept_ready_is_bounded() -> None:
+    history = History(list, harmony=False)
+    for number in range(40):
+        # It packs well, and what counts is what it is unpacked.
+        text = f"{number}" * (ROOM // 16)
+        told([kept([], [{**CUSTOM, "input": text}])], history)
+    assert 4 < len(history.answers) < 16
+    assert history.answers.currsize <= ROOM
+
+
+def test_an_answer_too_large_to_be_kept_ready_is_read() -> None:
+    large = {**CUSTOM, "input": "x" * ROOM}
+    history = History(list, harmony=False)
+    assert told([kept([USER], [large])], history).parsed == [USER, large]
+    assert not history.answers

@@ -1,0 +1,83 @@
+"""What goes over the wire: items, lists, events, and what a request adds to its conversation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from vllmops.agent.responses import wire
+from vllmops.agent.responses.wire import Refused
+from vllmops.store.store import Response
+
+
+def turn(given: list[Any], output: list[Any]) -> Response:
+    body = json.dumps({"id": "resp_1", "output": output, "usage": {"input_tokens": 7}}).encode()
+    items = json.dumps(given).encode()
+    return Response(id="resp_1", owner="", model="m", status="completed", body=body, input=items)
+
+
+USER = {"role": "user", "content": "hello"}
+REASONING = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "b"}],
+}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+
+def test_a_text_is_a_message_of_the_user() -> None:
+    assert json.loads(wire.added(b'{"input":"hello","model":"m"}')) == [{"type": "message", **USER}]
+
+
+def test_items_are_kept_as_they_came() -> None:
+    body = json.dumps({"model": "m", "input": [USER, REASONING, CALL]}).encode()
+    assert json.loads(wire.added(body)) == [USER, REASONING, CALL]
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"input":[1]}', b'{"input":[{"a":NaN}]}', b'{"input":'])
+def test_what_can_not_be_kept_is_refused(body: bytes) -> None:
+    with pytest.raises(Refused) as caught:
+        wire.added(body)
+    assert (caught.value.status, caught.value.param) == (400, "input")
+
+
+def test_pages_of_items() -> None:
+    given = turn([{"role": "user", "content": str(n)} for n in range(5)], [])
+
+    def page(after: str | None, limit: int, descending: bool) -> Any:
+        return json.loads(wire.items(given, after=after, limit=limit, descending=descending))
+
+    first = page(None, 2, False)
+    assert [each["content"][0]["text"] for each in first["data"]] == ["0", "1"]
+    assert (first["first_id"], first["has_more"]) == (first["data"][0]["id"], True)
+    rest = page(first["last_id"], 3, False)
+    assert [each["content"][0]["text"] for each in rest["data"]] == ["2", "3", "4"]
+    assert not rest["has_more"]
+    assert page(first["last_id"], 9, True)["data"] == [first["data"][0]]
+    assert page(first["first_id"], 9, True) == {
+        "object": "list",
+        "data": [],
+        "first_id": None,
+        "last_id": None,
+        "has_more": False,
+    }
+    with pytest.raises(Refused):
+        page("resp_1", 2, False)
+
+
+def test_an_item_with_an_id_keeps_it() -> None:
+    found = json.loads(wire.items(turn([REASONING], []), after=None, limit=1, descending=True))
+    assert found["data"] == [REASONING]
+
+
+def test_the_event_that_ends_a_stream() -> None:
+    frame = wire.terminal("cancelled", 7, b'{"id":"resp_1","status":"cancelled"}')
+    assert frame.type == "response.cancelled"
+    assert json.loads(frame.data) == {
+        "type": "response.cancelled",
+        "sequence_number": 7,
+        "response": {"id": "resp_1", "status": "cancelled"},
+    }

@@ -1,0 +1,380 @@
+"""Injection on real processes: whatever the thread waited for goes on, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.attach import inject
+from vllmops.errors import VllmopsError
+
+pytestmark = pytest.mark.skipif(not inject.supported(), reason="x86-64 alone")
+
+# Threads that wait in every way that Python has; each says that it is right when it is let go.
+PROGRAM = """
+import os, queue, select, socket, sys, threading, time
+ends = {name: socket.socketpair() for name in ("select", "poll", "epoll", "recv")}
+things, lock, event = queue.Queue(), threading.Lock(), threading.Event()
+lock.acquire()
+def poll(): p = select.poll(); p.register(ends["poll"][0], 1); return bool(p.poll())
+def epoll(): p = select.epoll(); p.register(ends["epoll"][0], 1); return bool(p.poll())
+waits = {
+    "get": lambda: things.get() == 1,
+    "lock": lock.acquire,
+    "event": lambda: event.wait(60),
+    "select": lambda: select.select([ends["select"][0]], [], [])[0] != [],
+    "poll": poll,
+    "epoll": epoll,
+    "sleep": lambda: time.sleep(float(sys.argv[1])) is None,
+}
+tids, right = {}, {}
+def run(name):
+    tids[name] = threading.get_native_id()
+    x = 1.25
+    right[name] = waits[name]() and x * 4 == 5.0
+threads = [threading.Thread(target=run, args=(name,)) for name in waits]
+for each in threads: each.start()
+time.sleep(0.2)
+print(tids, flush=True)
+sys.stdin.readline()
+things.put(1); lock.release(); event.set()
+for name in ("select", "poll", "epoll"): ends[name][1].send(b"x")
+for each in threads: each.join()
+print(right, flush=True)
+"""
+
+
+class Program:
+    """The program above, and the threads in it."""
+
+    def __init__(self, sleep_s: float = 0.1) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(sleep_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.tids: dict[str, int] = eval(self.process.stdout.readline())
+        self.target = inject.Target(self.process.pid)
+
+    def end(self) -> dict[str, bool]:
+        """Let all threads go; what each says."""
+        output, _ = self.process.communicate("\n", timeout=30)
+        assert self.process.returncode == 0
+        found: dict[str, bool] = eval(output)
+        return found
+
+
+@pytest.fixture
+def program() -> Iterator[Program]:
+    made = Program()
+    yield made
+    made.process.kill()
+
+
+def injected(target: inject.Target, tid: int, code: str) -> float:
+    """In a thread of its own, as it is to be called."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(inject.inject, target, tid, code).result()
+
+
+def until(done: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 10
+    while not (result := done()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return result
+
+
+def says(file: Path, line: str) -> bool:
+    return file.exists() and line in file.read_text()
+
+
+def test_every_kind_of_wait_goes_on(program: Program, tmp_path: Path) -> None:
+    file = tmp_path / "told"
+    for name, tid in program.tids.items():
+        if name == "sleep":
+            continue
+        assert program.target.idle(tid), name
+        stopped_s = injected(
+            program.target, tid, f"open({str(file)!r}, 'a').write('{name} {tid}\\n')"
+        )
+        assert stopped_s < 1
+        until(partial(says, file, f"{name} {tid}\n"))
+    assert program.end() == dict.fromkeys(program.tids, True)
+
+
+def test_the_borrowed_thread_runs_it(program: Program, tmp_path: Path) -> None:
+    file, tid = tmp_path / "told", program.tids["get"]
+    code = f"import threading; open({str(file)!r}, 'w').write(str(threading.get_native_id()))"
+    injected(program.target, tid, code)
+    assert until(lambda: file.exists() and file.read_text()) == str(tid)
+
+
+def test_many_times(program: Program, tmp_path: Path) -> None:
+    file = tmp_path / "told"
+    for number in range(100):
+        name = list(program.tids)[number % 6]
+        code = f"open({str(file)!r}, 'a').write('.'); sum(x * 0.5 for x in range(1000))"
+        until(partial(program.target.idle, program.tids[name]))
+        injected(program.target, program.tids[name], code)
+    until(lambda: len(file.read_text()) == 100)
+    assert program.end() == dict.fromkeys(program.tids, True)
+
+
+def test_an_exception_harms_nothing(program: Program) -> None:
+    injected(program.target, program.tids["get"], "1 / 0")
+    time.sleep(0.1)
+    assert program.end() == dict.fromkeys(program.tids, True)
+
+
+# Dies right before its N-th ptrace(2), or right after the last one.
+ASSASSIN = """
+import os, signal, sys
+from vllmops.attach import inject
+left, real = int(sys.argv[3]), inject._ptrace
+def ptrace(*args, **kwargs):
+    global left
+    if left == 0: os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return real(*args, **kwargs)
+inject._ptrace = ptrace
+inject.inject(inject.Target(int(sys.argv[1])), int(sys.argv[2]), sys.argv[4])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_at_any_step_it_leaves_the_process_running(program: Program, tmp_path: Path) -> None:
+    file, calls = tmp_path / "told", 8
+    code = f"open({str(file)!r}, 'a').write('.')"
+    for step in range(calls):
+        words = (str(program.process.pid), str(program.tids["epoll"]), str(step), code)
+        done = subprocess.run([sys.executable, "-c", ASSASSIN, *words], check=False)
+        assert done.returncode == -signal.SIGKILL
+    # Whoever has set the registers has done it all.
+    until(lambda: file.exists() and file.read_text())
+    states = Path(f"/proc/{program.process.pid}/status").read_text()
+    assert "TracerPid:\t0" in states
+    assert program.end() == dict.fromkeys(program.tids, True)
+
+
+def test_a_running_thread_is_left_alone(program: Program) -> None:
+    spin = subprocess.Popen(
+        [sys.executable, "-c", "print(1, flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    )
+    try:
+        assert spin.stdout is not None
+        spin.stdout.readline()
+        target = inject.Target(spin.pid)
+        assert not target.idle(spin.pid)
+        with pytest.raises(inject.BusyError):
+            injected(target, spin.pid, "1 / 0")
+        assert Path(f"/proc/{spin.pid}/stat").read_text().split()[2] == "R"
+    finally:
+        spin.kill()
+        spin.wait()
+
+
+def test_a_process_without_python_is_refused() -> None:
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        with pytest.raises(VllmopsError) as error:
+            injected(inject.Target(sleeper.pid), sleeper.pid, "1")
+        assert error.value.code == "attach.not-python"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+# Two threads and a lock of the C library's; the second one waits for it, as inside malloc().
+LOCKED = """
+import ctypes, sys, threading
+libc = ctypes.CDLL(None)
+mutex = ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+def wait():
+    print(threading.get_native_id(), flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_unlock(mutex)
+thread = threading.Thread(target=wait)
+thread.start()
+sys.stdin.readline()
+libc.pthread_mutex_unlock(mutex)
+thread.join()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(source: str, *words: str) -> tuple[subprocess.Popen[str], int]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", source, *words]
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        assert started[-1].stdout
+        return started[-1], int(started[-1].stdout.readline())
+
+    yield begin
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def in_call(pid: int, tid: int, number: int) -> bool:
+    words = Path(f"/proc/{pid}/task/{tid}/syscall").read_text().split()
+    return words[0] == str(number)
+
+
+def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> None:
+    """Who looked before may have seen another wait."""
+    process, tid = start(LOCKED)
+    until(lambda: in_call(process.pid, tid, inject.FUTEX))
+    target = inject.Target(process.pid)
+    assert not target.idle(tid)
+    for _ in range(3):
+        with pytest.raises(inject.BusyError):
+            injected(target, tid, "1 / 0")
+    process.communicate("\n", timeout=10)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "operation", "value", "harmless"),
+    [
+        (inject.FUTEX, 128, 0, True),  # FUTEX_WAIT | FUTEX_PRIVATE_FLAG
+        (inject.FUTEX, 137 | 256, 7, True),  # FUTEX_WAIT_BITSET, private, realtime
+        (inject.FUTEX, 128, 2, False),
+        (inject.FUTEX, 128, 0xFFFF_0000_0000_0002, False),  # a futex has 32 bits
+        (inject.FUTEX, 129, 1, False),  # FUTEX_WAKE
+        (inject.FUTEX, 134, 0, False),  # FUTEX_LOCK_PI
+        (7, 2, 2, True),
+        (0, 0, 0, False),
+        (2**64 - 1, 128, 0, False),  # in no system call
+    ],
+)
+def test_what_is_harmless(number: int, operation: int, value: int, harmless: bool) -> None:
+    assert inject._harmless(number, operation, value) is harmless
+
+
+def test_a_process_that_dies_meanwhile(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each step: no time can be told from outside."""
+    real = inject._ptrace
+    for step in range(7):
+        each, left = Program(), step
+
+        def ptrace(*args: Any, target: Program = each, **kwargs: Any) -> None:
+            nonlocal left
+            if not left:
+                target.process.kill()  # it is reaped once its tracer is gone
+                time.sleep(0.1)
+            left -= 1
+            real(*args, **kwargs)
+
+        monkeypatch.setattr(inject, "_ptrace", ptrace)
+        if step < 6:
+            with pytest.raises(inject.BusyError):
+                injected(each.target, each.tids["get"], "pass")
+        else:  # all was done
+            injected(each.target, each.tids["get"], "pass")
+        each.process.communicate()
+        monkeypatch.setattr(inject, "_ptrace", real)
+
+
+# vmovdqu ymm15, [rdi]; mov r8, rsi; poll(NULL, 0, 20000); vmovdqu [r8], ymm15; vzeroupper; ret
+VECTOR = """
+import ctypes, mmap, sys, threading
+code = bytes.fromhex(
+    "c57e6f3f 4989f0 31ff 31f6 ba204e0000 b807000000 0f05 c4417e7f38 c5f877 c3"
+)
+page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+page.write(code)
+run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
+    ctypes.addressof(ctypes.c_char.from_buffer(page))
+)
+given, got = bytes(range(100, 132)), ctypes.create_string_buffer(32)
+print(threading.get_native_id(), flush=True)
+run(given, ctypes.addressof(got))
+print(int(got.raw == given), flush=True)
+"""
+
+
+@pytest.mark.skipif("avx" not in Path("/proc/cpuinfo").read_text(), reason="needs AVX")
+def test_vector_registers_are_as_they_were(start: Any, tmp_path: Path) -> None:
+    """Their upper halves, too, which are not among those that every frame has."""
+    process, tid = start(VECTOR)
+    until(lambda: in_call(process.pid, tid, 7))
+    file = tmp_path / "told"
+    code = f"import ctypes; open({str(file)!r}, 'w').write(str(sum(x * 0.1 for x in range(9999))))"
+    injected(inject.Target(process.pid), tid, code)
+    until(file.exists)
+    assert process.communicate(timeout=10)[0] == "1\n"
+
+
+def stopped(program: Program, act: Callable[[int], Any]) -> Any:
+    tid = program.tids["get"]
+
+    def stop() -> Any:
+        inject._ptrace(inject.PTRACE_SEIZE, tid)
+        inject._ptrace(inject.PTRACE_INTERRUPT, tid)
+        inject._stopped(tid)
+        try:
+            return act(tid)
+        finally:
+            inject._ptrace(inject.PTRACE_DETACH, tid)
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(stop).result()
+
+
+def test_no_state_is_cut_off(program: Program) -> None:
+    whole = stopped(program, inject._extended_state)
+    assert len(whole) < inject.XSTATE_BYTES
+    for room in (576, len(whole) - 64, len(whole), len(whole) + 8):
+        assert stopped(program, partial(inject._extended_state, room=room)) == whole
+
+
+def amx(used: int, tiles: bytes = bytes(8192)) -> bytes:
+    """What ptrace gives on a processor with AMX, which the machines of the tests need not have."""
+    state = bytearray(2816) + tiles
+    struct.pack_into("<Q", state, 464, 0x602E7)
+    struct.pack_into("<Q", state, 512, used)
+    state[600:640] = b"\xaa" * 40
+    return bytes(state)
+
+
+def software(frame: bytes) -> tuple[int, int, int]:
+    """What the kernel reads of a frame: the sizes, and the features, as asm/sigcontext.h has it."""
+    magic, extended, features, size = struct.unpack_from("<IIQI", frame, 464)
+    assert magic == 0x46505853
+    assert extended == size + 4
+    assert struct.unpack_from("<I", frame, size) == (0x46505845,)
+    return size, len(frame), features
+
+
+def test_a_thread_without_tiles_has_a_frame_without_them() -> None:
+    frame = inject._framed(amx(used=0xE7))
+    assert software(frame) == (2816, 2820, 0x202E7)
+    assert frame[600:640] == b"\xaa" * 40
+
+
+def test_a_thread_with_tiles_has_them_in_its_frame() -> None:
+    frame = inject._framed(amx(used=0x602E7, tiles=bytes([7]) * 8192))
+    assert software(frame) == (11008, 11012, 0x602E7)
+    assert frame[2816:11008] == bytes([7]) * 8192
+
+
+def test_a_layout_that_is_not_known_is_left_alone() -> None:
+    with pytest.raises(inject.BusyError):
+        inject._framed(amx(used=0xE7, tiles=bytes([7]) * 8192))

@@ -1,0 +1,132 @@
+"""Measures every figure as a ratio against a rival in the same run, and prints them.
+
+    python benchmarks/run.py            all of them, more than half an hour, on a machine that does
+                                        nothing else
+    python benchmarks/run.py --short    the form for CI, 3 minutes: every measurement is made, few
+                                        times; only what is wrong by a multiple fails
+    python benchmarks/run.py --only cache --json figures.json
+
+Exit code 1 where a figure does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `benchmarks` as a package
+
+from tests.bench import (
+    agent,
+    cache,
+    carrier,
+    doctor,
+    memory,
+    patches,
+    responses,
+    stacks,
+    startup,
+    storage,
+    watch,
+)
+from tests.bench.figure import Figure
+from tests.bench.setting import setting
+
+from vllmops import output
+
+GROUPS = {
+    "startup": startup.measure,
+    "agent": agent.measure,
+    "stacks": stacks.measure,
+    "doctor": doctor.measure,
+    "cache": cache.measure,
+    "memory": memory.measure,
+    "watch": watch.measure,
+    "patches": patches.measure,
+    "carrier": carrier.measure,
+    "storage": storage.measure,
+    "responses": responses.measure,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure vllmops against its rivals.")
+    parser.add_argument("--short", action="store_true", help="few rounds, wide limits")
+    parser.add_argument(
+        "--only", choices=GROUPS, metavar="NAME", help=f"one of {', '.join(GROUPS)}"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    given = parser.parse_args()
+    load = os.getloadavg()[0]
+    figures: list[Figure] = []
+    with setting(short=given.short) as place:
+        if given.short and not given.only:
+            place.ahead()
+        for name in [given.only] if given.only else GROUPS:
+            output.say(f"measuring: {name}")
+            figures += GROUPS[name](place)
+    if given.json:
+        report = {
+            "short": given.short,
+            "machine": {
+                "cpus": os.cpu_count(),
+                "load_before": load,
+                "python": platform.python_version(),
+                "system": platform.platform(),
+            },
+            "figures": [figure.row() for figure in figures],
+        }
+        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    show(figures)
+    return 0 if all(figure.holds for figure in figures) else 1
+
+
+def show(figures: list[Figure]) -> None:
+    """Print a table, a figure to the line."""
+    numbers = ("value", "its value", "again", "ratio", "95 %", "at most", "n")
+    table = output.table(
+        "figure",
+        "value",
+        "rival",
+        "its value",
+        "again",
+        "ratio",
+        "95 %",
+        "at most",
+        "n",
+        "holds",
+        right=numbers,
+    )
+    for each in figures:
+        table.add_row(
+            each.name,
+            amount(each.value, each.unit),
+            each.rival,
+            amount(each.rival_value, each.unit),
+            amount(each.control, each.unit),
+            "-" if each.ratio is None else f"{each.ratio:.3f}",
+            "-"
+            if each.interval is None
+            else "-".join(f"{end / each.rival_value:.3f}" for end in each.interval),
+            amount(each.bound, each.unit),
+            f"{each.n:,}",
+            "yes" if each.holds else "[bold red]no[/]",
+        )
+    output.show(table)
+
+
+def amount(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    if unit == "s" and value < 1:
+        return f"{1000 * value:.2f} ms" if value < 0.1 else f"{1000 * value:.0f} ms"
+    return f"{value:.4g} {unit}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""How long the command line takes to start, and what it imports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from vllmops.protocol import files
+from vllmops.protocol.caches import CacheSnapshot, Sample
+
+from .figure import Figure, Limit, interleaved, medians
+from .setting import PYTHON, VLLMOPS, Setting
+
+RIVAL = "python -c 'import typer'"
+# Of these the parts are dear: seconds and hundreds of MB. `vllmops` begins with neither.
+HEAVY = {"vllm", "torch", "transformers"}
+
+
+def measure(setting: Setting) -> Iterator[Figure]:
+    typer = (PYTHON, "-c", "import typer")
+    targets = {
+        "typer": typer,
+        "version": (VLLMOPS, "--version"),
+        "help": (VLLMOPS, "--help"),
+        "again": typer,
+    }
+    for words in targets.values():
+        setting.run(*words)  # compiles what is not
+    values = interleaved(
+        6 if setting.short else 40,
+        {name: partial(setting.seconds, *words) for name, words in targets.items()},
+    )
+    of, n = medians(values), len(values["typer"])
+    wide = setting.short
+    for name, times in (("version", 3.0 if wide else 1.3), ("help", 4.0 if wide else 2.0)):
+        yield Figure(
+            f"vllmops --{name}",
+            "s",
+            of[name],
+            RIVAL,
+            of["typer"],
+            Limit(times),
+            n,
+            control=of["again"],
+        )
+    yield Figure(
+        "modules of vLLM, torch, transformers imported by --help, ps, cache inspect FILE",
+        "modules",
+        heavy_imports(setting),
+        "none",
+        0,
+        Limit(),
+        1,
+    )
+
+
+def heavy_imports(setting: Setting) -> int:
+    """How many modules that a command line has no use for are imported all the same."""
+    file = setting.home / "snapshot.json"
+    files.save(
+        file, CacheSnapshot(server="none", samples=[Sample(taken_at=time.time(), processes=[])])
+    )
+    found: set[str] = set()
+    for words in (("--help",), ("ps",), ("cache", "inspect", str(file))):
+        told = setting.run(VLLMOPS, *words, PYTHONPROFILEIMPORTTIME="1").stderr.decode()
+        names = {line.rpartition("|")[2].strip() for line in told.splitlines()}
+        if "vllmops.app" not in names:
+            raise RuntimeError(f"Python did not tell what it imports: {told[:500]}")
+        found |= {name for name in names if name.partition(".")[0] in HEAVY}
+    return len(found)

@@ -1,0 +1,264 @@
+"""What the store adds to its drivers, how it grows, and what it keeps in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import sqlite3
+import statistics
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
+
+from tests.support.databases import Servers, folder_for_servers, postgres_parts
+
+from vllmops.store import opening
+from vllmops.store.backend import Backend, Limits, Query, Response
+from vllmops.store.postgresql import Postgresql
+from vllmops.store.redis import Redis
+from vllmops.store.sql import CREATE_ONE, GET, Sql
+from vllmops.store.sqlite import Sqlite, path
+from vllmops.store.store import ResponseStore
+
+from .figure import Figure, Limit, paired
+from .setting import Setting
+
+OWNER = "0" * 64
+OF_DRIVER = 0.7  # of the raw driver's operations per second
+PAGES = 20
+FEW = 1_000
+ENDLESS = Limits(max_size=10**9)
+WORDS = "the quick brown fox jumps over a lazy dog and runs far away from its own long shadow"
+
+Act = Callable[[], Awaitable[object]]
+
+
+def measure(setting: Setting) -> Iterator[Figure]:
+    urls = {"sqlite": f"sqlite:///{setting.home}/storage.db"}
+    with contextlib.ExitStack() as stack:
+        if not setting.short:
+            programs = Servers(postgres_parts(folder_for_servers()))
+            stack.callback(programs.end)
+            urls |= {each: programs.add(each).url for each in ("postgresql", "redis")}
+        for kind, url in urls.items():
+            yield from asyncio.run(operations(setting, kind, url))
+        for kind, url in urls.items():
+            yield asyncio.run(lists(setting, kind, url))
+    yield asyncio.run(in_memory(setting))
+
+
+def response(number: int) -> Response:
+    """One of some KB, of which no two are alike."""
+    choice = random.Random(number)
+    text = " ".join(choice.choices(WORDS.split(), k=300))
+    part: dict[str, Any] = {
+        "type": "output_text",
+        "text": text,
+        "annotations": [],
+        "logprobs": None,
+    }
+    item = {"id": f"msg_{number:032x}", "type": "message", "role": "assistant", "content": [part]}
+    body = {"id": f"resp_{number:032x}", "object": "response", "model": "demo", "output": [item]}
+    return Response(
+        id=f"resp_{number:032x}",
+        owner=OWNER,
+        model="demo",
+        status="completed",
+        body=json.dumps(body, separators=(",", ":")).encode(),
+        input=b'[{"role":"user","content":"What does the fox do?"}]',
+    )
+
+
+async def operations(setting: Setting, kind: str, url: str) -> list[Figure]:
+    """`create` and `get`, one after the other, against the driver with the same statements."""
+    backend = opening.backend(f"{url}?namespace=ops", ENDLESS)
+    rounds, each = (4, 20) if setting.short else (60, 50)
+    times: dict[str, list[float]] = {"create": [], "raw create": [], "get": [], "raw get": []}
+    numbers, choice = iter(range(10**9)), random.Random(1)
+    async with ResponseStore(backend) as store, driver(backend, url) as raw:
+        packed = await store.packed(response(0))
+        for _ in range(rounds):
+            made = [response(next(numbers)) for _ in range(each)]
+            rivals = [f"raw_{next(numbers)}" for _ in range(each)]
+            blocks = dict.fromkeys(times, 0.0)
+            for one, rival in zip(made, rivals, strict=True):
+                pairs: dict[str, list[tuple[str, Act]]] = {
+                    "create": [
+                        ("create", partial(store.create, one)),
+                        ("raw create", partial(raw, "create", inserted(backend, packed, rival))),
+                    ],
+                    "get": [
+                        ("get", partial(store.get, OWNER, one.id)),
+                        ("raw get", partial(raw, "get", asked(backend, rival))),
+                    ],
+                }
+                for pair in pairs.values():
+                    # Each comes first as often: who does finds the processor's caches full of
+                    # something else.
+                    for name, act in choice.sample(pair, 2):
+                        began = time.perf_counter()
+                        assert await act(), name
+                        blocks[name] += time.perf_counter() - began
+            for name, seconds in blocks.items():
+                times[name].append(seconds / each)
+    return [
+        paired(
+            f"{name} in the store, {kind}",
+            times[name],
+            "its driver",
+            times[f"raw {name}"],
+            1 / OF_DRIVER,
+            short=setting.short,
+        )
+        for name in ("create", "get")
+    ]
+
+
+def inserted(backend: Backend, packed: Response, response_id: str) -> list[Any]:
+    """What `create` gives the driver."""
+    row = [packed.owner, packed.model, packed.status]
+    rest = [packed.error, packed.body, packed.input]
+    limits = backend.limits
+    if isinstance(backend, Redis):
+        created = repr(packed.created_at)
+        return [response_id, *row, created, "", *rest, limits.lease_s, limits.max_size, "[]"]
+    return [response_id, *row, packed.created_at, None, *rest, time.time(), None]
+
+
+def asked(backend: Backend, response_id: str) -> list[Any]:
+    """What `get` gives the driver."""
+    judged = backend.judged if isinstance(backend, Redis) else ()
+    return [response_id, OWNER, *judged]
+
+
+@contextlib.asynccontextmanager
+async def driver(
+    backend: Backend, url: str
+) -> AsyncIterator[Callable[[str, list[Any]], Awaitable[Any]]]:
+    """The backend's driver by itself: runs an operation's statement."""
+    if isinstance(backend, Redis):
+        script = backend.script
+
+        async def call(operation: str, values: list[Any]) -> Any:
+            head = [operation, repr(time.time())]
+            return await backend.client.evalsha(script.sha, 1, backend.root, *head, *values)
+
+        yield call
+        return
+    assert isinstance(backend, Sql)
+    texts = {"create": backend.text(CREATE_ONE), "get": backend.text(GET)}
+    if isinstance(backend, Sqlite):
+        connection = sqlite3.connect(path(url), isolation_level=None, check_same_thread=False)
+        with contextlib.closing(connection):
+            connection.execute("PRAGMA synchronous = NORMAL")
+
+            async def execute(operation: str, values: list[Any]) -> Any:
+                # As an event loop must, which a disk could hold up otherwise.
+                def run() -> Any:
+                    return connection.execute(texts[operation], values).fetchall()
+
+                return await asyncio.to_thread(run)
+
+            yield execute
+        return
+    assert isinstance(backend, Postgresql)
+
+    async def fetch(operation: str, values: list[Any]) -> Any:
+        # The same one: another's process would be found asleep.
+        connection, _ = backend.connections.idle[-1]
+        return await connection.fetch(texts[operation], *values)
+
+    yield fetch
+
+
+async def lists(setting: Setting, kind: str, url: str) -> Figure:
+    """A page of a list, the newest and one far behind, of many and of few."""
+    many = 10_000 if setting.short else 1_000_000
+    medians = {}
+    for count in (FEW, many):
+        backend = opening.backend(f"{url}?namespace=n{count}", ENDLESS)
+        async with ResponseStore(backend, deadline_s=600) as store:
+            await fill(store, count)
+            middle = f"r{count // 2:09d}"
+            taken = []
+            for after in [None, middle] * PAGES:
+                began = time.perf_counter()
+                page = await store.page(OWNER, Query(after=after))
+                taken.append(time.perf_counter() - began)
+                assert len(page.responses) == 20
+            medians[count] = statistics.median(taken)
+            await backend.drop()
+    return Figure(
+        f"a page of a list of {many:,}, {kind}",
+        "s",
+        medians[many],
+        f"of {FEW:,}",
+        medians[FEW],
+        Limit(6) if setting.short else Limit(2),
+        2 * PAGES,
+    )
+
+
+async def fill(store: ResponseStore, count: int) -> None:
+    """Put many small responses into a store, past what would take them one by one."""
+    backend, packed = store.backend, await store.packed(response(0))
+    now = time.time()
+    small = [packed.owner, packed.model, packed.status]
+    if isinstance(backend, Sql):
+        statement = backend.text(
+            """INSERT INTO {name}_responses (id, owner, model, status, created_at, previous_id,
+                error, body, input, accessed_at, lease) VALUES
+                ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"""
+        )
+        for start in range(0, count, 10_000):
+            rows = [
+                (
+                    f"r{n:09d}",
+                    *small,
+                    now + n,
+                    None,
+                    "",
+                    packed.input,
+                    packed.input,
+                    now,
+                    None,
+                )
+                for n in range(start, min(start + 10_000, count))
+            ]
+            await backend.many(statement, rows)
+        return
+    assert isinstance(backend, Redis)
+    for start in range(0, count, 10_000):
+        async with backend.client.pipeline(transaction=False) as pipeline:
+            for n in range(start, min(start + 10_000, count)):
+                made = Response(
+                    id=f"r{n:09d}",
+                    owner=OWNER,
+                    model="demo",
+                    status="completed",
+                    created_at=now + n,
+                    body=packed.input,
+                    input=packed.input,
+                )
+                words = ["create", repr(time.time()), *inserted(backend, made, made.id)]
+                pipeline.evalsha(backend.script.sha, 1, backend.root, *words)
+            await pipeline.execute()
+
+
+async def in_memory(setting: Setting) -> Figure:
+    """What the backend ``memory`` keeps, against the JSON that it was given."""
+    count, given = 500 if setting.short else 5_000, 0
+    async with ResponseStore(opening.backend("memory://", ENDLESS)) as store:
+        tracemalloc.start()
+        for number in range(count):
+            made = response(number)
+            given += len(made.body) + len(made.input)
+            await store.create(made)
+        del made
+        used, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return Figure("kept in memory", "bytes", used, "its JSON", given, Limit(1.5), count)

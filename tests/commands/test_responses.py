@@ -1,0 +1,747 @@
+"""``vllmops responses`` on real stores, and over HTTP by our routes on one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from vllmops.commands.sources import walk
+from vllmops.errors import Exit, VllmopsError
+from vllmops.store import opening
+from vllmops.store.direct import Storage
+from vllmops.store.store import EVERYBODY, Query, Response, ResponseStore
+from vllmops.vllm_api.responses import Http, Place
+
+# They outlive a test, which ends whatever was started in its own state directory.
+pytestmark = pytest.mark.usefixtures("shared_servers", "stock", "gateway", "running")
+
+SERVED = Path(__file__).with_name("served.py")
+ONE, TWO = (hashlib.sha256(key.encode()).hexdigest() for key in ("one", "two"))
+DAY_S = 86400.0
+EVENTS = [
+    b'{"type":"response.created","sequence_number":0}',
+    b'{"type":"response.output_text.delta","delta":"h\xe2\x80\xa8i","sequence_number":1}',
+]
+GIVEN = [{"role": "user", "content": "a question"}, {"role": "user", "content": "another"}]
+
+
+def response(number: int, **fields: Any) -> Response:
+    """The number is its age in hours; those with a multiple of three ran in the background."""
+    name = f"resp_{number:032x}"
+    created_at = fields.get("created_at", time.time() - 3600 * number)
+    given = {"id": name, "owner": ONE, "model": "demo", "status": "completed", **fields}
+    body = {
+        "id": name,
+        "object": "response",
+        "created_at": int(created_at),
+        "model": given["model"],
+        "status": given["status"],
+        "previous_response_id": given.get("previous_id"),
+        "background": number % 3 == 0,
+        "output": [
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": f"answer {number}"}],
+            },
+            {"type": "function_call", "name": "lamp", "call_id": "c", "arguments": '{"on":1}'},
+        ],
+        "tools": [],
+        "usage": {"input_tokens": 1200 + number, "output_tokens": 16},
+    }
+    return Response(
+        **{
+            "created_at": created_at,
+            "body": json.dumps(body).encode(),
+            "input": json.dumps(GIVEN).encode(),
+            **given,
+        }
+    )
+
+
+def on(url: str, work: Callable[[ResponseStore], Awaitable[Any]]) -> Any:
+    """Do something with a store."""
+
+    async def run() -> Any:
+        async with ResponseStore(opening.backend(url)) as store:
+            return await work(store)
+
+    return asyncio.run(run())
+
+
+def fill(url: str, responses: list[Response]) -> list[str]:
+    """Store them, those of the background with events; their ids."""
+
+    async def work(store: ResponseStore) -> list[str]:
+        for each in responses:
+            assert await store.create(each)
+            if json.loads(each.body).get("background"):
+                assert await store.append(each, 0, EVENTS)
+        return [each.id for each in responses]
+
+    found: list[str] = on(url, work)
+    return found
+
+
+def numbered(*numbers: int, **fields: Any) -> list[Response]:
+    return [response(each, **fields) for each in numbers]
+
+
+def ids(answer: Any) -> list[str]:
+    return [each["id"] for each in answer.data["responses"]]
+
+
+def kept(url: str) -> dict[str, Any]:
+    """All that a store keeps, to the byte."""
+
+    async def run() -> dict[str, Any]:
+        found = {}
+        async with Storage(url) as store:
+            for each in (await store.page(Query(limit=1000))).responses:
+                events = await store.events(each)
+                found[each.id] = each, [event for part in events for event in part.events]
+        return found
+
+    return asyncio.run(run())
+
+
+# -- on the store itself ----------------------------------------------------------------
+
+
+def test_list(vllmops: Any, shared_url: str) -> None:
+    made = fill(shared_url, numbered(0, 1, 2, 3) + numbered(4, 5, owner=TWO, model="other"))
+    made += fill(shared_url, [response(6, status="failed", error="it broke", owner="")])
+
+    def listed(*words: str) -> Any:
+        answer = vllmops("responses", "list", "--json", "--store", shared_url, *words)
+        assert (answer.code, answer.err) == (0, "")
+        return answer
+
+    whole = listed()
+    assert ids(whole) == made
+    assert whole.data["next"] is None
+    first, last = whole.data["responses"][0], whole.data["responses"][-1]
+    assert (first["status"], first["model"], first["owner"]) == ("completed", "demo", ONE)
+    assert (first["input_tokens"], first["background"]) == (1200, True)
+    assert (last["status"], last["error"], last["owner"]) == ("failed", "it broke", "")
+    page = listed("--limit", "3")
+    assert (ids(page), page.data["next"]) == (made[:3], made[2])
+    rest = listed("--limit", "4", "--after", made[2])
+    assert (ids(rest), rest.data["next"]) == (made[3:], None)
+    assert ids(listed("--status", "failed")) == made[6:]
+    assert ids(listed("--status", "failed", "--status", "completed", "-n", "9")) == made
+    assert ids(listed("--model", "other")) == made[4:6]
+    assert ids(listed("--since", "210m")) == made[:4]
+    assert ids(listed("--all", "--since", "210m", "--model", "other")) == []
+    text = vllmops("responses", "list", "--store", shared_url, columns=80)
+    lines = text.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(any(each in line for line in lines) for each in made)
+    assert ONE[:8] in text.out
+    more = vllmops("responses", "list", "--store", shared_url, "-n", "2", columns=80)
+    assert f"--after {made[1]}" in more.out
+
+
+def test_what_can_not_be_listed(vllmops: Any, shared_url: str) -> None:
+    fill(shared_url, numbered(1))
+    for words, code in (
+        (("--status", "odd"), "usage"),
+        (("--since", "yesterday"), "usage"),
+        (("--after", "resp_unknown"), "usage"),
+        (("-t", "demo"), "usage"),
+    ):
+        answer = vllmops("responses", "list", "--json", "--store", shared_url, *words)
+        assert (answer.code, answer.error["code"]) == (Exit.USAGE, code)
+    answer = vllmops("responses", "list", "--json", "--store", "memory://")
+    assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+
+
+def test_nothing_is_made_by_looking(vllmops: Any, shared_url: str) -> None:
+    for words in (("list",), ("stats",), ("show", "resp_1"), ("purge", "--older-than", "1d")):
+        answer = vllmops("responses", *words, "--json", "--store", shared_url)
+        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.none")
+    fill(shared_url, [])
+    answer = vllmops("responses", "list", "--store", shared_url)
+    assert (answer.code, answer.out) == (0, "nothing is stored\n")
+
+
+@pytest.mark.parametrize("url", ["postgresql://u:secret@127.0.0.1:1/d", "redis://127.0.0.1:1/0"])
+def test_a_store_that_is_down(vllmops: Any, url: str) -> None:
+    answer = vllmops("responses", "list", "--json", "--store", url)
+    assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.unavailable")
+    assert "127.0.0.1:1" in answer.error["message"]
+    assert "secret" not in answer.out
+
+
+def test_show(vllmops: Any, shared_url: str) -> None:
+    (background, foreground) = fill(shared_url, numbered(3, 1))
+
+    def shown(name: str, *words: str) -> Any:
+        return vllmops("responses", "show", name, "--store", shared_url, *words)
+
+    data = shown(background, "--json", "--input", "--events").data
+    assert data["response"]["output"][0]["content"][0]["text"] == "answer 3"
+    assert data["input"] == GIVEN
+    assert [each["sequence_number"] for each in data["events"]] == [0, 1]
+    assert (data["owner"], data["status"]) == (ONE, "completed")
+    assert shown(foreground, "--json").data["events"] is None
+    text = shown(background, "--input", "--events").out
+    for each in ("answer 3", "a question", "another", "response.created", "lamp", '{"on":1}', ONE):
+        assert each in text
+    assert "none are kept" in shown(foreground, "--events").out
+    assert json.loads(shown(background, "--raw").out)["id"] == background
+    assert json.loads(shown(background, "--raw", "--input").out) == GIVEN
+    assert shown(background, "--raw", "--events").out.encode() == b"\n".join([*EVENTS, b""])
+    answer = shown("resp_unknown", "--json")
+    assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
+
+
+def test_cancel(vllmops: Any, shared_url: str) -> None:
+    fill(shared_url, numbered(1))
+    runs = fill(shared_url, numbered(3, 4, status="in_progress") + numbered(9, status="queued"))
+
+    def cancel(*words: str) -> Any:
+        return vllmops("responses", "cancel", *words, "--json", "--store", shared_url)
+
+    assert ids(cancel("--older-than", "200m", "--dry-run")) == [runs[2], runs[1]]
+    for told in ("cancelled", "cancelled before"):  # once more does no harm
+        answer = cancel(runs[0])
+        assert answer.code == 0
+        assert [each["told"] for each in answer.data["responses"]] == [told]
+    some = cancel(runs[1], "resp_unknown", response(1).id)
+    assert (some.code, some.error["code"]) == (Exit.FAILED, "responses.some-failed")
+    done = {each["id"]: each["done"] for each in some.data["responses"]}
+    assert done == {runs[1]: True, "resp_unknown": False, response(1).id: False}
+    finished, unknown = cancel(response(1).id), cancel("resp_unknown")
+    assert (finished.code, finished.error["code"]) == (Exit.FAILED, "responses.refused")
+    assert (unknown.code, unknown.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
+    answer = cancel("--all-running")
+    assert (answer.code, ids(answer)) == (0, [runs[2]])
+    assert cancel("--all-running").data == {"responses": [], "done": 0}
+    statuses = {name: each.status for name, (each, _) in kept(shared_url).items()}
+    assert statuses == {response(1).id: "completed"} | dict.fromkeys(runs, "cancelled")
+    for words in ((), ("--all-running", "resp_1")):
+        assert cancel(*words).code == Exit.USAGE
+
+
+def test_whoever_runs_it_stops(shared_url: str, home: Path) -> None:
+    async def work(store: ResponseStore) -> str:
+        stopped = asyncio.Event()
+        run = response(0, status="in_progress")
+        await store.create(run)
+        store.attend(run, stopped.set)
+        words = ("-m", "vllmops", "responses", "cancel", run.id, "--store", shared_url)
+        command = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=PIPE)
+        said, _ = await command.communicate()
+        async with asyncio.timeout(5):
+            await stopped.wait()
+        return said.decode()
+
+    assert on(shared_url, work) == f"{response(0).id}  cancelled\n"
+
+
+def test_delete(vllmops: Any, shared_url: str) -> None:
+    made = fill(shared_url, numbered(0, 1, 2))
+
+    def delete(*words: str) -> Any:
+        return vllmops("responses", "delete", *words, "--json", "--store", shared_url)
+
+    assert ids(delete(made[0], made[0])) == [made[0]]
+    some = delete(made[0], made[1])
+    assert (some.code, some.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
+    assert [each["done"] for each in some.data["responses"]] == [False, True]
+    assert list(kept(shared_url)) == [made[2]]
+    text = vllmops("responses", "delete", "resp_unknown", made[2], "--store", shared_url)
+    assert text.code == Exit.NOT_FOUND
+    assert f"{made[2]}  deleted" in text.out
+    assert "resp_unknown  there is no such response" in text.out
+
+
+def test_purge(vllmops: Any, shared_url: str) -> None:
+    made = fill(shared_url, numbered(0, 1, 30) + numbered(40, status="failed"))
+    made += fill(shared_url, [response(50, status="in_progress")])
+    fill(shared_url, [response(2, previous_id=made[2])])
+
+    def purge(*words: str) -> Any:
+        return vllmops("responses", "purge", *words, "--store", shared_url)
+
+    assert purge("--json").code == Exit.USAGE
+    trial = purge("--older-than", "1d", "--dry-run")
+    assert "would delete 2 responses" in trial.out
+    assert "1 that stay go on from one of them" in trial.out
+    assert ids(purge("--older-than", "1d", "--dry-run", "--json")) == [made[3], made[2]]
+    unasked = purge("--older-than", "1d", "--json")
+    assert (unasked.code, unasked.error["code"]) == (Exit.USAGE, "unconfirmed")
+    assert len(kept(shared_url)) == 6
+    assert ids(purge("--status", "failed", "--yes", "--json")) == [made[3]]
+    assert purge("--older-than", "1d", "--yes").out == "1 deleted\n"
+    assert set(kept(shared_url)) == {made[0], made[1], made[4], response(2).id}
+    assert "nothing to delete" in purge("--older-than", "1d", "--yes").out
+    assert ids(purge("--status", "in_progress", "--yes", "--json")) == [made[4]]
+    assert "nothing to delete" in purge("--model", "other", "--yes").out
+
+
+def test_stats(vllmops: Any, shared_url: str) -> None:
+    fill(shared_url, numbered(1, 3) + numbered(2, status="failed", owner=TWO, model="other"))
+    data = vllmops("responses", "stats", "--json", "--store", shared_url).data
+    assert data["count"] == 3
+    assert data["statuses"] == {"completed": 2, "failed": 1}
+    assert data["models"] == {"demo": 2, "other": 1}
+    assert data["bytes"] > 100
+    assert data["event_bytes"] > 10
+    assert data["evictions"] == 0
+    assert abs(time.time() - 3 * 3600 - data["oldest"]) < 60
+    text = vllmops("responses", "stats", "--store", shared_url).out
+    assert "3 responses" in text
+    assert "3h00m ago" in text
+
+
+# -- from one store to another ----------------------------------------------------------
+
+
+@pytest.fixture
+def other_url(shared_url: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store of another kind, which is not there yet."""
+    kind = shared_url.partition(":")[0]
+    if kind == "redis":
+        return f"sqlite:///{tmp_path}/other.db"
+    server = request.getfixturevalue("shared_servers")
+    url: str = server["redis" if kind == "postgresql" else "postgresql"].url
+    return f"{url}?namespace=o{time.time_ns()}"
+
+
+def test_from_one_store_to_another(
+    vllmops: Any, shared_url: str, other_url: str, tmp_path: Path
+) -> None:
+    odd = response(7, id="odd/idé", previous_id=response(3).id, body=b'{\n "output": []\n}')
+    made = numbered(*range(120, 3, -1)) + numbered(0, 1, owner=TWO, model="other") + [odd]
+    fill(shared_url, made)
+    fill(shared_url, [response(3, status="failed", error="it broke", owner="")])
+    fill(shared_url, [response(200, status="in_progress")])
+    file = tmp_path / "responses.jsonl"
+    out = vllmops("responses", "export", "--store", shared_url, "-o", str(file), "--json")
+    assert out.data == {"count": 121, "running": 1, "path": str(file)}
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "1 that run are left out" in vllmops("responses", "export", "--store", shared_url).err
+    piped = vllmops("responses", "export", "--store", shared_url).out
+    assert piped.encode() == file.read_bytes()
+
+    def take(*words: str) -> Any:
+        return vllmops("responses", "import", str(file), "--store", other_url, "--json", *words)
+
+    first = take()
+    assert (first.code, first.data["count"], first.data["skipped"]) == (0, 121, 0)
+    before, after = kept(shared_url), kept(other_url)
+    del before[response(200).id]
+    compact = after.pop(odd.id)
+    assert json.loads(before.pop(odd.id)[0].body) == json.loads(compact[0].body)
+    assert before == after
+    again = take()
+    assert (again.code, again.data["count"], again.data["skipped"]) == (0, 0, 121)
+    on(other_url, lambda store: store.set_status(EVERYBODY, odd.id, "failed", allowed=FINISHED_))
+    replaced = take("--overwrite")
+    assert (replaced.code, replaced.data["replaced"]) == (0, 121)
+    assert kept(other_url) == {**after, odd.id: compact}
+
+
+FINISHED_ = frozenset({"completed"})
+
+
+def test_what_is_there_is_not_overwritten(vllmops: Any, tmp_path: Path) -> None:
+    store, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "a.jsonl"
+    fill(store, numbered(1, 2))
+    vllmops("responses", "export", "--store", store, "-o", str(file))
+    exists = vllmops("responses", "export", "--store", store, "-o", str(file), "--json")
+    assert (exists.code, exists.error["code"]) == (Exit.USAGE, "responses.exists")
+    on(store, lambda each: each.delete(EVERYBODY, response(1).id))
+    fill(store, [response(1, status="in_progress", owner=TWO)])
+    answer = vllmops("responses", "import", str(file), "--store", store, "--overwrite", "--json")
+    assert (answer.data["replaced"], answer.data["skipped"]) == (1, 1)
+    assert kept(store)[response(1).id][0].status == "in_progress"
+
+
+def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:
+    store, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "a.jsonl"
+    fill(store, numbered(1, 2, 4, 5))
+    vllmops("responses", "export", "--store", store, "-o", str(file))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[0]["status"] = "in_progress"
+    lines[1]["owner"] = "me"
+    lines[2]["response"] = []
+    broken = [json.dumps(line) for line in lines[:3]]
+    broken += ["", "{", "[]", json.dumps({**lines[3], "vllmops": 2})]
+    broken += [json.dumps({**lines[3], "id": ""}), json.dumps({**lines[3], "id": "\ud800"})]
+    broken += [json.dumps({**lines[3], "input": "x"}), "\xff", json.dumps(lines[3])]
+    file.write_text("\n".join(broken), encoding="latin-1")
+    answer = vllmops(
+        "responses", "import", str(file), "--store", f"sqlite:///{tmp_path}/b.db", "--json"
+    )
+    assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.broken")
+    assert [each["line"] for each in answer.data["broken"]] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
+    assert all(each["reason"] for each in answer.data["broken"])
+    assert answer.data["count"] == 1
+    text = vllmops("responses", "import", str(file), "--store", f"sqlite:///{tmp_path}/b.db")
+    assert "line 2: 'me' is no owner" in text.out
+    assert "10 of 11 lines are broken" in text.err
+    missing = vllmops("responses", "import", "/none", "--store", store, "--json")
+    assert (missing.code, missing.error["code"]) == (Exit.FAILED, "file.unreadable")
+
+
+def test_from_stdin(tmp_path: Path, home: Path) -> None:
+    store, other = f"sqlite:///{tmp_path}/a.db", f"sqlite:///{tmp_path}/b.db"
+    fill(store, numbered(1, 3))
+    program = f"{sys.executable} -m vllmops responses"
+    script = f"{program} export --store {store} | {program} import - --store {other}"
+    ran = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"2 responses imported into {other}\n"
+    assert kept(store) == kept(other)
+
+
+def test_credentials_do_not_come_in(vllmops: Any, tmp_path: Path) -> None:
+    store, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "a.jsonl"
+    fill(store, numbered(1))
+    line = json.loads(vllmops("responses", "export", "--store", store).out)
+    line["response"]["tools"] = [{"type": "mcp", "headers": {"x": "hunter2"}}]
+    file.write_text(json.dumps(line))
+    vllmops("responses", "import", str(file), "--store", store, "--overwrite")
+    assert b"hunter2" not in kept(store)[line["id"]][0].body
+
+
+def test_pages_though_their_last_ones_go(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/a.db"
+    made = fill(url, numbered(*range(30)))
+
+    async def run() -> list[str]:
+        found: list[str] = []
+        async with Storage(url) as responses:
+            async for page in walk(responses, Query(limit=10)):
+                found += [each.id for each in page]
+                for each in page[-3:]:
+                    await responses.delete(each.id)
+        return found
+
+    assert asyncio.run(run()) == made
+
+
+def test_the_store_of_an_instance(lab: Any, vllmops: Any, tmp_path: Path) -> None:
+    record = lab.serve("kept")
+    store = record.environment["VLLMOPS_RESPONSES_STORE"]
+    fill(f"sqlite:///{tmp_path}/a.db", numbered(1, 2))
+    file = tmp_path / "a.jsonl"
+    vllmops("responses", "export", "--store", f"sqlite:///{tmp_path}/a.db", "-o", str(file))
+    answer = vllmops("responses", "import", str(file), "-t", "kept", "--json")
+    assert (answer.data["store"], answer.data["count"]) == (store, 2)
+    # The stand-in answers, and has none of these routes.
+    answer = vllmops("responses", "list", "-t", "kept", "--json")
+    assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
+    assert "vllmops patches list -t kept" in answer.error["mend"]
+    vllmops("stop", "kept", "--force")
+    for words in ((), ("-t", "kept")):
+        answer = vllmops("responses", "list", "--json", *words)
+        assert answer.code == Exit.NOT_FOUND
+        assert answer.error["code"] in {"target.none", "target.over"}
+        assert f"--store {store}" in answer.error["mend"]
+    assert len(ids(vllmops("responses", "list", "--json", "--store", store))) == 2
+
+
+def test_it_works_without_vllm(home: Path, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/a.db"
+    fill(url, numbered(1))
+    # None in the place of a module is as if it were not installed.
+    code = (
+        "import sys; sys.modules['vllm'] = sys.modules['fastapi'] = None; "
+        f"sys.argv = ['vllmops', 'responses', 'list', '--json', '--store', {url!r}]; "
+        "from vllmops.app import main; main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout)["data"]["responses"][0]["id"] == response(1).id
+
+
+# -- over HTTP --------------------------------------------------------------------------
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, *words: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = psutil.Popen([sys.executable, str(SERVED), str(port), *words])
+        deadline = time.monotonic() + 60
+        while not self.answers():
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/docs", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def stock() -> Iterator[Server]:
+    made = Server("stock")
+    yield made
+    made.process.kill()
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Server]:
+    made = Server("gateway")
+    yield made
+    made.process.kill()
+
+
+class Ours(Server):
+    """Our routes, and the URL of their store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = f"sqlite:///{folder}/responses.db"
+        super().__init__("ours", self.store, "one", "two")
+
+    def clear(self) -> None:
+        async def work(store: ResponseStore) -> None:
+            for each in (await store.page(EVERYBODY, Query(limit=1000))).responses:
+                await store.delete(EVERYBODY, each.id)
+
+        on(self.store, work)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ours]:
+    made = Ours(tmp_path_factory.mktemp("served"))
+    yield made
+    made.process.kill()
+
+
+@pytest.fixture
+def served(running: Ours) -> Ours:
+    """The server, with nothing in its store."""
+    running.clear()
+    return running
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(vllmops: Any, served: Ours) -> Ask:
+    """Runs a command against the server, with an API key."""
+
+    def run(*words: str, key: str = "one", **options: Any) -> Any:
+        env = {"VLLM_API_KEY": key, "VLLMOPS_TARGET": served.url}
+        return vllmops("responses", *words, env=env, **options)
+
+    return run
+
+
+def test_a_server_shows_those_of_a_key(ask: Ask, served: Ours) -> None:
+    made = fill(served.store, numbered(0, 1, 2, 3) + numbered(4, owner=TWO))
+    assert ids(ask("list", "--json")) == made[:4]
+    assert ids(ask("list", "--json", key="two")) == made[4:]
+    page = ask("list", "--json", "-n", "2").data
+    assert page["next"] == made[1]
+    assert ids(ask("list", "--json", "--after", page["next"])) == made[2:4]
+    assert ids(ask("list", "--json", "--since", "90m")) == made[:2]
+    assert ask("list", "--status", "failed").out.startswith("no response is meant by that")
+    first = ask("list", "--json").data["responses"][0]
+    assert (first["owner"], first["input_tokens"]) == (None, 1200)
+    assert first["created_at"] > time.time() - 60
+    for words in (("show", made[4]), ("delete", made[4]), ("cancel", made[4])):
+        answer = ask(*words, "--json")
+        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
+    assert ask("list", "--json", "--after", made[4]).code == Exit.USAGE
+    for key in ("", "three"):
+        answer = ask("list", "--json", key=key)
+        assert (answer.code, answer.error["code"]) == (
+            Exit.NOT_AUTHORISED,
+            "responses.not-authorised",
+        )
+        assert "VLLM_API_KEY" in answer.error["mend"]
+
+
+def test_show_over_http(ask: Ask, served: Ours) -> None:
+    (name, other) = fill(served.store, numbered(3, 1))
+    (run,) = fill(served.store, [response(6, status="in_progress")])
+    data = ask("show", name, "--json", "--input", "--events").data
+    assert [each["content"][0]["text"] for each in data["input"]] == ["a question", "another"]
+    assert [each["sequence_number"] for each in data["events"]] == [0, 1]
+    assert data["events"][1]["delta"] == "h\u2028i"
+    assert ask("show", other, "--json", "--events").data["events"] == []
+    text = ask("show", run, "--events")
+    assert "response.created" in text.out
+    assert "it goes on" in text.out
+    assert json.loads(ask("show", name, "--raw").out)["id"] == name
+
+
+def test_ending_over_http(ask: Ask, served: Ours) -> None:
+    runs = fill(served.store, numbered(0, 3, 6, status="in_progress"))
+    done = fill(served.store, numbered(9, 1))
+    answer = ask("cancel", runs[0], "--json")
+    assert (answer.code, answer.data["responses"][0]["told"]) == (0, "cancelled")
+    assert ask("cancel", runs[0], "--json").code == 0
+    for each, why in zip(done, ("completed", "synchronous"), strict=True):
+        answer = ask("cancel", each, "--json")
+        assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.refused")
+        assert why in answer.error["message"]
+    assert ids(ask("cancel", "--all-running", "--older-than", "4h", "--json")) == [runs[2]]
+    assert ids(ask("cancel", "--all-running", "--json")) == [runs[1]]
+    answer = ask("delete", runs[0], "resp_unknown", "--json")
+    assert [each["done"] for each in answer.data["responses"]].count(True) == 1
+    assert answer.code == Exit.NOT_FOUND
+    trial = ask("purge", "--older-than", "150m", "--dry-run", "--json")
+    assert set(ids(trial)) == {runs[1], runs[2], done[0]}
+    purged = ask("purge", "--older-than", "150m", "--yes", "--json")
+    assert (purged.code, purged.data["done"]) == (0, 3)
+    assert list(kept(served.store)) == [done[1]]
+
+
+def test_stats_over_http(ask: Ask, served: Ours) -> None:
+    fill(served.store, numbered(*range(205)))
+    fill(served.store, [response(300, owner=TWO)])
+    data = ask("stats", "--json").data
+    assert (data["count"], data["models"]) == (205, {"demo": 205})
+    assert (data["evictions"], data["event_bytes"]) == (None, None)
+    assert "not known to a server" in ask("stats").out
+    assert ask("stats", "--json", key="two").data["count"] == 1
+
+
+def test_export_over_http(ask: Ask, served: Ours, vllmops: Any, tmp_path: Path) -> None:
+    fill(served.store, numbered(*range(1, 130)))
+    file, other = tmp_path / "a.jsonl", f"sqlite:///{tmp_path}/b.db"
+    assert ask("export", "-o", str(file), "--json").data["count"] == 129
+    answer = vllmops("responses", "import", str(file), "--store", other, "--json")
+    assert answer.data["count"] == 129
+    before, after = kept(served.store), kept(other)
+    assert before.keys() == after.keys()
+    for name, (one, events) in before.items():
+        same, logged = after[name]
+        assert (same.owner, same.status, events) == (one.owner, one.status, logged)
+        assert json.loads(same.body) == json.loads(one.body)
+        assert int(one.created_at) == same.created_at
+        assert len(json.loads(same.input)) == 2
+    refused = ask("import", str(file), "--json")
+    assert (refused.code, refused.error["code"]) == (Exit.USAGE, "usage")
+    assert "--store" in refused.error["mend"]
+
+
+@pytest.mark.parametrize("words", [("list",), ("stats",), ("purge", "--older-than", "1d", "--yes")])
+@pytest.mark.parametrize("kind", ["stock", "gateway"])
+def test_without_the_route(
+    vllmops: Any, request: pytest.FixtureRequest, kind: str, words: tuple[str, ...]
+) -> None:
+    url = request.getfixturevalue(kind).url
+    answer = vllmops("responses", *words, "--json", "-t", url)
+    assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
+    assert url in answer.error["message"]
+    said = {"stock": ("vLLM 0.32.0", "vllmops serve"), "gateway": ("gateway", "behind it")}
+    message, mend = said[kind]
+    assert message in answer.error["message"]
+    assert mend in answer.error["mend"]
+
+
+def test_what_others_answer(vllmops: Any, stock: Server) -> None:
+    def ask(*words: str) -> Any:
+        return vllmops("responses", *words, "--json", "-t", f"{stock.url}/v1")
+
+    assert ask("show", "resp_there").data["response"]["model"] == "m"
+    for words in (("show", "resp_gone"), ("show", "resp_gone", "--input")):
+        answer = ask(*words)
+        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
+    for words in (
+        ("show", "resp_there", "--input"),
+        ("show", "resp_there", "--events"),
+        ("delete", "resp_there"),
+        ("cancel", "resp_there"),
+    ):
+        answer = ask(*words)
+        assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
+
+
+def test_nobody_there(vllmops: Any, listener: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    answer = vllmops("responses", "list", "--json", "-t", f"http://127.0.0.1:{port}")
+    assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unreachable")
+    answer = vllmops("responses", "list", "--json", "-t", "http://[bad")
+    assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+
+    async def late() -> None:
+        url = f"http://127.0.0.1:{listener}"
+        async with Http(Place(url, url), timeout_s=0.2) as server:
+            await server.page(Query())
+
+    with pytest.raises(VllmopsError) as caught:
+        asyncio.run(late())
+    assert (caught.value.code, caught.value.exit_code) == ("responses.timeout", Exit.TIMED_OUT)
+
+
+def test_ctrl_c(served: Ours, tmp_path: Path, home: Path) -> None:
+    fill(served.store, numbered(1))
+    os.kill(served.process.pid, signal.SIGSTOP)  # so that the command waits
+    try:
+        for words in (("export", "-o", str(tmp_path / "a.jsonl")), ("cancel", "resp_1")):
+            command = [sys.executable, "-m", "vllmops", "responses", *words, "-t", served.url]
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+                listening = psutil.Process(process.pid)
+                while not listening.net_connections():
+                    time.sleep(0.01)
+                process.send_signal(signal.SIGINT)
+                _, said = process.communicate(timeout=5)
+            assert process.returncode == Exit.INTERRUPTED
+            assert said.startswith("error: interrupted: 0")
+            assert "Traceback" not in said
+    finally:
+        os.kill(served.process.pid, signal.SIGCONT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ids_are_completed(served: Ours, home: Path) -> None:
+    made = fill(served.store, [*numbered(1, 2), response(3, status="in_progress")])
+
+    def completed(words: str, key: str = "one") -> tuple[list[str], str]:
+        ran = subprocess.run(
+            [sys.executable, "-m", "vllmops"],
+            env={
+                **os.environ,
+                "_VLLMOPS_COMPLETE": "complete_bash",
+                "COMP_WORDS": f"vllmops responses {words}",
+                "COMP_CWORD": str(words.count(" ") + 2),
+                "VLLM_API_KEY": key,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return ran.stdout.split(), ran.stderr
+
+    assert completed(f"show -t {served.url} resp_") == (made, "")
+    assert completed(f"show -t {served.url} {made[1]}") == ([made[1]], "")
+    assert completed(f"cancel -t {served.url} r") == ([made[2]], "")
+    assert completed(f"delete -t {served.url} {made[0]} r") == (made[1:], "")
+    assert completed(f"list -t {served.url} --status in") == (["in_progress", "incomplete"], "")
+    assert completed(f"list -t {served.url} --model d") == (["demo"], "")
+    for words, key in (
+        ("show -t http://127.0.0.1:1 r", "one"),
+        ("show -t nobody r", "one"),
+        (f"show -t {served.url} r", "three"),
+    ):
+        assert completed(words, key) == ([], "")

@@ -1,0 +1,170 @@
+"""Who belongs to a vLLM server, and what each one does: told from process tables."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vllmops.host.processes import (
+    Process,
+    Role,
+    Seen,
+    Table,
+    alive,
+    serve_arguments,
+    still_known,
+    table,
+    tree,
+)
+from vllmops.protocol import identity
+
+
+def process_table(*rows: tuple[int, int, str]) -> Table:
+    """A table from pid, parent and command line."""
+    return {
+        pid: Seen(pid, ppid, 1000 + pid, tuple(words.split()), pid * 10, words == "zombie")
+        for pid, ppid, words in rows
+    }
+
+
+def roles(found: Table, *roots: int) -> dict[int, str]:
+    return {process.pid: process.role.value for process in tree(found, roots)}
+
+
+VLLM_SERVE = "/x/bin/python /x/bin/vllm serve M --port 1"
+
+
+def test_one_api_server() -> None:
+    found = process_table(
+        (1, 0, "init"),
+        (10, 1, VLLM_SERVE),
+        (11, 10, "python -c from_multiprocessing_import_resource_tracker"),
+        (12, 10, "VLLM::EngineCore"),
+        (13, 12, "VLLM::Worker"),
+        (20, 1, "python other.py"),
+    )
+    assert roles(found, 10) == {10: "api", 11: "other", 12: "engine", 13: "worker"}
+
+
+def test_several_api_servers_and_engines_below_a_launcher() -> None:
+    found = process_table(
+        (10, 1, "python -m vllmops.agent.launch serve M --api-server-count 2"),
+        (12, 10, "VLLM::EngineCore_DP0"),
+        (13, 10, "VLLM::EngineCore_DP1"),
+        (14, 10, "VLLM::DPCoordinator"),
+        (15, 10, "VLLM::APIServer_0"),
+        (16, 10, "VLLM::APIServer_1"),
+        (17, 12, "VLLM::Worker_TP0"),
+        (18, 12, "VLLM::Worker_TP1"),
+    )
+    assert roles(found, 10) == {
+        10: "launcher",
+        12: "engine",
+        13: "engine",
+        14: "coordinator",
+        15: "api",
+        16: "api",
+        17: "worker",
+        18: "worker",
+    }
+
+
+def test_a_fork_that_has_executed_nothing_yet_is_none_of_them() -> None:
+    found = process_table(
+        (10, 1, VLLM_SERVE),
+        (11, 10, VLLM_SERVE),
+        (12, 10, "VLLM::EngineCore"),
+        (13, 12, "VLLM::EngineCore"),
+        (14, 12, "VLLM::Worker"),
+        (15, 14, "VLLM::Worker"),
+    )
+    expected = {10: "api", 11: "other", 12: "engine", 13: "other", 14: "worker", 15: "other"}
+    assert roles(found, 10) == expected
+    assert roles(found, 15, 13, 11, 10) == expected
+
+
+def test_titles_as_setproctitle_pads_them() -> None:
+    found = process_table((10, 1, VLLM_SERVE))
+    found[12] = Seen(12, 10, 1012, ("VLLM::EngineCore", "", "", ""), 1, zombie=False)
+    assert [(p.role, p.title) for p in tree(found, [12])] == [(Role.ENGINE, "VLLM::EngineCore")]
+
+
+def test_zombies_are_not_of_it() -> None:
+    found = process_table((10, 1, VLLM_SERVE), (12, 10, "zombie"), (13, 10, "VLLM::EngineCore"))
+    assert roles(found, 10) == {10: "api", 13: "engine"}
+
+
+def test_a_process_that_is_dying_keeps_the_role_that_it_had() -> None:
+    before = process_table(
+        (10, 1, VLLM_SERVE), (11, 10, "sh"), (12, 10, "VLLM::EngineCore"), (13, 12, "VLLM::Worker")
+    )
+    # As the kernel shows them: one has lost its memory, and the one below it its parent.
+    after = process_table((10, 1, VLLM_SERVE), (12, 10, ""), (14, 10, "sh"))
+    found = still_known(tree(before, [10]), tree(after, [10]))
+    told = {process.pid: process.role.value for process in found}
+    assert told == {10: "api", 12: "engine", 14: "other", 13: "worker"}
+
+
+def test_several_roots_and_unknown_ones() -> None:
+    found = process_table((12, 1, "VLLM::EngineCore"), (13, 1, "VLLM::Worker"))
+    assert roles(found, 12, 13, 99) == {12: "engine", 13: "worker"}
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("/x/bin/python /x/bin/vllm serve M --port 1", ["M", "--port", "1"]),
+        ("/x/bin/python3.11 -u /x/bin/vllm serve M", ["M"]),
+        ("vllm serve", []),
+        ("/x/bin/vllm serve --model M", ["--model", "M"]),
+        ("python -m vllm.entrypoints.openai.api_server --model M", ["--model", "M"]),
+        ("python3 -m vllm.entrypoints.cli.main serve M", ["M"]),
+        ("python -m vllmops.agent.launch serve M", ["M"]),
+        ("python -X dev -B -m vllmops.agent.launch serve M", ["M"]),
+        ("python -m vllmops.agent.launch bench M", None),
+        ("vllm bench serve", None),
+        ("vllm", None),
+        ("bash -c vllm serve M", None),
+        ("sh -c exec vllm serve M", None),
+        ("tail -f vllm serve", None),
+        ("vim vllm serve", None),
+        ("python serve.py vllm serve", None),
+        ("python -m vllmops serve M", None),
+        ("python -m pytest vllm serve", None),
+        ("grep -m vllm.entrypoints.openai.api_server", None),
+        ("", None),
+    ],
+)
+def test_which_command_lines_are_servers(words: str, arguments: list[str] | None) -> None:
+    found = serve_arguments(tuple(words.split()))
+    assert (None if found is None else list(found)) == arguments
+
+
+def test_a_shell_that_quotes_the_command_is_no_server() -> None:
+    assert serve_arguments(("bash", "-c", "vllm serve M")) is None
+    assert serve_arguments(("/usr/bin/env", "bash", "-c", "vllm serve")) is None
+
+
+def test_a_pid_that_was_reused_is_another_process() -> None:
+    created = identity.of(os.getpid()).start_ticks
+    assert alive(Process(Role.API, os.getpid(), created))
+    assert not alive(Process(Role.API, os.getpid(), created - 60))
+    assert not alive(Process(Role.API, 2**22 + 1, created))
+
+
+def test_a_zombie_is_not_alive() -> None:
+    popen = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    created = identity.of(popen.pid).start_ticks
+    os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+    assert table()[popen.pid].zombie
+    assert not alive(Process(Role.API, popen.pid, created))
+    popen.wait()
+
+
+def test_the_real_table_has_this_process() -> None:
+    seen = table()[os.getpid()]
+    assert seen.ppid == os.getppid()
+    assert seen.rss_bytes
+    assert seen.rss_bytes > 2**20
+    assert not seen.zombie

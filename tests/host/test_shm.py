@@ -1,0 +1,236 @@
+"""Segments in /dev/shm, with real files and real processes that map them."""
+
+import errno
+import mmap
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vllmops.host import shm
+from vllmops.host.shm import SHM, clean, nobodys, sweep, used_by
+
+HOLD = """
+import mmap, os, sys
+descriptor = os.open(sys.argv[2], os.O_RDWR)
+if sys.argv[1] == "map":
+    kept = mmap.mmap(descriptor, 4096)
+    os.close(descriptor)
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def segment() -> Iterator[str]:
+    name = f"psm_test_{os.getpid()}"
+    (SHM / name).write_bytes(bytes(4096))
+    yield name
+    (SHM / name).unlink(missing_ok=True)
+
+
+def hold(how: str, name: str) -> "subprocess.Popen[str]":
+    popen = subprocess.Popen(
+        [sys.executable, "-S", "-c", HOLD, how, str(SHM / name)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert popen.stdout
+    assert popen.stdout.readline() == "up\n"
+    return popen
+
+
+@pytest.mark.parametrize("how", ["map", "open"])
+def test_a_segment_that_a_live_process_uses_stays(segment: str, how: str) -> None:
+    holder = hold(how, segment)
+    assert used_by(holder.pid) == {segment}
+    assert sweep([segment]) == []
+    assert (SHM / segment).exists()
+    holder.communicate(timeout=10)
+    assert used_by(holder.pid) == set()
+    assert sweep([segment]) == [segment]
+    assert not (SHM / segment).exists()
+
+
+def test_a_segment_that_was_unlinked_is_still_known(segment: str) -> None:
+    with (SHM / segment).open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        (SHM / segment).unlink()
+        assert segment in used_by(os.getpid())
+    assert sweep([segment]) == []
+
+
+def test_a_segment_of_another_user_stays(segment: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(SHM / segment, 65534, 65534)
+    assert sweep([segment]) == []
+
+
+def test_names_that_are_gone_do_no_harm() -> None:
+    assert sweep(["psm_never_was", "sem.never/was"]) == []
+
+
+def test_nothing_outside_is_touched(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    outside = os.path.relpath(victim, SHM)
+    assert sweep([outside]) == []
+    assert victim.exists()
+
+
+SEMAPHORE = """
+import multiprocessing, os, signal, sys, time
+context = multiprocessing.get_context("spawn")
+lock = context.Lock()
+print(lock._semlock.name.lstrip("/"), flush=True)
+sys.stdin.read()
+"""
+
+
+def semaphore_holder() -> "tuple[subprocess.Popen[str], str]":
+    popen = subprocess.Popen(
+        [sys.executable, "-c", SEMAPHORE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert popen.stdout
+    return popen, f"sem.{popen.stdout.readline().strip()}"
+
+
+def end(popen: "subprocess.Popen[str]") -> None:
+    """Kill it and its resource tracker, which would remove what it left."""
+    for child in psutil.Process(popen.pid).children():
+        child.kill()
+    popen.kill()
+    popen.communicate(timeout=10)
+
+
+def test_a_semaphore_is_its_maker_s_though_it_has_another_name_there() -> None:
+    holder, name = semaphore_holder()
+    assert (SHM / name).exists()
+    assert f"/dev/shm/{name}" not in Path(f"/proc/{holder.pid}/maps").read_text()
+    assert name in used_by(holder.pid)
+    assert sweep([name]) == []
+    end(holder)
+    assert (SHM / name).exists()
+    assert sweep([name]) == [name]
+
+
+def test_a_file_that_took_a_dead_one_s_name_stays(segment: str) -> None:
+    (old,) = [each for each in shm.segments() if each.name == segment]
+    (SHM / segment).rename(SHM / f"{segment}_kept")
+    (SHM / segment).write_bytes(b"another's")
+    (SHM / f"{segment}_kept").unlink()
+    if old.file != shm.segments()[0].file:  # an inode may be used again
+        assert shm.remove([old]) == []
+
+
+def test_nothing_is_removed_where_nobody_can_be_looked_into(
+    segment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As with no descriptor left, which would hinder pytest itself.
+    def none_left(_: int) -> set[shm.File]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(shm, "files_of", none_left)
+    assert sweep([segment]) == []
+    assert (SHM / segment).exists()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "OLD_S", 0.0)
+    # Other tests' segments are theirs.
+    monkeypatch.setattr(shm, "NAMES", re.compile(rf"(psm_test|sem\.mp-|torch_).*{os.getpid()}.*"))
+
+
+@pytest.mark.parametrize("how", ["map", "open", None])
+def test_what_nobody_uses_is_cleaned(segment: str, how: str | None, patient: None) -> None:
+    holder = hold(how, segment) if how else None
+    found, removed = clean()
+    assert found.doubt == ""
+    assert [each.name for each in removed] == ([] if holder else [segment])
+    assert (SHM / segment).exists() == bool(holder)
+    if holder:
+        holder.communicate(timeout=10)
+
+
+def test_a_holder_with_another_dev_shm_is_seen(segment: str, patient: None) -> None:
+    """A container that shares it has it mounted elsewhere, under another name."""
+    script = f"mkdir -p /tmp/shm-{os.getpid()} && mount --bind /dev/shm /tmp/shm-{os.getpid()} && "
+    script += f"exec {sys.executable} -S -c '{HOLD}' map /tmp/shm-{os.getpid()}/{segment}"
+    holder = subprocess.Popen(
+        ["unshare", "--mount", "--pid", "--fork", "sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout
+    assert holder.stdout.readline() == "up\n"
+    assert clean()[1] == []
+    assert sweep([segment]) == []
+    holder.communicate(timeout=10)
+    assert [each.name for each in clean()[1]] == [segment]
+
+
+def test_a_young_one_and_one_of_another_kind_stay(
+    segment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = SHM / f"PostgreSQL.{os.getpid()}"
+    other.touch()
+    try:
+        assert segment in {each.name for each in nobodys().segments}
+        _, removed = clean()
+        assert segment not in {each.name for each in removed}
+        monkeypatch.setattr(shm, "OLD_S", 0.0)
+        names = {each.name for each in nobodys().segments}
+        assert other.name not in names
+        assert segment in names
+    finally:
+        other.unlink()
+
+
+def isolated(*words: str, how: list[str]) -> str:
+    """Clean as somebody with another view of the processes."""
+    done = subprocess.run(
+        [*how, sys.executable, "-c", CLEAN, *words],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout
+
+
+CLEAN = """
+import sys
+from vllmops.host import shm
+shm.OLD_S = 0.0
+found, removed = shm.clean()
+print(removed if not found.doubt else found.doubt)
+"""
+
+
+def test_in_a_container_nothing_is_proven(segment: str) -> None:
+    said = isolated(how=["unshare", "--mount", "--pid", "--fork", "--mount-proc"])
+    assert "container" in said
+    assert (SHM / segment).exists()
+
+
+@pytest.mark.parametrize("hidepid", ["0", "2"])
+def test_another_user_can_prove_nothing(segment: str, hidepid: str) -> None:
+    os.chown(SHM / segment, 65534, 65534)
+    hide = f'mount -t proc -o hidepid={hidepid} proc /proc && exec "$@"'
+    lower = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    said = isolated(how=["unshare", "--mount", "sh", "-c", hide, "sh", *lower])
+    assert "run it as root" in said
+    assert ("hidepid" in said) == (hidepid == "2")
+    assert (SHM / segment).exists()

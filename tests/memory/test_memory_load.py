@@ -1,0 +1,25 @@
+"""A load beside a recording: what ends it ends the recording."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from vllmops.memory.record import Background
+
+
+class Load:
+    def run(self, number: int, stop: threading.Event) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_a_load_that_ends_by_what_nobody_foresaw_is_no_silence() -> None:
+    load: Any = Load()
+    background = Background(load)
+    background.thread.join(5)
+    deadline = time.monotonic() + 5
+    while background.error is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert background.error
+    assert "can't start new thread" in background.error.message

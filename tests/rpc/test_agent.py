@@ -1,0 +1,290 @@
+"""Reaching agents, in real processes that are stopped, stuck, killed or not what they claim."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.errors import Exit, VllmopsError
+from vllmops.host.processes import Process, Role
+from vllmops.protocol.engine import Answer
+from vllmops.rpc import agent
+from vllmops.rpc.agent import beat, reach, side_by_side
+
+NOBODY = 65534
+Spawn = Callable[..., Any]
+
+
+def refusal(child: Any, **options: Any) -> VllmopsError:
+    with pytest.raises(VllmopsError) as caught:
+        reach(child.process, **options)
+    assert caught.value.mend
+    return caught.value
+
+
+def test_every_question(spawn: Spawn) -> None:
+    child = spawn()
+    found = reach(child.process)
+    assert found.hello().pid == child.process.pid
+    assert found.engine().running is None
+    assert found.requests().in_flight is None
+    assert found.drain().draining is False  # no HTTP server in it to drain
+    assert found.caches().caches == []
+
+
+def test_questions_share_a_connection_and_outlive_it(spawn: Spawn) -> None:
+    child = spawn()
+    child.run("from vllmops.agent.service import Handler; Handler.timeout = 0.3")
+    count = (
+        "import threading; out = sum('process_request' in t.name for t in threading.enumerate())"
+    )
+    found = reach(child.process)
+    for _ in range(3):
+        assert found.engine().running is None
+    assert child.run(count) == "1"
+    # The agent closes what has been silent; it is asked anew.
+    time.sleep(0.8)
+    assert child.run(count) == "0"
+    assert found.engine().running is None
+
+
+def test_role_is_the_process_tables(spawn: Spawn) -> None:
+    child = spawn(role=Role.WORKER)
+    found = reach(child.process)
+    assert (found.hello().role, found.caches().role) == ("api", "worker")
+
+
+def test_several_side_by_side(spawn: Spawn) -> None:
+    live, stopped = spawn(), spawn()
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    told, silent = side_by_side(
+        [live.process, stopped.process, stopped.process],
+        lambda process: reach(process, timeout_s=0.5).hello().pid,
+    )
+    assert time.monotonic() - began < 0.9
+    assert told == [live.process.pid]
+    assert [(each.pid, each.code) for each in silent] == [
+        (stopped.process.pid, "agent.timeout")
+    ] * 2
+
+
+def test_stale_socket(spawn: Spawn) -> None:
+    child = spawn(VLLMOPS_DISABLE="1")
+    child.socket.parent.mkdir(parents=True, mode=0o700)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(os.fspath(child.socket))
+    child.socket.chmod(0o600)
+    error = refusal(child)
+    assert (error.code, error.exit_code) == ("agent.stale", Exit.NOT_FOUND)
+
+
+def test_killed(spawn: Spawn) -> None:
+    child = spawn()
+    child.popen.kill()
+    child.popen.wait()
+    assert child.socket.exists()
+    assert refusal(child).code == "agent.gone"
+
+
+def test_no_agent(spawn: Spawn) -> None:
+    error = refusal(spawn(VLLMOPS_DISABLE="1"))
+    assert error.code == "agent.absent"
+    assert "VLLM_PLUGINS" in error.mend
+
+
+def test_stopped_process_is_told_by_its_heartbeat(spawn: Spawn) -> None:
+    child = spawn()
+    os.kill(child.process.pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    began = time.monotonic()
+    error = refusal(child, timeout_s=0.3)
+    assert time.monotonic() - began < 0.8
+    assert error.code == "agent.timeout"
+    pulse = beat(child.process)
+    assert pulse is not None
+    assert 1.5 <= pulse.age_s < 3.5
+    assert f"{pulse.age_s:.0f} s old" in error.message
+
+
+def test_held_gil_is_told_by_the_heartbeat(spawn: Spawn) -> None:
+    child = spawn()
+    # PyDLL, unlike CDLL, keeps the GIL during the call.
+    child.send("import ctypes; ctypes.PyDLL(None).sleep(20)")
+    time.sleep(2.5)
+    assert refusal(child, timeout_s=0.3).code == "agent.timeout"
+    pulse = beat(child.process)
+    assert pulse is not None
+    assert pulse.age_s >= 1.4
+
+
+def test_a_busy_main_thread_does_not_hinder_it(spawn: Spawn) -> None:
+    child = spawn()
+    child.send("while True: pass")
+    time.sleep(1.2)
+    assert reach(child.process, timeout_s=1).hello().pid == child.process.pid
+    pulse = beat(child.process)
+    assert pulse is not None
+    assert pulse.beat.sequence >= 1
+    assert not pulse.late
+
+
+def test_another_process_behind_the_pid(spawn: Spawn) -> None:
+    child = spawn()
+    old = replace(child.process, start_ticks=child.process.start_ticks - 1)
+    with pytest.raises(VllmopsError) as caught:
+        reach(old)
+    assert caught.value.code == "agent.mismatch"
+    assert beat(old) is None
+
+
+def test_open_directory_is_refused(spawn: Spawn) -> None:
+    child = spawn()
+    child.socket.parent.chmod(0o755)
+    error = refusal(child)
+    assert (error.code, error.exit_code) == ("agent.unsafe", Exit.NOT_AUTHORISED)
+    assert "755" in error.message
+
+
+def test_a_file_in_the_sockets_place_is_refused(spawn: Spawn) -> None:
+    child = spawn()
+    child.socket.unlink()
+    child.socket.touch(0o600)
+    assert refusal(child).code == "agent.unsafe"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_socket_is_refused(spawn: Spawn) -> None:
+    child = spawn()
+    os.chown(child.socket, NOBODY, NOBODY)
+    error = refusal(child)
+    assert error.code == "agent.unsafe"
+    assert "not to root" in error.message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_process_is_told(spawn: Spawn) -> None:
+    child = spawn()
+    ask = (
+        "from vllmops.rpc.agent import reach\n"
+        "from vllmops.errors import VllmopsError\n"
+        "from vllmops.host.processes import Process, Role\n"
+        f"process = Process(Role.API, {child.process.pid}, {child.process.start_ticks})\n"
+        "try: reach(process)\n"
+        "except VllmopsError as error: print(error.code, int(error.exit_code), error.mend)"
+    )
+    other = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    done = subprocess.run(
+        [*other, sys.executable, "-c", ask],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+        cwd="/",
+    )
+    assert done.stdout.startswith("agent.other-user 4 sudo -u root")
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("{'schema': 99, 'agent': 'future'}", "agent.newer"),
+        ("{'schema': 0}", "agent.older"),
+        ("{'schema': 1}", "agent.older"),
+        ("{'schema': 2}", "agent.broken"),
+        ("['nonsense']", "agent.broken"),
+        ("1 / 0", "agent.broken"),
+    ],
+)
+def test_other_versions_and_nonsense_are_told_apart(spawn: Spawn, answer: str, code: str) -> None:
+    child = spawn()
+    child.run(f"from vllmops.agent import service; service.GETS['/hello'] = lambda: {answer}")
+    assert refusal(child).code == code
+
+
+def test_connection_that_breaks(spawn: Spawn) -> None:
+    child = spawn(VLLMOPS_DISABLE="1")
+    child.socket.parent.mkdir(parents=True, mode=0o700)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.fspath(child.socket))
+        child.socket.chmod(0o600)
+        server.listen()
+        server.settimeout(5)
+
+        def hang_up() -> None:
+            server.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        assert refusal(child).code == "agent.broken"
+        thread.join()
+
+
+def test_path_too_long(spawn: Spawn, tmp_path: Path) -> None:
+    child = spawn(home=tmp_path / ("x" * 100))
+    error = refusal(child)
+    assert error.code == "agent.path-too-long"
+    assert "VLLMOPS_HOME" in error.mend
+
+
+def test_home_is_the_servers_not_ours(
+    spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = spawn(home=tmp_path / "theirs")
+    monkeypatch.setenv("VLLMOPS_HOME", str(tmp_path / "ours"))
+    assert reach(child.process).hello().pid == child.process.pid
+
+
+def test_home_without_vllmops_home(spawn: Spawn, tmp_path: Path) -> None:
+    child = spawn(VLLMOPS_HOME="", HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path / "state"))
+    child.home = tmp_path / "state" / "vllmops"
+    assert child.socket.exists()
+    assert reach(child.process).hello().pid == child.process.pid
+
+
+def test_home_where_a_title_hides_the_environment(spawn: Spawn, tmp_path: Path) -> None:
+    parent = spawn(home=tmp_path / "theirs")
+    # vLLM's titles overwrite the memory from which the kernel shows the environment; an empty
+    # one looks the same from outside.
+    pid = int(
+        parent.run(
+            "import subprocess\n"
+            f"out = subprocess.Popen([{sys.executable!r}, '-S', '-c', 'input()'],"
+            " stdin=subprocess.PIPE, env={}).pid"
+        )
+    )
+    process = Process(Role.WORKER, pid, 0)
+    until(lambda: agent.environ(pid) == {})
+    assert agent.socket_path(process) == tmp_path / "theirs" / "agents" / f"{pid}.sock"
+
+
+def test_every_answer_has_a_decoder_that_was_made_on_one_thread() -> None:
+    # msgspec.json.decode(type=...) builds what it knows of a type at its first use, and two
+    # threads that do so at once have crashed the process.
+    assert set(agent.DECODERS) == {Answer, *Answer.__subclasses__()}
+
+
+def test_damaged_heartbeat_is_none(spawn: Spawn) -> None:
+    child = spawn()
+    os.kill(child.process.pid, signal.SIGSTOP)
+    for content in (b"", b"\0" * 512, b"{}", b'{"schema":1,"pid":'):
+        child.beat.write_bytes(content)
+        assert beat(child.process) is None
+    child.beat.unlink()
+    assert beat(child.process) is None
+
+
+def until(true: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,189 @@
+"""Forms that no transformation of a sample makes; the others are in `diagnose/forms.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllmops.diagnose.stacks import explain
+from vllmops.protocol.pasted import Pasted
+from vllmops.protocol.stacks import ProcessStacks
+from vllmops.stacks.paste import GUESSED, read
+
+STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"
+
+FRAGMENT = """\
+    popitem (vllm/utils/cache.py:190)
+    __setitem__ (cachetools/__init__.py:76)
+    get_and_update_item (vllm/multimodal/cache.py:617)
+    get_and_update_features (vllm/multimodal/cache.py:560)
+"""
+
+CRASH = """\
+(EngineCore_DP0 pid=559) ERROR 10-20 03:20:50 [core.py:720] EngineCore encountered a fatal error.
+(EngineCore_DP0 pid=559) ERROR 10-20 03:20:50 [core.py:720] Traceback (most recent call last):
+(EngineCore_DP0 pid=559) ERROR 10-20 03:20:50 [core.py:720]   File "/x/vllm/v1/engine/core.py", \
+line 711, in run_engine_core
+(EngineCore_DP0 pid=559) ERROR 10-20 03:20:50 [core.py:720]     engine_core.run_busy_loop()
+(EngineCore_DP0 pid=559) ERROR 10-20 03:20:50 [core.py:720]     ^^^^^^^^^^^^^^^^^^^^^^^^^^^
+(EngineCore_DP0 pid=559) ERROR 10-20 03:20:50 [core.py:720]   File "/x/vllm/v1/engine/core.py", \
+line 738, in run_busy_loop
+(EngineCore_DP0 pid=559) ERROR 10-20 03:20:50 [core.py:720]     self._process_engine_step()
+(EngineCore_DP0 pid=559) ERROR 10-20 03:20:50 [core.py:720] RuntimeError: CUDA error: an illegal \
+memory access was encountered
+"""
+
+FATAL = """\
+Fatal Python error: Segmentation fault
+
+Current thread 0x00007f83311c46c0 (most recent call first):
+  File "/x/vllm/v1/worker/gpu_model_runner.py", line 4160 in execute_model
+  File "/x/vllm/v1/executor/multiproc_executor.py", line 1041 in worker_busy_loop
+
+Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
+"""
+
+PY_BT = """\
+Attaching to process 4120
+(gdb) py-bt
+Traceback (most recent call first):
+  <built-in method poll of zmq.backend Socket object>
+  File "/x/vllm/v1/engine/core.py", line 1590, in _process_input_queue
+    req = self.input_queue.get(block=block)
+  File "/x/vllm/v1/engine/core.py", line 1551, in run_busy_loop
+    self._process_input_queue()
+"""
+
+BT = """\
+Thread 2 (Thread 0x7f8 (LWP 4121) "VLLM::EngineCor"):
+#0  0x00007f2 in futex_wait (private=0, expected=0, futex_word=0x7f) at ../futex-internal.h:146
+#1  PyThread_acquire_lock_timed (lock=0x1) at Python/thread_pthread.h:483
+#2  _PyEval_EvalFrameDefault (tstate=0x55, frame=0x7f, throwflag=0) at Python/bytecodes.c:3263
+
+Thread 1 (Thread 0x7f9 (LWP 4120) "VLLM::EngineCor"):
+#0  0x00007f3 in cuEventSynchronize () from /usr/lib/x86_64-linux-gnu/libcuda.so.1
+#1  0x00007f4 in std::function<void (at::Tensor const&)>::operator()(at::Tensor const&) const () \
+from /x/libtorch_cpu.so
+#2  _PyEval_EvalFrameDefault (tstate=0x55, frame=0x7f, throwflag=0) at Python/bytecodes.c:3263
+"""
+
+FAULTHANDLER = """\
+Timeout (0:01:00)!
+Thread 0x00007f83311c46c0 (most recent call first):
+  File "/x/threading.py", line 327 in wait
+  File "/x/queue.py", line 171 in get
+  File "/x/vllm/v1/engine/core.py", line 1968 in process_output_sockets
+
+Thread 0x00007f8332e18b80 (most recent call first):
+  File "/x/vllm/v1/engine/core.py", line 667 in step
+  File "<string>", line 1 in <module>
+"""
+
+
+def sample(stem: str) -> str:
+    return (STACKS / f"{stem}.txt").read_text()
+
+
+def the_process(pasted: Pasted) -> ProcessStacks:
+    (found,) = pasted.samples
+    (process,) = found.processes
+    return process
+
+
+def test_a_fragment_of_four_frames() -> None:
+    process = the_process(read(FRAGMENT))
+    assert (process.role, process.pid, len(process.threads)) == ("engine", 0, 1)
+    (finding,) = explain(read(FRAGMENT)).findings
+    assert finding.code == "stack.mm-cache-eviction-spin"
+
+
+def test_a_crash_is_no_hang() -> None:
+    found = explain(read(CRASH))
+    assert found.verdict == "crash"
+    (finding,) = found.findings
+    assert (finding.code, finding.hang) == ("stack.crash", False)
+    assert finding.subject == "EngineCore_DP0 pid 559"
+    assert finding.lines[0] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    # Oldest first in the text, innermost first here.
+    assert finding.lines[1].startswith("raised at: run_busy_loop (core.py:738) < run_engine_core")
+    assert read(CRASH).samples == ()
+
+
+def test_a_crash_whose_head_was_not_pasted() -> None:
+    found = explain(read("".join(CRASH.splitlines(keepends=True)[2:])))
+    assert (found.verdict, len(found.findings)) == ("crash", 1)
+
+
+def test_the_same_crash_told_twice_is_one() -> None:
+    assert len(explain(read(CRASH + CRASH)).findings) == 1
+
+
+def test_a_fatal_error_is_a_crash() -> None:
+    found = explain(read(FATAL))
+    assert found.verdict == "crash"
+    assert found.findings[0].lines[0] == "Fatal Python error: Segmentation fault"
+
+
+def test_a_crash_beside_stacks() -> None:
+    found = explain(read(CRASH + sample("input-thread-dead")))
+    assert {each.code for each in found.findings} == {"stack.crash", "stack.input-thread-dead"}
+    assert found.verdict == "hang"
+
+
+def test_the_tracebacks_of_gdb_are_innermost_first() -> None:
+    process = the_process(read(PY_BT))
+    assert (process.pid, process.role) == (4120, "engine")
+    functions = [frame.function for frame in process.threads[0].frames]
+    assert functions == ["_process_input_queue", "run_busy_loop"]
+    assert read(PY_BT).crashes == ()
+
+
+def test_gdb_with_frames_of_the_interpreter_alone() -> None:
+    process = the_process(read(BT))
+    assert [(thread.tid, thread.state) for thread in process.threads] == [
+        (4121, "idle"),
+        (4120, "active"),
+    ]
+    assert process.note == GUESSED
+    frame = process.threads[1].frames[0]
+    assert (frame.function, frame.file) == (
+        "cuEventSynchronize",
+        "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+    )
+    assert explain(read(BT)).verdict == "unknown"
+
+
+def test_processes_of_faulthandler_that_nothing_names() -> None:
+    """The main thread is the last of each."""
+    (found,) = read(FAULTHANDLER.partition("\n")[2] * 2).samples
+    assert [len(process.threads) for process in found.processes] == [2, 2]
+    assert [thread.state for thread in found.processes[0].threads] == ["idle", "active"]
+
+
+def test_a_process_that_comes_again_is_another_sample() -> None:
+    pasted = read(sample("lost-broadcast"))
+    assert [len(found.processes) for found in pasted.samples] == [4, 4, 4]
+
+
+def test_a_last_sample_that_breaks_off_is_left_out() -> None:
+    text = sample("worker-stuck-broadcast.two-samples")
+    cut = (text * 2)[: -len(text) // 8]
+    assert len(read(text * 2).samples) == 4
+    assert len(read(cut).samples) == 3
+    assert explain(read(cut)).verdict == "hang"
+
+
+def test_local_variables_are_no_frames() -> None:
+    text = (
+        'Thread 7 (active): "MainThread"\n    step (vllm/v1/engine/core.py:667)\n'
+        '        Locals:\n            text: "popitem (vllm/utils/cache.py:190)"\n'
+        "            call: popitem (vllm/utils/cache.py:190)\n"
+    )
+    assert [frame.function for frame in the_process(read(text)).threads[0].frames] == ["step"]
+
+
+def test_log_lines_are_no_frames() -> None:
+    text = (
+        "INFO 11-20 03:12:44 [core.py:99] init engine took 3.1 s (compilation: 1.2 s)\n"
+        "GET /health (127.0.0.1:8000)\nsee vllm (https://docs.vllm.ai)\n"
+    )
+    assert read(text).samples == ()

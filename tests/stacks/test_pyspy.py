@@ -1,0 +1,396 @@
+"""Real processes, real py-spy; a stand-in for py-spy only where it can't be made to fail."""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vllmops.errors import VllmopsError
+from vllmops.host.processes import Process, Role
+from vllmops.protocol import files, identity
+from vllmops.protocol.stacks import Options, ProcessStacks, StacksSnapshot
+from vllmops.stacks import pyspy
+
+# PR_SET_PTRACER_ANY: with Yama's ptrace_scope 1 a sibling may not look into a process otherwise.
+READABLE = "import ctypes; ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))\n"
+
+THREADS = """
+    import threading, time
+
+    def generate(prompt):
+        time.sleep(1000)
+
+    def spin():
+        while True:
+            pass
+
+    threading.Thread(target=generate, args=["tell me"], name="waiter", daemon=True).start()
+    threading.Thread(target=spin, name="spinner", daemon=True).start()
+    print("up", flush=True)
+    time.sleep(1000)
+"""
+
+COUNTER = """
+    import itertools, sys, time
+
+    print("up", flush=True)
+    for count in itertools.count():
+        time.sleep(0.001)
+        sys.stdout.write("x")
+        sys.stdout.flush()
+"""
+
+# A parent waits for a vfork child in the kernel, where no signal and no tracer can stop it.
+UNINTERRUPTIBLE = """
+    import ctypes, threading, time
+
+    def call_driver():
+        if ctypes.CDLL(None).vfork() == 0:
+            time.sleep(1000)
+
+    print("up", flush=True)
+    call_driver()
+"""
+
+PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH, WALL = 0x4206, 0x4207, 17, 0x40000000
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
+
+
+@contextlib.contextmanager
+def python(source: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process that runs ``source`` and has said ``up``."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", READABLE + textwrap.dedent(source)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert started.stdout is not None
+    try:
+        assert started.stdout.readline() == b"up\n"
+        yield started
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+        started.stdout.close()
+
+
+def process(pid: int, role: Role = Role.ENGINE) -> Process:
+    return Process(role=role, pid=pid, start_ticks=identity.of(pid).start_ticks)
+
+
+def dump(pid: int, options: Options | None = None, *, timeout_s: float = 20.0) -> ProcessStacks:
+    return pyspy.capture([process(pid)], options, timeout_s=timeout_s).processes[0]
+
+
+def functions(stacks: ProcessStacks) -> list[str]:
+    return [frame.function for thread in stacks.threads for frame in thread.frames]
+
+
+def code(stacks: ProcessStacks) -> str:
+    assert stacks.error is not None, "it was dumped"
+    assert stacks.threads == ()
+    return stacks.error.code
+
+
+def state(pid: int) -> str:
+    return psutil.Process(pid).status()
+
+
+def until_spun(pid: int, seconds: float) -> None:
+    """Wait until a process has used so much more of a core."""
+    wanted = psutil.Process(pid).cpu_times().user + seconds
+    deadline = time.monotonic() + 10
+    while psutil.Process(pid).cpu_times().user < wanted:
+        assert time.monotonic() < deadline, "it does not spin"
+        time.sleep(0.01)
+
+
+def until_state(pid: int, wanted: str) -> None:
+    deadline = time.monotonic() + 10
+    while state(pid) != wanted:
+        assert time.monotonic() < deadline, f"{state(pid)} and not {wanted}"
+        time.sleep(0.01)
+
+
+def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
+    with python(THREADS) as target:
+        # Until then the main thread may not have come to its sleep.
+        until_spun(target.pid, 0.1)
+        stacks = dump(target.pid)
+    assert stacks.error is None
+    assert stacks.note == ""
+    assert [thread.name for thread in stacks.threads] == ["spinner", "MainThread", "waiter"]
+    assert [thread.state for thread in stacks.threads] == ["active", "idle", "idle"]
+    assert [thread.owns_gil for thread in stacks.threads] == [True, False, False]
+    assert stacks.threads[1].tid == target.pid
+    spin = stacks.threads[0].frames[0]
+    assert (spin.function, spin.file) == ("spin", "<string>")
+    assert spin.line in {9, 10}
+    run = stacks.threads[0].frames[1]
+    assert run.short_file == "threading.py"
+    assert run.file.endswith("/threading.py")
+    assert Path(run.file).is_absolute()
+
+
+def test_local_variables_only_when_asked_for() -> None:
+    with python(THREADS) as target:
+        without, with_ = dump(target.pid), dump(target.pid, Options(locals=True))
+    assert all(frame.locals is None for thread in without.threads for frame in thread.frames)
+    frame = with_.threads[2].frames[0]
+    assert frame.locals is not None
+    assert [(each.name, each.value, each.argument) for each in frame.locals] == [
+        ("prompt", '"tell me"', True)
+    ]
+
+
+def test_native_frames() -> None:
+    with python(THREADS) as target:
+        stacks = dump(target.pid, Options(native=True))
+    assert stacks.note == ""
+    waiter = stacks.threads[2].frames
+    assert waiter[0].function != "generate"
+    assert waiter[0].line is None
+    assert "generate" in [frame.function for frame in waiter]
+
+
+def test_nonblocking() -> None:
+    with python(THREADS) as target:
+        assert "generate" in functions(dump(target.pid, Options(nonblocking=True)))
+
+
+def test_one_that_is_gone_does_not_keep_the_others() -> None:
+    with python(THREADS) as target, python(THREADS) as other:
+        gone = process(other.pid, Role.WORKER)
+        other.kill()
+        other.wait()
+        snapshot = pyspy.capture([gone, process(target.pid)], server="demo")
+    assert [each.role for each in snapshot.processes] == ["worker", "engine"]
+    assert code(snapshot.processes[0]) == "stacks.gone"
+    assert "generate" in functions(snapshot.processes[1])
+    assert snapshot.server == "demo"
+
+
+def test_a_reused_pid_is_never_dumped() -> None:
+    with python(THREADS) as target:
+        now = process(target.pid)
+        old = Process(role=now.role, pid=now.pid, start_ticks=now.start_ticks - 3600)
+        stacks = pyspy.capture([old]).processes[0]
+    assert code(stacks) == "stacks.gone"
+    assert stacks.error is not None
+    assert "another process" in stacks.error.message
+
+
+def test_a_pid_reused_while_it_is_dumped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with python(THREADS) as target:
+        # The pid can't be made to change hands at that moment: the table is told to say so.
+        asked = process(target.pid)
+        seen = iter([asked.identity, asked.identity._replace(start_ticks=2**40)])
+        monkeypatch.setattr(identity, "of", lambda _: next(seen))
+        assert code(pyspy.capture([asked]).processes[0]) == "stacks.gone"
+
+
+def test_a_zombie() -> None:
+    with python("import os, time; print('up', flush=True); os.fork() or os._exit(0); "
+                "time.sleep(1000)") as target:  # fmt: skip
+        deadline = time.monotonic() + 10
+        while not (children := psutil.Process(target.pid).children()):
+            assert time.monotonic() < deadline
+        until_state(children[0].pid, psutil.STATUS_ZOMBIE)
+        stacks = dump(children[0].pid)
+    assert code(stacks) == "stacks.zombie"
+    assert stacks.error is not None
+    assert f"parent, pid {target.pid}," in stacks.error.message
+
+
+def test_what_is_not_python() -> None:
+    target = subprocess.Popen(["sleep", "1000"])
+    try:
+        assert code(dump(target.pid)) == "stacks.not-python"
+    finally:
+        target.kill()
+        target.wait()
+
+
+def test_a_stopped_process_is_dumped_and_stays_stopped() -> None:
+    with python(THREADS) as target:
+        target.send_signal(signal.SIGSTOP)
+        until_state(target.pid, psutil.STATUS_STOPPED)
+        stacks = dump(target.pid, Options(native=True))
+        assert state(target.pid) == psutil.STATUS_STOPPED
+        target.send_signal(signal.SIGCONT)
+        until_state(target.pid, psutil.STATUS_SLEEPING)
+        assert dump(target.pid).note == ""
+    assert "generate" in functions(stacks)
+    assert f"kill -CONT {target.pid}" in stacks.note
+
+
+def test_a_process_that_nothing_can_stop_is_read_all_the_same() -> None:
+    with python(UNINTERRUPTIBLE) as target:
+        until_state(target.pid, psutil.STATUS_DISK_SLEEP)
+        began = time.monotonic()
+        stacks = dump(target.pid, timeout_s=2.0)
+        assert time.monotonic() - began < 3.0
+    assert stacks.error is None
+    assert "call_driver" in functions(stacks)
+    assert f"thread {target.pid} is in a system call" in stacks.note
+
+
+def test_a_process_in_a_debugger() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with python(THREADS) as target:
+        assert libc.ptrace(PTRACE_SEIZE, target.pid, None, None) == 0
+        assert libc.ptrace(PTRACE_INTERRUPT, target.pid, None, None) == 0
+        os.waitpid(target.pid, WALL)
+        stacks = dump(target.pid)
+        libc.ptrace(PTRACE_DETACH, target.pid, None, None)
+    assert "generate" in functions(stacks)
+    assert f"debugged by pid {os.getpid()}" in stacks.note
+
+
+def test_a_pyspy_that_is_late_is_killed_and_its_target_runs_on() -> None:
+    with python(COUNTER) as target:
+        assert target.stdout is not None
+        for attempt in range(60):
+            stacks = dump(target.pid, Options(native=attempt % 2 == 0), timeout_s=attempt / 2000)
+            assert stacks.error is None or code(stacks) == "stacks.timeout"
+            target.stdout.read(1)
+        os.set_blocking(target.stdout.fileno(), False)
+        while target.stdout.read(1 << 16):
+            pass  # what it wrote meanwhile
+        os.set_blocking(target.stdout.fileno(), True)
+        assert target.stdout.read(20) == b"x" * 20
+        assert psutil.Process(target.pid).status() != psutil.STATUS_STOPPED
+
+
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a program in py-spy's place: the real one can't be made to fail in this way."""
+    program = tmp_path / "py-spy"
+    program.write_text(script)
+    program.chmod(0o755)
+    monkeypatch.setattr(pyspy, "find", lambda: str(program))
+
+
+def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, "#!/bin/sh\nexec sleep 1000\n")
+    me = process(os.getpid())
+    began = time.monotonic()
+    snapshot = pyspy.capture([me] * 5, Options(native=True), timeout_s=1.0)
+    assert 0.9 < time.monotonic() - began < 2.0
+    assert {code(each) for each in snapshot.processes} == {"stacks.timeout"}
+    error = snapshot.processes[0].error
+    assert error is not None
+    assert "within 1 s" in error.message
+    assert "--timeout 60" in error.mend
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.parametrize(
+    ("script", "expected", "words"),
+    [
+        ("#!/bin/sh\necho 'Error: no way\n\nCaused by:\n    0: broken' >&2; exit 1\n",
+         "stacks.failed", "no way: broken"),
+        ("#!/bin/sh\nexit 1\n", "stacks.failed", "does not say why"),
+        ("#!/bin/sh\necho '[{\"frames\": 1}]'\n", "stacks.unreadable", "not as expected"),
+        ("#!/bin/sh\nprintf '\\377'\n", "stacks.unreadable", "not as expected"),
+        ("no program\n", "pyspy.unusable", "can't be started"),
+    ],
+)  # fmt: skip
+def test_pyspy_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: str, words: str
+) -> None:
+    stand_in(tmp_path, monkeypatch, script)
+    stacks = dump(os.getpid())
+    assert code(stacks) == expected
+    assert stacks.error is not None
+    assert words in stacks.error.message
+    assert stacks.error.mend
+
+
+def test_without_native_frames_rather_than_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(
+        tmp_path,
+        monkeypatch,
+        "#!/bin/sh\ncase \"$*\" in *--native*) echo 'Error: no unwinding' >&2; exit 1;; esac\n"
+        f'exec {pyspy.find()} "$@"\n',
+    )
+    with python(THREADS) as target:
+        stacks = dump(target.pid, Options(native=True))
+    assert "generate" in functions(stacks)
+    assert stacks.note.startswith("without native frames: ")
+    assert "no unwinding" in stacks.note
+
+
+def test_pyspy_is_found_where_pip_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = pyspy.find()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Path(pyspy.find()).samefile(beside)
+
+
+def test_pyspy_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    # It is one of our dependencies, so it can't be absent here.
+    monkeypatch.setattr("importlib.metadata.files", lambda _: None)
+    with pytest.raises(VllmopsError) as caught:
+        pyspy.capture([])
+    assert caught.value.code == "pyspy.missing"
+    assert caught.value.mend == f"{tmp_path}/python -m pip install py-spy"
+
+
+def test_a_snapshot_survives_a_file(tmp_path: Path) -> None:
+    with python(THREADS) as target:
+        snapshot = pyspy.capture([process(target.pid)], Options(locals=True))
+    files.save(tmp_path / "stacks.json", snapshot)
+    assert files.load(tmp_path / "stacks.json", StacksSnapshot) == snapshot
+
+
+AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups",
+             # Reading the files of this interpreter is no right over processes.
+             "--inh-caps=+dac_override", "--ambient-caps=+dac_override"]  # fmt: skip
+IN_CONTAINER = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
+
+
+@only_root
+@pytest.mark.parametrize(
+    ("wrap", "expected", "words", "mend"),
+    [
+        (AS_NOBODY, "stacks.other-user", "belongs to root and we are nobody", "sudo "),
+        (IN_CONTAINER, "stacks.no-capability", "container doesn't have it", "--cap-add SYS_PTRACE"),
+    ],
+)
+def test_no_permission(wrap: list[str], expected: str, words: str, mend: str) -> None:
+    with python(THREADS) as target:
+        found = process(target.pid)
+        program = textwrap.dedent(f"""
+            import msgspec
+            from vllmops.stacks import pyspy
+            from vllmops.host.processes import Process, Role
+            found = Process(role=Role.ENGINE, pid={found.pid}, start_ticks={found.start_ticks})
+            print(msgspec.json.encode(pyspy.capture([found]).processes[0].error).decode())
+        """)
+        told = subprocess.run(
+            [*wrap, sys.executable, "-c", program],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    error = json.loads(told.stdout)
+    assert error["code"] == expected
+    assert words in error["message"]
+    assert mend in error["mend"]

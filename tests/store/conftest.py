@@ -1,0 +1,110 @@
+"""Stores for tests, some of them in database servers of the tests' own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..support import databases
+from ..support.databases import Server, Servers, folder_for_servers
+
+WRITER = Path(__file__).with_name("writer.py")
+
+
+@pytest.fixture(scope="session")
+def server_folder() -> Iterator[Path]:
+    folder = folder_for_servers()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgres_parts(server_folder: Path) -> tuple[Path, Path]:
+    """Where PostgreSQL's programs are, and a directory of data to copy."""
+    return databases.postgres_parts(server_folder)
+
+
+@pytest.fixture(scope="session")
+def shared_servers(postgres_parts: tuple[Path, Path]) -> Iterator[dict[str, Server]]:
+    servers = Servers(postgres_parts)
+    yield {kind: servers.add(kind) for kind in ("postgresql", "redis")}
+    servers.end()
+
+
+@pytest.fixture
+def servers(postgres_parts: tuple[Path, Path]) -> Iterator[Servers]:
+    """For servers that a test may kill."""
+    servers = Servers(postgres_parts)
+    yield servers
+    servers.end()
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "redis"])
+def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store that several processes can use; nothing is in it yet."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/responses.db"
+    server: Server = request.getfixturevalue("shared_servers")[request.param]
+    return f"{server.url}?namespace=t{time.time_ns()}"
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgresql", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store with nothing in it."""
+    if request.param == "memory":
+        return "memory://"
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/responses.db"
+    server: Server = request.getfixturevalue("shared_servers")[request.param]
+    return f"{server.url}?namespace=t{time.time_ns()}"
+
+
+class Writer:
+    """A process with a store of its own."""
+
+    def __init__(self, url: str, lease_s: float = 30) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(WRITER), url, str(lease_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.read() == "ready"
+
+    def send(self, **order: Any) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def read(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> list[str]:
+        """Kill -9; what it had said until then."""
+        self.process.kill()
+        assert self.process.stdout
+        said = self.process.stdout.read()
+        self.process.wait(10)
+        return said.splitlines(keepends=True)
+
+
+@pytest.fixture
+def writer() -> Iterator[Callable[..., Writer]]:
+    made: list[Writer] = []
+
+    def make(*args: Any) -> Writer:
+        made.append(Writer(*args))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kill()

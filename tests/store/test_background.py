@@ -1,0 +1,265 @@
+"""What runs beside the requests goes on, whatever a backend or a database raises."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.agent.responses.writer import Writer
+from vllmops.store import opening
+from vllmops.store import store as stores
+from vllmops.store.backend import Chunk, Limits, Response
+from vllmops.store.gathering import Gathered
+from vllmops.store.memory import Memory
+from vllmops.store.sqlite import Sqlite, Worker, transaction
+from vllmops.store.store import ResponseStore
+
+RUN = Response(id="resp_1", owner="", model="m", status="in_progress", body=b"{}")
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():  # noqa: ASYNC110 - what is waited for knows of no event
+        await asyncio.sleep(0.02)
+
+
+class Faulty(Memory):
+    """A class of a user's own with a defect that shows for a while."""
+
+    error: BaseException = TypeError("unsupported operand")
+    calls = 0
+    broken = True
+
+    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+        self.calls += 1
+        if self.broken:
+            raise self.error
+        return await super().running(ids, renew=renew)
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError("None"), RuntimeError("again"), asyncio.CancelledError(), MemoryError()]
+)
+def test_the_heartbeat_goes_on(
+    error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "AFTER_S", 0.05)
+
+    async def play() -> None:
+        backend = Faulty("memory://", Limits(lease_s=2))
+        backend.error = error
+        async with ResponseStore(backend) as store:
+            await store.create(RUN)
+            stopped = asyncio.Event()
+            store.attend(RUN, stopped.set)
+            await until(lambda: backend.calls >= 4)
+            backend.broken = False
+            await asyncio.sleep(2.5)
+            found = await store.get("", RUN.id)
+            assert found
+            assert found.status == "in_progress"  # its lease is renewed
+            await store.set_status("", RUN.id, "cancelled")
+            await asyncio.wait_for(stopped.wait(), 2)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(asyncio.wait_for(play(), 20))
+    (told,) = [each.message for each in caplog.records if type(error).__name__ in each.message]
+    assert "lease" in told
+
+
+def test_sweeping_goes_on_and_hinders_no_heartbeat(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "SWEEP_S", 0.1)
+    monkeypatch.setattr(stores, "AFTER_S", 0.05)
+
+    class Sweeps(Memory):
+        swept = 0
+
+        async def sweep(self) -> Any:
+            self.swept += 1
+            raise KeyError("x")
+
+    async def play() -> None:
+        backend = Sweeps("memory://", Limits())
+        async with ResponseStore(backend) as store:
+            await store.create(RUN)
+            stopped = asyncio.Event()
+            store.attend(RUN, stopped.set)
+            await until(lambda: backend.swept >= 3)
+            await store.delete("", RUN.id)
+            await asyncio.wait_for(stopped.wait(), 2)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(asyncio.wait_for(play(), 20))
+    assert sum("KeyError" in each.message for each in caplog.records) == 1
+
+
+def test_what_a_run_raises_when_it_is_stopped_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def stop() -> None:
+        raise ValueError("no such task")
+
+    async def play() -> None:
+        async with ResponseStore(Memory("memory://", Limits())) as store:
+            await store.create(RUN)
+            store.attend(RUN, stop)
+            await store.delete("", RUN.id)
+            await until(lambda: not store.attended)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(asyncio.wait_for(play(), 20))
+    assert any("no such task" in each.message for each in caplog.records)
+
+
+def test_events_go_on_behind_those_that_can_not_be_stored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Picky(Memory):
+        async def append(self, response: Response, chunk: Chunk) -> bool:
+            if chunk.first == 0:
+                raise TypeError("not these")
+            return await super().append(response, chunk)
+
+    async def play() -> list[int]:
+        async with ResponseStore(Picky("memory://", Limits())) as store:
+            await store.create(RUN)
+            async with Writer(store, RUN) as writer:
+                writer.add(0, b"{}")
+                await asyncio.sleep(0.2)
+                assert any("not these" in each.message for each in caplog.records)  # at once
+                for n in range(1, 4):
+                    writer.add(n, b"{}")
+                    await asyncio.sleep(0.1)
+            log = await store.log("", RUN.id, -1)
+            assert log
+            return [n for chunk in log.chunks for n in range(chunk.first, chunk.last + 1)]
+
+    with caplog.at_level(logging.ERROR):
+        assert asyncio.run(play()) == [1, 2, 3]
+
+
+def test_a_database_that_answers_too_little_keeps_nobody_waiting() -> None:
+    async def run(given: list[int]) -> Sequence[int]:
+        return given[:1] if len(given) > 1 else given
+
+    async def play() -> None:
+        calling = Gathered(run, lambda _: 0)
+        async with asyncio.timeout(5):
+            first = await asyncio.gather(*(calling(n) for n in range(3)), return_exceptions=True)
+            assert [isinstance(each, Exception) for each in first] == [True] * 3
+            assert await calling(7) == 7  # and it goes on
+
+    asyncio.run(play())
+
+
+def test_a_thread_of_sqlite_serves_on_though_a_loop_that_it_told_is_closed(tmp_path: Path) -> None:
+    worker = Worker(lambda: sqlite3.connect(tmp_path / "a.db"), "w")
+
+    async def left_alone() -> None:
+        task = asyncio.ensure_future(worker.run(lambda c: c.execute("SELECT 1").fetchone()))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    async def slow() -> None:
+        asyncio.ensure_future(worker.run(lambda _: time.sleep(0.3)))  # noqa: RUF006
+        await asyncio.sleep(0.05)
+
+    asyncio.run(left_alone())
+    # A loop that is closed, not cancelled, leaves a future that nobody can be told of.
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(slow())
+    loop.close()
+
+    async def one() -> Any:
+        async with asyncio.timeout(5):
+            return await worker.run(lambda c: c.execute("SELECT 1").fetchone())
+
+    try:
+        assert asyncio.run(one()) == (1,)
+    finally:
+        worker.stop()
+
+
+def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path: Path) -> None:
+    """Deferred constraints fail at the COMMIT, as a full disk does."""
+    connection = sqlite3.connect(tmp_path / "a.db", isolation_level=None)
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("CREATE TABLE a (id PRIMARY KEY)")
+    connection.execute("CREATE TABLE b (a REFERENCES a DEFERRABLE INITIALLY DEFERRED)")
+    with pytest.raises(sqlite3.IntegrityError), transaction(connection):
+        connection.execute("INSERT INTO b VALUES (1)")
+    with transaction(connection):
+        connection.execute("INSERT INTO a VALUES (2)")
+    other = sqlite3.connect(tmp_path / "a.db")
+    assert other.execute("SELECT id FROM a").fetchall() == [(2,)]
+    assert other.execute("SELECT a FROM b").fetchall() == []
+
+
+def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
+    """Its connections are made when they are first needed, which takes file descriptors."""
+
+    async def play() -> None:
+        backend = Sqlite(f"sqlite:///{tmp_path}/a.db", Limits(), "vllmops")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        store = ResponseStore(backend)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            await store.open()
+            with pytest.raises(stores.StoreUnavailable):
+                await store.create(RUN)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await asyncio.sleep(1.1)
+        assert await store.create(RUN)
+        await store.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("scheme", ["redis", "postgresql"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\xff" * 5000,
+        b"$9999\r\n",
+        b"*-5\r\n:x\r\n",
+        b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I" * 20,
+    ],
+)
+def test_whoever_answers_instead_of_a_database(scheme: str, said: bytes) -> None:
+    """A proxy, or a server of another kind: each call says that the store is unavailable."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while await reader.read(1 << 16):
+                writer.write(said)
+                await writer.drain()
+                if not said:
+                    break
+        writer.close()
+
+    async def play() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        store = ResponseStore(opening.backend(f"{scheme}://127.0.0.1:{port}/0"), deadline_s=0.5)
+        await store.open()
+        store.attend(RUN, lambda: None)
+        for _ in range(3):
+            with pytest.raises(stores.StoreUnavailable):
+                await store.create(RUN)
+            await asyncio.sleep(0.3)
+        assert not any(task.done() for task in store.background)
+        await store.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(play(), 20))

@@ -1,0 +1,245 @@
+"""Every backend keeps every promise, and each check finds a backend that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable, Collection
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from vllmops.store import opening
+from vllmops.store.backend import FINISHED, RUNNING, Chunk, Limits, Query, Response
+from vllmops.store.conformance import CHECKS, Outcome, judge, run
+from vllmops.store.memory import Memory
+
+
+async def judged(url: str) -> list[Outcome]:
+    return [each async for each in run(url)]
+
+
+def test_every_backend_keeps_every_promise(url: str) -> None:
+    outcomes = asyncio.run(judged(url))
+    assert [each for each in outcomes if each.problem] == []
+    assert len(outcomes) == len(CHECKS) >= 18
+
+
+class Careless(Memory):
+    """A backend that a user might write; each of these has one defect."""
+
+
+class LosesInput(Careless):
+    async def create(self, response: Response) -> bool:
+        return await super().create(replace(response, input=response.body))
+
+
+class Overwrites(Careless):
+    async def create(self, response: Response) -> bool:
+        await self.delete("*", response.id)
+        return await super().create(response)
+
+
+class CompletesWhatWasCancelled(Careless):
+    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
+        return await super().put(response, unless_status=())
+
+
+class Resurrects(Careless):
+    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
+        if self.peek(response.id) is None:
+            return await self.create(response)
+        return await super().put(response, unless_status=unless_status)
+
+
+class ForgetsWhichRun(Careless):
+    def run(self, response: Response) -> Response | None:
+        return self.find(response.owner, response.id)
+
+
+class SwapsTwice(Careless):
+    async def set_status(
+        self,
+        owner: str,
+        response_id: str,
+        status: str,
+        *,
+        allowed: Collection[str] = RUNNING,
+        error: str = "",
+    ) -> Any:
+        swap = await super().set_status(owner, response_id, status, allowed=allowed, error=error)
+        return replace(swap, changed=swap.now is not None)
+
+
+class ShowsEverybodyEverything(Careless):
+    def find(self, owner: str, response_id: str) -> Response | None:
+        return super().find("*", response_id)
+
+
+class ListsBackwards(Careless):
+    async def page(self, owner: str, query: Query) -> Any:
+        return await super().page(owner, replace(query, descending=not query.descending))
+
+
+class ForgetsTurns(Careless):
+    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+        turns = await super().conversation(owner, response_id)
+        return [replace(each, previous_id=None) for each in turns[-50:]]
+
+
+class EvictsTheOldest(Careless):
+    def use(self, response: Response) -> None:
+        pass
+
+
+class EvictsWhatRuns(Careless):
+    def evict(self, owner: str, spared: str) -> None:
+        share = self.shares[owner]
+        share.finished, share.under_way = share.under_way, share.finished
+        super().evict(owner, spared)
+        share.finished, share.under_way = share.under_way, share.finished
+
+
+class KnowsNoShares(Careless):
+    def __init__(self, url: str, limits: Limits) -> None:
+        super().__init__(url, replace(limits, max_per_key=None))
+
+
+class EvictsFromWhoHasLeast(Careless):
+    def first_to_give(self, spared: Response) -> str:
+        level = min(self.levels)
+        return next(iter(self.levels[level]))
+
+
+class KeepsTooMuch(Careless):
+    def evict(self, owner: str, spared: str) -> None:
+        self.limits = replace(self.limits, max_size=2 * self.limits.max_size)
+
+
+class NeverExpires(Careless):
+    def __init__(self, url: str, limits: Limits) -> None:
+        super().__init__(url, replace(limits, ttl_s=1e9))
+
+
+class WaitsForTheDead(Careless):
+    def lapse(self, response_id: str) -> bool:
+        return False
+
+
+class RunsOn(Careless):
+    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+        return set(ids)
+
+
+class LosesEvents(Careless):
+    async def append(self, response: Response, chunk: Chunk) -> bool:
+        return chunk.first == 50 or await super().append(response, chunk)
+
+
+class KeepsEveryEvent(Careless):
+    def __init__(self, url: str, limits: Limits) -> None:
+        super().__init__(url, replace(limits, max_events=10**9))
+
+
+class KeepsEventsForEver(Careless):
+    def __init__(self, url: str, limits: Limits) -> None:
+        super().__init__(url, replace(limits, events_kept_s=1e9))
+
+
+class CountsOthers(Careless):
+    async def stats(self, owner: str) -> Any:
+        return await super().stats("*")
+
+
+FOUND: dict[type[Careless], str] = {
+    LosesInput: "gives back",
+    Overwrites: "stores an id once",
+    CompletesWhatWasCancelled: "changes a status",
+    Resurrects: "deletes for good",
+    ForgetsWhichRun: "deletes for good",
+    SwapsTwice: "changes a status",
+    ShowsEverybodyEverything: "keeps owners apart",
+    ListsBackwards: "lists in order",
+    ForgetsTurns: "puts a conversation together",
+    EvictsTheOldest: "evicts what was used",
+    EvictsWhatRuns: "evicts what was used",
+    KeepsTooMuch: "evicts what was used",
+    KnowsNoShares: "lets an owner have",
+    EvictsFromWhoHasLeast: "evicts from the owner",
+    NeverExpires: "expires",
+    WaitsForTheDead: "fails what nobody runs",
+    RunsOn: "stops a run",
+    LosesEvents: "keeps a stream's events",
+    KeepsEveryEvent: "keeps no more of a stream",
+    KeepsEventsForEver: "keeps no more of a stream",
+    CountsOthers: "counts",
+}
+
+
+@pytest.mark.parametrize("defect", FOUND, ids=lambda each: each.__name__)
+def test_a_check_finds_each_defect(defect: type[Careless], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "users_own", lambda _: defect)
+    monkeypatch.setenv(opening.CLASS, "a.user.s.Own")
+    (name,) = [each for each in CHECKS if each.startswith(FOUND[defect])]
+    sound = asyncio.run(judge(name, CHECKS[name], "memory://"))
+    assert sound.problem
+    assert "Error" not in sound.problem.partition(":")[0]
+
+
+def test_no_check_is_without_a_defect_that_it_finds() -> None:
+    found = {name for name in CHECKS for start in FOUND.values() if name.startswith(start)}
+    # These look at what the store does around a backend, or at servers.
+    assert set(CHECKS) - found == {
+        "takes no id that can't be one",
+        "replaces what runs, and nothing else",
+        "stores no credentials of tools",
+        "is opened by several at once",
+    }
+
+
+@pytest.fixture
+def own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, str]]:
+    """A class of a user's own in a module; gives the environment that names it."""
+
+    def write(body: str) -> dict[str, str]:
+        (tmp_path / "own.py").write_text(
+            "from vllmops.store.memory import Memory\n"
+            "from vllmops.store.conformance import response\n"
+            f"class Own(Memory):\n    {body}\n"
+        )
+        return {opening.CLASS: "own.Own", "PYTHONPATH": str(tmp_path)}
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return write
+
+
+def test_the_command(vllmops: Any, tmp_path: Path) -> None:
+    path = tmp_path / "own.db"
+    answer = vllmops("responses", "check-store", f"sqlite:///{path}", "--json")
+    assert (answer.code, answer.err) == (0, "")
+    data = json.loads(answer.out)["data"]
+    assert [each["name"] for each in data["checks"]] == list(CHECKS)
+    assert {each["problem"] for each in data["checks"]} == {""}
+    assert data["caveats"] == []
+    # It leaves nothing behind.
+    with closing(sqlite3.connect(path)) as kept:
+        assert kept.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+
+
+def test_the_command_on_a_class_with_a_defect(vllmops: Any, own_class: Any) -> None:
+    env = own_class("async def delete(self, owner, response_id): raise KeyError(response_id)")
+    answer = vllmops("responses", "check-store", "memory://", env=env)
+    assert answer.code == 1
+    assert "deletes for good: KeyError: 'resp_" in answer.out
+    assert "promises are broken" in answer.out
+    assert "note: everything is gone with the process" in answer.out
+
+
+def test_the_command_deletes_nothing(vllmops: Any, own_class: Any) -> None:
+    env = own_class("async def open(self): await self.create(response())")
+    answer = vllmops("responses", "check-store", "memory://", "--json", env=env)
+    assert (answer.code, answer.error["code"]) == (1, "store.not-empty")

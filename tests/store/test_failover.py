@@ -1,0 +1,321 @@
+"""Another server takes over under load: what was acknowledged is there, and it is over soon."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import asyncpg
+import pytest
+import redis
+
+from vllmops.store import opening
+from vllmops.store.store import Response, ResponseStore, StoreUnavailable
+
+from ..support.databases import LOCAL, Servers, until
+
+OVER_S = 5.0
+# What a call may take, and more on a busy machine.
+CALL_S = 2.0 + 1.5
+OWNER = "ann"
+
+
+def response(name: str) -> Response:
+    return Response(id=name, owner=OWNER, model="m", status="completed", body=b"{}")
+
+
+class Load:
+    """Writers and readers on a store, each in a `ResponseStore` of its own.
+
+    Args:
+        url: of the store.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.acknowledged: list[str] = []
+        self.written = [time.monotonic()]
+        self.read = [time.monotonic()]
+        self.slowest = 0.0
+
+    async def write(self, name: str) -> None:
+        async with ResponseStore(opening.backend(self.url)) as store:
+            number = 0
+            while True:
+                number += 1
+                made = response(f"{name}-{number}")
+                if await self.tried(lambda: store.create(made)):  # noqa: B023 - awaited at once
+                    self.acknowledged.append(made.id)
+                    self.written.append(time.monotonic())
+                await asyncio.sleep(0.005)
+
+    async def look(self) -> None:
+        """What is read is an answer, of the server that takes writes."""
+        async with ResponseStore(opening.backend(self.url)) as store:
+            while True:
+                if await self.tried(lambda: store.get(OWNER, "first")):
+                    self.read.append(time.monotonic())
+                await asyncio.sleep(0.005)
+
+    async def tried(self, call: Callable[[], Any]) -> Any:
+        """What a call gives, None where the store was unavailable; other errors are raised."""
+        began = time.monotonic()
+        try:
+            return await call()
+        except StoreUnavailable as error:
+            await asyncio.sleep(error.retry_after_s / 10)
+            return None
+        finally:
+            self.slowest = max(self.slowest, time.monotonic() - began)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with ResponseStore(opening.backend(self.url), deadline_s=10) as store:
+            assert await store.create(response("first"))
+        tasks = [asyncio.create_task(self.write(f"w{number}")) for number in range(4)]
+        tasks += [asyncio.create_task(self.look()) for _ in range(2)]
+        try:
+            yield
+        finally:
+            for each in tasks:
+                each.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(each) for each in ends} == {asyncio.CancelledError}, ends
+
+    async def more(self, count: int = 30, within_s: float = 30) -> None:
+        """Wait for more to be written and read."""
+        wanted = len(self.acknowledged) + count, len(self.read) + count
+        async with asyncio.timeout(within_s):
+            while len(self.acknowledged) < wanted[0] or len(self.read) < wanted[1]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def check(self) -> None:
+        """All that was acknowledged is there."""
+        async with ResponseStore(opening.backend(self.url), deadline_s=10) as store:
+            for each in self.acknowledged:
+                assert await store.get(OWNER, each), each
+        for times in (self.written, self.read):
+            gaps = [after - before for before, after in pairwise(times)]
+            print(f"{len(times)} times, the longest gap {max(gaps):.2f} s")  # for whoever measures
+            assert max(gaps) < OVER_S
+        print(f"{len(self.acknowledged)} acknowledged, the slowest call {self.slowest:.2f} s")
+        assert self.slowest < CALL_S
+
+
+async def through(load: Load, *changes: Callable[[], object]) -> None:
+    async with load.running():
+        await load.more()
+        for change in changes:
+            await asyncio.to_thread(change)
+            await load.more()
+    await load.check()
+
+
+@pytest.mark.parametrize("way", ["killed", "frozen", "told"])
+def test_sentinels_promote_a_replica(way: str, servers: Servers) -> None:
+    primary = servers.valkey()
+    replica = servers.replica(primary)
+    sentinels = servers.sentinels(primary, 3)
+
+    def change() -> None:
+        if way == "killed":
+            primary.kill()
+        elif way == "frozen":
+            primary.signal(signal.SIGSTOP)
+        else:
+            sentinels[1].ask("SENTINEL", "FAILOVER", "main")
+        began = time.monotonic()
+        until(lambda: replica.ask("ROLE")[0] == "master")
+        print(f"promoted after {time.monotonic() - began:.2f} s")
+        until(lambda: int(sentinels[0].ask("SENTINEL", "MASTER", "main")["port"]) == replica.port)
+        print(f"told after {time.monotonic() - began:.2f} s")
+
+    hosts = ",".join(f"{LOCAL}:{each.port}" for each in sentinels)
+    asyncio.run(through(Load(f"redis+sentinel://{hosts}/main"), change))
+    assert replica.ask("ROLE")[0] == "master"
+
+
+def test_a_server_of_a_cluster_is_killed(servers: Servers) -> None:
+    nodes = servers.cluster()
+    port = nodes[1].port
+    load = Load(f"valkey+cluster://{LOCAL}:{nodes[0].port},{LOCAL}:{port}?namespace=x")
+    slot = nodes[0].ask("CLUSTER", "KEYSLOT", "{x}:")
+    here = slot * 3 // 16384
+    asyncio.run(through(load, nodes[here].kill))
+    assert nodes[here + 3].ask("ROLE")[0] == "master"
+
+
+def test_servers_of_a_cluster_change_their_parts(servers: Servers) -> None:
+    nodes = servers.cluster()
+    load = Load(f"redis+cluster://{LOCAL}:{nodes[0].port}?namespace=x")
+    here = nodes[0].ask("CLUSTER", "KEYSLOT", "{x}:") * 3 // 16384
+    asyncio.run(through(load, lambda: nodes[here + 3].ask("CLUSTER", "FAILOVER")))
+
+
+@pytest.mark.parametrize("way", ["killed", "frozen", "shut down"])
+@pytest.mark.parametrize("attrs", ["", "?target_session_attrs=read-write"])
+def test_a_standby_of_postgresql_is_promoted(way: str, attrs: str, servers: Servers) -> None:
+    primary = servers.postgres(None, "synchronous_standby_names=*")
+    standby = servers.postgres(primary, "synchronous_standby_names=")
+
+    def change() -> None:
+        if way == "shut down":
+            primary.signal(signal.SIGINT)
+        else:
+            primary.signal(signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+        standby.promote()
+
+    hosts = ",".join(f"{LOCAL}:{each.port}" for each in (primary, standby))
+    asyncio.run(through(Load(f"postgresql://postgres@{hosts}/postgres{attrs}"), change))
+
+
+def test_postgresql_becomes_read_only_and_writable_again(servers: Servers) -> None:
+    """As it is behind a load balancer, which may lead to a standby for a while."""
+    server = servers.postgres()
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(server.url)) as store:
+            assert await store.create(response("a"))
+            for value in ("on", "off"):
+                change = await asyncpg.connect(server.url)
+                await change.execute(f"ALTER SYSTEM SET default_transaction_read_only = {value}")
+                await change.execute("SELECT pg_reload_conf()")
+                await change.close()
+                await asyncio.sleep(0.3)
+                if value == "on":
+                    with pytest.raises(StoreUnavailable, match="read-only"):
+                        await store.create(response("b"))
+                    assert store.backend.connections.idle == []  # type: ignore[attr-defined]
+                    await asyncio.sleep(1.1)
+            assert await store.create(response("c"))
+
+    asyncio.run(main())
+
+
+class Switch:
+    """A load balancer: new connections go to another server once it is turned."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(LOCAL, self.port)
+        await asyncio.gather(forward(reader, back), forward(there, writer))
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[int]:
+        server = await asyncio.start_server(self.accept, LOCAL, 0)
+        yield server.sockets[0].getsockname()[1]
+        server.close()
+
+
+async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+    writer.close()
+
+
+def test_the_server_behind_an_address_becomes_a_replica(servers: Servers) -> None:
+    """Nobody ends the connections: each call there is refused, also those that only read."""
+    primary = servers.valkey()
+    replica = servers.replica(primary)
+    switch = Switch(primary.port)
+
+    def change() -> None:
+        # No write is on its way between the two: this is about connections.
+        primary.ask("CLIENT", "PAUSE", 500, "WRITE")
+        time.sleep(0.2)
+        replica.ask("REPLICAOF", "NO", "ONE")
+        switch.port = replica.port
+        primary.ask("REPLICAOF", LOCAL, replica.port)
+
+    async def main() -> None:
+        async with switch.open() as port:
+            await through(Load(f"redis://{LOCAL}:{port}/0"), change)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "refusal", ["READONLY x", "LOADING x", "CLUSTERDOWN x", "MASTERDOWN x", "TRYAGAIN x"]
+)
+def test_what_passes_soon_is_tried_again(refusal: str, servers: Servers) -> None:
+    """A server that loads its data takes too long to be had in a test, so one is played."""
+    server = servers.valkey()
+    refused = 0
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal refused
+        there, back = await asyncio.open_connection(LOCAL, server.port)
+        answers = asyncio.create_task(forward(there, writer))
+        while data := await reader.read(1 << 16):
+            if b"\r\ncreate\r\n" in data and refused < 2:
+                refused += 1
+                writer.write(f"-{refusal}\r\n".encode())
+            else:
+                back.write(data)
+        back.close()
+        await answers
+
+    async def main() -> None:
+        front = await asyncio.start_server(accept, LOCAL, 0)
+        url = f"redis://{LOCAL}:{front.sockets[0].getsockname()[1]}/0"
+        async with ResponseStore(opening.backend(url)) as store:
+            assert await store.create(response("a"))
+        front.close()
+
+    asyncio.run(main())
+    assert refused == 2
+
+
+def test_what_too_few_replicas_have_is_not_acknowledged(servers: Servers) -> None:
+    primary = servers.valkey()
+    replica = servers.replica(primary)
+
+    async def main() -> None:
+        url = f"{primary.url}?wait_replicas=1"
+        async with ResponseStore(opening.backend(url)) as store:
+            assert await store.create(response("a"))
+            replica.kill()
+            with pytest.raises(StoreUnavailable, match="too few replicas"):
+                await store.create(response("b"))
+            await asyncio.sleep(1.1)
+            assert await store.get(OWNER, "a")  # to read waits for nobody
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_is_there_and_silent_is_waited_for(servers: Servers) -> None:
+    primary = servers.valkey()
+    replica = servers.replica(primary)
+    (sentinel,) = servers.sentinels(primary, 1)
+
+    async def main() -> None:
+        async with ResponseStore(
+            opening.backend(f"redis+sentinel://{LOCAL}:{sentinel.port}/main")
+        ) as store:
+            assert await store.create(response("a"))
+            replica.signal(signal.SIGSTOP)
+            with pytest.raises(StoreUnavailable, match="too few replicas"):
+                await store.create(response("b"))
+            replica.signal(signal.SIGCONT)
+            await asyncio.sleep(1.1)
+            assert await store.create(response("c"))
+            replica.kill()
+            await asyncio.sleep(0.2)
+            # None is there that could have it, and the Sentinel knows of no other primary.
+            assert await store.create(response("d"))
+            replica.start()
+            until(replica.connected)
+            await asyncio.sleep(0.5)  # until its primary knows that it is up to date
+            assert await store.create(response("e"))
+            assert not store.backend.connections.alone  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+    assert isinstance(replica.ask("DBSIZE"), int)
+    assert redis.Redis(port=replica.port).exists("{vllmops}:r:e")

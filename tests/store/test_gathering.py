@@ -1,0 +1,146 @@
+"""Calls that are made as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from vllmops.store import gathering
+from vllmops.store.gathering import Gathered
+
+
+class Doubling:
+    """Doubles numbers once it may; of what it was asked at a time, the sizes."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.asked: list[list[int]] = []
+        self.may = asyncio.Event()
+        self.cancelled = 0
+        self.double = Gathered(self.run, weigh=abs, at_once=at_once)
+
+    async def run(self, given: list[int]) -> Sequence[int]:
+        self.asked.append(given)
+        try:
+            await self.may.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if 13 in given:
+            raise ZeroDivisionError
+        return [2 * each for each in given]
+
+
+async def called(doubling: Doubling, *numbers: int) -> list[asyncio.Task[int]]:
+    """Calls at once, which are under way where none was before."""
+    tasks = [asyncio.create_task(doubling.double(each)) for each in numbers]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return tasks
+
+
+def test_what_comes_at_once_goes_as_one_and_so_does_what_comes_meanwhile() -> None:
+    async def go() -> None:
+        doubling = Doubling()
+        tasks = await called(doubling, 1, 2)
+        tasks += await called(doubling, 3)
+        tasks += await called(doubling, 4, 5)
+        assert doubling.asked == [[1, 2]]
+        doubling.may.set()
+        assert await asyncio.gather(*tasks) == [2, 4, 6, 8, 10]
+        assert await doubling.double(6) == 12
+        assert doubling.asked == [[1, 2], [3, 4, 5], [6]]
+
+    asyncio.run(go())
+
+
+def test_one_goes_at_once_and_what_comes_meanwhile_as_one() -> None:
+    async def go() -> None:
+        doubling = Doubling(at_once=True)
+        tasks = await called(doubling, 1, 2, 3)
+        tasks += await called(doubling, 4)
+        assert doubling.asked == [[1]]
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        doubling.may.set()
+        assert [await each for each in tasks[1:]] == [4, 6, 8]
+        with pytest.raises(ZeroDivisionError):
+            await doubling.double(13)
+        assert await doubling.double(5) == 10
+        assert doubling.asked == [[1], [2, 3, 4], [13], [5]]
+
+    asyncio.run(go())
+
+
+def test_not_more_than_so_many_and_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "MOST", 3)
+    monkeypatch.setattr(gathering, "ROOM", 100)
+
+    async def go() -> None:
+        doubling = Doubling()
+        doubling.may.set()
+        tasks = await called(doubling, 1, 2, 3, 4, 500, 5)
+        assert await asyncio.gather(*tasks) == [2, 4, 6, 8, 1000, 10]
+        assert doubling.asked == [[1, 2, 3], [4, 500], [5]]
+
+    asyncio.run(go())
+
+
+def test_an_error_is_told_to_those_that_went_together() -> None:
+    async def go() -> None:
+        doubling = Doubling()
+        tasks = await called(doubling, 1, 13)
+        tasks += await called(doubling, 2)
+        doubling.may.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(each) for each in found] == [ZeroDivisionError, ZeroDivisionError, int]
+        assert await doubling.double(3) == 6
+
+    asyncio.run(go())
+
+
+def test_who_goes_away_takes_nothing_from_the_others() -> None:
+    async def go() -> None:
+        doubling = Doubling()
+        first, second = await called(doubling, 1, 2)
+        third, fourth = await called(doubling, 3, 4)
+        first.cancel()  # of two that go together
+        third.cancel()  # while it waits
+        await asyncio.wait([first, third])
+        doubling.may.set()
+        assert [await second, await fourth] == [4, 8]
+        assert doubling.asked == [[1, 2], [4]]
+        assert doubling.cancelled == 0
+
+    asyncio.run(go())
+
+
+def test_what_nobody_waits_for_is_ended_and_others_go_on() -> None:
+    async def go() -> None:
+        doubling = Doubling()
+        gone = await called(doubling, 1, 2)
+        (last,) = await called(doubling, 3)
+        for each in gone:
+            each.cancel()
+        await asyncio.wait(gone)
+        doubling.may.set()
+        assert await last == 6
+        assert doubling.asked == [[1, 2], [3]]
+        assert doubling.cancelled == 1
+
+    asyncio.run(go())
+
+
+def test_nothing_is_asked_where_all_have_gone_before() -> None:
+    async def go() -> None:
+        doubling = Doubling()
+        task = asyncio.create_task(doubling.double(1))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        doubling.may.set()
+        assert await doubling.double(2) == 4
+        assert doubling.asked == [[2]]
+
+    asyncio.run(go())

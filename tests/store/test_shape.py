@@ -1,0 +1,177 @@
+"""What comes in is checked by what goes out: no line of an archive breaks what shows it."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from vllmops.store import archive, packing, shape
+from vllmops.store.archive import decode
+from vllmops.store.backend import Response
+from vllmops.store.store import Events, document
+
+BODY = {"id": "resp_1", "object": "response", "status": "completed", "output": []}
+LINE = {
+    "vllmops": 1,
+    "id": "resp_1",
+    "owner": "",
+    "model": "m",
+    "status": "completed",
+    "created_at": 1e9,
+    "previous_response_id": None,
+    "error": "",
+    "response": BODY,
+    "input": [],
+    "events": [],
+}
+
+
+def line(**fields: object) -> bytes:
+    return msgspec.json.encode({**LINE, **fields})
+
+
+def body(**fields: object) -> bytes:
+    return line(response={**BODY, **fields})
+
+
+def raw(name: str, text: bytes) -> bytes:
+    """A line with a field that no encoder would write."""
+    return msgspec.json.encode({**LINE, name: None}).replace(
+        b'"%s":null' % name.encode(), b'"%s":%s' % (name.encode(), text)
+    )
+
+
+GOOD = {
+    "as it is": line(),
+    "all of it": line(
+        response={
+            **BODY,
+            "background": True,
+            "usage": {"input_tokens": 3, "output_tokens": 4, "input_tokens_details": {"x": 1}},
+            "error": {"code": "server_error", "message": "why"},
+            "output": [
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text"}]},
+                {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+                {"type": "computer_call_output", "output": {"type": "screenshot"}},
+                {"type": "mcp_call", "name": "n", "arguments": "{}", "output": None},
+            ],
+        },
+        input=[{"role": "user", "content": "a"}, {"role": "user", "content": [{"text": "b"}]}],
+        events=[{"first": 3, "events": [{"type": "a", "sequence_number": 3}]}],
+        previous_response_id="resp_0",
+    ),
+    "brackets in a text": body(instructions="[{" * 1000),
+    "many brackets": body(metadata=[[] for _ in range(1000)]),
+    "a nul in a text": raw("response", b'{"id":"resp_1","instructions":"a\\u0000b"}'),
+}
+DEEP = b"[" * 100_000
+BAD = {
+    "deep": DEEP,
+    "deep in a field": b'{"id":' + DEEP,
+    "deep, and whole": raw("response", b'{"id":"resp_1","x":' + b"[" * 300 + b"]" * 300 + b"}"),
+    "deep input": raw("input", b"[" * 300 + b"]" * 300),
+    "deep behind a text": raw("response", b'{"y":"\\"","x":' + b"[" * 300 + b"]" * 300 + b"}"),
+    "status": body(status=3),
+    "made": body(created_at=1e308),
+    "made before": body(created_at=-5),
+    "type": body(output=[{"type": 5}]),
+    "role": body(output=[{"role": {}}]),
+    "an item that is none": body(output=["x"]),
+    "output": body(output={}),
+    "usage": body(usage=7),
+    "tokens": body(usage={"input_tokens": -1}),
+    "very many tokens": body(usage={"input_tokens": 10**30}),
+    "error": body(error="x"),
+    "background": body(background="yes"),
+    "model": body(model=["m"]),
+    "another's id": body(id="resp_2"),
+    "no object": line(response=[]),
+    "input's type": line(input=[{"type": 5}]),
+    "input": line(input={}),
+    "when": line(created_at=1e308),
+    "when before": line(created_at=-1),
+    "NaN": raw("created_at", b"NaN"),
+    "infinite": raw("created_at", b"Infinity"),
+    "too large": raw("created_at", b"1e999"),
+    "NaN inside": raw("response", b'{"temperature":NaN}'),
+    "too large inside": raw("response", b'{"temperature":1e999}'),
+    "very many digits": raw("response", b'{"seed":' + b"9" * 5000 + b"}"),
+    "half a character": raw("response", b'{"x":"\\ud800"}'),
+    "half a character outside": raw("model", b'"\\ud800"'),
+    "no UTF-8": raw("response", b'{"x":"\xff"}'),
+    "no UTF-8 outside": raw("model", b'"\xff"'),
+    "nul": raw("model", b'"a\\u0000b"'),
+    "nul in an error": raw("error", b'"a\\u0000b"'),
+    "no id": line(id=""),
+    "a number": line(id=7),
+    "an id of too many letters": line(id="x" * 300),
+    "a path": line(id="../../etc/passwd"),
+    "a path from the root": line(id="/etc/passwd"),
+    "a path through a folder": line(id="a/../b"),
+    "a path of a folder": line(id="a/"),
+    "a dot": line(id=".."),
+    "another path": line(id="a\\b"),
+    "a control character": line(id="a\x1b[2Jb"),
+    "a line": line(id="a\nb"),
+    "right to left": line(id="a\u202eb"),
+    "the turn before": line(previous_response_id="../b"),
+    "a turn before that is none": line(previous_response_id=7),
+    "events": line(events=[{"first": -1, "events": []}]),
+    "an event's number": line(events=[{"first": 10**30, "events": []}]),
+    "an event's type": line(events=[{"first": 0, "events": [{"type": 5}]}]),
+    "an event that is none": line(events=[{"first": 0, "events": ["x"]}]),
+    "a version": line(vllmops=2),
+    "an owner": line(owner="x"),
+    "it runs": line(status="queued"),
+    "no status": line(status="done"),
+    "a status that is none": line(status=3),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_taken(name: str) -> None:
+    response, events = decode(GOOD[name])
+    again = archive.encode(response, events)
+    assert decode(again) == (response, events)
+    shape.read(response)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_not_and_why(name: str) -> None:
+    """As ValueError, which names the line and takes the next one."""
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r".") as caught:
+        decode(BAD[name])
+    assert time.monotonic() - began < 2
+    assert len(f"{caught.value}") < 500
+
+
+DAMAGED = [b"", b"[]", b"{", b'"x"', b'{"x":' + DEEP, b"\xff", b"null"]
+
+
+@pytest.mark.parametrize("data", [*DAMAGED, b'{"status":3}', b'{"status":{}}'], ids=repr)
+def test_a_server_has_an_object_for_what_is_damaged(data: bytes) -> None:
+    found = msgspec.json.decode(
+        document(Response(id="r", owner="", model="m", status="failed", error="why", body=data))
+    )
+    assert (found["status"], found["error"]["message"]) == ("failed", "why")
+    found = msgspec.json.decode(
+        document(Response(id="r", owner="", model="m", status="completed", body=data))
+    )
+    assert found["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x02x", b"\x01", b"\x01garbage", packing.deflate(b"a" * 200)[:-3]]
+)
+def test_what_can_not_be_unpacked_is_told_in_one_way(data: bytes) -> None:
+    with pytest.raises(ValueError, match="packed"):
+        packing.inflate(data)
+
+
+def test_events_are_as_they_were() -> None:
+    made = Response(id="r", owner="", model="m", status="completed", body=b"{}")
+    events = [Events(2, [b'{"type":"a","x":1.50}'])]
+    assert decode(archive.encode(made, events)) == (made, events)

@@ -1,0 +1,244 @@
+"""No owner's responses go for the sake of one who has more."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from vllmops.store import opening, sql
+from vllmops.store.backend import EVERYBODY, Limits, Response, targets
+from vllmops.store.sqlite import Sqlite
+from vllmops.store.store import ResponseStore
+
+from ..support.databases import Server
+
+
+def one_by_one(owners: dict[str, int], limits: Limits) -> dict[str, int]:
+    """The same, by taking from the fullest again and again."""
+    left = {owner: min(held, limits.share) for owner, held in owners.items()}
+    while sum(left.values()) > limits.max_size:
+        left[max(left, key=lambda each: left[each])] -= 1
+    return {owner: held for owner, held in left.items() if held < owners[owner]}
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_who_gives_up_how_many(seed: int) -> None:
+    dice = random.Random(seed)
+    owners = {f"o{n}": dice.randint(1, dice.choice([2, 5, 30])) for n in range(dice.randint(1, 9))}
+    per_key = dice.choice([None, None, 1, 3, 50])
+    limits = Limits(max_size=dice.randint(1, 40), max_per_key=per_key)
+    assert targets(owners, limits) == one_by_one(owners, limits)
+
+
+OWNERS = [f"{n:064x}" for n in range(20)]
+
+
+def made(number: int, owner: str, **fields: Any) -> Response:
+    fields = {"status": "completed", "created_at": 1e9 + number, **fields}
+    return Response(id=f"r{number}", owner=owner, model="m", body=b"{}", **fields)
+
+
+async def held(store: ResponseStore) -> dict[str, int]:
+    return (await store.stats(EVERYBODY)).owners
+
+
+def test_one_key_can_not_drive_out_another(url: str) -> None:
+    """Whoever stores very many loses his own, whatever his are: finished, or running for ever."""
+
+    async def main() -> None:
+        limits = Limits(max_size=50)
+        async with ResponseStore(opening.backend(url, limits), deadline_s=10) as store:
+            for number in range(10):
+                await store.create(made(number, OWNERS[0], status="in_progress"))
+                await store.create(made(100 + number, OWNERS[1]))
+            for number in range(200, 500):
+                status = "queued" if number % 2 else "completed"
+                await store.create(made(number, OWNERS[2], status=status))
+            await store.sweep()
+            assert await held(store) == {OWNERS[0]: 10, OWNERS[1]: 10, OWNERS[2]: 30}
+
+    asyncio.run(main())
+
+
+def test_many_with_one_each_take_turns(url: str) -> None:
+    async def main() -> None:
+        limits = Limits(max_size=5)
+        async with ResponseStore(opening.backend(url, limits), deadline_s=10) as store:
+            for number, owner in enumerate(OWNERS):
+                await store.create(made(number, owner))
+            assert set(await held(store)) == set(OWNERS[-5:])  # who has stored something last
+
+    asyncio.run(main())
+
+
+async def fill(store: ResponseStore) -> None:
+    """Ann's are 0 to 29, of which the odd run and 4 was used last; Bob's are 100 to 104."""
+    for number in range(30):
+        status = "in_progress" if number % 2 else "completed"
+        await store.create(made(number, "ann", status=status))
+    for number in range(100, 105):
+        await store.create(made(number, "bob"))
+    await store.touch("ann", ["r4"])
+
+
+async def moved(url: str) -> None:
+    """What was stored before is all there, and its owners have shares."""
+    limits = Limits(max_size=30)
+    async with ResponseStore(opening.backend(url), deadline_s=10) as store:
+        assert await held(store) == {"ann": 30, "bob": 5}
+    async with ResponseStore(opening.backend(url, limits), deadline_s=10) as store:
+        await store.sweep()
+        assert await held(store) == {"ann": 25, "bob": 5}
+        assert await store.get("ann", "r4")
+        assert not await store.get("ann", "r0")
+        assert await store.get("ann", "r1")  # it runs
+    shares = Limits(max_size=30, max_per_key=3)
+    async with ResponseStore(opening.backend(url, shares), deadline_s=10) as store:
+        await store.create(made(200, "ann"))
+        await store.sweep()
+        assert await held(store) == {"ann": 3, "bob": 3}
+        assert await store.get("ann", "r200")
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_tables_of_an_older_version(
+    kind: str, request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path}/responses.db"
+    if kind == "postgresql":
+        server = request.getfixturevalue("shared_servers")["postgresql"]
+        url = f"{server.url}?namespace=t{time.time_ns()}"
+
+    async def before() -> None:
+        async with ResponseStore(opening.backend(url), deadline_s=10) as store:
+            await fill(store)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sql, "SCHEMA", sql.SCHEMA[:2])
+        asyncio.run(before())
+    asyncio.run(moved(url))
+
+
+def test_keys_of_an_older_version(shared_servers: dict[str, Server]) -> None:
+    """Schema 1 knew no owners' sets, and had one set of what runs."""
+    name = f"t{time.time_ns()}"
+    url = f"{shared_servers['redis'].url}?namespace={name}"
+    client = redis.Redis.from_url(shared_servers["redis"].url, decode_responses=True)
+
+    async def before() -> None:
+        async with ResponseStore(opening.backend(url), deadline_s=10) as store:
+            await fill(store)
+
+    asyncio.run(before())
+    for number in range(1, 30, 2):
+        client.zadd(f"{{{name}}}:busy", {f"r{number}": time.time()})
+    client.delete(*(f"{{{name}}}:{each}" for each in ("u:ann", "u:bob", "owners")))
+    client.set(f"{{{name}}}:schema", 1)
+    asyncio.run(moved(url))
+    assert client.get(f"{{{name}}}:schema") == "2"
+    assert not client.exists(f"{{{name}}}:busy", f"{{{name}}}:built")
+
+
+def test_what_an_older_version_stores_beside_this_one(shared_servers: dict[str, Server]) -> None:
+    """A replica that is not restarted yet fills no owner's set: what is in none goes last."""
+    name = f"t{time.time_ns()}"
+    url = f"{shared_servers['redis'].url}?namespace={name}"
+    client = redis.Redis.from_url(shared_servers["redis"].url)
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(url, Limits(max_size=8)), deadline_s=10) as store:
+            for number in range(8):
+                await store.create(made(number, "ann"))
+            client.delete(f"{{{name}}}:u:ann", f"{{{name}}}:owners")
+            for number in range(8, 30):
+                await store.create(made(number, "ann"))
+            assert await held(store) == {"ann": 8}
+            assert await store.get("ann", "r29")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_who_gives_up_what_is_found_by_an_index(kind: str, request: Any, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/responses.db"
+    if kind == "postgresql":
+        server = request.getfixturevalue("shared_servers")["postgresql"]
+        url = f"{server.url}?namespace=t{time.time_ns()}"
+
+    async def plan(statement: str, *values: Any) -> str:
+        explain = "EXPLAIN" if kind == "postgresql" else "EXPLAIN QUERY PLAN"
+        backend = opening.backend(url)
+        assert isinstance(backend, sql.Sql)
+        async with ResponseStore(backend) as store:
+            await store.get("", "x")
+            if kind == "sqlite":  # which tells its plan to who reads; SELECT is how it knows one
+                assert isinstance(backend, Sqlite)
+                assert backend.writer
+                text = f"{explain} {backend.text(statement)}"
+                rows = await backend.writer.run(lambda c: c.execute(text, values).fetchall())
+            else:
+                rows = list(await backend.fetch(f"{explain} {backend.text(statement)}", *values))
+            return "\n".join(str(row[-1]) for row in rows)
+
+    async def filled() -> None:
+        async with ResponseStore(opening.backend(url), deadline_s=30) as store:
+            for first in range(0, 3000, 100):
+                some = [made(first + n, OWNERS[n % 20]) for n in range(100)]
+                await asyncio.gather(*map(store.create, some))
+
+    asyncio.run(filled())
+    told = asyncio.run(plan(sql.EVICT, OWNERS[0], 100, "x"))
+    assert "_by_share" in told, told
+    assert "TEMP B-TREE" not in told, told
+    assert "Sort" not in told, told
+    if kind == "sqlite":
+        told = asyncio.run(plan(sql.SHARES, "*"))
+        assert "COVERING INDEX" in told, told
+
+
+def test_a_response_costs_redis_as_much_however_many_owners_there_are(
+    shared_servers: dict[str, Server],
+) -> None:
+    client = redis.Redis.from_url(shared_servers["redis"].url)
+
+    def calls() -> int:
+        return sum(each["calls"] for each in client.info("commandstats").values())
+
+    async def cost(owners: int, size: int) -> float:
+        url = f"{shared_servers['redis'].url}?namespace=t{time.time_ns()}"
+        async with ResponseStore(
+            opening.backend(url, Limits(max_size=size)), deadline_s=10
+        ) as store:
+            for number in range(size):
+                await store.create(made(number, f"{number % owners}"))
+            before = calls()
+            for number in range(size, size + 100):
+                await store.create(made(number, f"{number % owners}"))
+            return (calls() - before) / 100
+
+    few, many = asyncio.run(cost(2, 50)), asyncio.run(cost(400, 800))
+    assert many < few + 3
+    assert few < 60
+
+
+def test_the_command_tells_who_has_most(tmp_path: Path, vllmops: Any) -> None:
+    url = f"sqlite:///{tmp_path}/responses.db"
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(url)) as store:
+            for number in range(30):
+                await store.create(made(number, OWNERS[number % 15] if number < 20 else ""))
+
+    asyncio.run(main())
+    answer = vllmops("responses", "stats", "--store", url, "--json")
+    assert list(answer.data["owners"].values()) == [10, *[2] * 5, *[1] * 10]
+    assert next(iter(answer.data["owners"])) == ""
+    answer = vllmops("responses", "stats", "--store", url)
+    assert f"{OWNERS[0][:8]}…" in answer.out
+    assert "and 6 others" in answer.out

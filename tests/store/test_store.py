@@ -1,0 +1,170 @@
+"""What the store does around a backend: packing, credentials, URLs, and its weight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllmops.errors import VllmopsError
+from vllmops.store import opening, packing, redaction
+from vllmops.store.backend import Limits
+from vllmops.store.store import Response, document
+from vllmops.store.urls import shown
+
+URLS = {
+    "memory://": "Memory",
+    "sqlite:///some.db": "Sqlite",
+    "postgresql://u:p@h/d": "Postgresql",
+    "postgres://u:p@h/d?sslmode=disable": "Postgresql",
+    "redis://h:1/0": "Redis",
+    "valkey://h": "Redis",
+    "rediss://h": "Redis",
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.text() | st.integers(-(2**53), 2**53),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(), each, max_size=3),
+)
+
+
+@given(st.binary())
+def test_what_is_packed_comes_back(data: bytes) -> None:
+    assert packing.inflate(packing.deflate(data)) == data
+    assert len(packing.deflate(data)) <= len(data) + 1
+
+
+def test_a_response_takes_a_quarter_of_its_json() -> None:
+    message = {"id": "msg_0123456789abcdef", "content": [{"annotations": [], "text": "Hello."}]}
+    body = msgspec.json.encode(
+        {"id": "resp_0123456789abcdef", "created_at": 1795294950, "incomplete_details": None}
+        | {"instructions": None, "metadata": None, "model": "demo", "object": "response"}
+        | {"output": [message], "parallel_tool_calls": True, "temperature": 1.0, "tools": []}
+        | {"top_p": 1.0, "background": False, "max_output_tokens": 100, "status": "completed"}
+    )
+    assert len(packing.deflate(body)) < len(body) / 4
+
+
+def test_what_was_packed_in_another_way_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not know"):
+        packing.inflate(b"\x07abc")
+
+
+@given(JSON)
+def test_redaction_takes_any_tools(tools: object) -> None:
+    body = msgspec.json.encode({"status": "completed", "tools": tools, "x": "Bearer kept"})
+    assert msgspec.json.decode(redaction.body(body))["x"] == "Bearer kept"
+    event = b'{"type":"response.created","response":%s}' % body
+    assert b"response.created" in redaction.event(event)
+
+
+def test_what_a_tool_keeps_and_what_it_does_not() -> None:
+    schema = {"type": "object", "properties": {"token": {"type": "string", "default": "kept"}}}
+    tools = [
+        {"type": "function", "name": "get_token", "description": "kept", "parameters": schema},
+        {
+            "type": "mcp",
+            "server_url": "https://u:hush@host:1/mcp?api_key=hush#hush",
+            "headers": {"X-Anything": "hush", "nested": {"a": ["hush"]}},
+            "authorization": "hush",
+            "access_token": "hush",
+            "require_approval": "never",
+            "allowed_tools": ["kept"],
+        },
+        {"type": "shell", "environment": {"domain_secrets": [{"name": "hush", "value": "hush"}]}},
+    ]
+    found = redaction.body(msgspec.json.encode({"tools": tools}))
+    assert b"hush" not in found
+    function, mcp, _ = msgspec.json.decode(found)["tools"]
+    assert function == tools[0]
+    assert mcp["server_url"] == "https://host:1/mcp"
+    assert mcp["headers"]["X-Anything"] == redaction.REDACTED
+    assert (mcp["require_approval"], mcp["allowed_tools"]) == ("never", ["kept"])
+
+
+def test_without_tools_not_a_byte_is_touched() -> None:
+    body = b'{ "status" : "completed", "tools":[],  "authorization" : "part of an answer" }'
+    assert redaction.body(body) is body
+    assert redaction.event(body) is body
+
+
+def test_the_object_that_a_client_gets() -> None:
+    body = b'{"id":"r","status":"in_progress","error":null}'
+    made = Response(id="r", owner="", model="m", status="in_progress", body=body)
+    assert document(made) is body
+    failed = msgspec.structs.replace(made, status="failed", error="it fell over")
+    found = msgspec.json.decode(document(failed))
+    assert found["status"] == "failed"
+    assert found["error"] == {"code": "server_error", "message": "it fell over"}
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_url_names_its_backend(url: str) -> None:
+    assert type(opening.backend(url)).__name__ == URLS[url]
+
+
+@pytest.mark.parametrize(
+    "url", ["", "some.db", "mysql://h", "sqlite://", "sqlite:///", "redis://h?namespace=A-b"]
+)
+def test_what_is_no_store(url: str) -> None:
+    with pytest.raises(VllmopsError) as told:
+        opening.backend(url)
+    assert (told.value.code, told.value.exit_code) == ("usage", 2)
+
+
+@pytest.mark.parametrize(
+    ("url", "rest", "name"),
+    [
+        ("redis://h", "redis://h", "vllmops"),
+        ("redis://h?namespace=blue", "redis://h", "blue"),
+        ("redis://h?a=1&namespace=blue&b=2", "redis://h?a=1&b=2", "blue"),
+        ("sqlite:///x?namespace=b_2", "sqlite:///x", "b_2"),
+    ],
+)
+def test_a_namespace_is_no_part_of_what_the_driver_gets(url: str, rest: str, name: str) -> None:
+    assert opening.namespace(url) == (rest, name)
+
+
+def test_a_password_is_not_told() -> None:
+    assert shown("postgresql://ann:hush@h/d") == "postgresql://ann:…@h/d"
+    assert shown("redis://:hush@h") == "redis://:…@h"
+    with pytest.raises(VllmopsError) as told:
+        opening.backend("mysql://ann:hush@h")
+    assert "hush" not in told.value.message
+
+
+@pytest.mark.parametrize("named", ["nothing", "no.such.Module", "os.path.join", "json.Missing"])
+def test_a_class_that_is_none(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(opening.CLASS, named)
+    with pytest.raises(VllmopsError) as told:
+        opening.backend("memory://")
+    assert told.value.code == "usage"
+    assert named in told.value.message
+
+
+def test_a_store_for_nothing_is_refused() -> None:
+    with pytest.raises(VllmopsError, match="keeps none"):
+        opening.backend("memory://", Limits(max_size=0))
+
+
+def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "asyncpg", None)
+    monkeypatch.delitem(sys.modules, "vllmops.store.postgresql", raising=False)
+    with pytest.raises(VllmopsError) as told:
+        opening.backend("postgresql://h/d")
+    assert (told.value.code, told.value.mend) == ("store.driver", opening.EXTRA)
+
+
+def test_it_imports_neither_vllm_nor_a_driver_that_nobody_asked_for() -> None:
+    code = """
+import sys
+from vllmops.store import opening, store
+opening.backend("sqlite:///x.db"), opening.backend("memory://")
+heavy = {"vllm", "torch", "asyncpg", "redis", "pydantic", "httpx", "sqlalchemy"}
+print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,152 @@
+"""What was acknowledged survives kill -9, of whoever wrote it and of the database server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from vllmops.store import opening
+from vllmops.store.store import (
+    EVERYBODY,
+    GONE,
+    Limits,
+    Query,
+    Response,
+    ResponseStore,
+    StoreUnavailable,
+)
+
+OWNER = "ann"
+KILLS = 3
+
+
+async def check(store: ResponseStore, acknowledged: list[str]) -> None:
+    """Each is there, has ended and has its event; of the rest none is half there."""
+    for each in acknowledged:
+        found = await store.get(OWNER, each)
+        assert found, each
+        log = await store.log(OWNER, each, -1)
+        assert (found.status, log and len(log.chunks)) == ("completed", 1)
+    page = await store.page(EVERYBODY, Query(limit=100_000))
+    assert {each.id for each in page.responses} >= set(acknowledged)
+    for kept in page.responses:
+        assert kept.body.startswith(b'{"id"')
+    assert (await store.stats(EVERYBODY)).count == len(page.responses)
+
+
+def test_the_writer_is_killed(shared_url: str, writer: Callable[..., Any]) -> None:
+    acknowledged: list[str] = []
+    for number in range(KILLS):
+        process = writer(shared_url)
+        process.send(store=f"r{number}-")
+        acknowledged += [process.read() for _ in range(random.randrange(20, 60))]
+        # A line that was cut off was not said.
+        acknowledged += [each.strip() for each in process.kill() if each.endswith("\n")]
+
+    async def look() -> None:
+        async with ResponseStore(opening.backend(shared_url), deadline_s=10) as store:
+            await check(store, acknowledged)
+
+    asyncio.run(look())
+
+
+def test_somebody_looks_into_the_file(tmp_path: Path) -> None:
+    """SQLite's locks are the process's, not the descriptor's: closing any takes them all away.
+
+    Whoever closes the file last deletes its log, and would find no lock that tells of us; what is
+    written after that is in no file that has a name.
+    """
+    path = tmp_path / "r.db"
+    look = f"import sqlite3; c = sqlite3.connect({str(path)!r}); "
+    look += "c.execute('SELECT count(*) FROM vllmops_responses').fetchall(); c.close()"
+    response = Response(id="a", owner=OWNER, model="m", status="completed", body=b"{}")
+
+    async def beside() -> None:
+        async with ResponseStore(opening.backend(f"sqlite:///{path}")) as store:
+            assert await store.create(response)
+            assert await store.get(OWNER, "a")
+            await asyncio.to_thread(subprocess.run, [sys.executable, "-c", look], check=True)
+            assert await asyncio.to_thread(Path(f"{path}-wal").exists)
+
+    asyncio.run(beside())
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "redis"])
+def test_the_server_is_killed(kind: str, servers: Any) -> None:
+    server = servers.add(kind)
+    acknowledged: list[str] = []
+
+    async def write(store: ResponseStore, name: str) -> None:
+        number = 0
+        while True:
+            number += 1
+            body = b'{"id":"%d","status":"in_progress"}' % number
+            made = Response(
+                id=f"{name}-{number}", owner=OWNER, model="m", status="in_progress", body=body
+            )
+            try:
+                assert await store.create(made)
+                assert await store.put(replace(made, status="completed"))
+                assert await store.append(made, 0, [b'{"sequence_number":0}'])
+            except StoreUnavailable as error:
+                await asyncio.sleep(error.retry_after_s / 4)
+            else:
+                acknowledged.append(made.id)
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(server.url)) as store:
+            writers = [asyncio.create_task(write(store, f"w{number}")) for number in range(4)]
+            for _ in range(KILLS):
+                wanted = len(acknowledged) + 50
+                while len(acknowledged) < wanted:  # noqa: ASYNC110 - an event would say no more
+                    await asyncio.sleep(0.01)
+                server.kill()
+                await asyncio.to_thread(server.start)
+            for each in writers:
+                each.cancel()
+            ends = await asyncio.gather(*writers, return_exceptions=True)
+            assert {type(each) for each in ends} == {asyncio.CancelledError}, ends
+            await asyncio.sleep(1.1)  # for what failed last
+            await check(store, acknowledged)
+
+    asyncio.run(main())
+    assert len(acknowledged) >= 50 * KILLS
+
+
+def test_a_response_whose_server_was_killed_has_failed(
+    shared_url: str, writer: Callable[..., Any]
+) -> None:
+    process = writer(shared_url, 1.0)
+
+    async def main() -> None:
+        store = ResponseStore(opening.backend(shared_url, Limits(lease_s=1)))
+        async with store:
+            made = Response(id="r", owner=OWNER, model="m", status="queued", body=b"{}")
+            await store.create(made)
+            process.send(id="r", created_at=made.created_at, do=["progress", "append"])
+            assert await asyncio.to_thread(process.read) == "[true, true]"
+            process.kill()
+            killed = time.monotonic()
+            found = await store.get(OWNER, "r")
+            assert found
+            assert found.status == "in_progress"
+            # Redis tells its own age in whole seconds.
+            while found and found.status == "in_progress" and time.monotonic() < killed + 5:
+                await asyncio.sleep(0.05)
+                found = await store.get(OWNER, "r")
+            assert found
+            assert (found.status, found.error) == ("failed", GONE)
+            assert 0.9 < time.monotonic() - killed < 4
+            # Whoever follows it comes to an end.
+            assert len([each async for each in store.follow(OWNER, "r")]) == 1
+
+    asyncio.run(main())

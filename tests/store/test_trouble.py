@@ -1,0 +1,264 @@
+"""A backend that is down, or does not answer: one error in bounded time, and back by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.errors import VllmopsError
+from vllmops.store import opening, sql
+from vllmops.store.store import Query, Response, ResponseStore, StoreUnavailable
+
+DEADLINE_S = 0.5
+# Beyond the deadline, on a busy machine.
+GRACE_S = 1.0
+OWNER = "ann"
+
+
+def response(name: str = "", status: str = "completed") -> Response:
+    name = name or f"resp_{time.time_ns()}"
+    return Response(id=name, owner=OWNER, model="m", status=status, body=b"{}")
+
+
+class Lag:
+    """The longest time that the event loop did nothing else."""
+
+    async def __aenter__(self) -> Lag:
+        self.longest = 0.0
+        self.task = asyncio.create_task(self.measure())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+
+    async def measure(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            self.longest = max(self.longest, time.monotonic() - before - 0.01)
+
+
+async def refused(store: ResponseStore) -> None:
+    """Every call says that the store is unavailable, in time, also when there are many."""
+    made = response(status="in_progress")
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: store.create(made),
+        lambda: store.put(made),
+        lambda: store.set_status(OWNER, "r", "cancelled"),
+        lambda: store.get(OWNER, "r"),
+        lambda: store.delete(OWNER, "r"),
+        lambda: store.page(OWNER, Query()),
+        lambda: store.conversation(OWNER, "r"),
+        lambda: store.append(made, 0, [b"{}"]),
+        lambda: store.touch(OWNER, ["r"]),
+        lambda: store.follow(OWNER, "r").__anext__(),
+    ]
+    began = time.monotonic()
+    async with Lag() as lag:
+        told = await asyncio.gather(*(call() for call in calls * 5), return_exceptions=True)
+    assert time.monotonic() - began < DEADLINE_S + GRACE_S
+    assert lag.longest < 0.5
+    for each in told:
+        assert isinstance(each, StoreUnavailable), each
+        assert 0 < each.retry_after_s <= 2
+        assert "unavailable" in each.message
+
+
+async def patient(store: ResponseStore, made: Response) -> None:
+    """Store a response as a client does that is told to try again; an unknown outcome is one."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            await store.create(made)
+            return
+        except StoreUnavailable as error:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(error.retry_after_s)
+
+
+async def back(store: ResponseStore) -> None:
+    """It works again, by itself, for many at once."""
+    made = [response() for _ in range(50)]
+    await asyncio.gather(*(patient(store, each) for each in made))
+    # What each call gets is its own answer, not one that came late for another.
+    assert await asyncio.gather(*(store.get(OWNER, each.id) for each in made)) == made
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "redis"])
+def test_a_server_that_stops_answering(kind: str, servers: Any) -> None:
+    server = servers.add(kind)
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(server.url), deadline_s=DEADLINE_S) as store:
+            await back(store)
+            for _ in range(2):
+                server.signal(signal.SIGSTOP)
+                await refused(store)
+                server.signal(signal.SIGCONT)
+                await back(store)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "redis"])
+def test_a_server_that_is_down_at_first_and_again_later(kind: str, servers: Any) -> None:
+    server = servers.add(kind)
+    server.kill()
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(server.url), deadline_s=DEADLINE_S) as store:
+            await refused(store)
+            for _ in range(2):
+                server.start()
+                await back(store)
+                server.kill()
+                await refused(store)
+        server.start()
+
+    asyncio.run(main())
+
+
+def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
+    server = servers.add("redis")
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(server.url), deadline_s=DEADLINE_S) as store:
+            made = response("r", status="in_progress")
+            await store.create(made)
+            await store.append(made, 0, [b'{"n":0}'])
+            said = []
+
+            async def follow() -> None:
+                async for each in store.follow(OWNER, "r"):
+                    said.extend(each.events)
+
+            following = asyncio.create_task(follow())
+            while not said:  # noqa: ASYNC110 - an event would say no more
+                await asyncio.sleep(0.01)
+            server.kill()
+            await asyncio.sleep(0.5)
+            server.start()
+            await back(store)
+            await store.append(made, 1, [b'{"n":1}'])
+            await store.set_status(OWNER, "r", "cancelled")
+            await asyncio.wait_for(following, 10)
+            assert said == [b'{"n":0}', b'{"n":1}']
+
+    asyncio.run(main())
+
+
+def test_a_file_that_somebody_holds(tmp_path: Path) -> None:
+    path = tmp_path / "responses.db"
+
+    async def main() -> None:
+        backend = opening.backend(f"sqlite:///{path}")
+        async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
+            await back(store)
+            with closing(sqlite3.connect(path, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                began = time.monotonic()
+                with pytest.raises(StoreUnavailable):
+                    await store.create(response("r"))
+                assert time.monotonic() - began < DEADLINE_S + GRACE_S
+                await asyncio.sleep(1.1)
+                # Readers wait for nobody.
+                assert await store.get(OWNER, "x") is None
+                other.execute("ROLLBACK")
+            await back(store)
+
+    asyncio.run(main())
+
+
+def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    (tmp_path / "in-the-way").write_text("")
+
+    async def main() -> None:
+        url = f"sqlite:///{tmp_path}/in-the-way/responses.db"
+        async with ResponseStore(opening.backend(url), deadline_s=DEADLINE_S) as store:
+            await refused(store)
+            (tmp_path / "in-the-way").unlink()
+            await back(store)
+        assert (tmp_path / "in-the-way/responses.db").stat().st_mode & 0o777 == 0o600
+
+    asyncio.run(main())
+
+
+def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
+    """What queues up behind a lock is not done long after its caller was told that it failed."""
+    path = tmp_path / "responses.db"
+
+    async def main() -> None:
+        backend = opening.backend(f"sqlite:///{path}")
+        async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
+            await back(store)
+            with closing(sqlite3.connect(path, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                calls = [store.create(response(f"late-{number}")) for number in range(20)]
+                told = await asyncio.gather(*calls, return_exceptions=True)
+                other.execute("ROLLBACK")
+            assert all(isinstance(each, StoreUnavailable) for each in told)
+            await back(store)
+            late = [await store.get(OWNER, f"late-{number}") for number in range(20)]
+            assert sum(each is not None for each in late) <= 1
+
+    asyncio.run(main())
+
+
+def test_a_schema_from_the_future_is_no_trouble_that_passes(shared_url: str) -> None:
+    async def main() -> None:
+        async with ResponseStore(opening.backend(shared_url)) as store:
+            await raise_schema(store)
+        store = ResponseStore(opening.backend(shared_url))
+        with pytest.raises(VllmopsError) as told:
+            await store.open()
+        assert told.value.code == "store.schema"
+        assert "schema 99, and this vllmops knows up to" in told.value.message
+        assert told.value.mend == "install the newest vllmops"
+        # Not a word of it was changed.
+        with pytest.raises(VllmopsError) as told:
+            await store.create(response())
+        assert told.value.code == "store.schema"
+        await store.close()
+
+    asyncio.run(main())
+
+
+async def raise_schema(store: ResponseStore) -> None:
+    """Make it one that version 99 of the schema has made."""
+    backend: Any = store.backend
+    if hasattr(backend, "client"):
+        await backend.client.set(f"{backend.root}schema", 99)
+    else:
+        await backend.many(backend.text("UPDATE {name}_meta SET value = $1"), [(99,)])
+
+
+@pytest.mark.parametrize("shared_url", ["sqlite", "postgresql"], indirect=True)
+def test_an_older_schema_is_upgraded(shared_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        made = [response(f"r{number}") for number in range(5)]
+        with monkeypatch.context() as old:
+            old.setattr(sql, "SCHEMA", sql.SCHEMA[:1])
+            async with ResponseStore(opening.backend(shared_url)) as store:
+                for each in made:
+                    assert await store.create(each)
+        # All at once, as servers are started.
+        stores = [ResponseStore(opening.backend(shared_url), deadline_s=10) for _ in range(4)]
+        await asyncio.gather(*(each.open() for each in stores))
+        for store in stores:
+            backend: Any = store.backend
+            rows = await backend.fetch(backend.text(sql.META_GET), "schema")
+            assert rows[0][0] == len(sql.SCHEMA) > 1
+            page = await store.page(OWNER, Query(descending=False))
+            assert page.responses == made
+            await store.close()
+
+    asyncio.run(main())

