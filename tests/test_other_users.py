@@ -30,7 +30,7 @@ from vllmops.host.processes import Process, Role
 from vllmops.instances import interpreter
 from vllmops.instances.record import Folder, Record, State, folders
 from vllmops.instances.servers import Server
-from vllmops.keys import admin_token as admin_token
+from vllmops.keys import admin_token
 from vllmops.keys.ring import Ring
 from vllmops.memory import loads
 from vllmops.protocol import identity

@@ -154,8 +154,10 @@ def run() -> int:
     import typer  # noqa: PLC0415
 
     from .errors import Exit, VllmopsError  # noqa: PLC0415
+    from .output import invoked  # noqa: PLC0415
     from .streams import OutputError, ReaderGoneError  # noqa: PLC0415
 
+    invoked(typed())
     try:
         return build().main(prog_name="vllmops", standalone_mode=False) or Exit.OK
     except typer.TyperException as error:
@@ -232,8 +234,9 @@ def output_failed(error: OSError) -> VllmopsError:
 def told(failure: VllmopsError) -> int:
     """Tell an error; returns the exit code."""
     from . import streams  # noqa: PLC0415
-    from .output import fail  # noqa: PLC0415
+    from .output import fail, invoked  # noqa: PLC0415
 
+    invoked(typed())
     try:
         fail(failure, as_json=wants_json() and failure.code != "output.failed")
     except streams.ReaderGoneError:
@@ -242,6 +245,13 @@ def told(failure: VllmopsError) -> int:
         for each in (failure, output_failed(error)):
             fail(each, as_json=False)
     return failure.exit_code
+
+
+def typed() -> str:
+    """The command that was typed, without options: ``ps``, ``cache inspect``."""
+    words = sys.argv[1:3]
+    noun = COMMANDS.get(words[0]) if words else None
+    return " ".join(words if noun and noun.several else words[:1])
 
 
 def wants_json() -> bool:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ENVELOPE_VERSION = 1
 PIPE_WIDTH = 200
 MOST_SHOWN = 1 << 64  # bytes: no machine has more
+_invoked = ""
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON envelope on stdout.", show_default=False)
@@ -97,6 +98,12 @@ def command(run: Callable[P, Result]) -> Callable[P, None]:
     # Typer reads the parameters from the wrapped function, the return type from here.
     wrapped.__annotations__ = {**run.__annotations__, "return": None}
     return wrapped
+
+
+def invoked(name: str) -> None:
+    """Note the command that was typed, without options, for the envelope: ``cache inspect``."""
+    global _invoked  # noqa: PLW0603
+    _invoked = name
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -250,7 +257,7 @@ def envelope(data: object, exit_code: int, error: VllmopsError | None = None) ->
     status = "error" if error else "ok" if exit_code == Exit.OK else "findings"
     content = {
         "version": ENVELOPE_VERSION,
-        "command": invoked(),
+        "command": _invoked,
         "status": status,
         "exit_code": int(exit_code),
         "data": data,
@@ -272,15 +279,6 @@ def fail(error: VllmopsError, *, as_json: bool) -> None:
         say(f"error: {error.message}", style="bold red")
         if error.mend:
             say(f"  mend: {error.mend}")
-
-
-def invoked() -> str:
-    """The command that was typed, without options: ``ps``, ``cache inspect``."""
-    from .app import COMMANDS  # noqa: PLC0415
-
-    words = sys.argv[1:3]
-    noun = COMMANDS.get(words[0]) if words else None
-    return " ".join(words if noun and noun.several else words[:1])
 
 
 def size(count: float | None) -> str:

@@ -283,7 +283,7 @@ class Held:
 @pytest.fixture
 def quiet_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """No agent in the test's own process."""
-    monkeypatch.setattr("vllmops.agent.service.start", lambda: None)
+    monkeypatch.setattr(found, "_tell", lambda: None)
     monkeypatch.setattr(found, "_refs", {})
     monkeypatch.setattr(found, "problems", [])
 

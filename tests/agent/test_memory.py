@@ -84,8 +84,8 @@ def test_very_many_are_counted_by_subtraction(spawn: Spawn) -> None:
 
 def test_requests_do_not_try_to_bring_the_agent_up(spawn: Spawn) -> None:
     child = spawn("VLLM::EngineCore", Role.ENGINE)
-    child.run(REQUEST + "from vllmops.agent import service\ntried = []\n")
-    child.run("started, service.start = service.start, lambda: tried.append(1)\nadd('a')")
+    child.run(REQUEST + "tried = []\n")
+    child.run("found.install(lambda: tried.append(1))\nadd('a')")
     assert child.run("out = tried") == "[]"
     assert child.run("found.remember('scheduler', scheduler); out = tried") == "[1]"
 

@@ -6,12 +6,10 @@ imports more than the standard library and what vLLM itself depends on.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
-# Below "vllm", so that vLLM's own handlers print it.
-log = logging.getLogger("vllm.vllmops")
+from .log import log
 
 
 def register() -> None:
@@ -23,10 +21,11 @@ def register() -> None:
     if os.environ.get("VLLMOPS_DISABLE") == "1" or short_lived():
         return
     try:
-        from . import admin, found, keys, service, stored  # noqa: PLC0415
+        from . import admin, compare, found, keys, service, stored  # noqa: PLC0415
         from .patches import registry  # noqa: PLC0415
 
-        found.install()
+        found.install(service.start)
+        compare.install()
         registry.install()
         stored.install()
         admin.install()

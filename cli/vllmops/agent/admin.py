@@ -22,10 +22,11 @@ from ..errors import VllmopsError
 from ..keys import admin_token as admin
 from ..keys import file
 from ..keys.ring import Ring
-from . import found, keys, log
+from . import found, keys
 from .gate import Scope, Send
 from .identity import role
 from .imports import when_imported
+from .log import log
 
 if TYPE_CHECKING:
     from starlette.requests import Request

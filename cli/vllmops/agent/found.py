@@ -12,11 +12,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import gate, log
+from . import gate
 from .imports import when_imported
+from .log import log
 
 # kind -> {id: weak reference}; not a WeakSet, vLLM's caches are unhashable.
 _refs: dict[str, dict[int, weakref.ref[Any]]] = {}
+_tell: Callable[[], None] = bool
 problems: list[str] = []
 # kind -> when its constructor was hooked, seconds since the epoch
 hooked: dict[str, float] = {}
@@ -37,16 +39,20 @@ HOOKS = {
 }
 
 
-def install() -> None:
-    """Hook the constructors, as soon as their modules are imported; idempotent."""
+def install(tell: Callable[[], None]) -> None:
+    """Hook the constructors, as soon as their modules are imported; idempotent.
+
+    Args:
+        tell: called whenever an object is made that is no request: in a process that was forked,
+            the agent comes up then.
+    """
+    global _tell  # noqa: PLW0603
+    _tell = tell
     for kind, (module, older, name) in HOOKS.items():
         when_imported(module, functools.partial(hook, kind, name))
         if older:
             when_imported(older, functools.partial(hook, kind, name))
     when_imported("fastapi.applications", guarded(gate.install))
-    from . import compare  # noqa: PLC0415 - it needs this module
-
-    compare.install()
 
 
 def every(kind: str) -> list[Any]:
@@ -101,9 +107,7 @@ def remember(kind: str, instance: Any) -> None:
         refs[key] = weakref.ref(instance, lambda _: refs.pop(key, None))
         if kind == "request":
             return  # they are many, and each would try again where the agent can't come up
-        from . import service  # noqa: PLC0415
-
-        service.start()
+        _tell()
     except Exception as error:
         report(f"{type(instance).__name__} can't be kept track of: {error!r}")
 

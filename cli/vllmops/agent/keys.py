@@ -21,8 +21,9 @@ from ..forever import Trouble, thread
 from ..keys import file
 from ..keys.ring import CARRIER_TTL_S, Ring, kids
 from ..protocol.keys import ProcessKeys
-from . import found, log
+from . import found
 from .identity import role
+from .log import log
 
 LOOK_S = 1.0
 # As vLLM names the processes that serve HTTP, when there are several.

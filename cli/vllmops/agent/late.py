@@ -23,7 +23,7 @@ from types import (
 )
 from typing import Any
 
-from . import found, service
+from . import compare, found, service
 from .gate import Arrival, gate
 from .patches import registry
 
@@ -45,7 +45,8 @@ def come(*, patch: bool) -> None:
     """
     roots = list(values())
     count(tasks(roots))
-    found.install()
+    found.install(service.start)
+    compare.install()
     registry.install(withheld(patch=patch))
     adopt(roots)
     service.start()

@@ -17,9 +17,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, Wish
-from . import found, log
+from . import found
 from .caches import lru, side
 from .identity import role
+from .log import log
 
 LOOKS, APART_S = 3, 0.05
 # A thread waits so long for its turn before it takes it: far longer than a change lasts.

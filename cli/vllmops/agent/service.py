@@ -29,10 +29,11 @@ from ..protocol.compares import CompareWish
 from ..protocol.engine import Beat, Hello, Traffic
 from ..protocol.repairs import Wish
 from ..protocol.resets import ResetWish
-from . import caches, compare, engine, found, keys, log, memory, repair, reset
+from . import caches, compare, engine, found, keys, memory, repair, reset
 from .gate import gate
 from .heartbeat import Heart
 from .identity import own, role
+from .log import log
 from .patches import registry
 
 DIRECTORY = "agents"

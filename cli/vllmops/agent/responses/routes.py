@@ -27,7 +27,7 @@ from ...errors import VllmopsError
 from ...store import store
 from ...store.backend import Backend, CursorUnknown
 from ...store.settings import Carriers
-from .. import log
+from ..log import log
 from .serving import StoredResponses, owner
 from .wire import Frame, Refused
 

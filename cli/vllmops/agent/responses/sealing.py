@@ -13,7 +13,8 @@ from ...keys import carrier
 from ...keys.carrier import Carrier, CarrierError, Case
 from ...keys.ring import Ring
 from ...store.settings import Carriers, Format
-from .. import keys, log
+from .. import keys
+from ..log import log
 from .carried import Brought, Item, from_messages
 from .wire import Refused
 

@@ -42,7 +42,7 @@ from ...store.store import (
     document,
     valid,
 )
-from .. import log
+from ..log import log
 from . import carried, sealing, wire
 from .carried import Brought, Item
 from .history import History, legible

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 from ...forever import Trouble, attempt
 from ...store.store import Response, ResponseStore, StoreUnavailable
-from .. import log
+from ..log import log
 
 T = TypeVar("T")
 
