@@ -1,0 +1,63 @@
+"""``vllmops help``: a page of the manual."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated
+
+import typer
+
+from ..docs import Page, pages
+from ..errors import Exit, VllmopsError
+from ..output import Json, Result, command, table, typer_app
+
+app = typer_app()
+
+
+def names(incomplete: str) -> list[tuple[str, str]]:
+    """Names of pages and their titles, for completion."""
+    return [(page.name, page.title) for page in pages().values() if page.name.startswith(incomplete)]
+
+
+@app.command("help", epilog="Example: vllmops help mm-cache.ghost-keys")
+@command
+def help_(
+    word: Annotated[
+        str | None,
+        typer.Argument(help="A topic, a finding's code or an error's code.", autocompletion=names),
+    ] = None,
+    *,
+    json_: Json = False,
+) -> Result:
+    """Show a page of the manual; without a word, list the topics."""
+    found = pages()
+    if word is None:
+        return Result(
+            {"pages": [{"name": p.name, "kind": p.kind, "title": p.title} for p in found.values()]},
+            lambda: [topics(found)],
+        )
+    if (page := found.get(word.lower())) is None:
+        near = difflib.get_close_matches(word.lower(), found, n=3)
+        raise VllmopsError(
+            "help.unknown",
+            f"the manual has no page {word!r}" + (f"; near: {', '.join(near)}" if near else ""),
+            "vllmops help",
+            exit_code=Exit.USAGE,
+        )
+    return Result({"name": page.name, "kind": page.kind, "text": page.text}, lambda: shown(page))
+
+
+def topics(found: dict[str, Page]) -> object:
+    """The topics, a line each."""
+    listed = table("topic", "")
+    for page in found.values():
+        if page.kind == "topic":
+            listed.add_row(page.name, page.title)
+    return listed
+
+
+def shown(page: Page) -> list[object]:
+    """A page as a terminal shows it."""
+    from rich.markdown import Markdown  # noqa: PLC0415 - takes 50 ms to import
+
+    return [Markdown(page.text, hyperlinks=False)]
