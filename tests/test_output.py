@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from vllmops import output
+from vllmops.app import typed
 from vllmops.errors import Exit, VllmopsError
 from vllmops.output import (
     Folded,
@@ -17,7 +18,6 @@ from vllmops.output import (
     Progress,
     Verbatim,
     fail,
-    invoked,
     say,
     show,
     size,
@@ -158,7 +158,7 @@ def test_which_command_was_typed(
     monkeypatch: pytest.MonkeyPatch, words: list[str], command: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["vllmops", *words])
-    assert invoked() == command
+    assert typed() == command
 
 
 UNSEEN = [

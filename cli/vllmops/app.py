@@ -51,6 +51,7 @@ COMMANDS = {
     "responses": Entry("responses", "Stored responses.", several=True),
     "keygen": Entry("keygen", "Print a fresh key."),
     "keys": Entry("keys", "The keys that seal what clients carry.", several=True),
+    "help": Entry("help", "Show a page of the manual."),
     "completions": Entry("completions", "Print a shell's completion script."),
 }
 

@@ -18,7 +18,7 @@ from .log import log
 
 # kind -> {id: weak reference}; not a WeakSet, vLLM's caches are unhashable.
 _refs: dict[str, dict[int, weakref.ref[Any]]] = {}
-_tell: Callable[[], None] = bool
+_tell: Callable[[], object] = bool
 problems: list[str] = []
 # kind -> when its constructor was hooked, seconds since the epoch
 hooked: dict[str, float] = {}

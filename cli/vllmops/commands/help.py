@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,12 +11,17 @@ from ..docs import Page, pages
 from ..errors import Exit, VllmopsError
 from ..output import Json, Result, command, table, typer_app
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 app = typer_app()
 
 
 def names(incomplete: str) -> list[tuple[str, str]]:
     """Names of pages and their titles, for completion."""
-    return [(page.name, page.title) for page in pages().values() if page.name.startswith(incomplete)]
+    return [
+        (page.name, page.title) for page in pages().values() if page.name.startswith(incomplete)
+    ]
 
 
 @app.command("help", epilog="Example: vllmops help mm-cache.ghost-keys")
@@ -47,7 +52,7 @@ def help_(
     return Result({"name": page.name, "kind": page.kind, "text": page.text}, lambda: shown(page))
 
 
-def topics(found: dict[str, Page]) -> object:
+def topics(found: dict[str, Page]) -> RenderableType:
     """The topics, a line each."""
     listed = table("topic", "")
     for page in found.values():
@@ -56,7 +61,7 @@ def topics(found: dict[str, Page]) -> object:
     return listed
 
 
-def shown(page: Page) -> list[object]:
+def shown(page: Page) -> list[RenderableType]:
     """A page as a terminal shows it."""
     from rich.markdown import Markdown  # noqa: PLC0415 - takes 50 ms to import
 
