@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 app = typer_app()
 
+WIDTH = 92  # columns: longer lines are hard to read
+
 
 def names(incomplete: str) -> list[tuple[str, str]]:
     """Names of pages and their titles, for completion."""
@@ -63,6 +65,7 @@ def topics(found: dict[str, Page]) -> RenderableType:
 
 def shown(page: Page) -> list[RenderableType]:
     """A page as a terminal shows it."""
+    from rich.constrain import Constrain  # noqa: PLC0415
     from rich.markdown import Markdown  # noqa: PLC0415 - takes 50 ms to import
 
-    return [Markdown(page.text, hyperlinks=False)]
+    return [Constrain(Markdown(page.text, hyperlinks=False), WIDTH)]

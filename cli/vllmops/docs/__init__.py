@@ -1,7 +1,8 @@
 """The manual: pages of Markdown that are shipped, because a server room may have no internet.
 
 ``docs/WORD.md`` is a topic, ``docs/findings/CODE.md`` a finding, and in ``docs/errors/AREA.md``
-each second-level heading is an error's code.
+each second-level heading is an error's code. The pages of stack signatures come
+from their catalogue.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+
+from ..diagnose.signatures import Signature, catalogue
 
 HEADING = re.compile(r"^## ", re.MULTILINE)
 
@@ -39,6 +42,7 @@ def pages() -> dict[str, Page]:
     root = files(__package__)
     found = [Page(stem(file), "topic", file.read_text()) for file in texts(root)]
     found += [Page(stem(file), "finding", file.read_text()) for file in texts(root / "findings")]
+    found += [Page(f"stack.{each.id}", "finding", described(each)) for each in catalogue()]
     for file in texts(root / "errors"):
         _, *sections = HEADING.split(file.read_text())
         found += [
@@ -46,6 +50,25 @@ def pages() -> dict[str, Page]:
             for section in sections
         ]
     return {page.name: page for page in found}
+
+
+def described(signature: Signature) -> str:
+    """The page of a stack signature."""
+    fixed = f"Fixed in vLLM {signature.fixed_in}." if signature.fixed_in else ""
+    parts = [
+        f"# stack.{signature.id}: {signature.title}",
+        f"## What it means\n\n{sentence(signature.cause)} {fixed}".rstrip(),
+        "## How vllmops knows\n\nThe stacks match the signature. It is sure with this: "
+        f"{signature.sure}.",
+        f"## What to do\n\n{sentence(signature.advice)}",
+        "## Where it was reported\n\n" + "\n".join(f"- {url}" for url in signature.references),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def sentence(text: str) -> str:
+    """Text with a full stop; a command at its beginning keeps its case."""
+    return f"{text if text.startswith('vllmops') else text[0].upper() + text[1:]}."
 
 
 def texts(folder: Traversable) -> list[Traversable]:
