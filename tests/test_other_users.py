@@ -95,7 +95,7 @@ def unsafe(act: Callable[[], object], path: Path) -> VllmopsError:
     error = refusal(act)
     assert (error.code, error.exit_code) == ("home.unsafe", Exit.NOT_AUTHORISED)
     assert str(path) in error.message
-    assert "VLLMOPS_HOME=/tmp" not in error.mend
+    assert "VLLMOPS_HOME=/tmp" not in error.hint
     return error
 
 
@@ -173,14 +173,14 @@ def test_a_file_that_another_user_owns_or_may_write_to_is_no_record(home: Path) 
 
 
 @pytest.mark.parametrize(
-    ("mode", "mend"), [(0o775, "chmod g-w"), (0o777, "chmod 700"), (0o702, "chmod 700")]
+    ("mode", "hint"), [(0o775, "chmod g-w"), (0o777, "chmod 700"), (0o702, "chmod 700")]
 )
 @pytest.mark.parametrize("below", ["", "instances"])
-def test_a_folder_that_others_may_write_to(home: Path, below: str, mode: int, mend: str) -> None:
+def test_a_folder_that_others_may_write_to(home: Path, below: str, mode: int, hint: str) -> None:
     path = home / below
     path.mkdir(exist_ok=True)
     path.chmod(mode)
-    assert f"{mend} {path}" in unsafe(lambda: list(folders()), path).mend
+    assert f"{hint} {path}" in unsafe(lambda: list(folders()), path).hint
     path.chmod(0o755)
     assert list(folders()) == []
 
@@ -202,7 +202,7 @@ def test_a_folder_above_that_lets_others_exchange_it(tmp_path: Path) -> None:
     for mode in (0o777, 0o775):
         path.parent.chmod(mode)
         error = unsafe(lambda: own(path), path.parent)
-        assert f"{path.parent}" in error.mend
+        assert f"{path.parent}" in error.hint
     path.parent.chmod(0o1777)
     assert own(path) == path
     os.chown(path.parent, NOBODY, NOBODY)
@@ -348,8 +348,8 @@ def test_a_directory_that_is_lax_is_not_to_be_removed(spawn: Any) -> None:
     child = spawn()
     child.socket.parent.chmod(0o755)
     error = refusal(lambda: agent.reach(child.process))
-    assert f"chmod 700 {child.socket.parent}" in error.mend
-    assert "rm " not in error.mend
+    assert f"chmod 700 {child.socket.parent}" in error.hint
+    assert "rm " not in error.hint
 
 
 def test_root_reaches_the_agent_of_another_users_process(home: Path) -> None:
@@ -385,7 +385,7 @@ def test_root_in_the_environment_of_another_user(vllmops: Any, tmp_path: Path) -
     answer = vllmops("ps", "--json", env=kept)
     assert (answer.code, answer.error["code"]) == (4, "home.unsafe")
     assert f"{tmp_path}, on the way to {tmp_path}/.local" in answer.error["message"]
-    assert "VLLMOPS_HOME=/root/" in answer.error["mend"]
+    assert "VLLMOPS_HOME=/root/" in answer.error["hint"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -116,13 +116,13 @@ def test_progress_in_a_terminal_ends_without_a_trace(
     assert "loading" in capsys.readouterr().err
 
 
-def test_an_error_says_what_mends_it(capsys: pytest.CaptureFixture[str]) -> None:
-    fail(VllmopsError("a.b", "it is [broken]", "vllmops mend [it]"), as_json=False)
+def test_an_error_shows_its_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    fail(VllmopsError("a.b", "it is [broken]", "vllmops hint [it]"), as_json=False)
     captured = capsys.readouterr()
-    assert captured.err == "error: it is [broken]\n  mend: vllmops mend [it]\n"
+    assert captured.err == "error: it is [broken]\n  hint: vllmops hint [it]\n"
     assert captured.out == ""
     fail(VllmopsError("a.b", "it"), as_json=False)
-    assert "mend" not in capsys.readouterr().err
+    assert "hint" not in capsys.readouterr().err
 
 
 def test_the_envelope(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,8 +195,8 @@ def wrong_usage(error: Any) -> VllmopsError | None:
     if type(error).__name__ == "NoArgsIsHelpError":  # Typer keeps the class to itself, too
         error.show()
         return None
-    mend = f"{context.command_path} --help" if context else ""
-    return VllmopsError("usage", error.format_message(), mend, exit_code=Exit(error.exit_code))
+    hint = f"{context.command_path} --help" if context else ""
+    return VllmopsError("usage", error.format_message(), hint, exit_code=Exit(error.exit_code))
 
 
 def refused(error: OSError | MemoryError) -> VllmopsError:

@@ -29,7 +29,7 @@ class VllmopsError(Exception):
     Args:
         code: a stable word for scripts, such as ``target.unknown``.
         message: what is wrong, naming the thing that is.
-        mend: what puts it right, best as a command; empty where nothing does.
+        hint: what puts it right, best as a command; empty where nothing does.
         exit_code: the process's exit code.
         data: what a ``--json`` reader gets besides, as plain data.
     """
@@ -38,7 +38,7 @@ class VllmopsError(Exception):
         self,
         code: str,
         message: str,
-        mend: str = "",
+        hint: str = "",
         *,
         exit_code: Exit = Exit.FAILED,
         data: object = None,
@@ -46,7 +46,7 @@ class VllmopsError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
-        self.mend = mend
+        self.hint = hint
         self.exit_code = exit_code
         self.data = data
 

@@ -175,11 +175,11 @@ def not_written(
     path: Path,
     error: OSError,
     code: str = "file.not-written",
-    mend: str = "choose another place with --save",
+    hint: str = "choose another place with --save",
 ) -> VllmopsError:
     """The error of a file that could not be written, which is as it was."""
     return VllmopsError(
-        code, f"{path} can't be written: {error.strerror or error}", mend, exit_code=denied(error)
+        code, f"{path} can't be written: {error.strerror or error}", hint, exit_code=denied(error)
     )
 
 

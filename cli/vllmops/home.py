@@ -135,19 +135,19 @@ def judge(at: Path, found: os.stat_result, path: Path, *, last: bool, sticky: bo
     lax = found.st_mode & OTHERS_WRITE
     if not lax or (sticky and found.st_mode & stat.S_ISVTX):
         return
-    mend = ""
+    hint = ""
     if me in {0, found.st_uid}:
         change = "g-w" if lax == stat.S_IWGRP else "700" if last else "go-w"
-        mend = f"chmod {change} {shlex.quote(str(at))}, or "
-    raise unsafe(at, path, f"can be written to by others (mode {found.st_mode & 0o7777:o})", mend)
+        hint = f"chmod {change} {shlex.quote(str(at))}, or "
+    raise unsafe(at, path, f"can be written to by others (mode {found.st_mode & 0o7777:o})", hint)
 
 
-def unsafe(at: Path, path: Path, why: str, mend: str = "") -> VllmopsError:
+def unsafe(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:
     whose = f"{at} {why}" if at == path else f"{at}, on the way to {path}, {why}"
     return VllmopsError(
         "home.unsafe",
         f"{whose}: vllmops would run what somebody else has put there",
-        f"{mend}set VLLMOPS_HOME to a directory of your own, such as {another()}",
+        f"{hint}set VLLMOPS_HOME to a directory of your own, such as {another()}",
         exit_code=Exit.NOT_AUTHORISED,
     )
 

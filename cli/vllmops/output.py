@@ -136,22 +136,22 @@ def say(message: str, style: str = "") -> None:
     console(stderr=True).print(message, style=style)
 
 
-def confirm(question: str, mend: str) -> None:
+def confirm(question: str, hint: str) -> None:
     """Ask a person whether to go on.
 
     Args:
         question: with a question mark.
-        mend: the command that does it without asking.
+        hint: the command that does it without asking.
 
     Raises:
         VllmopsError: ``unconfirmed``, where the answer is no, or nobody is there to ask.
     """
     if not sys.stdin.isatty():
         raise VllmopsError(
-            "unconfirmed", f"{question} Nobody is there to answer", mend, exit_code=Exit.USAGE
+            "unconfirmed", f"{question} Nobody is there to answer", hint, exit_code=Exit.USAGE
         )
     if not typer.confirm(printable(question), err=True):
-        raise VllmopsError("unconfirmed", "nothing was done", mend)
+        raise VllmopsError("unconfirmed", "nothing was done", hint)
 
 
 class Progress:
@@ -253,7 +253,7 @@ def envelope(data: object, exit_code: int, error: VllmopsError | None = None) ->
     """Print the JSON envelope, the only thing on stdout."""
     import msgspec  # noqa: PLC0415
 
-    errors = [{"code": error.code, "message": error.message, "mend": error.mend}] if error else []
+    errors = [{"code": error.code, "message": error.message, "hint": error.hint}] if error else []
     status = "error" if error else "ok" if exit_code == Exit.OK else "findings"
     content = {
         "version": ENVELOPE_VERSION,
@@ -277,8 +277,8 @@ def fail(error: VllmopsError, *, as_json: bool) -> None:
         envelope(error.data, error.exit_code, error)
     else:
         say(f"error: {error.message}", style="bold red")
-        if error.mend:
-            say(f"  mend: {error.mend}")
+        if error.hint:
+            say(f"  hint: {error.hint}")
 
 
 def size(count: float | None) -> str:

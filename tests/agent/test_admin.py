@@ -143,7 +143,7 @@ def test_nobody_gets_in_without_the_token(
     answer = vllmops(*words, env={PLACE: str(other)})
     assert (answer.code, answer.error["code"]) == (4, "admin.refused")
     assert (answer := vllmops(*words)).code == 2
-    assert "--admin-token" in answer.error["mend"]
+    assert "--admin-token" in answer.error["hint"]
 
     def let_others_read() -> None:
         token.write_text(TOKEN)
@@ -175,7 +175,7 @@ def test_there_are_no_routes_where_there_is_no_token(
     words = ("keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here))
     answer = vllmops(*words, "--json")
     assert (answer.code, answer.error["code"]) == (1, "admin.no-route")
-    assert "--admin-token" in answer.error["mend"]
+    assert "--admin-token" in answer.error["hint"]
 
 
 def test_what_is_no_keyring_changes_nothing(
@@ -218,7 +218,7 @@ def test_a_server_whose_key_is_in_its_environment_takes_none(
     url = f"http://127.0.0.1:{child.run(SERVING)}"
     refused = ask(f"{url}{KEYS}", content=here.read_bytes())
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "keys.no-file")
-    assert "--keyring" in refused.json()["error"]["mend"]
+    assert "--keyring" in refused.json()["error"]["hint"]
 
 
 def test_keys_go_over_no_line_that_others_may_read(
@@ -245,7 +245,7 @@ def test_serve_says_where_the_token_is(
     environment = vllmops(*words, token.name).data["environment"]
     assert environment[PLACE] == str(token)
     answer = vllmops(*words, str(home / "none"))
-    assert (answer.code, answer.error["mend"]) == (1, f"vllmops keygen --out {home / 'none'}")
+    assert (answer.code, answer.error["hint"]) == (1, f"vllmops keygen --out {home / 'none'}")
     made = home / "made"
     assert vllmops("keygen", "--out", str(made)).code == 0
     assert vllmops(*words, str(made)).code == 0

@@ -14,7 +14,7 @@ import pytest
 from vllmops.agent import compare, engine
 from vllmops.agent.gate import Arrival, Gate
 from vllmops.protocol.caches import ProcessCaches, WorkerEncoderCache
-from vllmops.protocol.compares import CompareWish
+from vllmops.protocol.compares import CompareRequest
 
 
 class Core:
@@ -73,12 +73,12 @@ async def left() -> int:
     return len(asyncio.all_tasks())
 
 
-def wish(timeout_s: float = 5) -> CompareWish:
-    return CompareWish(apart_s=0.05, timeout_s=timeout_s)
+def request(timeout_s: float = 5) -> CompareRequest:
+    return CompareRequest(apart_s=0.05, timeout_s=timeout_s)
 
 
 def test_two_looks_at_both_sides(client: Client) -> None:
-    found = compare.compare(wish())
+    found = compare.compare(request())
     assert len(found.looks) == client.calls == 2
     assert found.settled
     assert 0.05 <= found.waited_s < 1
@@ -97,7 +97,7 @@ def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
     gate.arrivals.add(early)
     threading.Timer(0.1, gate.arrivals.add, (later,)).start()
     threading.Timer(0.4, gate.arrivals.discard, (early,)).start()
-    found = compare.compare(wish())
+    found = compare.compare(request())
     assert found.settled
     assert 0.3 < found.waited_s < 2
     assert [each.rendering for each in found.looks] == [1, 1]
@@ -105,7 +105,7 @@ def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
 
 def test_one_that_does_not_come_is_not_waited_for_for_ever(client: Client, gate: Gate) -> None:
     gate.arrivals.add(Arrival(0.0, rendering=True))
-    found = compare.compare(wish(1))
+    found = compare.compare(request(1))
     assert len(found.looks) == 2
     assert not found.settled
 
@@ -115,7 +115,7 @@ def test_an_engine_that_does_not_answer_leaves_nothing_behind(client: Client, lo
     threading.Timer(0.02 * looks, setattr, (client, "delay_s", 60.0)).start()
     client.delay_s = 0.0 if looks else 60.0
     began = time.monotonic()
-    found = compare.compare(wish(0.5))
+    found = compare.compare(request(0.5))
     assert time.monotonic() - began < 3
     assert (len(found.looks), found.after) == (looks, None)
 

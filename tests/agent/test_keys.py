@@ -119,7 +119,7 @@ def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, p
         until(lambda: keys(child).problem)
         told = keys(child)
         assert str(path) in told.problem
-        assert "mend: " in told.problem
+        assert "hint: " in told.problem
         assert held(child) == before
         time.sleep(0.1)
         # Once it is in order again, all is.

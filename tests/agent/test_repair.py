@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.protocol.repairs import Fault, Wish
+from vllmops.protocol.repairs import Fault, RepairRequest
 from vllmops.rpc.agent import reach
 
 Spawn = Callable[..., Any]
@@ -54,8 +54,8 @@ def child(spawn: Spawn) -> Callable[..., Any]:
     return start
 
 
-def repair(child: Any, **wish: Any) -> Any:
-    return reach(child.process, timeout_s=20).repair(Wish(**wish))
+def repair(child: Any, **request: Any) -> Any:
+    return reach(child.process, timeout_s=20).repair(RepairRequest(**request))
 
 
 def faults(answer: Any) -> dict[str, float]:

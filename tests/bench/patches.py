@@ -12,7 +12,7 @@ from tests.support.modules import installed, lru_module
 
 from vllmops.agent import found, repair
 from vllmops.agent.patches import mm_lru_ghost_keys, mm_lru_stale_eviction
-from vllmops.protocol.repairs import Wish
+from vllmops.protocol.repairs import RepairRequest
 
 from .figure import Figure, Limit, interleaved, medians
 from .setting import Setting
@@ -52,7 +52,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     for number in range(GHOSTS):
         cache._LRUCache__order[f"ghost{number}"] = None
     began = time.perf_counter()
-    (done,) = repair.repair(Wish()).caches
+    (done,) = repair.repair(RepairRequest()).caches
     took = time.perf_counter() - began
     if done.left or done.changes[0].count != GHOSTS:
         raise RuntimeError(f"not repaired: {done}")

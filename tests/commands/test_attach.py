@@ -77,7 +77,7 @@ def test_once_and_no_second_time(server: Tree) -> None:
 def test_nobody_there_to_ask(server: Tree) -> None:
     done = run(server, "attach", "--json")
     assert (done.returncode, error(done)["code"]) == (2, "unconfirmed")
-    assert error(done)["mend"] == f"vllmops attach -t {server.pids[0]} --yes"
+    assert error(done)["hint"] == f"vllmops attach -t {server.pids[0]} --yes"
 
 
 def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_stopped_process_is_refused(server: Tree) -> None:
     done = run(server, "attach", "--yes", "--json")
     os.kill(server.pids[1], signal.SIGCONT)
     assert (done.returncode, error(done)["code"]) == (1, "attach.state")
-    assert error(done)["mend"] == f"kill -CONT {server.pids[1]}"
+    assert error(done)["hint"] == f"kill -CONT {server.pids[1]}"
     assert agents(server) == ["absent"] * 3
 
 
@@ -119,7 +119,7 @@ def test_without_the_right_to_trace(server: Tree) -> None:
     wrap = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
     done = run(server, "attach", "--yes", "--json", wrap=wrap)
     assert (done.returncode, error(done)["code"]) == (1, "attach.no-capability")
-    assert "--cap-add SYS_PTRACE" in error(done)["mend"]
+    assert "--cap-add SYS_PTRACE" in error(done)["hint"]
     assert agents(server) == ["absent"] * 3
 
 
@@ -130,7 +130,7 @@ def test_another_users_process_is_refused(server: Tree) -> None:
     wrap = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *place)
     done = run(server, "attach", "--yes", "--json", wrap=wrap)
     assert (done.returncode, error(done)["code"]) == (4, "attach.other-user")
-    assert error(done)["mend"].startswith("sudo -u root vllmops attach")
+    assert error(done)["hint"].startswith("sudo -u root vllmops attach")
 
 
 def test_killed_halfway_it_can_be_done_again(server: Tree) -> None:

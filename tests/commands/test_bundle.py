@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from vllmops.bundle import bundle
-from vllmops.bundle.collecting import Collecting, collect, log, quietly, wish
+from vllmops.bundle.collecting import Collecting, collect, log, options, quietly
 from vllmops.doctor import examine
 from vllmops.errors import VllmopsError
 from vllmops.host.processes import Process, Role
@@ -157,7 +157,7 @@ def test_what_a_person_sees(lab: Any, folder: Path) -> None:
     assert "hf_PLANTED" in parts(folder / "b.tar.gz")["configuration.json"]
     again = lab.vllmops("bundle", "-o", "b.tar.gz", "--json")
     assert (again.code, again.error["code"]) == (2, "unconfirmed")
-    assert "--force" in again.error["mend"]
+    assert "--force" in again.error["hint"]
     assert lab.vllmops("bundle", "-o", "b.tar.gz", "--force", "--timeout", "1").code == 0
     assert "[redacted]" in parts(folder / "b.tar.gz")["configuration.json"]
     nowhere = lab.vllmops("bundle", "-o", "none/b.tar.gz", "--json")
@@ -252,7 +252,7 @@ def test_what_is_looked_at_first(lab: Any, folder: Path) -> None:
     """As a watch has it, which may not want the rest."""
     lab.serve("a")
     server = resolve("a")
-    looking = examine.Examination(server, wish(4.0), quietly)
+    looking = examine.Examination(server, options(4.0), quietly)
     collecting = Collecting(looking, 6.0, 6.0, quietly, threading.Event())
     seen = collecting.look(alone=True)
     assert set(collecting.tasks) == {"server.json"}

@@ -160,7 +160,7 @@ def test_no_process_that_tells_is_exit_code_5(engine: Any) -> None:
     (error,) = json.loads(done.stdout)["errors"]
     assert error["code"] == "cache.no-agent"
     assert "last heartbeat is" in error["message"]
-    assert error["mend"] == f"vllmops stacks dump -t {engine.process.pid}"
+    assert error["hint"] == f"vllmops stacks dump -t {engine.process.pid}"
     assert data(done)["silent"][0]["code"] == "agent.timeout"
 
 
@@ -169,7 +169,7 @@ def test_without_an_agent_is_exit_code_5(spawn: Spawn) -> None:
     done = inspect("-t", child.process.pid)
     assert done.returncode == 5
     assert "has no agent" in done.stderr
-    assert "mend:" in done.stderr
+    assert "hint:" in done.stderr
     assert done.stdout == ""
 
 
@@ -286,7 +286,7 @@ def test_drift_of_the_two_sides(tmp_path: Path) -> None:
 
 def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.json"
-    silent = Silent(role="engine", pid=7, code="agent.stale", why="nobody listens", mend="restart")
+    silent = Silent(role="engine", pid=7, code="agent.stale", why="nobody listens", hint="restart")
     files.save(path, snapshot(silent=[silent], quiet=False))
     done = inspect(path)
     assert done.returncode == 0

@@ -67,7 +67,7 @@ def shown(data: dict[str, Any], width: int = 60) -> str:
 
 
 def test_what_a_person_sees() -> None:
-    silent = Silent(role="api", pid=10004, code="agent.stale", why="nobody listens", mend="x")
+    silent = Silent(role="api", pid=10004, code="agent.stale", why="nobody listens", hint="x")
     data = report("demo", [comparison()], [silent])
     told = shown(data)
     assert "P0: api 10001   P1: engine 10002" in told

@@ -80,7 +80,7 @@ def test_every_check_is_listed(lab: Any) -> None:
 def test_what_is_wrong_to_ask(lab: Any, tmp_path: Path) -> None:
     answer = lab.vllmops("doctor", "--only", "nonsense", "--json")
     assert (answer.code, answer.error["code"]) == (2, "usage")
-    assert "vllmops doctor --list" in answer.error["mend"]
+    assert "vllmops doctor --list" in answer.error["hint"]
     answer = lab.vllmops("doctor", str(tmp_path / "x"), "--canary", "--json")
     assert (answer.code, answer.error["code"]) == (2, "usage")
     assert lab.vllmops("doctor", "--json").error["code"] == "target.none"

@@ -42,7 +42,7 @@ def test_what_is_stuck_why_and_the_way_out(vllmops: Any) -> None:
     assert answer.out.startswith("It hangs, and this is known.\n")
     assert "where: EngineCore 4120\n" in answer.out
     assert "      LRUCache.popitem (cache.py:190)\n" in answer.out
-    assert "way out: vllmops cache repair" in answer.out
+    assert "next: vllmops cache repair" in answer.out
     assert "see: https://github.com/vllm-project/vllm/pull/43595\n" in answer.out
 
 
@@ -153,7 +153,7 @@ def test_no_stacks(vllmops: Any, tmp_path: Path, content: bytes, code: str) -> N
     dump.write_bytes(content)
     answer = vllmops("stacks", "explain", str(dump), "--json")
     assert (answer.code, answer.error["code"]) == (1, code)
-    assert answer.error["mend"]
+    assert answer.error["hint"]
     told = piped(content)
     assert told.returncode == 1
     assert told.stderr.startswith("error: ")

@@ -124,7 +124,7 @@ def test_revoking_asks_and_says_what_breaks(vllmops: Any, path: Path) -> None:
     answer = vllmops("keys", "revoke", kid, "--json")
     assert (answer.code, answer.error["code"]) == (2, "unconfirmed")
     assert "Every conversation" in answer.error["message"]
-    assert answer.error["mend"] == f"vllmops keys revoke {kid} --yes"
+    assert answer.error["hint"] == f"vllmops keys revoke {kid} --yes"
     assert statuses(path) == ["primary"]
     answer = vllmops("keys", "revoke", kid, "--yes", "--json")
     assert statuses(path) == ["revoked", "primary"]

@@ -115,7 +115,7 @@ def test_what_has_no_log(lab: Any) -> None:
     server = lab.stranger()
     answer = lab.vllmops("logs", str(server.pid), "--json")
     assert (answer.code, answer.error["code"]) == (1, "logs.none")
-    assert f"/proc/{server.pid}/fd/1" in answer.error["mend"]
+    assert f"/proc/{server.pid}/fd/1" in answer.error["hint"]
     answer = lab.vllmops("logs", "x", "-f", "--json")
     assert (answer.code, answer.error["code"]) == (2, "usage")
     assert lab.vllmops("logs", "x", "--process", "nonsense").code == 2

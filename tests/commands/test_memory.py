@@ -101,21 +101,21 @@ def test_by_time_and_the_same_from_the_file(engine: Any, tmp_path: Path) -> None
 
 def test_rounds_of_a_command_that_makes_it_grow(engine: Any, tmp_path: Path) -> None:
     # The load asks the process, by a file, to take 3 MB more; it takes 40 MB in the first round.
-    wish = tmp_path / "wish"
+    request = tmp_path / "request"
     engine.run("held = []")
     engine.send(
         "import os, time\n"
         f"while not os.path.exists({str(tmp_path / 'end')!r}):\n"
-        f"    if os.path.exists({str(wish)!r}):\n"
+        f"    if os.path.exists({str(request)!r}):\n"
         "        held.append(b'x' * (40 if not held else 3) * 1_000_000)\n"
-        f"        os.unlink({str(wish)!r})\n"
+        f"        os.unlink({str(request)!r})\n"
         "    time.sleep(0.01)"
     )
     code = (
         "import os, sys, time; path = sys.argv[1]; open(path, 'w').close()\n"
         "while os.path.exists(path): time.sleep(0.01)"
     )
-    load = shlex.join([sys.executable, "-c", code, str(wish)])
+    load = shlex.join([sys.executable, "-c", code, str(request)])
     path = tmp_path / "memory.json"
     words = ("-t", engine.process.pid, "--load", load, "--save", path)
     done = run("record", *words)
@@ -222,7 +222,7 @@ def test_two_at_once(engine: Any) -> None:
 def test_usage(vllmops: Any, words: tuple[str, ...], code: str) -> None:
     answer = vllmops("memory", "record", *words, "--json")
     assert (answer.code, answer.error["code"]) == (2, code)
-    assert answer.error["mend"]
+    assert answer.error["hint"]
 
 
 def test_where_nothing_can_be_written(engine: Any, vllmops: Any, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_without_matplotlib(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(plot, "find_spec", lambda _: None)
     answer = vllmops("memory", "record", "--plot", "x.png", "--json")
     assert (answer.code, answer.error["code"]) == (1, "plot.no-matplotlib")
-    assert answer.error["mend"] == "pip install 'vllmops-cli[plot]'"
+    assert answer.error["hint"] == "pip install 'vllmops-cli[plot]'"
 
 
 @pytest.mark.parametrize(

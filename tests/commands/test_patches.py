@@ -40,4 +40,4 @@ def test_a_server_without_agents(lab: Any) -> None:
         answer = lab.vllmops(*words, "-t", "a", "--json")
         assert answer.code == 5
         assert answer.error["code"] in {"patches.no-agent", "repair.no-agent"}
-        assert answer.error["mend"]
+        assert answer.error["hint"]

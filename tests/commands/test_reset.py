@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from vllmops.commands import reset
-from vllmops.protocol.resets import ResetWish
+from vllmops.protocol.resets import ResetRequest
 from vllmops.rpc.agent import reach
 
 Spawn = Callable[..., Any]
@@ -131,7 +131,7 @@ def test_two_resets_at_once_open_the_gate_again(api: Any) -> None:
     child = api(left=1)
 
     def once(drain_s: float) -> Any:
-        return reach(child.process, timeout_s=10).reset(ResetWish(drain_s=drain_s))
+        return reach(child.process, timeout_s=10).reset(ResetRequest(drain_s=drain_s))
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(once, 0.6)

@@ -449,13 +449,13 @@ def test_the_store_of_an_instance(lab: Any, vllmops: Any, tmp_path: Path) -> Non
     # The stand-in answers, and has none of these routes.
     answer = vllmops("responses", "list", "-t", "kept", "--json")
     assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
-    assert "vllmops patches list -t kept" in answer.error["mend"]
+    assert "vllmops patches list -t kept" in answer.error["hint"]
     vllmops("stop", "kept", "--force")
     for words in ((), ("-t", "kept")):
         answer = vllmops("responses", "list", "--json", *words)
         assert answer.code == Exit.NOT_FOUND
         assert answer.error["code"] in {"target.none", "target.over"}
-        assert f"--store {store}" in answer.error["mend"]
+        assert f"--store {store}" in answer.error["hint"]
     assert len(ids(vllmops("responses", "list", "--json", "--store", store))) == 2
 
 
@@ -575,7 +575,7 @@ def test_a_server_shows_those_of_a_key(ask: Ask, served: Ours) -> None:
             Exit.NOT_AUTHORISED,
             "responses.not-authorised",
         )
-        assert "VLLM_API_KEY" in answer.error["mend"]
+        assert "VLLM_API_KEY" in answer.error["hint"]
 
 
 def test_show_over_http(ask: Ask, served: Ours) -> None:
@@ -640,7 +640,7 @@ def test_export_over_http(ask: Ask, served: Ours, vllmops: Any, tmp_path: Path) 
         assert len(json.loads(same.input)) == 2
     refused = ask("import", str(file), "--json")
     assert (refused.code, refused.error["code"]) == (Exit.USAGE, "usage")
-    assert "--store" in refused.error["mend"]
+    assert "--store" in refused.error["hint"]
 
 
 @pytest.mark.parametrize("words", [("list",), ("stats",), ("purge", "--older-than", "1d", "--yes")])
@@ -653,9 +653,9 @@ def test_without_the_route(
     assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
     assert url in answer.error["message"]
     said = {"stock": ("vLLM 0.32.0", "vllmops serve"), "gateway": ("gateway", "behind it")}
-    message, mend = said[kind]
+    message, hint = said[kind]
     assert message in answer.error["message"]
-    assert mend in answer.error["mend"]
+    assert hint in answer.error["hint"]
 
 
 def test_what_others_answer(vllmops: Any, stock: Server) -> None:

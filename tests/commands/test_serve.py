@@ -281,7 +281,7 @@ def test_vllm_not_installed(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # environment of its own, which takes a minute to make.
     monkeypatch.setitem(sys.modules, "vllm", None)
     error = refused(lab, "vllm.missing", str(lab.model))
-    assert "pip install 'vllmops-cli[" in error["mend"]
+    assert "pip install 'vllmops-cli[" in error["hint"]
 
 
 def test_models_that_cannot_be_served(lab: Any, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_model_that_cannot_be_read(lab: Any) -> None:
         path.chmod(mode)
         error = refused(lab, "model.unreadable", str(lab.model), uid=NOBODY)
         assert str(lab.model) in error["message"]
-        assert f"chmod -R u+rX {lab.model}" in error["mend"]
+        assert f"chmod -R u+rX {lab.model}" in error["hint"]
         path.chmod(0o755)
 
 
@@ -306,7 +306,7 @@ def test_a_port_that_is_taken(lab: Any, listener: int) -> None:
     error = refused(lab, "port.taken", str(lab.model), "--port", str(listener))
     assert f":{listener}" in error["message"]
     assert f"pid {os.getpid()}" in error["message"]
-    assert "--port " in error["mend"]
+    assert "--port " in error["hint"]
     behind = ("--", "--port", str(listener))
     answer = lab.vllmops("serve", str(lab.model), "--json", *behind)
     assert answer.error["code"] == "port.taken"
@@ -327,7 +327,7 @@ def test_a_state_directory_that_cannot_be_written(lab: Any, tmp_path: Path) -> N
     below = {"VLLMOPS_HOME": str(tmp_path / "file" / "home")}
     error = refused(lab, "home.unusable", str(lab.model), env=below)
     assert str(tmp_path / "file" / "home") in error["message"]
-    assert "VLLMOPS_HOME=" in error["mend"]
+    assert "VLLMOPS_HOME=" in error["hint"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -349,7 +349,7 @@ def test_a_full_disk(full_disk: Callable[[], None], lab: Any) -> None:
     full_disk()
     error = refused(lab, "home.full", str(lab.model))
     assert "No space left" in error["message"]
-    assert "free some space" in error["mend"]
+    assert "free some space" in error["hint"]
     (lab.home / "filler").unlink()
     lab.serve("tiny")
 
@@ -385,7 +385,7 @@ def test_the_true_cause_comes_first(lab: Any, log: str, cause: str) -> None:
     (first,) = [number for number, line in enumerate(lines) if line.startswith("error:")]
     assert cause in lines[first]
     assert f"log: {Folder('a').log}" in answer.err
-    assert "mend: " in lines[-1]
+    assert "hint: " in lines[-1]
     assert "Traceback" not in answer.err
     answer = lab.vllmops(*words, "--detach", "--json")
     assert (answer.code, answer.error["code"]) == (1, "serve.failed")

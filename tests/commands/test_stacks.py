@@ -215,7 +215,7 @@ def test_one_that_fails_is_told_and_the_others_are_dumped(tmp_path: Path) -> Non
     assert "Other process pid" in told.stdout
     assert "error: pid" in told.stdout
     assert "does not run Python" in told.stdout
-    assert "mend: " in told.stdout
+    assert "hint: " in told.stdout
     failed = [each for each in data["processes"] if each["error"]]
     assert [(each["role"], each["error"]["code"]) for each in failed] == [
         ("other", "stacks.not-python")

@@ -179,7 +179,7 @@ def test_restart_what_is_just_being_taken_down(lab: Any, seen: str) -> None:
 def test_restart_what_somebody_else_stops(lab: Any) -> None:
     lab.serve("a", stubborn=True)
     supervisor = control.connect(Folder("a"))
-    supervisor.send(control.Wish(stop=0.0))
+    supervisor.send(control.Request(stop=0.0))
     lab.until(lambda: lab.state("a") == "stopping")
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.data["state"]) == (0, "ready"), answer
@@ -194,7 +194,7 @@ def test_stop_ends_where_the_supervisor_does_nothing(
     lab.kill(stuck, signal.SIGSTOP)
     answer = lab.vllmops("stop", "a", "--force", "--json", timeout_s=20)
     assert (answer.code, answer.error["code"]) == (3, "supervisor.silent")
-    assert "pkill -9" in answer.error["mend"]
+    assert "pkill -9" in answer.error["hint"]
     assert all(map(alive, record.processes))
     lab.kill(stuck)
     monkeypatch.setattr(commands, "END_S", 30.0)
@@ -228,7 +228,7 @@ def test_restart_what_vllmops_did_not_start(lab: Any) -> None:
     server = lab.stranger()
     answer = lab.vllmops("restart", str(server.pid), "--json")
     assert (answer.code, answer.error["code"]) == (1, "restart.stranger")
-    assert "vllmops serve" in answer.error["mend"]
+    assert "vllmops serve" in answer.error["hint"]
     answer = lab.vllmops("restart", "nobody", "--json")
     assert (answer.code, answer.error["code"]) == (5, "target.unknown")
     assert server.poll() is None

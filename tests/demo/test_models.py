@@ -93,14 +93,14 @@ def test_no_directory_can_be_made(home: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("VLLMOPS_HOME", str(home / "file"))
     error = error_of(Kind.TEXT)
     assert "Not a directory" in error.message
-    assert f"{home}/file/demo must be writable" in error.mend
+    assert f"{home}/file/demo must be writable" in error.hint
 
 
 def test_a_full_disk(home: Path, full_disk: Callable[[], None]) -> None:
     # 256 KiB in all: the files before the weights still fit.
     error = error_of(Kind.TEXT)
     assert "No space left on device" in error.message
-    assert "10 MB free" in error.mend
+    assert "10 MB free" in error.hint
     assert list((home / "demo").iterdir()) == []
 
 
@@ -111,25 +111,25 @@ def test_a_builder_that_breaks_off_is_quoted(home: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(broken))
     error = error_of(Kind.TEXT)
     assert error.message.endswith("ImportError: operator nms does not exist")
-    assert "-m vllmops.demo.build text" in error.mend
+    assert "-m vllmops.demo.build text" in error.hint
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "mend"),
+    ("kind", "code", "hint"),
     [
         ("text", "demo.not-built", "pip install 'vllmops-cli[gpu]'"),
         ("audio", "demo.no-sound", "pip install 'vllmops-cli[audio]'"),
     ],
 )
-def test_without_vllm_the_mend_is_to_install_it(
-    home: Path, kind: str, code: str, mend: str
+def test_without_vllm_the_hint_is_to_install_it(
+    home: Path, kind: str, code: str, hint: str
 ) -> None:
     bare = home / "bare"
     venv.create(bare, symlinks=True)
     program = (
         "from vllmops import demo, errors\n"
         f"try: demo.model_dir(demo.Kind({kind!r}))\n"
-        "except errors.VllmopsError as error: print(error.code, error.mend, sep='|')"
+        "except errors.VllmopsError as error: print(error.code, error.hint, sep='|')"
     )
     env = {
         "VLLMOPS_HOME": str(home),
@@ -144,7 +144,7 @@ def test_without_vllm_the_mend_is_to_install_it(
         check=True,
         timeout=60,
     ).stdout
-    assert said.startswith(f"{code}|{mend}")
+    assert said.startswith(f"{code}|{hint}")
 
 
 def test_a_demo_is_served_under_a_short_name_and_offline() -> None:

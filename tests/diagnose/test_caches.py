@@ -458,7 +458,7 @@ def test_a_server_at_work_is_told_to_be_compared_less() -> None:
 
 def test_the_catalogue_has_every_rule_under_its_code() -> None:
     assert len(CATALOGUE) == sum(isinstance(each, Rule) for each in vars(judge).values())
-    assert all(rule.code == code and rule.advice for code, rule in CATALOGUE.items())
+    assert all(rule.code == code and rule.next for code, rule in CATALOGUE.items())
     assert all(code.startswith(("mm-cache.", "encoder-cache.")) for code in CATALOGUE)
 
 

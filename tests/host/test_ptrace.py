@@ -16,7 +16,7 @@ def test_rights_over_this_process() -> None:
 
 # The kernels to meet are many, and Yama, seccomp and user namespaces are not ours to set here.
 @pytest.mark.parametrize(
-    ("given", "code", "mend"),
+    ("given", "code", "hint"),
     [
         (Rights(1000, 1000, 0, ALL, ptrace_scope=1), "stacks.ptrace-scope", "sudo sysctl"),
         (Rights(1000, 1000, 0, ALL, ptrace_scope=2), "stacks.ptrace-scope", "sudo sysctl"),
@@ -32,8 +32,8 @@ def test_rights_over_this_process() -> None:
         (Rights(0, 0, ALL, ALL), "stacks.refused", "docker exec CONTAINER"),
     ],
 )
-def test_a_refusal_names_its_reason_and_the_way_out(given: Rights, code: str, mend: str) -> None:
+def test_a_refusal_names_its_reason_and_the_way_out(given: Rights, code: str, hint: str) -> None:
     error = refusal(42, given)
     assert error.code == code
     assert "42" in error.message
-    assert mend in error.mend
+    assert hint in error.hint

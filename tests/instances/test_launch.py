@@ -21,7 +21,7 @@ def refusal(code: str, check: Any, *arguments: Any) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
         check(*arguments)
     assert caught.value.code == code
-    assert caught.value.mend
+    assert caught.value.hint
     return caught.value
 
 
@@ -53,7 +53,7 @@ def test_a_port_that_is_taken(listener: int) -> None:
     error = refusal("port.taken", check_port, "127.0.0.1", listener)
     assert f"127.0.0.1:{listener}" in error.message
     assert f"pid {os.getpid()}" in error.message
-    free = int(error.mend.split("--port ")[1].split(",")[0])
+    free = int(error.hint.split("--port ")[1].split(",")[0])
     check_port("127.0.0.1", free)
 
 
@@ -200,13 +200,13 @@ def test_a_port_that_another_one_is_about_to_take(home: Path) -> None:
 
 
 def test_a_bad_name_leaves_nothing(home: Path) -> None:
-    error = refusal_without_mend("name.invalid", Order("M", name="../a"))
+    error = refusal_without_hint("name.invalid", Order("M", name="../a"))
     assert error.exit_code == Exit.USAGE
     assert not (home / "a").exists()
     assert not [each for each in (home / "instances").iterdir() if each.is_dir()]
 
 
-def refusal_without_mend(code: str, order: Order) -> VllmopsError:
+def refusal_without_hint(code: str, order: Order) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
         reserve(order)
     assert caught.value.code == code

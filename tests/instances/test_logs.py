@@ -41,7 +41,7 @@ def test_the_stages_of_a_start_come_in_order() -> None:
 # From runs of vLLM 0.32 with the frames in the middle left out; two are written after the
 # messages that PyTorch and torchvision print, since neither can be had without a GPU's builds.
 @pytest.mark.parametrize(
-    ("log", "cause", "process", "mend"),
+    ("log", "cause", "process", "hint"),
     [
         ("unknown-argument", "unrecognized arguments: --frobnicate", "", "--help=all"),
         (
@@ -72,12 +72,12 @@ def test_the_stages_of_a_start_come_in_order() -> None:
         ),
     ],
 )
-def test_the_true_cause_of_a_failure(log: str, cause: str, process: str, mend: str) -> None:
+def test_the_true_cause_of_a_failure(log: str, cause: str, process: str, hint: str) -> None:
     found = failure(lines(log))
     assert found
     assert found.cause.startswith(cause)
     assert "type=value_error" not in found.cause
-    assert mend in found.mend
+    assert hint in found.hint
     if process:
         assert found.process == process
 

@@ -66,7 +66,7 @@ def test_a_damaged_record_is_said_to_be_one(home: Path, content: bytes) -> None:
         one.read()
     assert caught.value.code == "registry.corrupt"
     assert str(one.record_file) in caught.value.message
-    assert str(one.path) in caught.value.mend
+    assert str(one.path) in caught.value.hint
 
 
 def test_half_a_record_is_never_left(home: Path, full_disk: Callable[[], None]) -> None:
@@ -97,7 +97,7 @@ def test_a_home_too_long_for_a_socket(home: Path, monkeypatch: pytest.MonkeyPatc
         named("abc")
     assert caught.value.code == "home.path-too-long"
     assert "1 bytes too long" in caught.value.message
-    assert "VLLMOPS_HOME" in caught.value.mend
+    assert "VLLMOPS_HOME" in caught.value.hint
 
 
 def test_a_home_below_a_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ import pytest
 from vllmops.errors import Exit, VllmopsError
 from vllmops.host import processes
 from vllmops.host.processes import Process, Role, Seen, Table
+from vllmops.host.shape import option
 from vllmops.instances import servers
 from vllmops.instances.record import Failure, Folder, Record, State
 from vllmops.instances.servers import Server, find, is_local, resolve
-from vllmops.instances.shape import option
 
 FIRST = 2**22 + 10  # above every real pid
 Put = Callable[..., Record]
@@ -89,7 +89,7 @@ def refusal(code: str, exit_code: Exit, target: str | None, strangers: bool = Tr
     with pytest.raises(VllmopsError) as caught:
         resolve(target, strangers=strangers)
     assert (caught.value.code, caught.value.exit_code) == (code, exit_code)
-    assert caught.value.mend
+    assert caught.value.hint
     return caught.value
 
 
@@ -169,7 +169,7 @@ def test_a_failed_instance_tells_why(table: Table, put: Put) -> None:
     assert "no room" in refusal("target.over", Exit.NOT_FOUND, "a").message
     error = refusal("target.over", Exit.NOT_FOUND, "b")
     assert "stopped" in error.message
-    assert "vllmops restart b" in error.mend
+    assert "vllmops restart b" in error.hint
     refusal("target.none", Exit.NOT_FOUND, None)
 
 

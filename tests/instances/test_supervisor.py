@@ -22,7 +22,7 @@ import pytest
 from vllmops.host import ports
 from vllmops.host.processes import Process, Role, alive
 from vllmops.instances import control
-from vllmops.instances.control import Wish
+from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.protocol import identity
 
@@ -246,7 +246,7 @@ def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
 
 def hold(lab: Any, name: str) -> control.Control:
     """Connect to an instance and hold it, as a foreground ``serve`` does."""
-    found: control.Control = control.connect(Folder(name), Wish(hold=True))
+    found: control.Control = control.connect(Folder(name), Request(hold=True))
     next(found.records())
     return found
 
@@ -264,7 +264,7 @@ def test_a_client_that_only_watches_does_not(lab: Any) -> None:
     assert next(watcher.records()).state == State.READY
     watcher.close()
     mumbler = control.connect(Folder("a"))
-    mumbler.connection.sendall(b"this is no wish\n")
+    mumbler.connection.sendall(b"this is no request\n")
     assert list(mumbler.records())[-1].state == State.READY  # it is hung up on, no more
     time.sleep(0.6)
     assert lab.state("a") == "ready"
@@ -347,7 +347,7 @@ def test_descriptors_run_out_while_it_stops(lab: Any) -> None:
     supervisor = lab.supervisor("a")
     connection = control.connect(Folder("a"))
     next(connection.records())
-    connection.send(Wish(stop=0.0))
+    connection.send(Request(stop=0.0))
     lab.until(lambda: lab.state("a") == "stopping")
     before = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
     resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, before[1]))

@@ -512,7 +512,7 @@ def test_no_message_tells_a_secret() -> None:
         for cut in range(0, len(text), 7):
             with pytest.raises(CarrierError) as caught:
                 opened(text[:cut])
-            said = f"{caught.value!r} {caught.value.message} {caught.value.mend}"
+            said = f"{caught.value!r} {caught.value.message} {caught.value.hint}"
             assert "needle" not in said
             assert SECRET.hex() not in said
             assert len(said) < 400

@@ -72,7 +72,7 @@ def made(path: Path, keys: int = 1) -> Ring:
 
 
 def refusal(code: str) -> pytest.RaisesExc[VllmopsError]:
-    return pytest.raises(VllmopsError, check=lambda error: error.code == code and bool(error.mend))
+    return pytest.raises(VllmopsError, check=lambda error: error.code == code and bool(error.hint))
 
 
 def names(path: Path) -> set[str]:
@@ -125,7 +125,7 @@ def test_a_lost_file_is_not_begun_anew_beside_its_copy(path: Path) -> None:
     path.unlink()
     with refusal("keys.no-ring") as caught:
         made(path)
-    assert str(file.copy(path)) in caught.value.mend
+    assert str(file.copy(path)) in caught.value.hint
     file.copy(path).rename(path)
     assert file.load(path) == ring
 
@@ -138,7 +138,7 @@ def test_a_lax_mode(path: Path, mode: int) -> None:
         file.load(path)
     assert caught.value.exit_code == Exit.NOT_AUTHORISED
     assert f"{mode:o}" in caught.value.message
-    assert caught.value.mend == f"chmod 600 {path}"
+    assert caught.value.hint == f"chmod 600 {path}"
 
 
 @root_only
@@ -227,7 +227,7 @@ def test_a_spoilt_file_loses_nothing_and_tells_nothing(path: Path, how: str) -> 
     # As the message says: its last good content is put back.
     file.copy(path).replace(path)
     assert file.load(path) == ring
-    shown = "".join(traceback.format_exception(caught.value)) + caught.value.mend
+    shown = "".join(traceback.format_exception(caught.value)) + caught.value.hint
     for key in ring.keys:
         assert key.secret.reveal().hex()[4:20] not in shown
 

@@ -29,7 +29,7 @@ def ring(*keys: Key) -> Ring:
 
 
 def refusal(code: str) -> pytest.RaisesExc[VllmopsError]:
-    return pytest.raises(VllmopsError, check=lambda error: error.code == code and bool(error.mend))
+    return pytest.raises(VllmopsError, check=lambda error: error.code == code and bool(error.hint))
 
 
 def test_a_key_is_named_after_its_secret() -> None:

@@ -93,7 +93,7 @@ def test_an_engine_or_a_worker_that_hangs(vision_server: Any) -> None:
             ran = compare(vision_server, "--timeout", "1")
             assert time.monotonic() - began < 8
         assert (ran.code, ran.error["code"]) == (3, "compare.timeout")
-        assert "vllmops stacks dump" in ran.error["mend"]
+        assert "vllmops stacks dump" in ran.error["hint"]
         assert ask(vision_server.url, 1).status_code == 200
         assert found(vision_server) == set()
     written = vision_server.cli("logs", vision_server.name).out.removeprefix(log)

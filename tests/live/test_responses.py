@@ -766,7 +766,7 @@ def test_the_command_sees_and_ends_what_runs(
     monkeypatch.delenv("VLLM_API_KEY")
     ran = kept.cli("responses", "list", "--json", *here)
     assert (ran.code, ran.error["code"]) == (4, "responses.not-authorised")
-    assert store[1] in ran.error["mend"]
+    assert store[1] in ran.error["hint"]
 
 
 def test_responses_move_to_another_store(

@@ -73,8 +73,8 @@ def api() -> Iterator[Api]:
     server.server_close()
 
 
-def prepare(wish: str, api: Api, *, requests: int = 6, seed: int = 1 << 40) -> loads.Load:
-    return loads.prepare(wish, api.server, requests=requests, inputs=2, seed=seed)
+def prepare(request: str, api: Api, *, requests: int = 6, seed: int = 1 << 40) -> loads.Load:
+    return loads.prepare(request, api.server, requests=requests, inputs=2, seed=seed)
 
 
 def refusal(load: loads.Load) -> VllmopsError:
@@ -84,7 +84,7 @@ def refusal(load: loads.Load) -> VllmopsError:
 
 
 @pytest.mark.parametrize(
-    ("wish", "path"),
+    ("request", "path"),
     [
         ("images", "/v1/chat/completions"),
         ("audio", "/v1/audio/transcriptions"),
@@ -92,16 +92,16 @@ def refusal(load: loads.Load) -> VllmopsError:
         ("responses", "/v1/responses"),
     ],
 )
-def test_no_input_comes_twice(api: Api, wish: str, path: str) -> None:
-    load = prepare(wish, api)
+def test_no_input_comes_twice(api: Api, request: str, path: str) -> None:
+    load = prepare(request, api)
     load.run(1, threading.Event())
     load.run(2, threading.Event())
     assert api.paths == [path] * 12
-    if wish == "images":
+    if request == "images":
         parts = [json.loads(body)["messages"][0]["content"] for body in api.bodies]
         inputs = [part["image_url"]["url"] for some in parts for part in some[:-1]]
         assert len(set(inputs)) == len(inputs) == 24
-    elif wish == "audio":
+    elif request == "audio":
         sounds = [
             body.partition(b"audio/wav\r\n\r\n")[2].split(b"\r\n--")[0] for body in api.bodies
         ]
@@ -133,7 +133,7 @@ def test_the_api_key(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     api.status = 401
     error = refusal(prepare("text", api))
     assert (error.code, error.exit_code) == ("load.not-authorised", Exit.NOT_AUTHORISED)
-    assert "sk-1" not in error.message + error.mend
+    assert "sk-1" not in error.message + error.hint
 
 
 def test_a_server_that_is_gone_or_names_no_model(api: Api) -> None:
@@ -187,9 +187,9 @@ def test_a_command_is_ended_when_told(api: Api) -> None:
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("wish", ["", "no-such-program-here -x", "sh -c 'x"])
-def test_no_command(api: Api, wish: str) -> None:
+@pytest.mark.parametrize("request", ["", "no-such-program-here -x", "sh -c 'x"])
+def test_no_command(api: Api, request: str) -> None:
     with pytest.raises(VllmopsError) as caught:
-        prepare(wish, api)
+        prepare(request, api)
     assert (caught.value.code, caught.value.exit_code) == ("load.no-command", Exit.USAGE)
-    assert "images" in caught.value.mend
+    assert "images" in caught.value.hint

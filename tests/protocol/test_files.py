@@ -47,7 +47,7 @@ def test_a_damaged_file_is_told(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     error = refusal(path)
     assert (error.code, error.exit_code) == ("file.not-a-snapshot", Exit.FAILED)
-    assert error.mend
+    assert error.hint
 
 
 def test_another_kind_and_a_newer_one_are_told(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ Spawn = Callable[..., Any]
 def refusal(child: Any, **options: Any) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
         reach(child.process, **options)
-    assert caught.value.mend
+    assert caught.value.hint
     return caught.value
 
 
@@ -99,7 +99,7 @@ def test_killed(spawn: Spawn) -> None:
 def test_no_agent(spawn: Spawn) -> None:
     error = refusal(spawn(VLLMOPS_DISABLE="1"))
     assert error.code == "agent.absent"
-    assert "VLLM_PLUGINS" in error.mend
+    assert "VLLM_PLUGINS" in error.hint
 
 
 def test_stopped_process_is_told_by_its_heartbeat(spawn: Spawn) -> None:
@@ -180,7 +180,7 @@ def test_another_users_process_is_told(spawn: Spawn) -> None:
         "from vllmops.host.processes import Process, Role\n"
         f"process = Process(Role.API, {child.process.pid}, {child.process.start_ticks})\n"
         "try: reach(process)\n"
-        "except VllmopsError as error: print(error.code, int(error.exit_code), error.mend)"
+        "except VllmopsError as error: print(error.code, int(error.exit_code), error.hint)"
     )
     other = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     done = subprocess.run(
@@ -233,7 +233,7 @@ def test_path_too_long(spawn: Spawn, tmp_path: Path) -> None:
     child = spawn(home=tmp_path / ("x" * 100))
     error = refusal(child)
     assert error.code == "agent.path-too-long"
-    assert "VLLMOPS_HOME" in error.mend
+    assert "VLLMOPS_HOME" in error.hint
 
 
 def test_home_is_the_servers_not_ours(

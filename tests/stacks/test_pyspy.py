@@ -292,7 +292,7 @@ def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     error = snapshot.processes[0].error
     assert error is not None
     assert "within 1 s" in error.message
-    assert "--timeout 60" in error.mend
+    assert "--timeout 60" in error.hint
     assert psutil.Process().children() == []
 
 
@@ -315,7 +315,7 @@ def test_pyspy_fails(
     assert code(stacks) == expected
     assert stacks.error is not None
     assert words in stacks.error.message
-    assert stacks.error.mend
+    assert stacks.error.hint
 
 
 def test_without_native_frames_rather_than_without_any(
@@ -349,7 +349,7 @@ def test_pyspy_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(VllmopsError) as caught:
         pyspy.capture([])
     assert caught.value.code == "pyspy.missing"
-    assert caught.value.mend == f"{tmp_path}/python -m pip install py-spy"
+    assert caught.value.hint == f"{tmp_path}/python -m pip install py-spy"
 
 
 def test_a_snapshot_survives_a_file(tmp_path: Path) -> None:
@@ -367,13 +367,13 @@ IN_CONTAINER = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace
 
 @only_root
 @pytest.mark.parametrize(
-    ("wrap", "expected", "words", "mend"),
+    ("wrap", "expected", "words", "hint"),
     [
         (AS_NOBODY, "stacks.other-user", "belongs to root and we are nobody", "sudo "),
         (IN_CONTAINER, "stacks.no-capability", "container doesn't have it", "--cap-add SYS_PTRACE"),
     ],
 )
-def test_no_permission(wrap: list[str], expected: str, words: str, mend: str) -> None:
+def test_no_permission(wrap: list[str], expected: str, words: str, hint: str) -> None:
     with python(THREADS) as target:
         found = process(target.pid)
         program = textwrap.dedent(f"""
@@ -393,4 +393,4 @@ def test_no_permission(wrap: list[str], expected: str, words: str, mend: str) ->
     error = json.loads(told.stdout)
     assert error["code"] == expected
     assert words in error["message"]
-    assert mend in error["mend"]
+    assert hint in error["hint"]

@@ -155,7 +155,7 @@ def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(sys.modules, "vllmops.store.postgresql", raising=False)
     with pytest.raises(VllmopsError) as told:
         opening.backend("postgresql://h/d")
-    assert (told.value.code, told.value.mend) == ("store.driver", opening.EXTRA)
+    assert (told.value.code, told.value.hint) == ("store.driver", opening.EXTRA)
 
 
 def test_it_imports_neither_vllm_nor_a_driver_that_nobody_asked_for() -> None:

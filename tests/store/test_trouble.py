@@ -222,7 +222,7 @@ def test_a_schema_from_the_future_is_no_trouble_that_passes(shared_url: str) -> 
             await store.open()
         assert told.value.code == "store.schema"
         assert "schema 99, and this vllmops knows up to" in told.value.message
-        assert told.value.mend == "install the newest vllmops"
+        assert told.value.hint == "install the newest vllmops"
         # Not a word of it was changed.
         with pytest.raises(VllmopsError) as told:
             await store.create(response())

@@ -98,7 +98,7 @@ def attempt(url: str) -> str:
     try:
         return repr(opening.backend(url))
     except VllmopsError as told:
-        return f"{told.message} {told.mend} {told!r} {told.__cause__}"
+        return f"{told.message} {told.hint} {told!r} {told.__cause__}"
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=8, max_size=40))
@@ -262,14 +262,14 @@ def test_a_store_that_can_not_be(url: str) -> None:
     with pytest.raises(VllmopsError) as told:
         opening.backend(url)
     assert (told.value.code, told.value.exit_code) == ("usage", 2)
-    assert told.value.mend
-    assert "://" in told.value.mend or "?" in told.value.mend or "one of" in told.value.mend
+    assert told.value.hint
+    assert "://" in told.value.hint or "?" in told.value.hint or "one of" in told.value.hint
 
 
 def test_a_file_is_told_how_it_is_written() -> None:
     with pytest.raises(VllmopsError) as told:
         opening.backend("/srv/a.db")
-    assert told.value.mend == "sqlite:////srv/a.db"
+    assert told.value.hint == "sqlite:////srv/a.db"
 
 
 @pytest.mark.parametrize("url", ["redis://h:notaport", "postgresql://[::1", "foo", "", "sqlite:"])
@@ -316,7 +316,7 @@ def test_what_a_real_driver_says_of_a_store_tells_no_password() -> None:
         with pytest.raises((StoreUnavailable, VllmopsError)) as error:
             async with ResponseStore(opening.backend(url, Limits())) as store:
                 await store.get("", "r")
-        return f"{error.value} {error.value.message} {error.value.mend}"
+        return f"{error.value} {error.value.message} {error.value.hint}"
 
     for url in (
         f"redis://u:{SECRET}@127.0.0.1:1",

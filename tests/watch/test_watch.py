@@ -219,7 +219,7 @@ def test_a_stall_is_captured_told_and_told_to_be_over() -> None:
     assert (stalled.number, stalled.code, stalled.subject) == (1, "engine.no-progress", "engine 20")
     assert stalled.bundle == "bundles/1.tar.gz"
     assert "1 waiting, none a token further" in stalled.evidence
-    assert stalled.advice
+    assert stalled.next
     assert (stalled.server, stalled.url, stalled.model) == ("demo", "http://127.0.0.1:8000", "m")
     # With the time that the evidence took.
     assert 15 <= stalled.seconds <= 20
@@ -258,7 +258,7 @@ def test_a_full_disk_is_told_and_watching_goes_on() -> None:
     trouble, stalled, recovered = told = watched(scene, restart=True)[:3]
     assert kinds(told) == ["trouble", "stalled", "trouble"]
     assert "the disk is full" in trouble.text
-    assert trouble.advice
+    assert trouble.next
     assert stalled.bundle == ""
     assert "not restarted" in recovered.text
     assert scene.done == []
@@ -296,8 +296,8 @@ def test_a_repair_that_the_evidence_proves() -> None:
     assert told[1].text == "demo: engine 20: 2 ghost keys repaired"
     assert "mm-cache.ghost-keys" in told[0].findings
     # Not without being asked, nor without a proof.
-    for scene, wish in ((Scene(stuck(20.0), ghosts=True), False), (Scene(stuck(20.0)), True)):
-        assert kinds(watched(scene, repair=wish)) == ["stalled"]
+    for scene, request in ((Scene(stuck(20.0), ghosts=True), False), (Scene(stuck(20.0)), True)):
+        assert kinds(watched(scene, repair=request)) == ["stalled"]
         assert scene.done == ["save"]
 
 

@@ -88,12 +88,12 @@ async def answered(request: Request, place: Path) -> Response:
                 return json(await asyncio.to_thread(keys.take_in, ring))
         raise VllmopsError("admin.no-route", "there is no such route for admins")
     except VllmopsError as error:
-        content = {"code": error.code, "message": error.message, "mend": error.mend}
+        content = {"code": error.code, "message": error.message, "hint": error.hint}
         return json({"error": content}, STATUS.get(error.code, 500))
     except Exception as error:
         # Not what it says: a keyring was on its way.
         log.warning("vllmops: a request of an admin's failed: %s", type(error).__name__)
-        content = {"code": "internal", "message": f"unexpected {type(error).__name__}", "mend": ""}
+        content = {"code": "internal", "message": f"unexpected {type(error).__name__}", "hint": ""}
         return json({"error": content}, 500)
 
 

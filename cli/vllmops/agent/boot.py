@@ -1,6 +1,6 @@
 """What ``vllmops attach`` runs inside a vLLM process, in a thread of its own.
 
-Run as a file, since nothing of this package need be on the process's path; ``wish`` is in its
+Run as a file, since nothing of this package need be on the process's path; ``options`` is in its
 globals.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypedDict
 
 
-class Wish(TypedDict):
+class Options(TypedDict):
     """What is asked for.
 
     Args:
@@ -29,19 +29,19 @@ class Wish(TypedDict):
     trouble: str
 
 
-def run(wish: Wish) -> None:
+def run(options: Options) -> None:
     """Bring the agent up in this process; never raises."""
     try:
-        load(Path(wish["package"]))
+        load(Path(options["package"]))
         from vllmops.agent import late  # noqa: PLC0415
 
-        os.environ.setdefault("VLLMOPS_HOME", wish["home"])
-        late.come(patch=wish["patch"])
+        os.environ.setdefault("VLLMOPS_HOME", options["home"])
+        late.come(patch=options["patch"])
     except Exception as error:
         # Whole or not at all: somebody waits for this file to appear.
-        half = Path(f"{wish['trouble']}.half")
+        half = Path(f"{options['trouble']}.half")
         half.write_text(f"{type(error).__name__}: {error}")
-        half.rename(wish["trouble"])
+        half.rename(options["trouble"])
 
 
 def load(package: Path) -> None:
@@ -60,4 +60,4 @@ def load(package: Path) -> None:
 
 
 if __name__ == "vllmops attach":
-    run(globals()["wish"])
+    run(globals()["options"])

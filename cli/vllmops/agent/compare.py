@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ..protocol.caches import ProcessCaches
-from ..protocol.compares import CompareWish, Comparison, Look
+from ..protocol.compares import CompareRequest, Comparison, Look
 from . import caches, engine, found
 from .gate import gate
 from .imports import when_imported
@@ -106,15 +106,15 @@ def outputs(worker: Any) -> bytes:
     )
 
 
-def compare(wish: CompareWish) -> Comparison:
+def compare(request: CompareRequest) -> Comparison:
     """``POST /compare``: two looks.
 
     Raises:
         RuntimeError: this process has no engine client.
     """
     client, loop = engine.front_end()
-    deadline = time.time() + wish.timeout_s
-    patience = deadline - wish.timeout_s / 2  # the rest is for the last look: a step may be long
+    deadline = time.time() + request.timeout_s
+    patience = deadline - request.timeout_s / 2  # the rest is for the last look: a step may be long
 
     def both() -> Look:
         front = caches.snapshot(keys=True)
@@ -145,7 +145,7 @@ def compare(wish: CompareWish) -> Comparison:
         began = time.monotonic()
         # Read after the look: who had changed the cache by then is among them, or has come on.
         pending = set(gate.rendering)
-        time.sleep(wish.apart_s)
+        time.sleep(request.apart_s)
         while (late := pending & set(gate.rendering)) and time.time() < patience:
             time.sleep(POLL_S)
         waited = time.monotonic() - began

@@ -16,7 +16,7 @@ import msgspec
 
 from ..forever import Trouble
 from ..protocol.engine import BEAT_BYTES, BEAT_INTERVAL_S, Beat
-from . import log
+from .log import log
 
 
 class Heart:

@@ -90,7 +90,7 @@ class Holder:
             if error.code == "keys.no-ring" and self.ring is None:
                 self.problem = ""  # whoever uses no keys has no file
                 return
-            told = f"{error.message}; mend: {error.mend}"
+            told = f"{error.message}; hint: {error.hint}"
         if told != self.problem:
             left = "what was loaded before stays" if self.ring else "no key is held"
             log.warning("vllmops: keys: %s; %s", told, left)

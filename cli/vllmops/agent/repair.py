@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
 
-from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, Wish
+from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, RepairRequest
 from . import found
 from .caches import lru, side
 from .identity import role
@@ -76,7 +76,7 @@ class Faults:
         return told
 
 
-def repair(wish: Wish) -> ProcessRepair:
+def repair(request: RepairRequest) -> ProcessRepair:
     """Repair every LRU cache of this process that has a lasting fault."""
     began = time.perf_counter()
     repaired = []
@@ -85,25 +85,25 @@ def repair(wish: Wish) -> ProcessRepair:
         if cache is None:
             continue
         try:
-            if wish.front_only is None:
+            if request.front_only is None:
                 faults = lasting(holder)
             else:
-                faults = front_only(holder, cache, wish.front_only)
+                faults = front_only(holder, cache, request.front_only)
             if not faults:
                 continue
-            left = None if wish.dry_run else apply(cache, faults)
+            left = None if request.dry_run else apply(cache, faults)
         except Exception as error:
             faults, left = Faults(), f"it has a shape that is not known: {error!r}"
         each = CacheRepair(
             name=type(holder).__name__, side=side(holder), changes=faults.changes(), left=left
         )
         repaired.append(each)
-        if not wish.dry_run:
+        if not request.dry_run:
             log.warning("vllmops: repaired %s", each)
     return ProcessRepair(
         pid=os.getpid(),
         role=role(),
-        dry_run=wish.dry_run,
+        dry_run=request.dry_run,
         caches=repaired,
         seconds=time.perf_counter() - began,
     )
@@ -153,7 +153,7 @@ def apply(cache: Any, faults: Faults) -> str | None:
     def attempt() -> bool:
         if not resting():
             return False
-        mend(cache, faults, sizes)
+        fix(cache, faults, sizes)
         return True
 
     for _ in range(ATTEMPTS):
@@ -203,7 +203,7 @@ def resting() -> bool:
     return True
 
 
-def mend(cache: Any, faults: Faults, missing: Mapping[Any, float]) -> None:
+def fix(cache: Any, faults: Faults, missing: Mapping[Any, float]) -> None:
     """Take away what is still wrong of what was found; called while no other thread runs.
 
     Args:

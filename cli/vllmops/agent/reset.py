@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from ..protocol.resets import ResetDone, ResetWish
+from ..protocol.resets import ResetDone, ResetRequest
 from . import engine
 from .gate import gate
 
@@ -15,7 +15,7 @@ POLL_S = 0.02
 RESET_S = 10.0  # for the reset itself; milliseconds unless the engine hangs
 
 
-def reset(wish: ResetWish) -> ResetDone:
+def reset(request: ResetRequest) -> ResetDone:
     """``POST /reset``: drain, reset, and take requests again, also where the caller is gone.
 
     Raises:
@@ -24,10 +24,10 @@ def reset(wish: ResetWish) -> ResetDone:
     """
     client, loop = engine.front_end()
     began = time.monotonic()
-    with gate.held() if wish.drain_s else nullcontext():
-        while (left := in_flight(client)) and time.monotonic() - began < wish.drain_s:
+    with gate.held() if request.drain_s else nullcontext():
+        while (left := in_flight(client)) and time.monotonic() - began < request.drain_s:
             time.sleep(POLL_S)
-        done = not left or not wish.drain_s
+        done = not left or not request.drain_s
         if done:
             # Its own method, on its own loop: both sides, in the order that vLLM wants.
             task = asyncio.run_coroutine_threadsafe(client.reset_mm_cache(), loop)
@@ -35,7 +35,7 @@ def reset(wish: ResetWish) -> ResetDone:
                 task.result(RESET_S)
             except TimeoutError as error:
                 raise TimeoutError(f"the engine has not done it within {RESET_S:g} s") from error
-    refused_s = time.monotonic() - began if wish.drain_s else 0.0
+    refused_s = time.monotonic() - began if request.drain_s else 0.0
     return ResetDone(done=done, in_flight=left, refused_s=refused_s)
 
 

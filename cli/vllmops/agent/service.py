@@ -25,10 +25,10 @@ from ..errors import VllmopsError
 from ..files import peer
 from ..forever import Trouble
 from ..home import home, make_missing
-from ..protocol.compares import CompareWish
+from ..protocol.compares import CompareRequest
 from ..protocol.engine import Beat, Hello, Traffic
-from ..protocol.repairs import Wish
-from ..protocol.resets import ResetWish
+from ..protocol.repairs import RepairRequest
+from ..protocol.resets import ResetRequest
 from . import caches, compare, engine, found, keys, memory, repair, reset
 from .gate import gate
 from .heartbeat import Heart
@@ -302,18 +302,18 @@ def hello() -> Hello:
     )
 
 
-def drain(wish: Drain) -> Traffic:
+def drain(request: Drain) -> Traffic:
     """``POST /drain``."""
-    gate.draining = wish.on
+    gate.draining = request.on
     return engine.traffic()
 
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
 POSTS: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Any]]] = {
-    "/compare": (msgspec.json.Decoder(CompareWish), compare.compare),
+    "/compare": (msgspec.json.Decoder(CompareRequest), compare.compare),
     "/drain": (msgspec.json.Decoder(Drain), drain),
-    "/repair": (msgspec.json.Decoder(Wish), repair.repair),
-    "/reset": (msgspec.json.Decoder(ResetWish), reset.reset),
+    "/repair": (msgspec.json.Decoder(RepairRequest), repair.repair),
+    "/reset": (msgspec.json.Decoder(ResetRequest), reset.reset),
 }
 GETS: dict[str, Callable[[], Any]] = {
     "/hello": hello,

@@ -183,14 +183,14 @@ def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
 
 def boot(process: Process, patch: bool, trouble: Path) -> str:
     """The line of Python that starts the agent in a thread of its own, and is done at once."""
-    wish = {
+    options = {
         "package": str(PACKAGE),
         "home": str(agent.state_home(process)),
         "patch": patch,
         "trouble": str(trouble),
     }
     source = f"exec(compile(open({str(BOOT)!r}).read(), {str(BOOT)!r}, 'exec'))"
-    names = {"__name__": "vllmops attach", "wish": wish}
+    names = {"__name__": "vllmops attach", "options": options}
     return f"__import__('_thread').start_new_thread(exec, ({source!r}, {names!r}))"
 
 

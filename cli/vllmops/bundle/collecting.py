@@ -114,7 +114,7 @@ def collect(
         tell: is told what is waited for.
         stop: once it is set nothing is waited for any more, and what there is is the content.
     """
-    looking = examine.Examination(server, wish(looking_s(timeout_s)), quietly)
+    looking = examine.Examination(server, options(looking_s(timeout_s)), quietly)
     stop = stop or threading.Event()
     collecting = Collecting(looking, timeout_s, collect_env_s, tell, stop)
     collecting.look()
@@ -382,9 +382,9 @@ def looking_s(timeout_s: float) -> float:
     return timeout_s - min(REST_S, REST_SHARE * timeout_s)
 
 
-def wish(seconds: float, patience_s: float = PATIENCE_S) -> examine.Wish:
+def options(seconds: float, patience_s: float = PATIENCE_S) -> examine.Options:
     """How to look at a server that may hang, within a time."""
-    return examine.Wish(
+    return examine.Options(
         patience_s=min(patience_s, seconds / 2),
         samples=STACKS,
         apart_s=APART_S,
@@ -579,7 +579,7 @@ def told(snapshot: ServerSnapshot, found: Sequence[Finding]) -> str:
             f"{number}. {finding.severity}: {finding.title} [{finding.code}]",
             f"   where: {finding.subject}",
             f"   seen: {finding.evidence}",
-            f"   next: {finding.advice}",
+            f"   next: {finding.next}",
             *([f"   see: {finding.reference}"] if finding.reference else []),
             "",
         ]

@@ -10,14 +10,14 @@ from ..errors import Exit, VllmopsError
 from ..host.processes import Process, Role
 from ..instances.servers import Server
 from ..protocol.caches import Silent
-from ..protocol.compares import CompareWish, Comparison
+from ..protocol.compares import CompareRequest, Comparison
 from ..rpc import agent
 
 SLACK_S = 5.0  # beyond what the server itself waits: a slow machine, many keys
 FEATURE = "compare"
 
 
-def take(server: Server, wish: CompareWish) -> tuple[list[Comparison], list[Silent]]:
+def take(server: Server, request: CompareRequest) -> tuple[list[Comparison], list[Silent]]:
     """A comparison by each API server, and the API servers that made none.
 
     Raises:
@@ -40,10 +40,11 @@ def take(server: Server, wish: CompareWish) -> tuple[list[Comparison], list[Sile
         raise agent.nobody(
             "compare.no-agent", f"the engine of {server.label} can't be looked at", lacking
         )
-    wish = msgspec.structs.replace(
-        wish, timeout_s=max(wish.timeout_s - (time.monotonic() - began), wish.timeout_s / 2)
+    request = msgspec.structs.replace(
+        request,
+        timeout_s=max(request.timeout_s - (time.monotonic() - began), request.timeout_s / 2),
     )
-    told, silent = agent.side_by_side(fronts, lambda process: ask(process, wish))
+    told, silent = agent.side_by_side(fronts, lambda process: ask(process, request))
     if not told:
         raise agent.nobody(
             "compare.no-agent", f"no API server of {server.label} made a comparison", silent
@@ -60,10 +61,10 @@ def take(server: Server, wish: CompareWish) -> tuple[list[Comparison], list[Sile
     return told, silent
 
 
-def ask(process: Process, wish: CompareWish) -> Comparison:
+def ask(process: Process, request: CompareRequest) -> Comparison:
     reached = able(process)
-    reached.timeout_s = wish.timeout_s + SLACK_S
-    return reached.compare(wish)
+    reached.timeout_s = request.timeout_s + SLACK_S
+    return reached.compare(request)
 
 
 def able(process: Process) -> agent.Agent:

@@ -9,7 +9,7 @@ from ..diagnose.caches import ahead
 from ..host.processes import Process
 from ..instances.servers import Server
 from ..protocol.caches import CacheSnapshot, Silent
-from ..protocol.repairs import ProcessRepair, Wish
+from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..rpc import agent
 from . import inspect as caches
 
@@ -46,7 +46,7 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
     repairs: list[ProcessRepair] = []
     for _ in range(1 if dry_run else ROUNDS):
         told, silent = agent.side_by_side(
-            server.of(*caches.ROLES), lambda process: ask(process, Wish(dry_run=dry_run))
+            server.of(*caches.ROLES), lambda process: ask(process, RepairRequest(dry_run=dry_run))
         )
         repairs += told
         if not any(each.caches for each in told):
@@ -65,10 +65,10 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
     if (beyond := ahead(after)) is not None:
         pid, keys = beyond
         front = next(process for process in server.processes if process.pid == pid)
-        repairs.append(ask(front, Wish(dry_run=dry_run, front_only=keys)))
+        repairs.append(ask(front, RepairRequest(dry_run=dry_run, front_only=keys)))
         after = caches.take(agents)
     return Report([each for each in repairs if each.caches], silent, after)
 
 
-def ask(process: Process, wish: Wish) -> ProcessRepair:
-    return agent.reach(process, timeout_s=TIMEOUT_S).repair(wish)
+def ask(process: Process, request: RepairRequest) -> ProcessRepair:
+    return agent.reach(process, timeout_s=TIMEOUT_S).repair(request)

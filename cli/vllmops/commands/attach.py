@@ -139,7 +139,7 @@ def told(
     parts: list[RenderableType] = [table] if done else []
     for missing in silent:
         parts.append(Text(f"{missing.role} {missing.pid}: {missing.why}", "bold red"))
-        parts.append(Text(f"  mend: {missing.mend}"))
+        parts.append(Text(f"  hint: {missing.hint}"))
     if done:
         parts.append(Text(f"Now, say: vllmops cache inspect -t {server.label}"))
     return parts

@@ -298,7 +298,7 @@ def text(data: dict[str, Any], found: Sequence[Finding]) -> Iterator[RenderableT
         yield Text(f"note: {note.text}")
     for silent in data["silent"]:
         yield Text(f"{silent.role} {silent.pid} did not tell: {silent.why}", "yellow")
-        yield Text(f"  mend: {silent.mend}")
+        yield Text(f"  hint: {silent.hint}")
     for each in data["problems"]:
         yield Text(f"{each['role']} {each['pid']}: {each['problem']}", "yellow")
     yield from lines(found)

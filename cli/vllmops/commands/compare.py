@@ -16,7 +16,7 @@ from ..errors import Exit
 from ..instances.servers import resolve
 from ..output import Progress, Result, command
 from ..protocol.caches import Silent
-from ..protocol.compares import CompareWish, Comparison
+from ..protocol.compares import CompareRequest, Comparison
 from .findings import lines
 from .options import Target, seconds
 
@@ -53,7 +53,7 @@ def compare(
     server = resolve(target)
     with Progress(time.time(), quiet=json_) as progress:
         progress.update(f"{server.label}: looking twice")
-        told, silent = compares.take(server, CompareWish(apart_s=apart, timeout_s=timeout))
+        told, silent = compares.take(server, CompareRequest(apart_s=apart, timeout_s=timeout))
     data = report(server.label, told, silent)
     highest = worst(data["findings"])
     failed = highest is not None and highest.rank >= fail_on.rank

@@ -15,7 +15,7 @@ from ..diagnose.findings import Finding, Severity, worst
 from ..diagnose.stacks import StackFinding
 from ..errors import Exit, VllmopsError
 from ..host import namesake
-from ..instances.shape import shown
+from ..host.shape import shown
 from ..output import (
     Folded,
     Json,
@@ -197,8 +197,8 @@ def live(target: str | None, interval_s: float, *, canary: bool, quiet: bool) ->
 
     server = resolve(target)
     with Progress(time.time(), quiet=quiet) as progress:
-        wish = examine.Wish(interval_s=interval_s, canary=canary)
-        return examine.take(server, wish, progress.update)
+        options = examine.Options(interval_s=interval_s, canary=canary)
+        return examine.take(server, options, progress.update)
 
 
 def chosen(
@@ -289,7 +289,7 @@ def paragraph(number: int, finding: Finding) -> Iterator[Line]:
             yield from steps(each, 5)
     else:
         yield Line(3, f"seen: {finding.evidence}")
-    yield Line(3, f"next: {finding.advice}", "bold")
+    yield Line(3, f"next: {finding.next}", "bold")
     if finding.reference:
         yield Line(3, f"see: {finding.reference}")
 
@@ -302,8 +302,8 @@ def unseen(snapshot: ServerSnapshot) -> Iterator[Line]:
     for first, *others in alike.values():
         more = f", nor {', '.join(each.part for each in others)}" if others else ""
         yield Line(0, f"not seen: {first.part}{more}: {first.why}", "yellow")
-        if first.mend:
-            yield Line(2, f"mend: {first.mend}")
+        if first.hint:
+            yield Line(2, f"hint: {first.hint}")
 
 
 def figures(snapshot: ServerSnapshot) -> dict[str, str]:

@@ -255,7 +255,7 @@ def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
         yield from steps(each, 4)
     if finding.sure:
         yield Line(2, f"to be sure: {finding.sure}")
-    yield Line(2, f"way out: {finding.advice}", "bold")
+    yield Line(2, f"next: {finding.next}", "bold")
     if finding.fixed_in:
         yield Line(2, f"fixed in: vLLM {finding.fixed_in}")
     for reference in finding.references:

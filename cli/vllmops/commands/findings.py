@@ -22,6 +22,6 @@ def lines(found: Sequence[Finding]) -> Iterator[RenderableType]:
         yield Text(f"{finding.severity}: {finding.title} [{finding.code}]", style)
         yield Text(f"  where: {finding.subject}")
         yield Text(f"  seen: {finding.evidence}")
-        yield Text(f"  advice: {finding.advice}")
+        yield Text(f"  next: {finding.next}")
         if finding.reference:
             yield Text(f"  see: {finding.reference}")

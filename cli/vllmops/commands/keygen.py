@@ -130,5 +130,5 @@ def save(path: Path, text: str, *, force: bool) -> None:
             exit_code=Exit.USAGE,
         ) from error
     except OSError as error:
-        mend = "choose another place with --out"
-        raise not_written(path, error, "keys.not-written", mend) from error
+        hint = "choose another place with --out"
+        raise not_written(path, error, "keys.not-written", hint) from error

@@ -63,8 +63,8 @@ def ring_path(keyring: Path | None) -> Path:
     """
     if str(keyring) == file.OFF:
         message = f"--keyring {file.OFF} is for vllmops serve: here it takes a file"
-        mend = f"--keyring ./{file.OFF} for a file of that name"
-        raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
+        hint = f"--keyring ./{file.OFF} for a file of that name"
+        raise VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
     if str(keyring) == "-":
         message = "--keyring - is no file: a keyring is kept, and replaced when it changes"
         raise VllmopsError("usage", message, "--keyring FILE", exit_code=Exit.USAGE)

@@ -252,8 +252,8 @@ def plan(
     return None, interval, duration
 
 
-def usage(message: str, mend: str) -> VllmopsError:
-    return VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
+def usage(message: str, hint: str) -> VllmopsError:
+    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
 
 
 def result(

@@ -65,7 +65,7 @@ def refused(parse: Callable[[], T]) -> T:
     except ValueError as error:
         raise typer.BadParameter(f"{error}.") from error
     except VllmopsError as error:
-        raise typer.BadParameter(f"{error.message}; {error.mend}.") from error
+        raise typer.BadParameter(f"{error.message}; {error.hint}.") from error
 
 
 def duration(text: str) -> float:

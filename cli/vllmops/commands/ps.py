@@ -12,10 +12,10 @@ from rich.text import Text
 
 from ..errors import VllmopsError
 from ..host.processes import Role
+from ..host.shape import shown
 from ..instances.readiness import engines_up
 from ..instances.record import State, folders
 from ..instances.servers import Server, find, pending, reclaim
-from ..instances.shape import shown
 from ..output import Json, Result, command, say, size, span, table, typer_app
 from ..protocol.identity import age_s
 from ..rpc import agent
@@ -78,13 +78,13 @@ def ps(
     for name in reclaim(servers):
         say(f"{name} was unsupervised; it is under supervision again")
     for fault in faults:
-        say(f"warning: {fault.message}; mend: {fault.mend}")
+        say(f"warning: {fault.message}; hint: {fault.hint}")
     failed = [one.name for one in rows if one.state == State.FAILED and one not in shown]
     if failed:
         say(f"failed: {', '.join(filter(None, failed))}; vllmops ps --all tells more")
     data = {
         "instances": shown,
-        "faults": [{"code": f.code, "message": f.message, "mend": f.mend} for f in faults],
+        "faults": [{"code": f.code, "message": f.message, "hint": f.hint} for f in faults],
     }
     return Result(data, lambda: listing(shown) if shown else ["no vLLM server runs here"])
 

@@ -21,20 +21,20 @@ from .sources import (
     Counting,
     Model,
     OlderThan,
+    Selection,
     Statuses,
     Store,
-    Wish,
     age,
     ended,
     every_id,
     judged,
     patiently,
     running_id,
+    selected,
     source,
     spread,
     usage,
     walk,
-    wish,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def cancel(
     within a second. Once more does no harm; what has finished stays as it is,
     which is a failure where it was named.
     """
-    wanted = wish(None, None, None, older_than)
+    wanted = selected(None, None, None, older_than)
     picked = all_running or older_than is not None
     if bool(ids) == picked:
         raise usage(
@@ -98,7 +98,7 @@ def cancel(
                 chosen = list(dict.fromkeys(ids or ()))
                 if picked:
                     looked = Counting(progress, "looked at")
-                    running = Wish(RUNNING, None, 0.0, wanted.older)
+                    running = Selection(RUNNING, None, 0.0, wanted.older)
                     chosen = [each.id for each in await gathered(responses, running, looked)]
                 counting.total = len(chosen)
                 if not dry_run:
@@ -167,13 +167,13 @@ def purge(
     of one API key, which is taken from VLLM_API_KEY; on the store itself it is
     everybody's.
     """
-    wanted = wish(status, model, None, older_than)
+    wanted = selected(status, model, None, older_than)
     if wanted.any:
         raise usage(
             "it is not said which responses are to go",
             "--older-than 30d, --status failed, or --older-than 1s for all",
         )
-    wanted = Wish(wanted.statuses or FINISHED, wanted.model, 0.0, wanted.older)
+    wanted = Selection(wanted.statuses or FINISHED, wanted.model, 0.0, wanted.older)
     outcomes: list[Outcome] = []
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "deleted")
@@ -181,7 +181,7 @@ def purge(
         async def look() -> tuple[str, list[Found]]:
             async with source(target, store) as responses:
                 looked = Counting(progress, "looked at")
-                return responses.name, await gathered(responses, Wish(), looked)
+                return responses.name, await gathered(responses, Selection(), looked)
 
         async def run() -> list[str]:
             async with source(target, store) as responses:
@@ -222,12 +222,12 @@ def summary(chosen: Sequence[Found], broken: int) -> list[str]:
     return lines
 
 
-async def gathered(responses: Any, wanted: Wish, counting: Counting) -> list[Found]:
+async def gathered(responses: Any, wanted: Selection, counting: Counting) -> list[Found]:
     """All that are meant, the oldest first."""
     found = []
     # A source that is asked for several at once gives all: each by itself is fewer pages.
     for status in sorted(wanted.statuses) or [""]:
-        part = Wish(frozenset({status} - {""}), wanted.model, 0.0, wanted.older)
+        part = Selection(frozenset({status} - {""}), wanted.model, 0.0, wanted.older)
         async for page in walk(responses, part.query(descending=False)):
             counting.add(len(page))
             found += [

@@ -1,4 +1,4 @@
-"""``vllmops cache repair``: mend LRU caches in the running processes."""
+"""``vllmops cache repair``: repair LRU caches in the running processes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ..instances.takedown import in_flight
 from ..keys.ring import in_seconds
 from ..output import Progress, Result, command
 from ..protocol.caches import Silent
-from ..protocol.resets import ResetDone, ResetWish
+from ..protocol.resets import ResetDone, ResetRequest
 from ..rpc import agent
 from .options import Target, seconds
 
@@ -59,7 +59,7 @@ def reset(
         )
     with Progress(time.time(), quiet=json_) as progress:
         progress.update(f"{server.label}: resetting")
-        asked = ask(server, ResetWish(drain_s=0 if now else timeout))
+        asked = ask(server, ResetRequest(drain_s=0 if now else timeout))
     data = {
         "server": server.label,
         "processes": [
@@ -88,7 +88,7 @@ class Asked(NamedTuple):
     silent: list[Silent]
 
 
-def ask(server: Server, wish: ResetWish) -> Asked:
+def ask(server: Server, request: ResetRequest) -> Asked:
     """Reset by every API server.
 
     Raises:
@@ -96,7 +96,7 @@ def ask(server: Server, wish: ResetWish) -> Asked:
     """
 
     def one(process: Process) -> tuple[Process, ResetDone]:
-        return process, agent.reach(process, timeout_s=wish.drain_s + SLACK_S).reset(wish)
+        return process, agent.reach(process, timeout_s=request.drain_s + SLACK_S).reset(request)
 
     asked = Asked(*agent.side_by_side(server.of(Role.API), one))
     if not asked.told and not asked.silent:
@@ -129,10 +129,10 @@ def trouble(server: Server, asked: Asked, timeout_s: float) -> VllmopsError | No
     else:
         code = "reset.busy" if busy else asked.silent[0].code
         what = "nothing was reset"
-    mend = "a longer --timeout, or --now; where it hangs, vllmops cache inspect tells why"
+    hint = "a longer --timeout, or --now; where it hangs, vllmops cache inspect tells why"
     return VllmopsError(
         code,
         f"the multimodal caches of {server.label}: {what}; {'; '.join(why)}",
-        mend if busy else asked.silent[0].mend,
+        hint if busy else asked.silent[0].hint,
         exit_code=Exit.TIMED_OUT if busy else Exit(asked.silent[0].exit_code),
     )

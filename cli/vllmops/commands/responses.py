@@ -26,17 +26,17 @@ from .sources import (
     Counting,
     Entry,
     Model,
+    Selection,
     Since,
     Statuses,
     Store,
-    Wish,
     age,
     entry,
     every_id,
+    selected,
     source,
     usage,
     walk,
-    wish,
 )
 from .transfer import export, import_
 
@@ -97,7 +97,7 @@ def list_(
     store itself has everybody's. On this machine the key is sent to a process of
     yours or of root's alone.
     """
-    wanted = wish(status, model, since)
+    wanted = selected(status, model, since)
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "looked at")
         found, more, whole = asyncio.run(
@@ -117,7 +117,7 @@ def keyed() -> bool:
 async def listed(
     target: str | None,
     store: str | None,
-    wanted: Wish,
+    wanted: Selection,
     limit: int | None,
     after: str | None,
     counting: Counting,
@@ -398,7 +398,7 @@ async def added_up(responses: Source, counting: Counting) -> Stats:
     """The same from a list of all."""
     statuses, models, total = Counter[str](), Counter[str](), 0
     oldest: float | None = None
-    async for page in walk(responses, Wish().query(descending=True)):
+    async for page in walk(responses, Selection().query(descending=True)):
         statuses.update(each.status for each in page)
         models.update(each.model for each in page)
         total += sum(len(each.body) for each in page)

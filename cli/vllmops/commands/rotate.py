@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 POLL_S = 0.3
-ADVICE = {
+NEXT = {
     Stage.EMPTY: "no key seals: vllmops keys rotate",
     Stage.SPREADING: "a rotation waits for servers: vllmops keys rotate goes on with it",
     Stage.READY: "every server has the next key: vllmops keys rotate promotes it",
@@ -190,17 +190,17 @@ def status(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
     data = {
         "keyring": str(path),
         "stage": stage,
-        "advice": ADVICE[stage],
+        "next": NEXT[stage],
         "keys": [key.told() for key in ring.keys],
         **holders(every, ring),
     }
-    return Result(data, lambda: [*listing(ring, str(path)), "", *held(every), *advice(stage)])
+    return Result(data, lambda: [*listing(ring, str(path)), "", *held(every), *next_step(stage)])
 
 
-def advice(stage: Stage) -> Iterator[RenderableType]:
+def next_step(stage: Stage) -> Iterator[RenderableType]:
     from rich.text import Text  # noqa: PLC0415
 
-    yield Text(f"{stage}" + (f": {ADVICE[stage]}" if ADVICE[stage] else ""))
+    yield Text(f"{stage}" + (f": {NEXT[stage]}" if NEXT[stage] else ""))
 
 
 def holders(every: Holdings, ring: Ring | None) -> dict[str, Any]:

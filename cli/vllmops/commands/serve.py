@@ -23,10 +23,10 @@ from .. import demo as demos
 from ..agent.patches.registry import OFF, known
 from ..errors import Exit, VllmopsError
 from ..host import namesake
+from ..host.shape import option, shown
 from ..instances import launch, logs
-from ..instances.control import STOP_TIMEOUT_S, Session, Wish, start_supervisor
+from ..instances.control import STOP_TIMEOUT_S, Request, Session, start_supervisor
 from ..instances.record import Failure, Folder, Record, State
-from ..instances.shape import option, shown
 from ..keys import admin_token as admin
 from ..keys import file as keys
 from ..keys.ring import Key, Status, fresh
@@ -195,11 +195,11 @@ def serve(
     launch.ready_home()
     provide_key(order.environment, quiet=json_)
     reserved = launch.reserve(order)
-    wish = Wish(hold=not detach)
+    request = Request(hold=not detach)
     control = start_supervisor(
-        reserved.folder, reserved.lock, wish, launch=True, port=reserved.port
+        reserved.folder, reserved.lock, request, launch=True, port=reserved.port
     )
-    session = Session(reserved.folder, control, wish)
+    session = Session(reserved.folder, control, request)
     record = stay(session, reserved.record, detach=detach, log=not quiet, quiet=json_)
     if detach and record.state is State.STOPPED:
         raise VllmopsError(
@@ -496,7 +496,7 @@ class Signals:
 
     def on(self, number: int, _: FrameType | None) -> None:
         self.interrupted |= number == signal.SIGINT
-        self.session.send(Wish(stop=0.0 if self.count else STOP_TIMEOUT_S))
+        self.session.send(Request(stop=0.0 if self.count else STOP_TIMEOUT_S))
         self.count += 1
 
 
@@ -585,7 +585,7 @@ def failed(record: Record, folder: Folder) -> VllmopsError:
     return VllmopsError(
         "serve.failed",
         f"{why.cause}\n  ({record.name}: {who}at stage {record.stage!r})\n  log: {folder.log}",
-        why.mend or f"vllmops logs {record.name}",
+        why.hint or f"vllmops logs {record.name}",
         data=instance(record),
     )
 

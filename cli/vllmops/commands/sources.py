@@ -196,7 +196,7 @@ class Listed(Protocol):
 
 
 @dataclass(frozen=True)
-class Wish:
+class Selection:
     """Which responses are meant.
 
     Args:
@@ -214,7 +214,7 @@ class Wish:
     @property
     def any(self) -> bool:
         """Whether all are meant."""
-        return self == Wish()
+        return self == Selection()
 
     def fits(self, response: Listed) -> bool:
         return (
@@ -229,12 +229,12 @@ class Wish:
         return Query(model=self.model, status=status, descending=descending, limit=limit)
 
 
-def wish(
+def selected(
     statuses: list[str] | None = None,
     model: str | None = None,
     since: str | None = None,
     older_than: str | None = None,
-) -> Wish:
+) -> Selection:
     """Which are meant by what was typed.
 
     Raises:
@@ -244,7 +244,7 @@ def wish(
         if each not in STATUSES:
             raise usage(f"{each!r} is no status", f"--status {', '.join(sorted(STATUSES))}")
     now = time.time()
-    return Wish(
+    return Selection(
         frozenset(statuses or ()),
         model,
         now - duration(since) if since else 0.0,
@@ -424,8 +424,8 @@ def judged(outcomes: list[Outcome], what: str) -> VllmopsError | None:
     )
 
 
-def usage(message: str, mend: str) -> VllmopsError:
-    return VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
+def usage(message: str, hint: str) -> VllmopsError:
+    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
 
 
 def age(created_at: float) -> str:

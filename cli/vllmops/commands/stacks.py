@@ -217,8 +217,8 @@ def _lines(snapshot: StacksSnapshot) -> Iterator[Line]:
             yield Line(2, f"note: {process.note}", "yellow")
         if process.error:
             yield Line(2, f"error: {process.error.message}", "bold red")
-            if process.error.mend:
-                yield Line(2, f"mend: {process.error.mend}")
+            if process.error.hint:
+                yield Line(2, f"hint: {process.error.hint}")
         # Pools have many threads that wait at the same place: they are shown as one.
         alike: dict[Thread, list[str]] = {}
         for thread in process.threads:

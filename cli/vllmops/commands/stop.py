@@ -12,7 +12,7 @@ import typer
 from ..errors import VllmopsError
 from ..host.processes import alive
 from ..instances import launch
-from ..instances.control import NOTHING, STOP_TIMEOUT_S, Session, Wish, connect, start_supervisor
+from ..instances.control import NOTHING, STOP_TIMEOUT_S, Request, Session, connect, start_supervisor
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find, resolve
 from ..instances.takedown import END_S, drain, take_down
@@ -52,7 +52,7 @@ def stop(
             data = {"name": None, "pid": server.pid, "state": "stopped", "note": note}
             return Result(data, lambda: [told(server.label, note)])
         session = Session(Folder(server.record.name), connect(Folder(server.record.name)))
-        session.send(Wish(stop=wait_s))
+        session.send(Request(stop=wait_s))
         record = server.record
         for record in session.records(time.monotonic() + wait_s + END_S):
             if record.state is State.STOPPING:
@@ -98,12 +98,12 @@ def restart(
     fresh = started(folder, record)
     session = fresh or Session(folder, connect(folder))
     if fresh is None:
-        session.send(Wish(restart=0.0 if force else timeout))
+        session.send(Request(restart=0.0 if force else timeout))
     before = record.started_at
     try:
         record = stay(session, record, detach=True, log=False, quiet=json_)
     except VllmopsError as error:
-        # It died just before the wish came to its supervisor, which took down what was left.
+        # It died just before the request came to its supervisor, which took down what was left.
         over = folder.read()
         if fresh or error.code != "serve.failed" or over is None or over.started_at != before:
             raise

@@ -25,18 +25,18 @@ from .options import Target, to_write
 from .sources import (
     Counting,
     Model,
+    Selection,
     Since,
     Statuses,
     Store,
-    Wish,
     either,
     ended,
     patiently,
+    selected,
     source,
     spread,
     usage,
     walk,
-    wish,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def export(
     """
     if json_ and out is None:
         raise usage("--json prints one envelope: the lines have to go elsewhere", "--out FILE")
-    wanted = wish(status, model, since)
+    wanted = selected(status, model, since)
     done = Exported()
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "exported")
@@ -103,7 +103,7 @@ def export(
                 asyncio.run(exported(source(target, store), wanted, write, done, counting))
             except KeyboardInterrupt as error:
                 cut = counting.interrupted()
-                cut.mend = "what was written is no whole export" if out is None else ""
+                cut.hint = "what was written is no whole export" if out is None else ""
                 raise cut from error
     if not json_:
         told(done, out)
@@ -152,13 +152,13 @@ def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], N
     except FileExistsError as error:
         raise exists from error
     except OSError as error:
-        mend = "choose another place with --out"
-        raise not_written(out, error, "responses.not-written", mend) from error
+        hint = "choose another place with --out"
+        raise not_written(out, error, "responses.not-written", hint) from error
 
 
 async def exported(
     place: Source,
-    wanted: Wish,
+    wanted: Selection,
     write: Callable[[list[bytes]], None],
     done: Exported,
     counting: Counting,

@@ -198,8 +198,8 @@ def lines(event: Event) -> Iterator[str]:
     yield event.text
     if event.evidence:
         yield f"  seen: {event.evidence}"
-    if event.advice:
-        yield f"  next: {event.advice}"
+    if event.next:
+        yield f"  next: {event.next}"
     if event.reference:
         yield f"  see: {event.reference}"
     if event.bundle:

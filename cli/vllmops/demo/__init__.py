@@ -69,12 +69,12 @@ def builder(kind: Kind, place: Path) -> list[str]:
 
 def not_built(kind: Kind, place: Path, why: str) -> VllmopsError:
     if "No module named" in why:
-        mend = "pip install 'vllmops-cli[gpu]', or without a GPU 'vllmops-cli[cpu]'"
+        hint = "pip install 'vllmops-cli[gpu]', or without a GPU 'vllmops-cli[cpu]'"
     elif "Errno" in why or "os error" in why:
-        mend = f"{place.parent} must be writable, with 10 MB free; VLLMOPS_HOME moves it"
+        hint = f"{place.parent} must be writable, with 10 MB free; VLLMOPS_HOME moves it"
     else:
-        mend = f"see the whole of it: {shlex.join(builder(kind, place))}"
-    return VllmopsError("demo.not-built", f"the {kind} demo model was not built: {why}", mend)
+        hint = f"see the whole of it: {shlex.join(builder(kind, place))}"
+    return VllmopsError("demo.not-built", f"the {kind} demo model was not built: {why}", hint)
 
 
 def serve_arguments(kind: Kind) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ class Finding(msgspec.Struct, frozen=True):
         subject: what it is about, such as ``P1 mm-lru of engine 123``.
         title: what it is, in a line.
         evidence: what was seen, with figures.
-        advice: what to do.
+        next: what to do.
         reference: where upstream deals with it, empty where nowhere.
     """
 
@@ -39,7 +39,7 @@ class Finding(msgspec.Struct, frozen=True):
     subject: str
     title: str
     evidence: str
-    advice: str
+    next: str
     reference: str = ""
 
 
@@ -50,12 +50,12 @@ class Rule:
     code: str
     severity: Severity
     title: str
-    advice: str
+    next: str
     reference: str = ""
 
     def at(self, subject: str, evidence: str) -> Finding:
         return Finding(
-            self.code, self.severity, subject, self.title, evidence, self.advice, self.reference
+            self.code, self.severity, subject, self.title, evidence, self.next, self.reference
         )
 
 

@@ -78,7 +78,7 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
         severity: of a finding that is at least likely.
         cause: why it comes to this.
         references: where it was reported.
-        advice: the way out.
+        next: the way out.
         sure: what would make it sure.
         cases: one of them must hold.
         fixed_in: vLLM's version, empty where none is known.
@@ -92,7 +92,7 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     severity: Severity
     cause: str
     references: tuple[str, ...]
-    advice: str
+    next: str
     sure: str
     cases: tuple[Case, ...]
     fixed_in: str = ""

@@ -60,7 +60,7 @@ def described(signature: Signature) -> str:
         f"## What it means\n\n{sentence(signature.cause)} {fixed}".rstrip(),
         "## How vllmops knows\n\nThe stacks match the signature. It is sure with this: "
         f"{signature.sure}.",
-        f"## What to do\n\n{sentence(signature.advice)}",
+        f"## What to do\n\n{sentence(signature.next)}",
         "## Where it was reported\n\n" + "\n".join(f"- {url}" for url in signature.references),
     ]
     return "\n\n".join(parts) + "\n"

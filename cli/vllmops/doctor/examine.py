@@ -26,7 +26,7 @@ from ..host.processes import Process, Role
 from ..instances.servers import Server, roots
 from ..memory import record as memory
 from ..protocol.caches import CacheSnapshot, Silent
-from ..protocol.compares import CompareWish, Comparison
+from ..protocol.compares import CompareRequest, Comparison
 from ..protocol.pasted import Pasted
 from ..protocol.patches import ProcessPatches
 from ..protocol.server import (
@@ -48,7 +48,7 @@ from ..stacks import pyspy
 from ..vllm_api import http
 
 # Hardly longer than the second in which the server is looked at in any case.
-COMPARE = CompareWish(apart_s=0.2, timeout_s=1.2)
+COMPARE = CompareRequest(apart_s=0.2, timeout_s=1.2)
 COMPARE_LONGER = "vllmops cache compare waits for longer"
 SIDES = "drift between the sides of caches"
 LOOK_S = 1.0
@@ -66,7 +66,7 @@ STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
 @dataclass(frozen=True)
-class Wish:
+class Options:
     """How thoroughly to look.
 
     Args:
@@ -89,16 +89,16 @@ class Wish:
 
 
 def take(
-    server: Server, wish: Wish | None = None, tell: Callable[[str], None] = lambda _: None
+    server: Server, options: Options | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> ServerSnapshot:
     """A snapshot of a server; what can't be had is told in it.
 
     Args:
         server: as discovery found it.
-        wish: how thoroughly.
+        options: how thoroughly.
         tell: is told what is waited for.
     """
-    return Examination(server, wish or Wish(), tell).run()
+    return Examination(server, options or Options(), tell).run()
 
 
 class Examination:
@@ -106,7 +106,7 @@ class Examination:
 
     Args:
         server: as discovery found it.
-        wish: how thoroughly.
+        options: how thoroughly.
         tell: is told what is waited for.
         looks: that were taken before, and belong to it.
         began: when the first of them was, by the monotonic clock.
@@ -115,31 +115,31 @@ class Examination:
     def __init__(
         self,
         server: Server,
-        wish: Wish,
+        options: Options,
         tell: Callable[[str], None],
         looks: Sequence[Look] = (),
         began: float | None = None,
     ) -> None:
         self.server = server
-        self.wish = wish
+        self.options = options
         self.tell = tell
         self.taken_at = time.time()
         self.began = time.monotonic() if began is None else began
-        self.until_sampled = time.monotonic() + wish.stacks_s
+        self.until_sampled = time.monotonic() + options.stacks_s
         self.looks = list(looks)
         self.samples: list[StacksSnapshot] = []
         self.unseen: list[Unseen] = []
 
     def run(self) -> ServerSnapshot:
         with ThreadPoolExecutor(9) as pool:  # for each a thread
-            bird = pool.submit(canary, self.server) if self.wish.canary else None
+            bird = pool.submit(canary, self.server) if self.options.canary else None
             parts = Parts(pool, self.server)
             sample = pool.submit(self.sample)
             self.look()
             sample.result()
-            time.sleep(max(self.wish.interval_s - self.age, 0.0))
+            time.sleep(max(self.options.interval_s - self.age, 0.0))
             self.look()
-            if self.wish.always or self.seems_stuck():
+            if self.options.always or self.seems_stuck():
                 self.longer(pool)
             while bird and not bird.done():
                 self.tell("waiting for an answer to one request for one token")
@@ -161,7 +161,7 @@ class Examination:
                 self.server.processes, timeout_s=self.patience_s(), server=self.server.name
             )
         except VllmopsError as error:
-            self.miss(Unseen("stacks", error.code, error.message, error.mend))
+            self.miss(Unseen("stacks", error.code, error.message, error.hint))
             return
         self.samples.append(found)
         for process in found.processes:
@@ -171,7 +171,7 @@ class Examination:
                         f"stacks of {process.role} {process.pid}",
                         problem.code,
                         problem.message,
-                        problem.mend,
+                        problem.hint,
                     )
                 )
 
@@ -180,8 +180,8 @@ class Examination:
 
         On a busy machine the first takes longest, and only with all of them some hangs are sure.
         """
-        more = max(self.wish.samples - len(self.samples) - 1, 0)
-        left_s = self.until_sampled - time.monotonic() - more * self.wish.apart_s
+        more = max(self.options.samples - len(self.samples) - 1, 0)
+        left_s = self.until_sampled - time.monotonic() - more * self.options.apart_s
         return max(left_s / 2 if more else left_s, LEAST_S)
 
     def miss(self, what: Unseen) -> None:
@@ -208,13 +208,13 @@ class Examination:
             taken.result()
 
     def further(self) -> None:
-        for _ in range(self.wish.samples - len(self.samples)):
-            time.sleep(self.wish.apart_s)
+        for _ in range(self.options.samples - len(self.samples)):
+            time.sleep(self.options.apart_s)
             self.sample()
 
     def undecided(self) -> bool:
         """Whether something has not moved, and not yet for long enough."""
-        patience_s = self.wish.patience_s
+        patience_s = self.options.patience_s
         found = progress.stalls(self.looks, patience_s)
         return not found and self.age < 1.5 * patience_s and progress.suspicious(self.looks[-3:])
 
@@ -226,8 +226,8 @@ class Examination:
         """
         server, record = self.server, self.server.record
         rest = [Unseen("agents, caches, patches and machine", "cut-short", why)]
-        if self.wish.always and (missing := self.wish.samples - len(self.samples)):
-            rest.append(Unseen(f"{missing} of {self.wish.samples} stacks", "cut-short", why))
+        if self.options.always and (missing := self.options.samples - len(self.samples)):
+            rest.append(Unseen(f"{missing} of {self.options.samples} stacks", "cut-short", why))
         return ServerSnapshot(
             taken_at=self.taken_at,
             vllmops=__version__,
@@ -249,7 +249,7 @@ class Examination:
         held = parts.caches.result()
         compared = parts.comparisons.result()
         for each in silent:
-            self.miss(Unseen(f"agent of {each.role} {each.pid}", each.code, each.why, each.mend))
+            self.miss(Unseen(f"agent of {each.role} {each.pid}", each.code, each.why, each.hint))
         for part in parts.unseen:
             self.miss(part)
         began = min((process.create_time for process in server.processes), default=None)
@@ -323,8 +323,8 @@ class Parts:
         except VllmopsError as error:
             late = error.code == "compare.timeout"
             why = "the engine's steps are too long to be waited for" if late else error.message
-            mend = COMPARE_LONGER if late else error.mend
-            self.unseen.append(Unseen(SIDES, error.code, why, mend))
+            hint = COMPARE_LONGER if late else error.hint
+            self.unseen.append(Unseen(SIDES, error.code, why, hint))
             return ()
         for each in silent:
             self.unseen.append(Unseen(f"{SIDES} of api {each.pid}", "compare.silent", each.why))

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from ..errors import needs_linux
-from ..instances.shape import shape
 from ..protocol import identity
 from ..protocol.identity import Identity, age_s, boot_id
+from .shape import shape
 
 
 class Role(StrEnum):

@@ -100,15 +100,15 @@ def refusal(pid: int, rights: Rights, command: str = "stacks dump") -> VllmopsEr
     if rights.uid != rights.target_uid:
         owner = user(rights.target_uid)
         if reachable:
-            mend = as_root
+            hint = as_root
         elif rights.uid == 0:
-            mend = f"setpriv --reuid={rights.target_uid} --clear-groups {again}"
+            hint = f"setpriv --reuid={rights.target_uid} --clear-groups {again}"
         else:
-            mend = f"docker exec -u {rights.target_uid} CONTAINER {again}, or {grant}"
+            hint = f"docker exec -u {rights.target_uid} CONTAINER {again}, or {grant}"
         return VllmopsError(
             f"{noun}.other-user",
             f"pid {pid} belongs to {owner} and we are {user(rights.uid)}, without CAP_SYS_PTRACE",
-            mend,
+            hint,
         )
     if rights.ptrace_scope:
         only = "its ancestors" if rights.ptrace_scope == 1 else "root"

@@ -1,6 +1,6 @@
 """The supervisor's control socket, seen from a command.
 
-A client sends one JSON line per wish and gets the instance's record, one JSON line each time it
+A client sends one JSON line per request and gets the instance's record, one JSON line each time it
 changes, until the supervisor ends. A client that said it holds the instance takes it down when
 it goes, in whatever way: that is how a foreground ``serve`` takes its server with it.
 """
@@ -29,7 +29,7 @@ CONNECT_TIMEOUT_S = 5.0
 LET_GO = "pkill -9 -f 'vllmops.instances.supervisor {name} '"
 
 
-class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a client wants.
 
     Args:
@@ -38,7 +38,7 @@ class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
         restart: as ``stop``, and start again with the recorded command.
 
     Raises:
-        ValueError: seconds that are not finite, which JSON would turn into no wish at all, or are
+        ValueError: seconds that are not finite, which JSON would drop, or are
             below zero.
     """
 
@@ -52,7 +52,7 @@ class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise ValueError(f"{seconds} is no number of seconds")
 
 
-NOTHING = Wish()
+NOTHING = Request()
 
 
 class Control:
@@ -61,10 +61,10 @@ class Control:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
-    def send(self, wish: Wish) -> None:
+    def send(self, request: Request) -> None:
         # A supervisor that has gone is seen by who reads the records.
         with contextlib.suppress(OSError):
-            self.connection.sendall(msgspec.json.encode(wish) + b"\n")
+            self.connection.sendall(msgspec.json.encode(request) + b"\n")
 
     def records(self, until: float | None = None) -> Iterator[Record]:
         """Each state of the instance, until the supervisor ends.
@@ -94,16 +94,16 @@ class Session:
     Args:
         folder: the instance.
         control: the connection to begin with.
-        wish: what to say to each successor: whether it is held.
+        request: what to say to each successor: whether it is held.
     """
 
-    def __init__(self, folder: Folder, control: Control, wish: Wish = NOTHING) -> None:
+    def __init__(self, folder: Folder, control: Control, request: Request = NOTHING) -> None:
         self.folder = folder
         self.control = control
-        self.wish = wish
+        self.request = request
 
-    def send(self, wish: Wish) -> None:
-        self.control.send(wish)
+    def send(self, request: Request) -> None:
+        self.control.send(request)
 
     def records(self, until: float | None = None) -> Iterator[Record]:
         """Each state until it is over.
@@ -129,21 +129,21 @@ class Session:
             if last and last.state.over:
                 yield last
                 return
-            self.control = connect(self.folder, self.wish)
+            self.control = connect(self.folder, self.request)
 
     def close(self) -> None:
         self.control.close()
 
 
 def start_supervisor(
-    folder: Folder, lock: int, wish: Wish, *, launch: bool, port: int | None = None
+    folder: Folder, lock: int, request: Request, *, launch: bool, port: int | None = None
 ) -> Control:
     """Start a supervisor that owns ``lock``; returns the connection it serves from birth.
 
     Args:
         folder: the instance, its record written.
         lock: an open file that holds the folder's lock; it is closed here.
-        wish: the first word to it: whether the connection holds the instance.
+        request: the first word to it: whether the connection holds the instance.
         launch: start the recorded command; otherwise take over what runs.
         port: an open file that holds the instance's port; it is closed here.
     """
@@ -175,7 +175,7 @@ def start_supervisor(
             os.close(port)
         theirs.close()
     control = Control(ours)
-    control.send(wish)
+    control.send(request)
     return control
 
 
@@ -190,7 +190,7 @@ def silent(folder: Folder) -> VllmopsError:
     )
 
 
-def connect(folder: Folder, wish: Wish = NOTHING) -> Control:
+def connect(folder: Folder, request: Request = NOTHING) -> Control:
     """A connection to the supervisor of an instance; starts one where it has died.
 
     Raises:
@@ -198,7 +198,7 @@ def connect(folder: Folder, wish: Wish = NOTHING) -> Control:
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
-        if control := adopt(folder, wish):
+        if control := adopt(folder, request):
             return control
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -218,15 +218,15 @@ def connect(folder: Folder, wish: Wish = NOTHING) -> Control:
                 exit_code=Exit.NOT_FOUND,
             ) from error
         control = Control(connection)
-        control.send(wish)
+        control.send(request)
         return control
 
 
-def adopt(folder: Folder, wish: Wish = NOTHING) -> Control | None:
+def adopt(folder: Folder, request: Request = NOTHING) -> Control | None:
     """Take an instance under supervision again whose supervisor has died; None if it lives."""
     try:
         record = folder.read()
         lock = folder.lock() if record and not record.state.over else None
     except (VllmopsError, OSError):
         return None
-    return start_supervisor(folder, lock, wish, launch=False) if lock is not None else None
+    return start_supervisor(folder, lock, request, launch=False) if lock is not None else None

@@ -24,13 +24,13 @@ from ..files import take
 from ..home import home
 from ..host import ports
 from ..host.processes import alive
+from ..host.shape import Shape, listens, option, shape
 from ..store.opening import CLASS
 from ..store.settings import STORE
 from ..targets import NAME
 from . import logs
 from .record import UNIX_PATH_BYTES, Folder, Record, State, create_root, folders, named
 from .servers import find
-from .shape import Shape, listens, option, shape
 
 FIRST_PORT, LAST_PORT = 8000, 8999
 PLUGIN = "vllmops"
@@ -277,12 +277,12 @@ def command(order: Order, port: int | None) -> tuple[str, ...]:
 
 
 def environment(order: Order, name: str) -> dict[str, str]:
-    """What is added to the environment: the caller's wishes, our home, our plug-in, a store."""
+    """What is added to the environment: the caller's requests, our home, our plug-in, a store."""
     added = {"VLLMOPS_HOME": str(home()), **order.environment}
-    wishes = {**os.environ, **added}
-    if wishes.get(STORE) or not wishes.get(CLASS):
+    requests = {**os.environ, **added}
+    if requests.get(STORE) or not requests.get(CLASS):
         # Written down, so that a restart from another shell finds the same.
-        added[STORE] = wishes.get(STORE) or f"sqlite:///{named(name).path}/responses.db"
+        added[STORE] = requests.get(STORE) or f"sqlite:///{named(name).path}/responses.db"
     allowed = added.get("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS"))
     if allowed is not None:
         kept = [name for name in allowed.split(",") if name]

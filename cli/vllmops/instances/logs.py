@@ -61,7 +61,7 @@ WORKER_DIED = re.compile(
 )
 PYDANTIC_TAIL = re.compile(r"\s*\[type=.*$", re.DOTALL)
 
-MENDS = (
+HINTS = (
     (
         re.compile(r"torchvision::nms|libc10_cuda|libnvrtc|libtorchaudio"),
         "the index's CUDA builds don't go with a CPU torch:"
@@ -170,8 +170,8 @@ def message(first: str, following: Sequence[Line]) -> str:
 
 
 def told(cause: str, process: str) -> Failure:
-    mend = next((mend for sign, mend in MENDS if sign.search(cause)), "")
-    return Failure(cause=cause, process=process, mend=mend)
+    hint = next((hint for sign, hint in HINTS if sign.search(cause)), "")
+    return Failure(cause=cause, process=process, hint=hint)
 
 
 class Tail:
@@ -303,7 +303,7 @@ class Rotation:
         self.keep = keep
         self.due = 0.0  # monotonic
         self.wait_s = FIRST_WAIT_S
-        mend(path, keep)
+        hint(path, keep)
 
     def look(self) -> str:
         """Rotate if it is time to; returns what hinders that, in words, where it is new."""
@@ -348,12 +348,12 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
             copy.replace(aside(path, 1))
             os.truncate(log.fileno(), 0)
         except OSError:
-            mend(path, keep)
+            hint(path, keep)
             raise
     return True
 
 
-def mend(path: Path, keep: int) -> None:
+def hint(path: Path, keep: int) -> None:
     """Put in order what a rotation left that was cut short: no part twice, none out of reach."""
     with contextlib.suppress(OSError):
         copying(path).unlink(missing_ok=True)

@@ -20,8 +20,8 @@ from ..errors import Exit, VllmopsError
 from ..files import asked, open_plain, read_private, take, write_atomically
 from ..home import another, home, make, own, place
 from ..host.processes import Process
+from ..host.shape import unix_url
 from ..targets import NAME
-from .shape import unix_url
 
 SCHEMA = 2
 RECORD_BYTES = 16 << 20  # a server has some thousand processes at most
@@ -48,12 +48,12 @@ class Failure(msgspec.Struct, frozen=True):
     Args:
         cause: the failing process's last error, in its own words.
         process: which process that was, as its log lines name it; empty where unknown.
-        mend: what puts it right, where that is known.
+        hint: what puts it right, where that is known.
     """
 
     cause: str
     process: str = ""
-    mend: str = ""
+    hint: str = ""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,12 +11,12 @@ import psutil
 from ..errors import Exit, VllmopsError
 from ..host import processes
 from ..host.processes import Process, Role
+from ..host.shape import option, shape, unix_path
 from ..protocol.identity import Identity, boot_id
 from ..store.urls import shown
 from ..targets import Url, parsed
 from .control import adopt
 from .record import Folder, Record, State, address, folders
-from .shape import option, shape, unix_path
 
 DEFAULT_PORT = 8000
 

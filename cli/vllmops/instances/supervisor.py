@@ -30,12 +30,12 @@ import psutil
 from ..errors import VllmopsError
 from ..files import peer
 from ..forever import Trouble, attempt
-from ..host import ports, processes, shm
+from ..host import ports, processes, shape, shm
 from ..host.processes import VITAL, Process, Role, alive
 from ..protocol import identity
 from ..protocol.identity import boot_id
-from . import logs, readiness, shape, takedown, watcher
-from .control import Wish
+from . import logs, readiness, takedown, watcher
+from .control import Request
 from .record import Failure, Folder, Record, State
 
 TICK_S = 0.25
@@ -95,7 +95,7 @@ class Supervisor:
         self.holders: set[asyncio.StreamWriter] = set()
         self.server: asyncio.Server | None = None
         self.serving: set[asyncio.Task[Any]] = set()
-        self.wishes: asyncio.Queue[Ending] = asyncio.Queue()
+        self.requests: asyncio.Queue[Ending] = asyncio.Queue()
         self.child: subprocess.Popen[bytes] | None = None
         self.rotations = (
             logs.Rotation(folder.log, limit=LOG_LIMIT_BYTES, keep=LOGS_KEPT),
@@ -147,22 +147,22 @@ class Supervisor:
             self.clients.pop(writer, None)
             if writer in self.holders:
                 self.holders.discard(writer)
-                self.wishes.put_nowait(Ending())
+                self.requests.put_nowait(Ending())
             writer.close()
             self.serving.discard(task)
 
     async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Take in one wish; False where the client has gone."""
+        """Take in one request; False where the client has gone."""
         line = await reader.readline()
         if not line:
             return False
-        wish = msgspec.json.decode(line, type=Wish)
-        if wish.hold:
+        request = msgspec.json.decode(line, type=Request)
+        if request.hold:
             self.holders.add(writer)
-        if wish.stop is not None:
-            self.wishes.put_nowait(Ending(wish.stop))
-        if wish.restart is not None:
-            self.wishes.put_nowait(Ending(wish.restart, again=True))
+        if request.stop is not None:
+            self.requests.put_nowait(Ending(request.stop))
+        if request.restart is not None:
+            self.requests.put_nowait(Ending(request.restart, again=True))
         return True
 
     def send(self, writer: asyncio.StreamWriter) -> None:
@@ -314,7 +314,7 @@ class Supervisor:
             self.watch()
         self.rotate()
         with contextlib.suppress(TimeoutError):
-            await self.obey(await asyncio.wait_for(self.wishes.get(), TICK_S))
+            await self.obey(await asyncio.wait_for(self.requests.get(), TICK_S))
 
     async def keep_house(self) -> None:
         """Make again what somebody deleted: its folder, record, lock and control socket."""
@@ -431,7 +431,7 @@ class Supervisor:
         return Failure(f"vLLM exited with status {code}: {last}")
 
     async def obey(self, ending: Ending) -> None:
-        """Stop, or stop and start again; a further wish in the meantime cuts the drain short."""
+        """Stop, or stop and start again; a further request in the meantime cuts the drain short."""
         was_ready = self.record.state is State.READY
         self.publish(state=State.STOPPING, note="stopping")
         note = ""
@@ -460,7 +460,7 @@ class Supervisor:
             self.record.url,
             seconds,
             tell,
-            hurry=lambda: not self.wishes.empty(),
+            hurry=lambda: not self.requests.empty(),
         )
 
     async def take_down(self) -> None:

@@ -32,7 +32,7 @@ def token(path: Path) -> str:
         text = private(path).decode("ascii", "replace").strip()
     except FileNotFoundError as error:
         failure = unreadable(path, error)
-        failure.mend = f"vllmops keygen --out {path}"
+        failure.hint = f"vllmops keygen --out {path}"
         raise failure from error
     if not TOKEN.fullmatch(text):
         raise VllmopsError(

@@ -220,8 +220,8 @@ def write(path: Path, ring: Ring) -> None:
         write_atomically(copy(path), content)
         write_atomically(path, content, group=group)
     except OSError as error:
-        mend = "make room, or give this user the right to write there, and try again"
-        raise not_written(path, error, "keys.not-written", mend) from error
+        hint = "make room, or give this user the right to write there, and try again"
+        raise not_written(path, error, "keys.not-written", hint) from error
 
 
 def copy(path: Path) -> Path:
@@ -267,15 +267,15 @@ def safe(path: Path, at: os.stat_result) -> None:
     """
     mode, own = stat.S_IMODE(at.st_mode), os.geteuid()
     if not stat.S_ISREG(at.st_mode):
-        wrong, mend = "is not a file", "name a file"
+        wrong, hint = "is not a file", "name a file"
     elif at.st_uid not in {0, own}:
         wrong = f"belongs to uid {at.st_uid}, and this is uid {own}"
-        mend = f"do it as its owner, or chown {own} {path}"
+        hint = f"do it as its owner, or chown {own} {path}"
     elif mode & (0o077 if at.st_uid else 0o037):
-        wrong, mend = f"can be read or changed by others (mode {mode:o})", f"chmod 600 {path}"
+        wrong, hint = f"can be read or changed by others (mode {mode:o})", f"chmod 600 {path}"
     else:
         return
-    raise VllmopsError("keys.unsafe", f"{path} {wrong}", mend, exit_code=Exit.NOT_AUTHORISED)
+    raise VllmopsError("keys.unsafe", f"{path} {wrong}", hint, exit_code=Exit.NOT_AUTHORISED)
 
 
 def missing(path: Path) -> VllmopsError:

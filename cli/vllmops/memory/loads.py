@@ -216,11 +216,11 @@ def prose(number: int) -> str:
     return "".join(letters)
 
 
-def prepare(wish: str, server: Server, *, requests: int, inputs: int, seed: int) -> Load:
-    """The load that a wish names.
+def prepare(request: str, server: Server, *, requests: int, inputs: int, seed: int) -> Load:
+    """The load that a request names.
 
     Args:
-        wish: one of `KINDS`, or a command.
+        request: one of `KINDS`, or a command.
         server: for which it is.
         requests: of a built-in load in each round.
         inputs: images in each request.
@@ -230,35 +230,35 @@ def prepare(wish: str, server: Server, *, requests: int, inputs: int, seed: int)
         VllmopsError: ``load.no-command`` (exit code 2), ``load.no-url``, ``load.failed`` or
             ``load.not-authorised``.
     """
-    if wish not in KINDS:
+    if request not in KINDS:
         environment = {"VLLMOPS_URL": server.url or "", "VLLMOPS_MODEL": server.model or ""}
         with suppress(VllmopsError):
             environment["VLLMOPS_MODEL"] = served(connect(server), server)
-        return Command(words(wish), environment)
+        return Command(words(request), environment)
     client = connect(server)
     model = served(client, server)
-    return BuiltIn(wish, str(server.url), model, requests, inputs, seed, client)
+    return BuiltIn(request, str(server.url), model, requests, inputs, seed, client)
 
 
-def words(wish: str) -> list[str]:
+def words(request: str) -> list[str]:
     """A command's words.
 
     Raises:
         VllmopsError: ``load.no-command``.
     """
     try:
-        found = shlex.split(wish)
+        found = shlex.split(request)
     except ValueError as error:
-        raise no_command(wish, str(error).lower()) from error
+        raise no_command(request, str(error).lower()) from error
     if not found or not shutil.which(found[0]):
-        raise no_command(wish, "there is no such program")
+        raise no_command(request, "there is no such program")
     return found
 
 
-def no_command(wish: str, why: str) -> VllmopsError:
+def no_command(request: str, why: str) -> VllmopsError:
     return VllmopsError(
         "load.no-command",
-        f"--load {wish!r} can't be run: {why}",
+        f"--load {request!r} can't be run: {why}",
         f"one of {', '.join(KINDS)}, or a command (sh -c '…' where it needs a shell)",
         exit_code=Exit.USAGE,
     )
@@ -302,14 +302,14 @@ def check(answer: httpx.Response, what: str) -> None:
         return
     if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
         withheld = key_for(str(answer.request.url)).withheld
-        why, mend = "has none that it takes", f"{KEY}=… vllmops memory record …"
+        why, hint = "has none that it takes", f"{KEY}=… vllmops memory record …"
         if withheld:
             why = f"was not sent: {withheld}"
-            mend = "run vllmops as the user who started the server"
+            hint = "run vllmops as the user who started the server"
         raise VllmopsError(
             "load.not-authorised",
             f"{what}: the server wants an API key, and {KEY} {why}",
-            mend,
+            hint,
             exit_code=Exit.NOT_AUTHORISED,
         )
     try:

@@ -42,8 +42,8 @@ def check(path: Path) -> None:
 
 
 def not_written(path: Path, error: OSError) -> VllmopsError:
-    mend = "choose another place with --plot"
-    return files.not_written(path, error, "plot.not-written", mend)
+    hint = "choose another place with --plot"
+    return files.not_written(path, error, "plot.not-written", hint)
 
 
 def draw(recording: Recording, path: Path) -> None:

@@ -229,7 +229,7 @@ class Silent(msgspec.Struct, frozen=True, kw_only=True):
         pid: process id.
         code: a stable word, such as ``agent.stale``.
         why: in words.
-        mend: what to do.
+        hint: what to do.
         exit_code: what a command ends with that can't do without it.
         beat_age_s: seconds since its last heartbeat, None without one.
     """
@@ -238,7 +238,7 @@ class Silent(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     code: str
     why: str
-    mend: str
+    hint: str
     exit_code: int = 5
     beat_age_s: float | None = None
 

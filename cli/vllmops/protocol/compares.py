@@ -8,7 +8,7 @@ from .caches import ProcessCaches
 from .engine import Answer, Seconds
 
 
-class CompareWish(msgspec.Struct, frozen=True, kw_only=True):
+class CompareRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What an API server's agent is asked for.
 
     Args:

@@ -14,7 +14,7 @@ SCHEMA = 2
 BEAT_BYTES = 512
 BEAT_INTERVAL_S = 1.0
 
-# What somebody may wish for: JSON has no NaN and no infinity, but 1e308, which no timer takes.
+# What somebody may request for: JSON has no NaN and no infinity, but 1e308, which no timer takes.
 LONGEST_S = 36_500 * 24 * 3600
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 

@@ -68,7 +68,7 @@ class ProcessRepair(Answer, frozen=True, kw_only=True):
     seconds: float
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class RepairRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent is asked to repair.
 
     Args:

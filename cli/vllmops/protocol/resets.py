@@ -7,7 +7,7 @@ import msgspec
 from .engine import Answer, Seconds
 
 
-class ResetWish(msgspec.Struct, frozen=True, kw_only=True):
+class ResetRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What an API server's agent is asked for.
 
     Args:

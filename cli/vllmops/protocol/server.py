@@ -26,13 +26,13 @@ class Unseen(msgspec.Struct, frozen=True):
         part: what it is about, such as ``agent of engine 7``.
         code: a stable word, such as ``agent.absent``.
         why: in words.
-        mend: what to do about it; empty where nothing helps.
+        hint: what to do about it; empty where nothing helps.
     """
 
     part: str
     code: str
     why: str
-    mend: str = ""
+    hint: str = ""
 
 
 class ProcessState(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,7 +64,7 @@ class Problem(msgspec.Struct, frozen=True):
 
     code: str
     message: str
-    mend: str = ""
+    hint: str = ""
 
 
 class ProcessStacks(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         title: what that says.
         subject: what it is about.
         evidence: what was seen.
-        advice: what to do.
+        next: what to do.
         reference: where upstream deals with it.
         findings: codes of everything that was found.
         bundle: where the evidence is; empty where it could not be written.
@@ -53,7 +53,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     title: str = ""
     subject: str = ""
     evidence: str = ""
-    advice: str = ""
+    next: str = ""
     reference: str = ""
     findings: tuple[str, ...] = ()
     bundle: str = ""

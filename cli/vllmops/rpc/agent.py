@@ -22,14 +22,14 @@ from ..files import peer, read_private
 from ..home import home, user
 from ..host.processes import Process
 from ..protocol.caches import ProcessCaches, Silent
-from ..protocol.compares import CompareWish, Comparison
+from ..protocol.compares import CompareRequest, Comparison
 from ..protocol.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
 from ..protocol.files import DAMAGE
 from ..protocol.keys import ProcessKeys
 from ..protocol.memory import AgentMemory
 from ..protocol.patches import ProcessPatches
-from ..protocol.repairs import ProcessRepair, Wish
-from ..protocol.resets import ResetDone, ResetWish
+from ..protocol.repairs import ProcessRepair, RepairRequest
+from ..protocol.resets import ResetDone, ResetRequest
 
 TIMEOUT_S = 2.0
 DIRECTORY = "agents"
@@ -122,18 +122,18 @@ class Agent:
         """Refuse new HTTP requests from now on, or take them again."""
         return self.ask("POST", "/drain", Traffic, msgspec.json.encode({"on": on}))
 
-    def repair(self, wish: Wish) -> ProcessRepair:
+    def repair(self, request: RepairRequest) -> ProcessRepair:
         """Repair its caches, with the role that the process tree tells."""
-        answer = self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(wish))
+        answer = self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(request))
         return msgspec.structs.replace(answer, role=self.process.role.value)
 
-    def reset(self, wish: ResetWish) -> ResetDone:
+    def reset(self, request: ResetRequest) -> ResetDone:
         """Empty the multimodal caches of an API server and its engine."""
-        return self.ask("POST", "/reset", ResetDone, msgspec.json.encode(wish))
+        return self.ask("POST", "/reset", ResetDone, msgspec.json.encode(request))
 
-    def compare(self, wish: CompareWish) -> Comparison:
+    def compare(self, request: CompareRequest) -> Comparison:
         """Both sides of the caches of an API server and its engines, while they work."""
-        return self.ask("POST", "/compare", Comparison, msgspec.json.encode(wish))
+        return self.ask("POST", "/compare", Comparison, msgspec.json.encode(request))
 
     def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
         """Ask one question and decode the answer."""
@@ -307,7 +307,7 @@ def untold(process: Process, error: VllmopsError) -> Silent:
         pid=process.pid,
         code=error.code,
         why=error.message,
-        mend=error.mend,
+        hint=error.hint,
         exit_code=error.exit_code,
         beat_age_s=pulse.age_s if pulse else None,
     )
@@ -324,7 +324,7 @@ def nobody(code: str, what: str, silent: Sequence[Silent]) -> VllmopsError:
     return VllmopsError(
         code,
         f"{what}: {'; '.join(dict.fromkeys(each.why for each in silent))}",
-        silent[0].mend,
+        silent[0].hint,
         exit_code=Exit(silent[0].exit_code),
         data={"silent": msgspec.to_builtins(silent)},
     )
@@ -445,7 +445,7 @@ def safe(process: Process, path: Path, uid: int) -> None:
     except OSError as error:
         raise absent(process, path) from error
     wanted = stat.S_ISSOCK if path.suffix == ".sock" else stat.S_ISDIR
-    wrong, mend = None, "restart the server with a VLLMOPS_HOME that is its user's own"
+    wrong, hint = None, "restart the server with a VLLMOPS_HOME that is its user's own"
     if not wanted(at.st_mode):
         wrong = "is not what it should be"
     elif at.st_uid != uid:
@@ -453,19 +453,19 @@ def safe(process: Process, path: Path, uid: int) -> None:
     elif stat.S_IMODE(at.st_mode) & 0o077:
         wrong = f"is open to others (mode {stat.S_IMODE(at.st_mode):o})"
         directory = stat.S_ISDIR(at.st_mode)
-        mend = f"chmod {'700' if directory else '600'} {shlex.quote(str(path))}, and restart the"
-        mend += " server if it has no agent then"
+        hint = f"chmod {'700' if directory else '600'} {shlex.quote(str(path))}, and restart the"
+        hint += " server if it has no agent then"
     if wrong:
-        raise unsafe(process, path, wrong, mend)
+        raise unsafe(process, path, wrong, hint)
 
 
 def unsafe(
-    process: Process, path: Path, wrong: str, mend: str = "vllmops ps shows what runs"
+    process: Process, path: Path, wrong: str, hint: str = "vllmops ps shows what runs"
 ) -> VllmopsError:
     return VllmopsError(
         "agent.unsafe",
         f"{path} {wrong}: who answers there need not be {name(process)}",
-        mend,
+        hint,
         exit_code=Exit.NOT_AUTHORISED,
     )
 

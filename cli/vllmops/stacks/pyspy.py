@@ -176,7 +176,7 @@ def _dump(program: str, process: Process, options: Options, deadline: float) -> 
             _confirm(process)
     except VllmopsError as error:
         threads, note = (), ""
-        problem = Problem(error.code, error.message, error.mend)
+        problem = Problem(error.code, error.message, error.hint)
     return ProcessStacks(
         role=str(process.role),
         pid=process.pid,

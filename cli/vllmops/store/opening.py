@@ -61,13 +61,13 @@ def users_own(named: str) -> type[Backend]:
         VllmopsError: ``usage``.
     """
     module, _, name = named.rpartition(".")
-    mend = f"{CLASS}=package.module.Class"
+    hint = f"{CLASS}=package.module.Class"
     try:
         found = getattr(import_module(module), name) if module else None
     except (ImportError, AttributeError) as error:
-        raise usage(f"{CLASS} is {named}: {error}", mend) from error
+        raise usage(f"{CLASS} is {named}: {error}", hint) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise usage(f"{CLASS} is {named}, and that is no vllmops.store.backend.Backend", mend)
+        raise usage(f"{CLASS} is {named}, and that is no vllmops.store.backend.Backend", hint)
     return found
 
 
@@ -80,5 +80,5 @@ def namespace(url: str) -> tuple[str, str]:
     return "?".join([start, *(["&".join(rest)] if rest else [])]), names[-1]
 
 
-def usage(message: str, mend: str) -> VllmopsError:
-    return VllmopsError("usage", message, mend, exit_code=Exit.USAGE)
+def usage(message: str, hint: str) -> VllmopsError:
+    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)

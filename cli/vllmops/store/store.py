@@ -2,7 +2,7 @@
 
 **Take** ``store = ResponseStore(opening.backend(url, limits))``, ``await store.open()`` once, and
 ``await store.close()`` at the end. A backend that is down does not keep a server from starting:
-each call tries to open it again, and `open` raises only what time does not mend (a newer schema).
+each call tries to open it again, and `open` raises only what time does not heal (a newer schema).
 Nothing here imports vllm, and nothing blocks the event loop.
 
 **Bodies** are JSON bytes. ``body`` is the response object with its ``output``, ``input`` an array

@@ -115,8 +115,8 @@ def parsed(url: str) -> StoreUrl:
     """
     found = URL.fullmatch(url)
     if found is None:
-        mend = f"sqlite:///{url}" if is_file(url) else EVERY_FORM
-        refuse(f"{shown(url)!r} is no store: a URL is needed", mend)
+        hint = f"sqlite:///{url}" if is_file(url) else EVERY_FORM
+        refuse(f"{shown(url)!r} is no store: a URL is needed", hint)
     written, _, way = found["scheme"].lower().partition("+")
     scheme, way = ALIASES.get(written, written), f"+{way}" if way else ""
     kind = "redis" if scheme in REDIS else scheme
@@ -207,9 +207,9 @@ def host(text: str, who: str, form: str) -> tuple[str, int | None]:
     return unquote(found[1].strip("[]")), int(found[2]) if found[2] else None
 
 
-def refuse(message: str, mend: str) -> NoReturn:
+def refuse(message: str, hint: str) -> NoReturn:
     # Not what the driver has said: that may be the password.
-    raise VllmopsError("usage", message, mend, exit_code=Exit.USAGE) from None
+    raise VllmopsError("usage", message, hint, exit_code=Exit.USAGE) from None
 
 
 def shown(url: str) -> str:

@@ -28,7 +28,7 @@ class Refusal(msgspec.Struct):
 
     code: str
     message: str
-    mend: str = ""
+    hint: str = ""
 
 
 class Refused(msgspec.Struct):
@@ -121,4 +121,4 @@ def refused(place: Place, why: Refusal) -> VllmopsError:
             "--admin-token with a copy of the file that it was started with",
             exit_code=Exit.NOT_AUTHORISED,
         )
-    return VllmopsError(why.code, f"{place.name}: {why.message}", why.mend)
+    return VllmopsError(why.code, f"{place.name}: {why.message}", why.hint)

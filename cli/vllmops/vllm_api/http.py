@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from ..instances.shape import UNIX, unix_path
+from ..host.shape import UNIX, unix_path
 from ..protocol.metrics import Metrics
 from ..protocol.server import Canary, Outcome
 

@@ -149,7 +149,7 @@ def place(target: str | None) -> Place:
         server = resolve(target)
     except VllmopsError as error:
         if record := last(target):
-            error.mend += Place("", "", store_of(record)).or_store
+            error.hint += Place("", "", store_of(record)).or_store
         raise
     if server.url is None:
         raise VllmopsError(
@@ -341,14 +341,14 @@ class Http:
 
     def allowed(self, answer: httpx.Response) -> httpx.Response:
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-            why, mend = "has none that it takes", "VLLM_API_KEY=… vllmops responses …"
+            why, hint = "has none that it takes", "VLLM_API_KEY=… vllmops responses …"
             if self.withheld:
                 why = f"was not sent: {self.withheld}"
-                mend = "run vllmops as the user who started the server"
+                hint = "run vllmops as the user who started the server"
             raise VllmopsError(
                 "responses.not-authorised",
                 f"{self.name} wants an API key, and VLLM_API_KEY {why}",
-                f"{mend}{self.place.or_store}",
+                f"{hint}{self.place.or_store}",
                 exit_code=Exit.NOT_AUTHORISED,
             )
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
@@ -434,16 +434,16 @@ class Http:
             )
         who = f"vLLM {version}" if version else "vLLM"
         if self.place.store:
-            mend = f"vllmops patches list -t {self.name} may tell why{self.place.or_store}"
+            hint = f"vllmops patches list -t {self.name} may tell why{self.place.or_store}"
         else:
-            mend = (
+            hint = (
                 "start it with vllmops serve; or, with vllmops installed beside vLLM, "
                 f"set {STORE}=sqlite:///FILE for it"
             )
         return VllmopsError(
             "responses.no-route",
             f"{self.name} has no route to {doing}: {who} has none of its own",
-            mend,
+            hint,
         )
 
 

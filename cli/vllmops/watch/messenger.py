@@ -142,7 +142,7 @@ def facts(event: Event) -> dict[str, str]:
         "TITLE": event.title,
         "SUBJECT": event.subject,
         "EVIDENCE": event.evidence,
-        "ADVICE": event.advice,
+        "NEXT": event.next,
         "BUNDLE": event.bundle,
         "TEXT": event.text,
     }
@@ -166,7 +166,7 @@ class Webhook:
         try:
             parts = split(url)
         except VllmopsError as error:
-            error.mend = "--webhook wants an http or https URL"
+            error.hint = "--webhook wants an http or https URL"
             raise
         # Its path and its query may be secret.
         self.where = f"{parts.scheme}://{parts.hostname}/…"

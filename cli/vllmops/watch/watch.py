@@ -210,9 +210,9 @@ class Watch:
         self.subject.capture(looks, self.plan.patience_s, self.stop, sure=True)
         kept = self.keep()
         label, why = self.subject.server.label, self.subject.why
-        advice = f"vllmops logs {label}; then vllmops restart {label}"
+        step = f"vllmops logs {label}; then vllmops restart {label}"
         text = f"{label} has ended: {why}"
-        self.say("failed", text, code="server.failed", title=why, advice=advice, bundle=kept)
+        self.say("failed", text, code="server.failed", title=why, next=step, bundle=kept)
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Watch:
             title=why.title,
             subject=why.subject,
             evidence=why.evidence,
-            advice=why.advice,
+            next=why.next,
             reference=why.reference,
             findings=tuple(each.code for each in told.findings),
             bundle=kept,
@@ -324,7 +324,7 @@ class Watch:
             self.trouble(error)
 
     def trouble(self, error: VllmopsError) -> None:
-        self.say("trouble", f"{self.subject.server.label}: {error.message}", advice=error.mend)
+        self.say("trouble", f"{self.subject.server.label}: {error.message}", next=error.hint)
 
     def say(self, event: Any, text: str, **fields: Any) -> None:
         """Tell something, and remember it."""

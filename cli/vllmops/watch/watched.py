@@ -20,7 +20,7 @@ from ..home import make_missing
 from ..host import processes
 from ..host.processes import VITAL
 from ..instances import control
-from ..instances.control import Wish
+from ..instances.control import Request
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find
 from ..protocol.server import Look, ServerSnapshot
@@ -190,8 +190,8 @@ class Watched:
         """
         if self.collecting:
             self.collecting.end()
-        wish = collecting.wish(collecting.looking_s(CAPTURE_S), patience_s)
-        looking = examine.Examination(self.server, wish, collecting.quietly, looks, self.began)
+        options = collecting.options(collecting.looking_s(CAPTURE_S), patience_s)
+        looking = examine.Examination(self.server, options, collecting.quietly, looks, self.began)
         self.collecting = collecting.Collecting(
             looking, CAPTURE_S, COLLECT_ENV_S, collecting.quietly, stop
         )
@@ -225,7 +225,7 @@ class Watched:
         if self.folder is None:
             raise stranger(self.server)
         connection = control.connect(self.folder)
-        connection.send(Wish(restart=0.0))
+        connection.send(Request(restart=0.0))
         # A Unix socket that is closed before all is read takes what it has sent with it.
         next((each for each in connection.records() if each.state is not State.READY), None)
         connection.close()

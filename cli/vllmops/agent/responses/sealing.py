@@ -30,7 +30,7 @@ def seals() -> bool:
     if ring and ring.primary:
         return True
     if not _told:
-        what, mend = (
+        what, hint = (
             ("the keyring has no key that seals", "vllmops keys rotate makes one")
             if ring is not None
             else ("there is no keyring", "vllmops serve makes one, unless it has --keyring none")
@@ -38,7 +38,7 @@ def seals() -> bool:
         log.warning(
             "vllmops: a client asked for reasoning.encrypted_content and is not given any: %s; %s",
             what,
-            mend,
+            hint,
         )
         _told.append(True)
     return False

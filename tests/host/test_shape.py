@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from vllmops.host.shape import Shape, remove_dead, shape, shown, unix_path, unix_url
 from vllmops.instances import readiness
-from vllmops.instances.shape import Shape, remove_dead, shape, shown, unix_path, unix_url
 from vllmops.vllm_api import http
 
 
