@@ -66,7 +66,7 @@ def pair(cli: Cli, old_code: Path) -> Iterator[list[Live]]:
 
     def serve(name: str) -> Live:
         off = [word for patch in PATCHES for word in ("--no-patch", patch)]
-        words = ("--demo", "vision", "--env", f"PYTHONPATH={old_code}")
+        words = ("--demo", "vision", "--env", f"PYTHONPATH={old_code}", "--env", "SPAWNED=1")
         limits = ("--mm-processor-cache-gb", FEW_IMAGES_GB, "--limit-mm-per-prompt", '{"image":8}')
         return cli.serve(name, *words, *(off if name == "stock" else ()), "--", *limits)
 

@@ -105,7 +105,7 @@ def refusal(url: str) -> int | None:
 
 def test_a_server_behind_a_unix_socket_leaves_nothing(cli: Cli) -> None:
     path = cli.home / "Some.sock"
-    server = cli.serve("unix", "--demo", "text", "--", "--uds", str(path))
+    server = cli.serve("unix", "--env", "SPAWNED=1", "--demo", "text", "--", "--uds", str(path))
     try:
         row = server.row
         assert (row["state"], row["port"], row["uds"]) == ("ready", None, str(path))
