@@ -35,6 +35,8 @@ from vllmops.instances.record import Folder, Record
 from vllmops.protocol import identity
 from vllmops.vllm_api.http import healthy
 
+from .support.waiting import until
+
 # What commands import late, a user who may not read this Python's library would not find.
 assert registry
 
@@ -341,7 +343,7 @@ class Lab:
         """Serve one, detached, until it is ready."""
         answer = self.vllmops(*self.words(name, "--detach", "--json", *words, **play))
         assert answer.code == 0, answer
-        self.until(lambda: len(self.record(name).processes) >= 3)
+        until(lambda: len(self.record(name).processes) >= 3)
         return self.record(name)
 
     def words(self, name: str, *words: str, **play: object) -> tuple[str, ...]:
@@ -359,13 +361,13 @@ class Lab:
             text=True,
         )
         self.foreground.append(popen)
-        self.until(lambda: self.state(name) and self.record(name).processes)
+        until(lambda: self.state(name) and self.record(name).processes)
 
     def hold(self, name: str, *words: str, **play: object) -> subprocess.Popen[str]:
         """Serve one in the foreground, as a program of its own, until it is ready."""
         self.starting(name, *words, **play)
         popen = self.foreground[-1]
-        self.until(lambda: self.state(name) == "ready" or popen.poll() is not None)
+        until(lambda: self.state(name) == "ready" or popen.poll() is not None)
         return popen
 
     def stranger(self, **play: object) -> Stranger:
@@ -373,7 +375,7 @@ class Lab:
         port = self.free_port()
         server = self.stranger_with("--port", str(port), **play)
         server.port = port
-        self.until(lambda: healthy(f"http://127.0.0.1:{port}"))
+        until(lambda: healthy(f"http://127.0.0.1:{port}"))
         return server
 
     def stranger_with(self, *words: str, **play: object) -> Stranger:
@@ -431,14 +433,7 @@ class Lab:
 
     def kill_supervisor(self, name: str) -> None:
         self.kill(self.supervisor(name))
-        self.until(lambda: not Folder(name).supervised())
-
-    def until(self, condition: Callable[[], object], timeout_s: float = 40) -> None:
-        """Wait for something to become true."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "it did not become true"
-            time.sleep(0.02)
+        until(lambda: not Folder(name).supervised())
 
     def nothing_left(self, of: Record) -> None:
         """Of that server there is no process, no listener, no segment; `of` it had them all."""
