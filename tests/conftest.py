@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ import psutil
 import pytest
 
 from vllmops import app
-from vllmops.agent.patches import registry
 from vllmops.host import processes
 from vllmops.host.processes import Process, Role, Seen, alive
 from vllmops.instances import launch, takedown
@@ -35,10 +35,19 @@ from vllmops.instances.record import Folder, Record
 from vllmops.protocol import identity
 from vllmops.vllm_api.http import healthy
 
+from .support import databases
+from .support.databases import Server, Servers, folder_for_servers
 from .support.waiting import until
 
-# What commands import late, a user who may not read this Python's library would not find.
-assert registry
+# What commands import late: a fork that has it starts in a third of the time. And a user who may
+# not read this Python's library would not find it.
+for late in (
+    *("rich.emoji", "rich.live", "rich.markdown", "rich.markup", "rich.panel", "rich.pretty"),
+    *("rich.progress", "rich.table", "rich.traceback", "typer.rich_utils"),
+    *("vllmops.agent.patches.registry", "vllmops.commands.explain"),
+    *(f"vllmops.commands.{entry.module.partition(':')[0]}" for entry in app.COMMANDS.values()),
+):
+    import_module(late)
 
 hypothesis.settings.register_profile("vllmops", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("vllmops")
@@ -484,3 +493,32 @@ def full_disk(home: Path) -> Iterator[Callable[[], None]]:
 
     yield fill
     subprocess.run(["umount", "--lazy", str(home)], check=True)
+
+
+@pytest.fixture(scope="session")
+def server_folder() -> Iterator[Path]:
+    folder = folder_for_servers()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgres_parts(server_folder: Path) -> tuple[Path, Path]:
+    """Where PostgreSQL's programs are, and a directory of data to copy."""
+    return databases.postgres_parts(server_folder)
+
+
+@pytest.fixture(scope="session")
+def shared_servers(postgres_parts: tuple[Path, Path]) -> Iterator[dict[str, Server]]:
+    servers = Servers(postgres_parts)
+    yield {kind: servers.add(kind) for kind in ("postgresql", "redis")}
+    servers.end()
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "redis"])
+def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store that several processes can use; nothing is in it yet."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/responses.db"
+    server: Server = request.getfixturevalue("shared_servers")[request.param]
+    return f"{server.url}?namespace=t{time.time_ns()}"
