@@ -113,8 +113,8 @@ def test(*, everything: bool) -> None:
     run("mypy")
     # Fast tests wait about half of their time, for processes above all.
     run("pytest", "-n", "4", "--dist", "worksteal", "--ignore", "tests/live")
-    # A live server keeps about one core busy. Tests that share a server are one group.
-    run("pytest", "-n", "2", "--dist", "loadgroup", "tests/live")
+    # A live server keeps about one core busy. Tests of a file share servers.
+    run("pytest", "-n", "2", "--dist", "loadfile", "tests/live")
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 
 

@@ -31,7 +31,6 @@ SOAKED = (
     *("--env", "VLLM_ENABLE_RESPONSES_API_STORE=1"),
 )
 SHM = Path("/dev/shm")
-HERE = Path(__file__).parent
 # EngineCore and its worker wait for each other in busy loops, which take two cores whole. With
 # Linux 6.18 what is of another session, as a client of `serve` is, then waited for up to 9 s until
 # it got a core, and with its autogroups off it did not; the kernel's commit 1319ea57529e is about
@@ -60,15 +59,6 @@ def register():
         if name.startswith("vllm.") and hasattr(module, "get_mp_context"):
             module.get_mp_context = get_mp_context
 """
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests that share a server: with ``--dist loadgroup`` it starts in one process, once."""
-    for item in items:
-        if item.path.parent == HERE:
-            shared = "vision_server" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("vision" if shared else item.path.stem))
 
 
 @dataclass(frozen=True)
