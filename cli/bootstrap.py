@@ -1,9 +1,12 @@
 """Sets up ``.venv`` with vLLM for the CPU, and runs the main job or all tests in it.
 
-    python3 cli/bootstrap.py demo     a real server on a demo model, and a look into its caches
-    python3 cli/bootstrap.py test     formatter, linter, types, fast tests, live tests, benchmarks
+    python3 cli/bootstrap.py demo         start a server with a demo model, and show its caches
+    python3 cli/bootstrap.py test         run the formatter, the linters, the type checker,
+                                          the fast tests, the live tests and short benchmarks
+    python3 cli/bootstrap.py test --all   the same with whole test matrices, a longer soak
+                                          and whole benchmarks
 
-Standard library alone: it runs before anything is installed.
+It imports the standard library alone, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "installed"
-WANTED = ".[cpu,audio,dev]"
-# The package index has CUDA builds of these alone, and each kills a vLLM whose torch is for the
-# CPU (`operator torchvision::nms does not exist`). The demo models need none of them.
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+PACKAGE = ".[cpu,audio,dev]"
+# The package index has only CUDA builds of these. With a torch for the CPU, each of them stops vLLM
+# (`operator torchvision::nms does not exist`). The demo models do not need them.
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
 def run(*words: str) -> None:
-    """Run a command in the environment and stop with its exit code where it fails."""
+    """Run a command in the environment; if it fails, exit with its exit code."""
     if code := attempt(*words):
         sys.exit(code)
 
@@ -37,42 +40,44 @@ def run(*words: str) -> None:
 def attempt(*words: str) -> int:
     """Run a command in the environment; returns its exit code."""
     print(f"$ {shlex.join(words)}", flush=True)
-    # Bytecode of our own modules is written, as it is for a user.
+    # Tests start the program many times: without cached bytecode each start compiles all modules.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["PATH"] = f"{VENV / 'bin'}{os.pathsep}{environment.get('PATH', '')}"
     return subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
 
 
 def install() -> None:
-    """Bring ``.venv`` up to date with ``pyproject.toml``; nothing to do the second time."""
+    """Bring ``.venv`` up to date with ``pyproject.toml``; do nothing if it is."""
     content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
-    want = f"{sys.version} {hashlib.sha256(content).hexdigest()}"
-    if STAMP.is_file() and STAMP.read_text() == want:
+    stamp = f"{sys.version} {hashlib.sha256(content).hexdigest()}"
+    if STAMP.is_file() and STAMP.read_text() == stamp:
         return
-    print(f"setting up {VENV}: some 2 minutes and 2 GB", flush=True)
+    print(f"setting up {VENV}: takes about 2 minutes and 2 GB", flush=True)
     try:
         venv.create(VENV, with_pip=True, clear=True)
     except subprocess.CalledProcessError:
-        sys.exit("no pip for a virtual environment; on Debian and Ubuntu: apt install python3-venv")
+        sys.exit(
+            "This Python cannot create a virtual environment with pip. "
+            "On Debian and Ubuntu: apt install python3-venv"
+        )
     pip = (str(VENV / "bin/python"), "-m", "pip", "--disable-pip-version-check")
-    vllm_needs = "torch for the CPU"
-    # pip compiles one file after the other, on one core.
-    plain = (*pip, "install", "--quiet", "--quiet", "--no-compile", "--editable", WANTED)
+    # pip would compile bytecode on one core; below, all cores do it.
+    plain = (*pip, "install", "--quiet", "--quiet", "--no-compile", "--editable", PACKAGE)
     print(f"$ {shlex.join(plain)}", flush=True)
     if subprocess.run(plain, cwd=ROOT, check=False).returncode:
-        # No wheel of it in pip's own reach: uv knows PyTorch's CPU index by itself.
-        print(f"pip found no {vllm_needs}; uv takes it from PyTorch's CPU index", flush=True)
+        # uv knows PyTorch's CPU index; pip does not.
+        print("pip found no torch for the CPU; uv installs it from PyTorch's index", flush=True)
         run(*pip, "install", "--quiet", "uv")
         uv = (str(VENV / "bin/uv"), "pip", "install", "--python", str(VENV / "bin/python"))
-        run(*uv, "--torch-backend", "cpu", "--editable", WANTED)
-    run(*pip, "uninstall", "--quiet", "--quiet", "--yes", *UNWANTED)
-    # Some packages have files that are for another Python; whoever imports one is told.
+        run(*uv, "--torch-backend", "cpu", "--editable", PACKAGE)
+    run(*pip, "uninstall", "--quiet", "--quiet", "--yes", *CUDA_ONLY)
+    # Some packages contain files for another Python version. Those fail to compile; ignore that.
     attempt(str(VENV / "bin/python"), "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib"))
-    STAMP.write_text(want)
+    STAMP.write_text(stamp)
 
 
 def demo() -> None:
-    """Serve the vision demo model, send it three images, one of them twice, and look inside."""
+    """Serve the vision demo model, send three images, one of them twice, and show the caches."""
     python, vllmops = str(VENV / "bin/python"), str(VENV / "bin/vllmops")
     url = demo_url(vllmops)
     if url is None:
@@ -86,11 +91,11 @@ def demo() -> None:
         request = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
         urllib.request.urlopen(request, timeout=120).read()
     run(vllmops, "cache", "inspect", "--target", "demo")
-    print(f"It goes on serving at {url}; {vllmops} stop demo ends it.")
+    print(f"The server keeps running at {url}. To stop it: {vllmops} stop demo")
 
 
 def demo_url(vllmops: str) -> str | None:
-    """Where the demo server is, None where none is ready."""
+    """The demo server's URL; None if it is not ready."""
     listed = subprocess.run([vllmops, "ps", "--json"], check=True, capture_output=True).stdout
     for instance in json.loads(listed)["data"]["instances"]:
         if instance["name"] == "demo" and instance["state"] == "ready":
@@ -98,30 +103,39 @@ def demo_url(vllmops: str) -> str | None:
     return None
 
 
-def test() -> None:
-    """Everything that CI checks."""
+def test(*, everything: bool) -> None:
+    """Run all that CI checks; ``everything`` leaves nothing out of matrices, soaks, benchmarks."""
+    if everything:
+        os.environ["VLLMOPS_TEST_ALL"] = "1"
     run("ruff", "format", "--check", ".")
     run("ruff", "check", ".")
+    run("lint-imports")
     run("mypy")
-    # Tests wait more than they work, for servers to start above all; a file's live ones share some.
-    for workers, way, which in (
-        ("6", "worksteal", ("--ignore", "tests/live")),
-        ("2", "loadfile", ("tests/live",)),
-    ):
-        if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
-            # Time-outs are for a machine that does nothing else: what failed is run alone, once.
-            run("pytest", "--last-failed", *which)
-    run("python", "tests/bench/run.py", "--short")
+    # Fast tests wait about half of their time, for processes above all.
+    run("pytest", "-n", "4", "--dist", "worksteal", "--ignore", "tests/live")
+    # A live server keeps about one core busy. Tests of a file share servers.
+    run("pytest", "-n", "2", "--dist", "loadfile", "tests/live")
+    run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Set up vllmops, and run it or its tests.")
-    parser.add_argument("job", choices=["demo", "test"])
+    jobs = parser.add_subparsers(dest="job", required=True)
+    jobs.add_parser("demo", help="start a server with a demo model, and show its caches")
+    tests = jobs.add_parser("test", help="run all checks, tests and short benchmarks")
+    tests.add_argument(
+        "--all",
+        action="store_true",
+        help="run whole test matrices, a longer soak and whole benchmarks (hours)",
+    )
     given = parser.parse_args()
     if sys.version_info < (3, 11):
-        sys.exit(f"vllmops needs Python 3.11 or newer, and this is {sys.version.split()[0]}")
+        sys.exit(f"vllmops needs Python 3.11 or newer; this is Python {sys.version.split()[0]}")
     install()
-    {"demo": demo, "test": test}[given.job]()
+    if given.job == "demo":
+        demo()
+    else:
+        test(everything=given.all)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ import psutil
 import pytest
 
 from vllmops import app
-from vllmops.agent.patches import registry
 from vllmops.host import processes
 from vllmops.host.processes import Process, Role, Seen, alive
 from vllmops.instances import launch, takedown
@@ -35,8 +35,19 @@ from vllmops.instances.record import Folder, Record
 from vllmops.protocol import identity
 from vllmops.vllm_api.http import healthy
 
-# What commands import late, a user who may not read this Python's library would not find.
-assert registry
+from .support import databases
+from .support.databases import Server, Servers, folder_for_servers
+from .support.waiting import until
+
+# What commands import late: a fork that has it starts in a third of the time. And a user who may
+# not read this Python's library would not find it.
+for late in (
+    *("rich.emoji", "rich.live", "rich.markdown", "rich.markup", "rich.panel", "rich.pretty"),
+    *("rich.progress", "rich.table", "rich.traceback", "typer.rich_utils"),
+    *("vllmops.agent.patches.registry", "vllmops.commands.explain"),
+    *(f"vllmops.commands.{entry.module.partition(':')[0]}" for entry in app.COMMANDS.values()),
+):
+    import_module(late)
 
 hypothesis.settings.register_profile("vllmops", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("vllmops")
@@ -341,7 +352,7 @@ class Lab:
         """Serve one, detached, until it is ready."""
         answer = self.vllmops(*self.words(name, "--detach", "--json", *words, **play))
         assert answer.code == 0, answer
-        self.until(lambda: len(self.record(name).processes) >= 3)
+        until(lambda: len(self.record(name).processes) >= 3)
         return self.record(name)
 
     def words(self, name: str, *words: str, **play: object) -> tuple[str, ...]:
@@ -359,13 +370,13 @@ class Lab:
             text=True,
         )
         self.foreground.append(popen)
-        self.until(lambda: self.state(name) and self.record(name).processes)
+        until(lambda: self.state(name) and self.record(name).processes)
 
     def hold(self, name: str, *words: str, **play: object) -> subprocess.Popen[str]:
         """Serve one in the foreground, as a program of its own, until it is ready."""
         self.starting(name, *words, **play)
         popen = self.foreground[-1]
-        self.until(lambda: self.state(name) == "ready" or popen.poll() is not None)
+        until(lambda: self.state(name) == "ready" or popen.poll() is not None)
         return popen
 
     def stranger(self, **play: object) -> Stranger:
@@ -373,7 +384,7 @@ class Lab:
         port = self.free_port()
         server = self.stranger_with("--port", str(port), **play)
         server.port = port
-        self.until(lambda: healthy(f"http://127.0.0.1:{port}"))
+        until(lambda: healthy(f"http://127.0.0.1:{port}"))
         return server
 
     def stranger_with(self, *words: str, **play: object) -> Stranger:
@@ -431,14 +442,7 @@ class Lab:
 
     def kill_supervisor(self, name: str) -> None:
         self.kill(self.supervisor(name))
-        self.until(lambda: not Folder(name).supervised())
-
-    def until(self, condition: Callable[[], object], timeout_s: float = 40) -> None:
-        """Wait for something to become true."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "it did not become true"
-            time.sleep(0.02)
+        until(lambda: not Folder(name).supervised())
 
     def nothing_left(self, of: Record) -> None:
         """Of that server there is no process, no listener, no segment; `of` it had them all."""
@@ -489,3 +493,32 @@ def full_disk(home: Path) -> Iterator[Callable[[], None]]:
 
     yield fill
     subprocess.run(["umount", "--lazy", str(home)], check=True)
+
+
+@pytest.fixture(scope="session")
+def server_folder() -> Iterator[Path]:
+    folder = folder_for_servers()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def postgres_parts(server_folder: Path) -> tuple[Path, Path]:
+    """Where PostgreSQL's programs are, and a directory of data to copy."""
+    return databases.postgres_parts(server_folder)
+
+
+@pytest.fixture(scope="session")
+def shared_servers(postgres_parts: tuple[Path, Path]) -> Iterator[dict[str, Server]]:
+    servers = Servers(postgres_parts)
+    yield {kind: servers.add(kind) for kind in ("postgresql", "redis")}
+    servers.end()
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "redis"])
+def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store that several processes can use; nothing is in it yet."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/responses.db"
+    server: Server = request.getfixturevalue("shared_servers")[request.param]
+    return f"{server.url}?namespace=t{time.time_ns()}"

@@ -60,8 +60,12 @@ def test_every_command_has_help_with_an_example(vllmops: Any, words: tuple[str, 
 
 # What completions prints is a script, in any case.
 @pytest.mark.parametrize("words", [w for w in WORDS if w != ("completions",)], ids=" ".join)
-def test_every_command_keeps_the_envelope(vllmops: Any, words: tuple[str, ...]) -> None:
+def test_every_command_keeps_the_envelope(
+    vllmops: Any, words: tuple[str, ...], standin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A usage error, and an answer or an error of its own; ``--json`` in any place."""
+    # `patches` tries them in a process of its own, which imports vLLM: a small one.
+    monkeypatch.setenv("PYTHONPATH", str(standin), prepend=os.pathsep)
     answers = [
         vllmops(*words, "--json", "--no-such-option"),
         vllmops(*words, "--no-such-option", "--json", "--", "--x"),

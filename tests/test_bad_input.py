@@ -27,10 +27,11 @@ from vllmops.app import COMMANDS
 from vllmops.errors import Exit
 from vllmops.streams import UNSAFE
 
+from .support.extent import EVERYTHING
+
 # A user who may not read this Python's library would not find what is imported late.
 assert importlib.readers
 
-ALL = os.environ.get("VLLMOPS_TEST_ALL") == "1"
 TURNS = 4  # commands, or places in them, for each bad input
 TIMEOUT_S = 10.0
 NOBODY = 65534
@@ -94,7 +95,7 @@ def places(*kinds: str, names: str = "") -> list[tuple[Leaf, Any]]:
 
 def turns(all_of_them: list[Any], number: int) -> list[Any]:
     """Those whose turn it is at a bad input of that number."""
-    if ALL or len(all_of_them) <= TURNS:
+    if EVERYTHING or len(all_of_them) <= TURNS:
         return all_of_them
     start = number * TURNS
     return [all_of_them[(start + each) % len(all_of_them)] for each in range(TURNS)]
@@ -112,7 +113,7 @@ class Trial:
         """Run it as it is, and with further words; where not everything is run, one of them."""
         ways = ["", *more]
         self.count += 1
-        for word in ways if ALL else [ways[self.count % len(ways)]]:
+        for word in ways if EVERYTHING else [ways[self.count % len(ways)]]:
             here = len(leaf.words)
             self.run([*leaf.words, *([word] if word else []), *line[here:]], **how)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +12,7 @@ import pytest
 from vllmops import forever
 from vllmops.forever import Trouble
 
-
-async def until(done: Callable[[], bool]) -> None:
-    while not done():  # noqa: ASYNC110 - what is waited for knows of no event
-        await asyncio.sleep(0.001)
+from .support.waiting import until_async
 
 
 def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
@@ -35,7 +31,7 @@ def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
         task = asyncio.create_task(
             forever.forever(work, Trouble("it rests", told.append), 0.0, after_s=0.0)
         )
-        await until(lambda: rounds >= 30)
+        await until_async(lambda: rounds >= 30)
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()

@@ -1,11 +1,14 @@
 """Where there is no Linux: what only talks HTTP or reads files works, the rest says why not."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from .support.forks import FORKS, Answered
 
 # No Mac and no Windows is at hand. A real interpreter, with what they lack taken away: its own name
 # of the system, Linux's locks, on Windows also whole modules; and a real absence of /proc.
@@ -31,12 +34,13 @@ def elsewhere(home: Path, tmp_path: Path) -> list[str]:
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     script = 'mount -t tmpfs none /proc && exec "$@"'
     inside = ["unshare", "--mount", "sh", "-c", script, "sh"]
-    return [*inside, "env", f"PYTHONPATH={path}", sys.executable, "-m", "vllmops"]
+    return [*inside, "env", f"PYTHONPATH={path}", sys.executable]
 
 
-def run(words: list[str], system: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words,
+def run(elsewhere: list[str], lines: list[list[str]], system: str) -> list[Answered]:
+    """Run several commands as forks of one interpreter."""
+    ran = subprocess.run(
+        [*elsewhere, str(FORKS), json.dumps(lines)],
         env={**os.environ, "PRETEND": system},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -44,13 +48,16 @@ def run(words: list[str], system: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+    assert ran.returncode == 0, ran.stderr
+    answers: list[Answered] = json.loads(ran.stdout)
+    return answers
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32", "linux"])
 def test_what_needs_no_linux(elsewhere: list[str], tmp_path: Path, system: str) -> None:
     (tmp_path / "stacks.txt").write_text("Thread 0x00007f (most recent call first):\n")
     url = "http://127.0.0.1:1"
-    for words, code in (
+    expected: list[tuple[list[str], int | None]] = [
         (["--help"], 0),
         (["--version"], 0),
         (["serve", "--help"], 0),
@@ -64,24 +71,25 @@ def test_what_needs_no_linux(elsewhere: list[str], tmp_path: Path, system: str) 
         (["responses", "list", "--store", f"sqlite:///{tmp_path}/store.db"], None),
         (["responses", "list", "-t", url], 5),
         (["responses", "show", "x", "-t", url], 5),
-    ):
-        answer = run([*elsewhere, *words], system)
-        said = answer.stdout + answer.stderr
+    ]
+    answers = run(elsewhere, [words for words, _ in expected], system)
+    for answer, (_, code) in zip(answers, expected, strict=True):
+        said = answer["out"] + answer["err"]
         assert "Traceback" not in said
         assert "unexpected" not in said, said
-        assert "Linux" not in answer.stderr, said
+        assert "Linux" not in answer["err"], said
         if code is not None:
-            assert answer.returncode == code, said
+            assert answer["code"] == code, said
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32", "linux"])
 def test_what_needs_linux_says_so(elsewhere: list[str], system: str) -> None:
-    for words in (["ps"], ["stop", "x"], ["attach", "-t", "1"], ["doctor"], ["cache", "inspect"]):
-        answer = run([*elsewhere, *words], system)
-        assert answer.returncode == 1
-        assert "Linux" in answer.stderr
-        assert "unexpected" not in answer.stderr
-    answer = run([*elsewhere, "keys", "add"], system)
+    lines = [["ps"], ["stop", "x"], ["attach", "-t", "1"], ["doctor"], ["cache", "inspect"]]
+    *others, added = run(elsewhere, [*lines, ["keys", "add"]], system)
+    for answer in others:
+        assert answer["code"] == 1
+        assert "Linux" in answer["err"]
+        assert "unexpected" not in answer["err"]
     if system != "linux":
-        assert answer.returncode == 1
-        assert "Linux" in answer.stderr
+        assert added["code"] == 1
+        assert "Linux" in added["err"]

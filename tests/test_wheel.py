@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from vllmops import __version__
 
+from .support.forks import FORKS, Answered
 from .test_app import WORDS
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +58,14 @@ def run(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return program
 
 
+def run_each(run: Run, lines: list[list[str]]) -> list[Answered]:
+    """Run several commands as forks of one interpreter of that environment."""
+    ran = run("python", FORKS, json.dumps(lines))
+    assert ran.returncode == 0, ran.stderr
+    answers: list[Answered] = json.loads(ran.stdout)
+    return answers
+
+
 def test_the_base_install_is_light(installed: Path) -> None:
     files = [path for path in (installed / "lib").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= BASE_BYTES
@@ -63,10 +73,10 @@ def test_the_base_install_is_light(installed: Path) -> None:
 
 def test_every_command_has_its_help(run: Run) -> None:
     assert run("vllmops", "--version").stdout == f"vllmops {__version__}\n"
-    for words in WORDS:
-        answer = run("vllmops", *words, "--help")
-        assert (answer.returncode, answer.stderr) == (0, ""), words
-        assert f"vllmops {' '.join(words)}" in " ".join(answer.stdout.split()), words
+    for answer in run_each(run, [[*words, "--help"] for words in WORDS]):
+        words = answer["words"][:-1]
+        assert (answer["code"], answer["err"]) == (0, ""), words
+        assert f"vllmops {' '.join(words)}" in " ".join(answer["out"].split()), words
 
 
 def test_what_needs_no_vllm_works(run: Run) -> None:

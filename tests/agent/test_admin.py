@@ -15,7 +15,7 @@ from vllmops.keys.admin_token import KEYS, PLACE
 from vllmops.keys.carrier import seal, unseal
 from vllmops.keys.ring import Key, Status, fresh
 
-from .test_keys import grow, held, until
+from .test_keys import grow, held, soon
 
 Spawn = Callable[..., Any]
 TOKEN = "t0ken-" * 8
@@ -87,7 +87,7 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
         assert file.load(there) == file.load(here)
         assert there.stat().st_mode & 0o777 == 0o600
         assert held(child) == statuses(here)
-        until(lambda: held(beside) == statuses(here), 2)
+        soon(lambda: held(beside) == statuses(here))
         if coming := file.load(here).next:
             file.change(here, lambda ring: ring.promote(coming.kid, time.time(), 60))
         else:

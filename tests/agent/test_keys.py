@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from vllmops.protocol import identity
 from vllmops.protocol.keys import ProcessKeys
 from vllmops.rpc.agent import reach
 
+from ..support.waiting import until
+
 Spawn = Callable[..., Any]
 TEXT = "ab" * 32
 DEADLINE_S = 2.0  # from a change of the file to its being in use
+soon = partial(until, timeout_s=DEADLINE_S)
 
 
 def keys(child: Any, *, reload: bool = False) -> ProcessKeys:
@@ -31,13 +35,6 @@ def keys(child: Any, *, reload: bool = False) -> ProcessKeys:
 
 def held(child: Any) -> dict[str, str]:
     return {key.kid: key.status for key in keys(child).keys}
-
-
-def until(condition: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not become true"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -78,10 +75,10 @@ def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
     before = [keys(child).loaded_at for child in children]
     second = grow(path)
     for child in children:
-        until(lambda child=child: second.kid in held(child))  # type: ignore[misc]
+        soon(lambda child=child: second.kid in held(child))  # type: ignore[misc]
     file.change(path, lambda ring: ring.promote(second.kid, time.time(), 60))
     for child in children:
-        until(lambda child=child: held(child)[second.kid] == "primary")  # type: ignore[misc]
+        soon(lambda child=child: held(child)[second.kid] == "primary")  # type: ignore[misc]
         assert held(child)[first.kid] == "verify-only"
     assert all(keys(child).loaded_at != each for child, each in zip(children, before, strict=True))
 
@@ -116,7 +113,7 @@ def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, p
     ]
     for wrong in wrongs:
         wrong(path.read_bytes())
-        until(lambda: keys(child).problem)
+        soon(lambda: keys(child).problem)
         told = keys(child)
         assert str(path) in told.problem
         assert "hint: " in told.problem
@@ -126,7 +123,7 @@ def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, p
         path.unlink(missing_ok=True)
         file.copy(path).replace(path)
         before[grow(path).kid] = "next"
-        until(lambda: held(child) == before)
+        soon(lambda: held(child) == before)
         assert keys(child).problem == ""
     log = child.end()
     # More where it was looked at while a file was on its way.
@@ -142,7 +139,7 @@ def test_a_file_that_is_broken_from_the_start(spawn: Spawn, path: Path) -> None:
     assert child.run("from vllmops.agent import keys; out = keys.ring()") == "None"
     path.unlink()
     first = grow(path, Status.PRIMARY)
-    until(lambda: held(child) == {first.kid: "primary"})
+    soon(lambda: held(child) == {first.kid: "primary"})
 
 
 def test_a_file_that_comes_later(spawn: Spawn, path: Path) -> None:
@@ -150,7 +147,7 @@ def test_a_file_that_comes_later(spawn: Spawn, path: Path) -> None:
     told = keys(child)
     assert (told.keys, told.problem, told.loaded_at) == ((), "", None)
     first = grow(path, Status.PRIMARY)
-    until(lambda: held(child) == {first.kid: "primary"})
+    soon(lambda: held(child) == {first.kid: "primary"})
 
 
 def test_the_default_place(spawn: Spawn, tmp_path: Path) -> None:
@@ -336,7 +333,7 @@ def test_a_hangup_reloads_and_ends_nothing(path: Path, tmp_path: Path, loop: str
         assert second.kid not in held(child)
         for _ in range(20):
             os.kill(popen.pid, signal.SIGHUP)
-        until(lambda: second.kid in held(child))
+        soon(lambda: second.kid in held(child))
         assert popen.poll() is None
     finally:
         popen.kill()

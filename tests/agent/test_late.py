@@ -19,6 +19,8 @@ import uvicorn
 from vllmops.agent import late
 from vllmops.agent.gate import Gate
 
+from ..support.waiting import until
+
 
 class Thing:
     """Something that passes for vLLM's own."""
@@ -160,11 +162,3 @@ def test_requests_that_began_before_are_counted(monkeypatch: pytest.MonkeyPatch)
         until(lambda: (gate.in_flight, len(gate.rendering)) == (0, 0))
         server.should_exit = True
         serving.join(10)
-
-
-def until(done: Callable[[], Any]) -> None:
-    for _ in range(500):
-        if done():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError

@@ -18,6 +18,8 @@ from vllmops.errors import VllmopsError
 from vllmops.protocol.engine import Answer
 from vllmops.rpc.agent import reach
 
+from ..support.waiting import until
+
 NOBODY = 65534
 Spawn = Callable[..., Any]
 
@@ -228,13 +230,6 @@ def test_bad_requests_are_told(spawn: Spawn, request_line: str, body: bytes, sta
         assert int(caller.recv(200).split()[1]) == status
     assert reach(child.process).hello().pid == child.process.pid
     assert "Traceback" not in child.end()
-
-
-def until(true: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 STARVE = """

@@ -18,6 +18,8 @@ import pytest
 from vllmops.attach import inject
 from vllmops.errors import VllmopsError
 
+from ..support.waiting import until
+
 pytestmark = pytest.mark.skipif(not inject.supported(), reason="x86-64 alone")
 
 # Threads that wait in every way that Python has; each says that it is right when it is let go.
@@ -87,14 +89,6 @@ def injected(target: inject.Target, tid: int, code: str) -> float:
     """In a thread of its own, as it is to be called."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(inject.inject, target, tid, code).result()
-
-
-def until(done: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 10
-    while not (result := done()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return result
 
 
 def says(file: Path, line: str) -> bool:

@@ -1,10 +1,9 @@
 """Measures every figure as a ratio against a rival in the same run, and prints them.
 
-    python benchmarks/run.py            all of them, more than half an hour, on a machine that does
-                                        nothing else
-    python benchmarks/run.py --short    the form for CI, 3 minutes: every measurement is made, few
-                                        times; only what is wrong by a multiple fails
-    python benchmarks/run.py --only cache --json figures.json
+    python tests/bench/run.py            all of them: more than half an hour, on an idle machine
+    python tests/bench/run.py --short    for CI, 3 minutes: each measurement is made a few times;
+                                         only a figure that is wrong by a multiple fails
+    python tests/bench/run.py --only cache --json figures.json
 
 Exit code 1 where a figure does not hold.
 """
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for `benchmarks` as a package
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tests.bench` is found
 
 from tests.bench import (
     agent,

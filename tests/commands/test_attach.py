@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from vllmops.errors import VllmopsError
 from vllmops.host.processes import Process, Role
 from vllmops.protocol import identity
 
+from ..support.waiting import until
 from .test_stacks import Tree, tree
 
 NOBODY = 65534
@@ -188,13 +189,6 @@ def test_a_gil_that_is_never_free_is_waited_for_in_vain(
     finally:
         greedy.kill()
         greedy.wait()
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 # On another machine than x86-64 Python 3.14 does it itself; there is neither where the tests run.

@@ -10,6 +10,8 @@ from typing import Any
 from vllmops.diagnose.doctor import checks
 from vllmops.host.shm import SHM
 
+from ..support.waiting import until
+
 # What a machine that runs tests has in /dev/shm is none of a server's business.
 OWN = ("--skip", "machine")
 
@@ -61,7 +63,7 @@ def test_processes_of_a_server_that_is_gone(lab: Any) -> None:
     listed = lab.vllmops("ps", "--json").data["instances"]
     engine = next(p["pid"] for row in listed for p in row["processes"] if p["role"] == "engine")
     lab.kill(server.pid)
-    lab.until(lambda: server.poll() is not None)
+    until(lambda: server.poll() is not None)
     answer = lab.vllmops("doctor", "-t", str(engine), "--json")
     assert "process.orphaned" in codes(answer)
     assert answer.code == 0

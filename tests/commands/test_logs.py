@@ -12,6 +12,8 @@ import pytest
 from vllmops.instances.logs import rotate
 from vllmops.instances.record import Folder
 
+from ..support.waiting import until
+
 
 def test_all_some_and_the_last(lab: Any) -> None:
     lab.serve("a")
@@ -42,7 +44,7 @@ def test_all_some_and_the_last(lab: Any) -> None:
 def test_one_that_is_over(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill(record.session)
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     for words in ((), ("-f",)):
         answer = lab.vllmops("logs", "a", *words)
         assert answer.code == 0
@@ -129,7 +131,7 @@ def test_the_log_is_rotated_while_it_serves(lab: Any, monkeypatch: Any) -> None:
         for _ in range(3):
             file.write("x" * 3000 + "\n")
             file.flush()
-            lab.until(lambda: path.stat().st_size < 2000)
+            until(lambda: path.stat().st_size < 2000)
     assert path.with_name("server.log.1").exists()
     assert lab.vllmops("logs", "a").out.count("x" * 3000) == 3
 

@@ -21,6 +21,8 @@ from vllmops.host.processes import Role
 from vllmops.memory import plot
 from vllmops.memory import record as memory
 
+from ..support.waiting import until
+
 Spawn = Callable[..., Any]
 QUICK = ("--interval", "0.1", "--duration", "2")
 # What a busy machine is too late for is left out.
@@ -42,13 +44,6 @@ def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
     popen = begin(*words, **env)
     out, err = popen.communicate(timeout=60)
     return subprocess.CompletedProcess(popen.args, popen.returncode, out, err)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def data(done: subprocess.CompletedProcess[str]) -> Any:

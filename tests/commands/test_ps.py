@@ -10,6 +10,8 @@ import pytest
 from vllmops.instances.record import Folder
 from vllmops.streams import UNSAFE
 
+from ..support.waiting import until
+
 KEYS = {"name", "state", "pid", "url", "model", "started_by_vllmops", "processes"}
 
 
@@ -42,7 +44,7 @@ def test_an_instance_and_a_stranger(lab: Any) -> None:
     os.kill(server.pid, signal.SIGSTOP)  # it still listens, and does not answer
     assert lab.vllmops("ps", "--json").data["instances"][1]["state"] == "not answering"
     lab.kill(server.pid)
-    lab.until(lambda: server.poll() is not None)
+    until(lambda: server.poll() is not None)
     orphans = lab.vllmops("ps", "--json").data["instances"][1]
     assert (orphans["state"], orphans["url"]) == ("orphaned", None)
     assert [p["role"] for p in orphans["processes"]] == ["engine", "worker"]
@@ -67,7 +69,7 @@ def test_those_that_are_over(lab: Any) -> None:
     lab.vllmops("stop", "a", "--force")
     record = lab.serve("b")
     lab.kill(record.session)
-    lab.until(lambda: lab.state("b") == "failed")
+    until(lambda: lab.state("b") == "failed")
     answer = lab.vllmops("ps", "--json")
     assert answer.data["instances"] == []
     assert "failed: b; vllmops ps --all" in answer.err

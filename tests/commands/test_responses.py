@@ -27,6 +27,8 @@ from vllmops.store.direct import Storage
 from vllmops.store.store import EVERYBODY, Query, Response, ResponseStore
 from vllmops.vllm_api.responses import Http, Place
 
+from ..support.waiting import until
+
 # They outlive a test, which ends whatever was started in its own state directory.
 pytestmark = pytest.mark.usefixtures("shared_servers", "stock", "gateway", "running")
 
@@ -483,11 +485,11 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.process = psutil.Popen([sys.executable, str(SERVED), str(port), *words])
-        deadline = time.monotonic() + 60
-        while not self.answers():
-            assert self.process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(self.up, 60)
+
+    def up(self) -> bool:
+        assert self.process.poll() is None
+        return self.answers()
 
     def answers(self) -> bool:
         try:

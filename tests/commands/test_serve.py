@@ -31,6 +31,8 @@ from vllmops.keys import file as keys
 from vllmops.store.opening import backend
 from vllmops.store.store import ResponseStore
 
+from ..support.waiting import until
+
 LOGS = Path(__file__).parents[1] / "instances" / "logs"
 NOBODY = 65534
 
@@ -73,7 +75,7 @@ def test_a_dry_run_can_be_pasted_into_a_shell(lab: Any) -> None:
     assert planned["environment"]["SPACED"] == "it's a [b]"
     server = subprocess.Popen(["sh", "-c", f"exec {answer.out}"], stdout=subprocess.DEVNULL)
     try:
-        lab.until(lambda: healthy(planned["url"]))
+        until(lambda: healthy(planned["url"]))
         said = Path(f"/proc/{server.pid}/cmdline").read_bytes().decode().split("\0")
         assert said[1:-1] == planned["command"][1:]
     finally:
@@ -404,7 +406,7 @@ def test_a_command_that_cannot_be_started(lab: Any) -> None:
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
     folder = Folder("a")
-    lab.until(lambda: not folder.supervised())
+    until(lambda: not folder.supervised())
     folder.write(msgspec.structs.replace(record, state="stopped", directory=f"{lab.home}/missing"))
     answer = lab.vllmops("restart", "a", "--json")
     assert answer.code == 1
@@ -438,16 +440,16 @@ def test_however_it_ends_nothing_is_left(lab: Any, number: signal.Signals, code:
     err = serve.communicate(timeout=30)[1]
     assert serve.returncode == code, err
     assert "Traceback" not in err
-    lab.until(lambda: lab.state("a") == "stopped")
+    until(lambda: lab.state("a") == "stopped")
     lab.nothing_left(record)
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: not Folder("a").supervised())
 
 
 def test_interrupted_while_it_starts(lab: Any) -> None:
     port = str(lab.free_port())
     command = [sys.executable, "-m", "vllmops", *lab.words("a", "--port", port, ready_s=60)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as serve:
-        lab.until(lambda: lab.state("a") and len(lab.record("a").processes) >= 3)
+        until(lambda: lab.state("a") and len(lab.record("a").processes) >= 3)
         record = lab.record("a")
         serve.send_signal(signal.SIGINT)
         serve.communicate(timeout=30)
@@ -468,10 +470,10 @@ def test_a_terminal_that_is_closed(lab: Any) -> None:
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - its terminal
     )
     os.close(theirs)
-    lab.until(lambda: lab.state("a") == "ready")
+    until(lambda: lab.state("a") == "ready")
     record = lab.record("a")
     os.close(ours)
-    lab.until(lambda: lab.state("a") == "stopped")
+    until(lambda: lab.state("a") == "stopped")
     assert serve.wait(10) != 0
     lab.nothing_left(record)
 
@@ -480,13 +482,13 @@ def test_it_goes_on_when_its_supervisor_dies(lab: Any) -> None:
     serve = lab.hold("a")
     record = lab.record("a")
     lab.kill(lab.supervisor("a"))
-    lab.until(lambda: Folder("a").supervised())
+    until(lambda: Folder("a").supervised())
     time.sleep(0.5)
     assert serve.poll() is None
     assert all(map(alive, record.processes))
     assert lab.state("a") == "ready"
     serve.send_signal(signal.SIGKILL)  # its successor holds on to it just as well
-    lab.until(lambda: lab.state("a") == "stopped")
+    until(lambda: lab.state("a") == "stopped")
     lab.nothing_left(record)
 
 
@@ -496,10 +498,10 @@ def test_both_die_at_once(lab: Any) -> None:
     supervisor = lab.supervisor("a")
     lab.kill(serve.pid)
     lab.kill(supervisor)
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: not Folder("a").supervised())
     assert any(map(alive, record.processes))  # nobody is left to know; the next command is
     lab.vllmops("ps")
-    lab.until(lambda: lab.state("a") in {"failed", "stopped"})
+    until(lambda: lab.state("a") in {"failed", "stopped"})
     lab.nothing_left(record)
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,8 @@ import pytest
 
 from vllmops.protocol import files
 from vllmops.protocol.stacks import StacksSnapshot
+
+from ..support.waiting import until
 
 TREE = """
 import ctypes, subprocess, sys, threading, time
@@ -225,10 +226,7 @@ def test_one_that_fails_is_told_and_the_others_are_dumped(tmp_path: Path) -> Non
 
 def test_progress_on_stderr_while_one_process_cannot_be_stopped(tmp_path: Path) -> None:
     with tree(tmp_path, "stuck") as server:
-        deadline = time.monotonic() + 10
-        while psutil.Process(server.pids[2]).status() != psutil.STATUS_DISK_SLEEP:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: psutil.Process(server.pids[2]).status() == psutil.STATUS_DISK_SLEEP)
         told = server.dump("--timeout", "3")
     assert "reading" in told.stderr
     assert "3 s at most" in told.stderr

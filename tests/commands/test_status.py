@@ -6,12 +6,14 @@ from typing import Any
 
 from vllmops.instances import takedown
 
+from ..support.waiting import until
+
 
 def test_one_screen(lab: Any) -> None:
     record = lab.serve("a")
     request = threading.Thread(target=urllib.request.urlopen, args=(f"{record.url}/slow/8",))
     request.start()
-    lab.until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     data = lab.vllmops("status", "--json").data
     assert data["instance"]["name"] == "a"
     assert data["stage"] == "ready"
@@ -43,7 +45,7 @@ def test_one_that_vllmops_did_not_start(lab: Any) -> None:
     assert "vllmops did not start it" in lab.vllmops("status", str(server.pid)).out
     lab.kill(server.pid)
     engine = next(p["pid"] for p in answer.data["instance"]["processes"] if p["role"] == "engine")
-    lab.until(lambda: server.poll() is not None)
+    until(lambda: server.poll() is not None)
     answer = lab.vllmops("status", str(engine))
     assert answer.code == 0
     assert "orphaned" in answer.out
@@ -56,7 +58,7 @@ def test_targets_that_are_none(lab: Any) -> None:
     assert (answer.code, answer.error["code"]) == (5, "target.unknown")
     record = lab.serve("a")
     lab.kill(record.session)
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     answer = lab.vllmops("status", "a", "--json")
     assert (answer.code, answer.error["code"]) == (5, "target.over")
     assert "SIGKILL" in answer.error["message"]

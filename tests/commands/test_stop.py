@@ -14,6 +14,8 @@ from vllmops.host.processes import alive
 from vllmops.instances import control, takedown
 from vllmops.instances.record import Folder
 
+from ..support.waiting import until
+
 
 def test_stop_an_instance(lab: Any) -> None:
     record = lab.serve("a")
@@ -38,7 +40,7 @@ def test_requests_in_flight_finish(lab: Any) -> None:
     url = f"{record.url}/slow/1"
     request = threading.Thread(target=lambda: done.append(urllib.request.urlopen(url).read()))
     request.start()
-    lab.until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     answer = lab.vllmops("stop", "a")
     request.join(5)
     assert done == [b"done"]
@@ -53,7 +55,7 @@ def test_requests_are_cut_off(lab: Any, words: list[str], note: str) -> None:
     record = lab.serve("a")
     request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/60",))
     request.start()
-    lab.until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     answer = lab.vllmops("stop", "a", *words, "--json")
     assert (answer.code, answer.data["note"]) == (0, note)
     request.join(5)
@@ -65,10 +67,10 @@ def test_a_second_stop_cuts_the_drain_short(lab: Any) -> None:
     record = lab.serve("a")
     request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/60",))
     request.start()
-    lab.until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     patient = threading.Thread(target=lab.vllmops, args=("stop", "a"))
     patient.start()
-    lab.until(lambda: lab.state("a") == "stopping")
+    until(lambda: lab.state("a") == "stopping")
     assert lab.vllmops("stop", "a", "--force").code == 0
     patient.join(10)
     request.join(10)
@@ -152,8 +154,8 @@ def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
     assert lab.vllmops("restart", "a").code == 0
     assert lab.record("a").port == before.port
     lab.kill(lab.record("a").session)
-    lab.until(lambda: lab.state("a") == "failed")
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: lab.state("a") == "failed")
+    until(lambda: not Folder("a").supervised())
     assert lab.vllmops("restart", "a").code == 0
     assert lab.record("a").failure is None
     lab.kill_supervisor("a")
@@ -167,7 +169,7 @@ def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
 def test_restart_what_is_just_being_taken_down(lab: Any, seen: str) -> None:
     before = lab.serve("a", stubborn=seen == "stopping")
     lab.kill(lab.process("a", "engine").pid)
-    lab.until(lambda: lab.state("a") == seen)
+    until(lambda: lab.state("a") == seen)
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.data["state"]) == (0, "ready"), answer
     after = lab.record("a")
@@ -180,7 +182,7 @@ def test_restart_what_somebody_else_stops(lab: Any) -> None:
     lab.serve("a", stubborn=True)
     supervisor = control.connect(Folder("a"))
     supervisor.send(control.Request(stop=0.0))
-    lab.until(lambda: lab.state("a") == "stopping")
+    until(lambda: lab.state("a") == "stopping")
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.data["state"]) == (0, "ready"), answer
 
@@ -209,14 +211,14 @@ def test_restart_in_the_foreground_keeps_its_holder(lab: Any) -> None:
     assert lab.record("a").session != before.session
     assert serve.poll() is None
     serve.kill()
-    lab.until(lambda: lab.state("a") == "stopped")
+    until(lambda: lab.state("a") == "stopped")
     assert lab.bind_error(before.port) is None
 
 
 def test_restart_where_the_port_is_taken_by_now(lab: Any, listener: int) -> None:
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: not Folder("a").supervised())
     Folder("a").write(msgspec.structs.replace(lab.record("a"), port=listener))
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.error["code"]) == (1, "port.taken")
@@ -237,7 +239,7 @@ def test_restart_what_vllmops_did_not_start(lab: Any) -> None:
 def test_restart_on_a_full_disk(full_disk: Any, lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: not Folder("a").supervised())
     full_disk()
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.error["code"]) == (1, "home.full")

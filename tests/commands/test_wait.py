@@ -6,6 +6,8 @@ from typing import Any
 
 from vllmops.instances.record import Folder
 
+from ..support.waiting import until
+
 
 def test_until_ready(lab: Any) -> None:
     lab.starting("a", ready_s=1.5)
@@ -52,7 +54,7 @@ def test_until_it_fails(lab: Any) -> None:
 def test_one_that_has_stopped_already(lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: not Folder("a").supervised())
     answer = lab.vllmops("wait", "a", "--for", "stopped", "--json")
     assert (answer.code, answer.data["state"]) == (0, "stopped")
     assert lab.vllmops("wait", "a", "--for", "ready").code == 5

@@ -28,6 +28,8 @@ from vllmops.instances.servers import resolve
 from vllmops.stacks import pyspy
 from vllmops.watch import watched
 
+from ..support.waiting import until
+
 Spawn = Callable[..., Any]
 QUICK = ("--interval", "0.2", "--checks", "3", "--patience", "1.5")
 SCHEDULER = """
@@ -77,11 +79,11 @@ class Watching:
         return self.err.read_text()
 
     def says(self, words: str, timeout_s: float = 40) -> None:
-        deadline = time.monotonic() + timeout_s
-        while words not in self.said:
-            assert self.popen.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.02)
+        def shown() -> bool:
+            assert words in self.said or self.popen.poll() is None, self.said
+            return words in self.said
+
+        until(shown, timeout_s, lambda: self.said)
 
     def end(self, timeout_s: float = 40) -> tuple[int, str]:
         out, _ = self.popen.communicate(timeout=timeout_s)
@@ -103,13 +105,6 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     for each in made:
         each.popen.kill()
         each.popen.communicate()
-
-
-def until(condition: Callable[[], object], timeout_s: float = 40) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def bundles(home: Path) -> list[Path]:
@@ -317,15 +312,15 @@ def said(lab: Any, name: str) -> list[str]:
 def test_serve_watches_until_its_end(lab: Any) -> None:
     record = lab.serve("a", "--watch-exec", "true")
     assert record.watch == ("--exec", "true")
-    lab.until(lambda: said(lab, "a"))
+    until(lambda: said(lab, "a"))
     assert said(lab, "a")[0].startswith("watching a")
     assert "watch" in lab.vllmops("status", "a").out
     first = holder(lab)
     lab.kill(first)
-    lab.until(lambda: len(said(lab, "a")) == 2)
+    until(lambda: len(said(lab, "a")) == 2)
     assert Folder("a").watched()
     lab.vllmops("stop", "a")
-    lab.until(lambda: not Folder("a").watched())
+    until(lambda: not Folder("a").watched())
     assert said(lab, "a")[-1].startswith("a has ended")
 
 
@@ -340,21 +335,21 @@ def lines_of(lab: Any) -> list[str]:
 
 def test_it_survives_the_supervisor_and_there_is_one(lab: Any) -> None:
     lab.serve("a", "--watch")
-    lab.until(lambda: said(lab, "a"))
+    until(lambda: said(lab, "a"))
     first = holder(lab)
     lab.kill_supervisor("a")
     assert Folder("a").watched()
     lab.vllmops("ps")
-    lab.until(lambda: lab.supervisor("a"))
+    until(lambda: lab.supervisor("a"))
     time.sleep(1.5)
     assert (holder(lab), len(said(lab, "a"))) == (first, 1)
     lab.vllmops("stop", "a")
-    lab.until(lambda: not Folder("a").watched())
+    until(lambda: not Folder("a").watched())
 
 
 def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
     popen = lab.hold("a", "--watch", "--quiet")
-    lab.until(lambda: said(lab, "a"))
+    until(lambda: said(lab, "a"))
     time.sleep(0.5)
     popen.send_signal(signal.SIGINT)
     out, _ = popen.communicate(timeout=40)

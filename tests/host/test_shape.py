@@ -13,6 +13,8 @@ from vllmops.host.shape import Shape, remove_dead, shape, shown, unix_path, unix
 from vllmops.instances import readiness
 from vllmops.vllm_api import http
 
+from ..support.waiting import until
+
 
 @pytest.mark.parametrize(
     ("words", "found"),
@@ -84,7 +86,7 @@ def test_a_unix_socket_that_was_left_does_not_hinder_a_restart(lab: Any) -> None
     path = lab.home / "a.sock"
     record = lab.serve("a", "--", "--uds", str(path))
     lab.kill(record.session)
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))  # as a server leaves it whose supervisor was killed with it
     answer = lab.vllmops("restart", "a")
@@ -107,7 +109,7 @@ def test_a_unix_socket_on_which_no_server_can_listen(lab: Any) -> None:
 def test_a_stranger_on_a_unix_socket(lab: Any) -> None:
     path = lab.home / "s.sock"
     lab.stranger_with("--uds", str(path))
-    lab.until(lambda: http.healthy(unix_url(str(path))))
+    until(lambda: http.healthy(unix_url(str(path))))
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["state"], row["uds"], row["port"]) == ("ready", str(path), None)
     assert lab.vllmops("stop", f"unix:{path}").code == 0
@@ -137,7 +139,7 @@ def test_a_headless_server(lab: Any, words: tuple[str, ...]) -> None:
 
 def test_a_headless_server_that_waits_for_its_head_is_not_ready(lab: Any) -> None:
     lab.starting("a", "--", "--headless", ready_s=600)
-    lab.until(lambda: len(lab.record("a").processes) == 3)
+    until(lambda: len(lab.record("a").processes) == 3)
     waited = lab.vllmops("wait", "a", "--timeout", "1")
     assert waited.code == 3
     assert lab.vllmops("stop", "a", "--force").code == 0
@@ -150,7 +152,7 @@ def test_stopped_before_it_was_ready(lab: Any) -> None:
     words = lab.words("a", "--detach", ready_s=600)
     serving = threading.Thread(target=lambda: answers.append(lab.vllmops(*words)))
     serving.start()
-    lab.until(lambda: lab.state("a") and len(lab.record("a").processes) == 3)
+    until(lambda: lab.state("a") and len(lab.record("a").processes) == 3)
     assert lab.vllmops("stop", "a", "--force").code == 0
     serving.join()
     (answer,) = answers

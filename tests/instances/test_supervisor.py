@@ -26,6 +26,8 @@ from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.protocol import identity
 
+from ..support.waiting import until
+
 
 @pytest.mark.parametrize("role", ["api", "engine", "worker"])
 def test_one_process_killed_takes_the_whole_server_down(lab: Any, role: str) -> None:
@@ -34,10 +36,10 @@ def test_one_process_killed_takes_the_whole_server_down(lab: Any, role: str) -> 
     victim = lab.process("a", role)
     began = time.monotonic()
     lab.kill(victim.pid)
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     assert time.monotonic() - began < 6
     lab.nothing_left(record)
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: not Folder("a").supervised())
     failure = lab.record("a").failure
     assert failure
     assert f"{role} (pid {victim.pid})" in failure.cause
@@ -55,14 +57,14 @@ def test_one_of_several_api_servers_killed(lab: Any) -> None:
     roles = sorted(p.role for p in record.processes)
     assert roles == ["api", "api", "engine", "launcher", "worker"]
     lab.kill(next(p.pid for p in record.processes if "APIServer_1" in p.title))
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
 
 
 def test_told_to_stop_by_somebody_else(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill(record.session, signal.SIGTERM)
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
     assert lab.record("a").exit_code == 0
     assert lab.record("a").failure.cause == "vLLM was told to stop by a signal, not by vllmops"
@@ -73,7 +75,7 @@ def test_a_segment_that_somebody_else_maps_stays(lab: Any) -> None:
     (name,) = record.segments
     with Path("/dev/shm", name).open("r+b"):
         lab.kill(record.session)
-        lab.until(lambda: lab.state("a") == "failed")
+        until(lambda: lab.state("a") == "failed")
         assert Path("/dev/shm", name).exists()
     assert not any(map(alive, record.processes))
 
@@ -82,7 +84,7 @@ def test_a_stray_process_goes_too(lab: Any) -> None:
     record = lab.serve("a", stray=True)
     (stray,) = [p for p in psutil.pids() if p != record.session and is_stray(p, record.session)]
     lab.kill(lab.process("a", "worker").pid)
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
     assert not alive(Process(Role.OTHER, stray, 0))
 
@@ -109,12 +111,12 @@ def test_serving_goes_on_without_the_supervisor_of_a_detached_server(lab: Any) -
     (row,) = first.data["instances"]
     assert (row["supervised"], row["state"]) == (False, "ready")
     assert "a was unsupervised; it is under supervision again" in first.err
-    lab.until(lambda: Folder("a").control.exists() and lab.supervisor("a"))
+    until(lambda: Folder("a").control.exists() and lab.supervisor("a"))
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["supervised"], row["state"], row["pid"]) == (True, "ready", record.session)
 
     lab.kill(lab.process("a", "engine").pid)  # the successor watches as the first one did
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
 
 
@@ -150,7 +152,7 @@ def test_everything_died_in_the_meantime(lab: Any) -> None:
     for process in record.processes:
         lab.kill(process.pid)
     assert lab.vllmops("ps").code == 0
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
     assert "while nothing supervised it" in lab.record("a").failure.cause
 
@@ -160,7 +162,7 @@ def test_only_the_root_died_in_the_meantime(lab: Any) -> None:
     lab.kill_supervisor("a")
     lab.kill(record.session)
     lab.vllmops("ps")
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
 
 
@@ -170,7 +172,7 @@ def test_the_supervisor_died_while_it_stopped_the_server(lab: Any) -> None:
     folder = Folder("a")
     folder.write(msgspec.structs.replace(lab.record("a"), state=State.STOPPING))
     lab.vllmops("ps")
-    lab.until(lambda: lab.state("a") == "stopped")
+    until(lambda: lab.state("a") == "stopped")
     lab.nothing_left(record)
 
 
@@ -178,7 +180,7 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
     """Its pids, and its session, are somebody else's by now: they must live on."""
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: not Folder("a").supervised())
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         reused = tuple(
@@ -191,8 +193,8 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
         folder.write(long_ago)
         (row,) = lab.vllmops("ps", "--all", "--json").data["instances"]
         assert row["processes"] == []
-        lab.until(lambda: lab.state("a") == "failed")
-        lab.until(lambda: not folder.supervised())
+        until(lambda: lab.state("a") == "failed")
+        until(lambda: not folder.supervised())
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -218,14 +220,14 @@ def test_a_clock_that_is_set_does_not_lose_the_server(lab: Any, hours: int) -> N
     folder.record_file.write_bytes(msgspec.json.encode({**content, **shifted}))
     lab.kill(record.session)  # what is left has the session as its only bond
     assert lab.vllmops("ps").code == 0
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
 
 
 def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: not Folder("a").supervised())
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         # The same numbers, even the same start after boot, and another boot.
@@ -234,7 +236,7 @@ def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
         folder = Folder("a")
         folder.write(msgspec.structs.replace(record, processes=(old,), session=bystander.pid))
         lab.vllmops("ps", "--all")
-        lab.until(lambda: lab.state("a") == "failed")
+        until(lambda: lab.state("a") == "failed")
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -254,7 +256,7 @@ def hold(lab: Any, name: str) -> control.Control:
 def test_a_holder_that_disconnects_takes_the_server_with_it(lab: Any) -> None:
     record = lab.serve("a")
     hold(lab, "a").close()
-    lab.until(lambda: lab.state("a") == "stopped")
+    until(lambda: lab.state("a") == "stopped")
     lab.nothing_left(record)
 
 
@@ -276,7 +278,7 @@ def test_who_still_listens_at_the_end_is_let_go_in_order(lab: Any) -> None:
     watchers = [control.connect(Folder("a")) for _ in range(3)]
     assert lab.vllmops("stop", "a", "--force").code == 0
     assert [list(each.records())[-1].state for each in watchers] == [State.STOPPED] * 3
-    lab.until(lambda: not Folder("a").supervised())
+    until(lambda: not Folder("a").supervised())
     assert "Traceback" not in Folder("a").supervisor_log.read_text()
 
 
@@ -318,7 +320,7 @@ def test_deleted_files_are_made_again(lab: Any, what: str) -> None:
         shutil.rmtree(folder.path)
     else:
         (folder.record_file if what == "record" else folder.lock_file).unlink()
-    lab.until(lambda: folder.record_file.exists() and folder.supervised())
+    until(lambda: folder.record_file.exists() and folder.supervised())
     assert lab.supervisor("a") == supervisor
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["name"], row["state"], row["supervised"]) == ("a", "ready", True)
@@ -338,7 +340,7 @@ def test_without_a_descriptor_left_nothing_is_taken_for_dead(lab: Any) -> None:
     lab.kill(lab.process("a", "engine").pid)
     time.sleep(3)
     resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
-    lab.until(lambda: lab.state("a") == "failed")
+    until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
 
 
@@ -348,12 +350,12 @@ def test_descriptors_run_out_while_it_stops(lab: Any) -> None:
     connection = control.connect(Folder("a"))
     next(connection.records())
     connection.send(Request(stop=0.0))
-    lab.until(lambda: lab.state("a") == "stopping")
+    until(lambda: lab.state("a") == "stopping")
     before = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
     resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, before[1]))
     time.sleep(3)
     resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
-    lab.until(lambda: lab.state("a") in {"stopped", "failed"})
+    until(lambda: lab.state("a") in {"stopped", "failed"})
     lab.nothing_left(record)
 
 
@@ -361,7 +363,7 @@ def test_many_clients_do_not_use_up_its_descriptors(lab: Any) -> None:
     record = lab.serve("a")
     clients = [control.connect(Folder("a")) for _ in range(300)]
     descriptors = Path(f"/proc/{lab.supervisor('a')}/fd")
-    lab.until(lambda: len(list(descriptors.iterdir())) < 150)
+    until(lambda: len(list(descriptors.iterdir())) < 150)
     assert lab.vllmops("stop", "a", timeout_s=20).code == 0
     lab.nothing_left(record)
     for each in clients:
@@ -373,7 +375,7 @@ def test_its_own_log_is_bounded(lab: Any) -> None:
     log = Folder("a").supervisor_log
     with log.open("a") as file:
         file.write("x" * (2**20 + 1))
-    lab.until(lambda: log.stat().st_size < 2**20)
+    until(lambda: log.stat().st_size < 2**20)
     assert log.with_name("supervisor.log.1").stat().st_size > 2**20
 
 
@@ -389,7 +391,7 @@ def test_a_full_disk_does_not_stop_the_supervisor(full_disk: Callable[[], None],
     answer = lab.vllmops("stop", "a", "--json")
     assert (answer.code, answer.data["state"]) == (0, "stopped")
     lab.nothing_left(record)
-    lab.until(lambda: not psutil.pid_exists(supervisor) or zombie(supervisor))
+    until(lambda: not psutil.pid_exists(supervisor) or zombie(supervisor))
     # The record could not be written; it must not make anybody believe that the server runs.
     (lab.home / "filler").unlink()
     (row,) = lab.vllmops("ps", "--all", "--json").data["instances"]
@@ -400,8 +402,8 @@ def test_a_server_dies_on_a_full_disk(full_disk: Callable[[], None], lab: Any) -
     record = lab.serve("a")
     full_disk()
     lab.kill(lab.process("a", "engine").pid)
-    lab.until(lambda: not any(map(alive, record.processes)))
-    lab.until(lambda: not Path("/dev/shm", record.segments[0]).exists())
+    until(lambda: not any(map(alive, record.processes)))
+    until(lambda: not Path("/dev/shm", record.segments[0]).exists())
     lab.nothing_left(record)
 
 
@@ -424,6 +426,6 @@ def test_a_wish_that_can_not_be_read_leaves_no_client_behind(lab: Any) -> None:
             while client.recv(1 << 16):
                 pass
     # Who held it has gone, so it is taken down.
-    lab.until(lambda: lab.state("a") == "stopped")
+    until(lambda: lab.state("a") == "stopped")
     log = (folder.path / "supervisor.log").read_text()
     assert log.count("RecursionError") == 1

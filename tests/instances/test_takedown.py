@@ -17,6 +17,8 @@ from vllmops.instances import takedown
 from vllmops.instances.takedown import drain, kill, members, take_down
 from vllmops.protocol import identity
 
+from ..support.waiting import until
+
 
 def sleeper(**options: Any) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(["sleep", "60"], **options)
@@ -130,7 +132,7 @@ def test_a_drain_waits_for_requests_in_flight(lab: Any) -> None:
     said: list[str] = []
     request = threading.Thread(target=urllib.request.urlopen, args=(f"{url}/slow/1",))
     request.start()
-    lab.until(lambda: takedown.in_flight(tree, url) == 1)
+    until(lambda: takedown.in_flight(tree, url) == 1)
     assert drain(tree, url, 20, said.append) == "drained"
     request.join(1)
     assert not request.is_alive()
@@ -143,7 +145,7 @@ def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
     tree = processes.tree(processes.table(), [server.pid])
     cut = threading.Thread(target=lab.cut_off, args=(f"{url}/slow/60",))
     cut.start()
-    lab.until(lambda: takedown.in_flight(tree, url) == 1)
+    until(lambda: takedown.in_flight(tree, url) == 1)
     began = time.monotonic()
     assert drain(tree, url, 0.3, lambda _: None) == "requests cut off: 1"
     assert drain(tree, url, 60, lambda _: None, hurry=lambda: True).startswith("requests cut off")

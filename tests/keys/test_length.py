@@ -18,6 +18,8 @@ import pytest
 from vllmops.keys import carrier
 from vllmops.keys.ring import fresh, only
 
+from ..support.extent import EVERYTHING
+
 RING = only(fresh())
 ALPHABET = string.ascii_uppercase + string.digits
 KNOWN = "The door code is "
@@ -58,6 +60,10 @@ PLACES: dict[str, Callable[[str, str], list[Item]]] = {
     "another part": lambda secret, said: [message("user", secret, said)],
     "another part of an output": lambda secret, said: [output(secret, said)],
 }
+
+
+# The attack takes a while: without --all it is tried on these.
+ATTACKED = [*PLACES] if EVERYTHING else ["developer", "tool output", "another part"]
 
 
 def length(history: list[Item]) -> int:
@@ -136,7 +142,7 @@ def test_what_one_says_has_no_effect_on_what_another_takes(place: str) -> None:
     assert len({difference // 4 for difference in differences}) == 1  # base64's own rounding
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ATTACKED)
 def test_the_attack_finds_nothing(place: str) -> None:
     """Fillers sweep a whole bucket, so that its edge is among them."""
     guess, count = attacked(partial(PLACES[place], SECRET), length, tries=32, step=9)

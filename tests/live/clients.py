@@ -17,7 +17,8 @@ from vllmops.host.processes import Process, Role
 from vllmops.protocol import identity
 from vllmops.rpc import agent
 
-from .conftest import Live, until
+from ..support.waiting import until
+from .conftest import Live
 
 MODEL = "demo-text"
 # Renders all that a message may hold, so that what is missing makes a shorter prompt.

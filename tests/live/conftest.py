@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ import psutil
 import pytest
 
 from vllmops.host import shm
+
+from ..support.waiting import until
 
 START_TIMEOUT_S = 300
 SOAKED = (
@@ -203,17 +204,6 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def until(
-    done: Callable[[], Any], timeout_s: float = 60, tell: Callable[[], Any] = lambda: ""
-) -> Any:
-    """Wait for a condition; returns what it gave."""
-    deadline = time.monotonic() + timeout_s
-    while not (result := done()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {tell()}"
-        time.sleep(0.1)
-    return result
 
 
 def kill(pid: int) -> None:

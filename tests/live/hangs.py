@@ -24,7 +24,8 @@ from vllmops.instances.servers import resolve
 from vllmops.rpc import agent
 from vllmops.vllm_api import http as web
 
-from .conftest import Launched, Stock, kill, until
+from ..support.waiting import until
+from .conftest import Launched, Stock, kill
 from .test_cache import FEW_IMAGES_GB
 from .test_hang import drifted, leave_ghost
 

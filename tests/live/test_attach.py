@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import SHM, Cli, Launched, Live, Ran, Stock, alive, launch, until
+from ..support.waiting import until
+from .conftest import SHM, Cli, Launched, Live, Ran, Stock, alive, launch
 from .test_cache import FEW_IMAGES_GB, told_as
 from .test_hang import Requests, ghosts, leave_ghost, old_code, text
 

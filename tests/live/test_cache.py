@@ -26,7 +26,8 @@ from vllmops.protocol import identity
 from vllmops.protocol.caches import EncoderCache
 from vllmops.rpc import agent
 
-from .conftest import Live, Ran, until
+from ..support.waiting import until
+from .conftest import Live, Ran
 
 FEW_IMAGES_GB = "0.00008"  # of the demo model's, some five
 

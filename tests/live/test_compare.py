@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from .conftest import until
+from ..support.waiting import until
 from .test_cache import ask, compare, found, load
 
 

@@ -11,7 +11,8 @@ import httpx
 import psutil
 import pytest
 
-from .conftest import Cli, Live, PlugIn, side_by_side, until
+from ..support.waiting import until
+from .conftest import Cli, Live, PlugIn, side_by_side
 from .test_cache import FEW_IMAGES_GB, ask, look, settled, side
 
 PATCHES = ("mm-lru-ghost-keys", "mm-lru-stale-eviction", "request-hash-cycle")

@@ -36,6 +36,7 @@ from pydantic import BaseModel
 from vllmops.store.store import GONE
 
 from ..support.databases import Server, Servers, folder_for_servers, postgres_parts
+from ..support.waiting import until
 from .clients import (
     CARRY,
     LENGTH,
@@ -60,7 +61,7 @@ from .clients import (
     talkative,
     there,
 )
-from .conftest import Cli, Live, kill, ringed, side_by_side, until
+from .conftest import Cli, Live, kill, ringed, side_by_side
 
 # How long a call to a store that is down may take: the store's own deadline, and a busy machine.
 BOUND_S = 10

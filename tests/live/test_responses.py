@@ -27,6 +27,7 @@ import pytest
 from vllmops.keys import carrier, file
 from vllmops.keys.ring import Ring, Secret, only
 
+from ..support.waiting import until
 from . import clients
 from .clients import (
     CARRY,
@@ -49,7 +50,7 @@ from .clients import (
     talkative,
     told,
 )
-from .conftest import Cli, Live, kill, until
+from .conftest import Cli, Live, kill
 
 TOOL = {
     "type": "function",

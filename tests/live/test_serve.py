@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from .conftest import Cli, Live, Ran, kill, until
+from ..support.waiting import until
+from .conftest import Cli, Live, Ran, kill
 from .test_cache import show_three, told_as
 
 MODEL = "demo-vision"

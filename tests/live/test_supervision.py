@@ -13,7 +13,8 @@ import threading
 
 import pytest
 
-from .conftest import Ahead, Cli, Live, kill, until
+from ..support.waiting import until
+from .conftest import Ahead, Cli, Live, kill
 
 
 class Foreground:

@@ -20,6 +20,8 @@ from vllmops.protocol.engine import Answer
 from vllmops.rpc import agent
 from vllmops.rpc.agent import beat, reach, side_by_side
 
+from ..support.waiting import until
+
 NOBODY = 65534
 Spawn = Callable[..., Any]
 
@@ -281,10 +283,3 @@ def test_damaged_heartbeat_is_none(spawn: Spawn) -> None:
         assert beat(child.process) is None
     child.beat.unlink()
     assert beat(child.process) is None
-
-
-def until(true: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -21,6 +21,8 @@ from vllmops.protocol import files, identity
 from vllmops.protocol.stacks import Options, ProcessStacks, StacksSnapshot
 from vllmops.stacks import pyspy
 
+from ..support.waiting import until
+
 # PR_SET_PTRACER_ANY: with Yama's ptrace_scope 1 a sibling may not look into a process otherwise.
 READABLE = "import ctypes; ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))\n"
 
@@ -111,17 +113,11 @@ def state(pid: int) -> str:
 def until_spun(pid: int, seconds: float) -> None:
     """Wait until a process has used so much more of a core."""
     wanted = psutil.Process(pid).cpu_times().user + seconds
-    deadline = time.monotonic() + 10
-    while psutil.Process(pid).cpu_times().user < wanted:
-        assert time.monotonic() < deadline, "it does not spin"
-        time.sleep(0.01)
+    until(lambda: psutil.Process(pid).cpu_times().user >= wanted)
 
 
 def until_state(pid: int, wanted: str) -> None:
-    deadline = time.monotonic() + 10
-    while state(pid) != wanted:
-        assert time.monotonic() < deadline, f"{state(pid)} and not {wanted}"
-        time.sleep(0.01)
+    until(lambda: state(pid) == wanted, explain=lambda: f"{state(pid)} and not {wanted}")
 
 
 def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
@@ -204,9 +200,7 @@ def test_a_pid_reused_while_it_is_dumped(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_zombie() -> None:
     with python("import os, time; print('up', flush=True); os.fork() or os._exit(0); "
                 "time.sleep(1000)") as target:  # fmt: skip
-        deadline = time.monotonic() + 10
-        while not (children := psutil.Process(target.pid).children()):
-            assert time.monotonic() < deadline
+        children = until(psutil.Process(target.pid).children)
         until_state(children[0].pid, psutil.STATUS_ZOMBIE)
         stacks = dump(children[0].pid)
     assert code(stacks) == "stacks.zombie"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -13,30 +12,9 @@ from typing import Any
 
 import pytest
 
-from ..support import databases
-from ..support.databases import Server, Servers, folder_for_servers
+from ..support.databases import Server, Servers
 
 WRITER = Path(__file__).with_name("writer.py")
-
-
-@pytest.fixture(scope="session")
-def server_folder() -> Iterator[Path]:
-    folder = folder_for_servers()
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def postgres_parts(server_folder: Path) -> tuple[Path, Path]:
-    """Where PostgreSQL's programs are, and a directory of data to copy."""
-    return databases.postgres_parts(server_folder)
-
-
-@pytest.fixture(scope="session")
-def shared_servers(postgres_parts: tuple[Path, Path]) -> Iterator[dict[str, Server]]:
-    servers = Servers(postgres_parts)
-    yield {kind: servers.add(kind) for kind in ("postgresql", "redis")}
-    servers.end()
 
 
 @pytest.fixture
@@ -45,15 +23,6 @@ def servers(postgres_parts: tuple[Path, Path]) -> Iterator[Servers]:
     servers = Servers(postgres_parts)
     yield servers
     servers.end()
-
-
-@pytest.fixture(params=["sqlite", "postgresql", "redis"])
-def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A store that several processes can use; nothing is in it yet."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/responses.db"
-    server: Server = request.getfixturevalue("shared_servers")[request.param]
-    return f"{server.url}?namespace=t{time.time_ns()}"
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgresql", "redis"])

@@ -8,7 +8,7 @@ import logging
 import resource
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,9 @@ from vllmops.store.memory import Memory
 from vllmops.store.sqlite import Sqlite, Worker, transaction
 from vllmops.store.store import ResponseStore
 
+from ..support.waiting import until_async
+
 RUN = Response(id="resp_1", owner="", model="m", status="in_progress", body=b"{}")
-
-
-async def until(done: Callable[[], bool]) -> None:
-    while not done():  # noqa: ASYNC110 - what is waited for knows of no event
-        await asyncio.sleep(0.02)
 
 
 class Faulty(Memory):
@@ -60,7 +57,7 @@ def test_the_heartbeat_goes_on(
             await store.create(RUN)
             stopped = asyncio.Event()
             store.attend(RUN, stopped.set)
-            await until(lambda: backend.calls >= 4)
+            await until_async(lambda: backend.calls >= 4)
             backend.broken = False
             await asyncio.sleep(2.5)
             found = await store.get("", RUN.id)
@@ -94,7 +91,7 @@ def test_sweeping_goes_on_and_hinders_no_heartbeat(
             await store.create(RUN)
             stopped = asyncio.Event()
             store.attend(RUN, stopped.set)
-            await until(lambda: backend.swept >= 3)
+            await until_async(lambda: backend.swept >= 3)
             await store.delete("", RUN.id)
             await asyncio.wait_for(stopped.wait(), 2)
 
@@ -112,7 +109,7 @@ def test_what_a_run_raises_when_it_is_stopped_is_told(caplog: pytest.LogCaptureF
             await store.create(RUN)
             store.attend(RUN, stop)
             await store.delete("", RUN.id)
-            await until(lambda: not store.attended)
+            await until_async(lambda: not store.attended)
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(asyncio.wait_for(play(), 20))

@@ -17,7 +17,8 @@ import redis
 from vllmops.store import opening
 from vllmops.store.store import Response, ResponseStore, StoreUnavailable
 
-from ..support.databases import LOCAL, Servers, until
+from ..support.databases import LOCAL, Servers
+from ..support.waiting import until
 
 OVER_S = 5.0
 # What a call may take, and more on a busy machine.

@@ -9,9 +9,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,8 @@ import psutil
 import redis
 
 from vllmops.host import shm
+
+from ..support.waiting import until
 
 LOCAL = "127.0.0.1"
 # The server is trusted with as little as its tests need.
@@ -58,11 +59,12 @@ class Server:
             self.process = psutil.Popen(
                 self.words(), stdout=log, stderr=log, cwd=self.folder, **lower()
             )
-        deadline = time.monotonic() + 30
-        while not self.answers():
-            assert self.process.poll() is None, (self.folder / "log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(self.up, 30)
+
+    def up(self) -> bool:
+        assert self.process
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        return self.answers()
 
     def answers(self) -> bool:
         raise NotImplementedError
@@ -260,14 +262,6 @@ def followed(replica: ValkeyServer, name: str) -> bool:
     return False
 
 
-def until(done: Callable[..., object], *given: Any) -> None:
-    """Wait for something to become so."""
-    deadline = time.monotonic() + 20
-    while not done(*given):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 class Servers:
     """Makes servers, and ends them."""
 
@@ -298,8 +292,8 @@ class Servers:
             self.start(SentinelServer(folder_for_servers(), primary, quorum)) for _ in range(count)
         ]
         for each in made:
-            until(each.told, "REPLICAS", 1)
-            until(each.told, "SENTINELS", count - 1)
+            until(partial(each.told, "REPLICAS", 1))
+            until(partial(each.told, "SENTINELS", count - 1))
         return made
 
     def cluster(self) -> list[ValkeyServer]:
@@ -313,13 +307,13 @@ class Servers:
         for each in made[1:]:
             each.ask("CLUSTER", "MEET", LOCAL, made[0].port)
         for each in made:
-            until(each.says, "known_nodes:6")
+            until(partial(each.says, "known_nodes:6"))
         for primary, replica in zip(made[:3], made[3:], strict=True):
             name = primary.ask("CLUSTER", "MYID")
-            until(followed, replica, name)
+            until(partial(followed, replica, name))
             until(replica.connected)
         for each in made:
-            until(each.says, "state:ok")
+            until(partial(each.says, "state:ok"))
         return made
 
     def start(self, server: S) -> S:

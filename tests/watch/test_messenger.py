@@ -18,6 +18,8 @@ from vllmops.protocol.watch import Event
 from vllmops.watch import messenger
 from vllmops.watch.messenger import Hook, Messenger, Webhook
 
+from ..support.waiting import until
+
 EVENT = Event(
     event="stalled",
     at=1e9,
@@ -97,13 +99,6 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Receiver:
