@@ -102,6 +102,7 @@ def test() -> None:
     """Everything that CI checks."""
     run("ruff", "format", "--check", ".")
     run("ruff", "check", ".")
+    run("lint-imports")
     run("mypy")
     # Tests wait more than they work, for servers to start above all; a file's live ones share some.
     for workers, way, which in (

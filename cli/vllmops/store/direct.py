@@ -6,9 +6,9 @@ import asyncio
 from typing import Self
 
 from ..errors import Exit, VllmopsError
-from ..vllm_api.responses import Outcome, failed, refused, unknown
 from . import opening
 from .backend import Limits
+from .source import Outcome, failed, refused, unknown
 from .store import (
     EVERYBODY,
     Events,

@@ -17,7 +17,7 @@ from ..protocol.keys import ProcessKeys
 from ..rpc.agent import DECODERS
 from ..store.urls import shown
 from . import http
-from .responses import Place
+from .place import Place
 
 # As long as a server waits for whoever else changes its keyring, and some.
 TIMEOUT_S = 15.0
