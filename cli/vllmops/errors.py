@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .codes import ErrorCode
 
 
 class Exit(IntEnum):
@@ -27,7 +31,7 @@ class VllmopsError(Exception):
     """An error that a person can act on.
 
     Args:
-        code: a stable word for scripts, such as ``target.unknown``.
+        code: a stable word for scripts, such as ``target.unknown``; the name of its page, too.
         message: what is wrong, naming the thing that is.
         hint: what puts it right, best as a command; empty where nothing does.
         exit_code: the process's exit code.
@@ -36,7 +40,7 @@ class VllmopsError(Exception):
 
     def __init__(
         self,
-        code: str,
+        code: ErrorCode,
         message: str,
         hint: str = "",
         *,
@@ -44,7 +48,7 @@ class VllmopsError(Exception):
         data: object = None,
     ) -> None:
         super().__init__(message)
-        self.code = code
+        self.code: ErrorCode = code
         self.message = message
         self.hint = hint
         self.exit_code = exit_code

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from .codes import ErrorCode
 from .errors import Exit, VllmopsError, needs_linux
 
 FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
@@ -174,7 +175,7 @@ def check(path: Path) -> None:
 def not_written(
     path: Path,
     error: OSError,
-    code: str = "file.not-written",
+    code: ErrorCode = "file.not-written",
     hint: str = "choose another place with --save",
 ) -> VllmopsError:
     """The error of a file that could not be written, which is as it was."""

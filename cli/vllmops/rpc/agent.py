@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..codes import ErrorCode
 from ..errors import Exit, VllmopsError
 from ..files import peer, read_private
 from ..home import home, user
@@ -313,7 +314,7 @@ def untold(process: Process, error: VllmopsError) -> Silent:
     )
 
 
-def nobody(code: str, what: str, silent: Sequence[Silent]) -> VllmopsError:
+def nobody(code: ErrorCode, what: str, silent: Sequence[Silent]) -> VllmopsError:
     """One error for all who did not tell, where nothing can be done without them.
 
     Args:
@@ -479,14 +480,17 @@ def decode(process: Process, content: bytes, kind: type[A]) -> A:
             return answer
     except DAMAGE as error:
         raise broken(process, f"its answer can't be read: {error}") from error
-    age = "older" if schema < SCHEMA else "newer"
+    schemas = f"(its schema is {schema}, this one's is {SCHEMA})"
+    if schema < SCHEMA:
+        raise VllmopsError(
+            "agent.older",
+            f"the agent of {name(process)} is older than this vllmops {schemas}",
+            "restart the server, so that it loads this vllmops",
+        )
     raise VllmopsError(
-        f"agent.{age}",
-        f"the agent of {name(process)} is {age} than this vllmops "
-        f"(it speaks schema {schema}, this {SCHEMA})",
-        "restart the server, so that it loads this vllmops"
-        if age == "older"
-        else "use the vllmops that the server has",
+        "agent.newer",
+        f"the agent of {name(process)} is newer than this vllmops {schemas}",
+        "use the vllmops that the server has",
     )
 
 

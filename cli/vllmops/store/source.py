@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 import msgspec
 
+from ..codes import ErrorCode
 from ..errors import Exit, VllmopsError
 from .store import Events, Page, Query, Response
 
@@ -24,7 +25,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     done: bool
     told: str
-    code: str = ""
+    code: ErrorCode | Literal[""] = ""
     exit_code: int = Exit.OK
 
 

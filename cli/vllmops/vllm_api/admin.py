@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from ..codes import known
 from ..errors import Exit, VllmopsError
 from ..host.listeners import distrust
 from ..keys import admin_token as admin
@@ -116,9 +117,10 @@ def refused(place: Place, why: Refusal) -> VllmopsError:
     """A server's refusal, as an error here."""
     if why.code == "admin.refused":
         return VllmopsError(
-            why.code,
+            "admin.refused",
             f"{place.name} has another admin token",
             "--admin-token with a copy of the file that it was started with",
             exit_code=Exit.NOT_AUTHORISED,
         )
-    return VllmopsError(why.code, f"{place.name}: {why.message}", why.hint)
+    code = known(why.code, "admin.failed")
+    return VllmopsError(code, f"{place.name}: {why.message}", why.hint)
