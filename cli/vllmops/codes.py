@@ -209,4 +209,4 @@ def known(code: str, otherwise: ErrorCode) -> ErrorCode:
         code: what the other side sent.
         otherwise: the code to use where this vllmops does not know it.
     """
-    return next((each for each in CODES if each == code), otherwise)
+    return next((own for own in CODES if own == code), otherwise)

@@ -280,7 +280,7 @@ def unreadable(path: Path, error: Exception) -> VllmopsError:
     return VllmopsError(
         "file.unreadable",
         f"{spelt(path)} can't be read: {why}",
-        "do it as the user whose file it is"
+        "run vllmops as the owner of the file"
         if isinstance(error, PermissionError)
         else "check the name of the file",
         exit_code=denied(error),
@@ -290,7 +290,7 @@ def unreadable(path: Path, error: Exception) -> VllmopsError:
 def too_large(path: Path, most: int) -> VllmopsError:
     return VllmopsError(
         "file.too-large",
-        f"{spelt(path)} is larger than {most >> 20} MiB, the most that is read here",
+        f"{spelt(path)} is larger than the limit of {most >> 20} MiB",
         "check the name of the file",
     )
 

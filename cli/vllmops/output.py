@@ -148,7 +148,10 @@ def confirm(question: str, hint: str) -> None:
     """
     if not sys.stdin.isatty():
         raise VllmopsError(
-            "unconfirmed", f"{question} Nobody is there to answer", hint, exit_code=Exit.USAGE
+            "unconfirmed",
+            f"{question} Standard input is not a terminal, so vllmops can't ask",
+            hint,
+            exit_code=Exit.USAGE,
         )
     if not typer.confirm(printable(question), err=True):
         raise VllmopsError("unconfirmed", "nothing was done", hint)

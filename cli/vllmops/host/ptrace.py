@@ -110,7 +110,7 @@ def refusal(
             hint = f"docker exec -u {rights.target_uid} CONTAINER {again}, or {grant}"
         return VllmopsError(
             "attach.other-user" if attach else "stacks.other-user",
-            f"pid {pid} belongs to {owner} and we are {user(rights.uid)}, without CAP_SYS_PTRACE",
+            f"pid {pid} belongs to {owner} and you are {user(rights.uid)}, without CAP_SYS_PTRACE",
             hint,
         )
     if rights.ptrace_scope:

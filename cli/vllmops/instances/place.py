@@ -43,7 +43,7 @@ def place(target: str | None) -> Place:
 def last(target: str | None) -> Record | None:
     """The record of an instance that does not run, as named, or the only one."""
     records = [server.record for server in find() if server.record]
-    named = [each for each in records if target in {None, each.name}]
+    named = [record for record in records if target in {None, record.name}]
     return named[0] if len(named) == 1 else None
 
 
@@ -57,6 +57,7 @@ def glance(target: str | None) -> Place | None:
     """The same in no time, None where it takes more: for completion."""
     if target and "://" in target:
         return place(target)
-    running = [each for each in ([Folder(target)] if target else folders()) if each.supervised()]
+    named = [Folder(target)] if target else folders()
+    running = [folder for folder in named if folder.supervised()]
     record = running[0].read() if len(running) == 1 else None
     return Place(record.url, record.name) if record and record.url else None

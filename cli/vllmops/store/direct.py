@@ -44,7 +44,7 @@ class Storage:
         if url.partition(":")[0] == "memory":
             raise VllmopsError(
                 "usage",
-                "memory:// is a server's own, and nobody else gets at it",
+                "a memory:// store is inside its server, and no other process can open it",
                 "ask the server: -t TARGET",
                 exit_code=Exit.USAGE,
             )
@@ -63,7 +63,7 @@ class Storage:
             raise VllmopsError(
                 "store.none",
                 f"there is no store at {self.name}",
-                "the URL that its server was given with --store; vllmops ps --all lists instances",
+                "give the URL that its server has for --store; vllmops ps --all lists instances",
                 exit_code=Exit.NOT_FOUND,
             )
         await self.store.open()

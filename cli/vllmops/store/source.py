@@ -76,7 +76,7 @@ def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
     return VllmopsError(
         "responses.unknown",
         f"{name} has no response {response_id!r}{route}",
-        "vllmops responses list; another API key's are not shown",
+        "vllmops responses list shows the responses of your API key",
         exit_code=Exit.NOT_FOUND,
     )
 

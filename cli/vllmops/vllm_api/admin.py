@@ -60,16 +60,16 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
     if not (place.local or plain or urlsplit(place.url).scheme == "https"):
         raise VllmopsError(
             "admin.plain",
-            f"{shown(place.url)} is plain HTTP to another machine: whoever listens would have the "
-            "keys",
-            "https://…, or a tunnel to it; --plain where nobody listens",
+            f"{shown(place.url)} is plain HTTP to another machine: anybody on the network could "
+            "read the keys",
+            "use https:// or a tunnel; use --plain only on a network that nobody can listen to",
             exit_code=Exit.USAGE,
         )
     if why := distrust(place.url):
         raise VllmopsError(
             "admin.other-user",
             f"the admin token and the keys are not sent to {place.url}: {why}",
-            "vllmops ps shows what runs; do it as the user who started the server",
+            "vllmops ps shows what runs; run vllmops as the user who started the server",
             exit_code=Exit.NOT_AUTHORISED,
         )
     try:
@@ -89,14 +89,14 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         raise VllmopsError(
             "admin.timeout",
             f"{place.name} did not answer within {TIMEOUT_S:g} s; it may have taken the keys",
-            "try again: it takes none twice",
+            "try again: the server does not take the same keys twice",
             exit_code=Exit.TIMED_OUT,
         ) from error
     except httpx.HTTPError as error:
         raise VllmopsError(
             "admin.unreachable",
             f"{shown(place.url)} can't be reached: {str(error) or type(error).__name__}",
-            "-t with the server's URL",
+            "check the URL after -t, and that the server runs",
             exit_code=Exit.NOT_FOUND,
         ) from error
     try:
@@ -108,7 +108,7 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         # vLLM's own answer, or a gateway's.
         raise VllmopsError(
             "admin.no-route",
-            f"{place.name} takes no keys from afar: it answered {answer.status_code}",
+            f"{place.name} has no admin routes: it answered {answer.status_code}",
             "start it with vllmops serve --admin-token FILE",
         ) from error
 
@@ -118,8 +118,8 @@ def refused(place: Place, why: Refusal) -> VllmopsError:
     if why.code == "admin.refused":
         return VllmopsError(
             "admin.refused",
-            f"{place.name} has another admin token",
-            "--admin-token with a copy of the file that it was started with",
+            f"{place.name} rejected the admin token",
+            "--admin-token with a copy of the file that the server was started with",
             exit_code=Exit.NOT_AUTHORISED,
         )
     code = known(why.code, "admin.failed")

@@ -100,7 +100,7 @@ class Http:
             listing = LISTING.decode(self.good(answer, "list responses").content)
         except shape.BROKEN as error:
             raise self.lacking("list responses") from error
-        return Page([made(bytes(each)) for each in listing.data], listing.has_more)
+        return Page([made(bytes(entry)) for entry in listing.data], listing.has_more)
 
     async def get(self, response_id: str) -> Response:
         answer = await self.ask("GET", path(response_id))
@@ -119,23 +119,24 @@ class Http:
             answer = await self.ask(
                 "GET", f"{path(response.id)}/input_items", limit=LIMIT, order="asc", **after
             )
-            await self.expect(answer, response.id, "tell the input of a response")
+            await self.expect(answer, response.id, "list the input of a response")
             try:
-                listing = LISTING.decode(self.good(answer, "tell the input of a response").content)
+                listing = LISTING.decode(self.good(answer, "list the input of a response").content)
             except shape.BROKEN as error:
-                raise self.lacking("tell the input of a response") from error
+                raise self.lacking("list the input of a response") from error
             found += listing.data
             if not listing.has_more or not listing.last_id or not listing.data:
                 return msgspec.json.encode(found)
             if listing.last_id in seen:
                 raise VllmopsError(
-                    "responses.refused", f"{self.name} gives the same part of an input for ever"
+                    "responses.refused",
+                    f"{self.name} returns the same page of an input again and again",
                 )
             seen.add(listing.last_id)
             after = {"after": listing.last_id}
 
     async def events(self, response: Response) -> list[Events]:
-        doing = "tell the events of a response"
+        doing = "stream the events of a response"
         found: list[Events] = []
         rest = b""
         silence_s = SILENCE_S if response.running else self.timeout_s
@@ -152,9 +153,9 @@ class Http:
                     self.good(self.allowed(answer), doing)
                     raise self.lacking(doing)
                 async for part in answer.aiter_bytes():
-                    *whole, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
-                    for each in whole:
-                        keep(each, found)
+                    *frames, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
+                    for frame in frames:
+                        keep(frame, found)
         except httpx.HTTPError as error:
             if not (response.running and isinstance(error, httpx.ReadTimeout)):
                 raise self.away(error) from error
@@ -204,13 +205,13 @@ class Http:
 
     def allowed(self, answer: httpx.Response) -> httpx.Response:
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-            why, hint = "has none that it takes", "VLLM_API_KEY=… vllmops responses …"
+            why, hint = "missing or rejected (VLLM_API_KEY)", "VLLM_API_KEY=… vllmops responses …"
             if self.withheld:
-                why = f"was not sent: {self.withheld}"
+                why = f"VLLM_API_KEY was not sent: {self.withheld}"
                 hint = "run vllmops as the user who started the server"
             raise VllmopsError(
                 "responses.not-authorised",
-                f"{self.name} wants an API key, and VLLM_API_KEY {why}",
+                f"{self.name} needs an API key: {why}",
                 f"{hint}{self.place.or_store}",
                 exit_code=Exit.NOT_AUTHORISED,
             )
@@ -232,11 +233,11 @@ class Http:
         if isinstance(error, httpx.TimeoutException) and not isinstance(
             error, httpx.ConnectTimeout | httpx.PoolTimeout
         ):
-            help_ = f"vllmops doctor -t {self.name}" if self.place.local else "try again later"
+            check = f"vllmops doctor -t {self.name}" if self.place.local else "try again later"
             return VllmopsError(
                 "responses.timeout",
                 f"{self.name} did not answer within {self.timeout_s:g} s",
-                f"{help_}{self.place.or_store}",
+                f"{check}{self.place.or_store}",
                 exit_code=Exit.TIMED_OUT,
             )
         return VllmopsError(
@@ -292,12 +293,12 @@ class Http:
         if version is None and not self.place.vllm:
             return VllmopsError(
                 "responses.no-route",
-                f"{self.name} has no route to {doing}: a gateway that has none, or no vLLM",
+                f"{self.name} has no route to {doing}: it is a gateway without it, or not vLLM",
                 "-t with the URL of the vLLM server behind it, started by vllmops serve",
             )
         who = f"vLLM {version}" if version else "vLLM"
         if self.place.store:
-            hint = f"vllmops patches list -t {self.name} may tell why{self.place.or_store}"
+            hint = f"vllmops patches list -t {self.name} may show why{self.place.or_store}"
         else:
             hint = (
                 "start it with vllmops serve; or, with vllmops installed beside vLLM, "
@@ -305,7 +306,7 @@ class Http:
             )
         return VllmopsError(
             "responses.no-route",
-            f"{self.name} has no route to {doing}: {who} has none of its own",
+            f"{self.name} has no route to {doing}: {who} has none without vllmops",
             hint,
         )
 
