@@ -85,7 +85,8 @@ def test_every_command_keeps_the_envelope(
         assert found["exit_code"] == answer.code
         assert found["status"] == ("error" if found["errors"] else "ok")
         for error in found["errors"]:
-            assert set(error) == {"code", "message", "hint"}
+            assert set(error) == {"code", "message", "hint", "page"}
+            assert error["page"] == error["code"]
             assert error["code"]
             assert error["message"]
         assert answer.err == ""
@@ -142,6 +143,7 @@ def test_an_error_that_nobody_foresaw(vllmops: Any, monkeypatch: pytest.MonkeyPa
         "code": "internal",
         "message": "unexpected ZeroDivisionError: by [zero]",
         "hint": "run it again with VLLMOPS_DEBUG=1 for the traceback",
+        "page": "internal",
     }
     answer = vllmops("ps")
     assert (answer.code, answer.out) == (1, "")

@@ -117,18 +117,16 @@ def test_progress_in_a_terminal_ends_without_a_trace(
 
 
 def test_an_error_shows_its_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    fail(VllmopsError("a.b", "it is [broken]", "vllmops hint [it]"), as_json=False)
+    fail(VllmopsError("usage", "it is [broken]", "vllmops hint [it]"), as_json=False)
     captured = capsys.readouterr()
     assert captured.err == "error: it is [broken]\n  hint: vllmops hint [it]\n"
     assert captured.out == ""
-    fail(VllmopsError("a.b", "it"), as_json=False)
+    fail(VllmopsError("usage", "it"), as_json=False)
     assert "hint" not in capsys.readouterr().err
 
 
-def test_the_envelope(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-
-    monkeypatch.setattr(sys, "argv", ["vllmops", "ps", "--json"])
+def test_the_envelope(capsys: pytest.CaptureFixture[str]) -> None:
+    output.invoked("ps")
     output.envelope({"a": "ü", "b": None}, Exit.OK)
     captured = json.loads(capsys.readouterr().out)
     assert captured == {

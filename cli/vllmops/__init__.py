@@ -1,3 +1,3 @@
-"""Operate vLLM servers: launch and hold them, look inside, diagnose, repair."""
+"""Operate vLLM servers: launch, supervise, inspect, diagnose, repair."""
 
 __version__ = "0.1.0"

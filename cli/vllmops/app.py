@@ -33,24 +33,24 @@ class Entry:  # not a dataclass: those cost `--version` a third of its time
 
 
 COMMANDS = {
-    "serve": Entry("serve", "Launch a vLLM server and keep hold of all its processes."),
+    "serve": Entry("serve", "Launch a vLLM server and supervise all its processes."),
     "ps": Entry("ps", "List every vLLM server of this machine."),
-    "status": Entry("status", "One screen on one server."),
+    "status": Entry("status", "Show one server on one screen."),
     "logs": Entry("logs", "Show a server's log."),
     "wait": Entry("wait", "Wait until a server is ready or stopped."),
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
     "restart": Entry("stop:restart_app", "Stop a server and start it again as it was."),
-    "doctor": Entry("doctor", "Say what is wrong with a server, and what to do next."),
+    "doctor": Entry("doctor", "Show what is wrong with a server, and what to do next."),
     "bundle": Entry("bundle", "Put what a bug report needs into one file, without secrets."),
-    "watch": Entry("watch", "Tell when a server stalls, with the evidence at hand."),
+    "watch": Entry("watch", "Report when a server stalls, and keep the evidence."),
     "attach": Entry("attach", "Load the agent into a server that runs without it."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
-    "patches": Entry("patches", "Defects of vLLM's, and what became of them.", several=True),
+    "patches": Entry("patches", "Known vLLM defects and their patch status.", several=True),
     "memory": Entry("memory", "Memory of a server's processes over time.", several=True),
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
     "responses": Entry("responses", "Stored responses.", several=True),
     "keygen": Entry("keygen", "Print a fresh key."),
-    "keys": Entry("keys", "The keys that seal what clients carry.", several=True),
+    "keys": Entry("keys", "Keys that protect client-held conversation state.", several=True),
     "help": Entry("help", "Show a page of the manual."),
     "completions": Entry("completions", "Print a shell's completion script."),
 }
@@ -85,7 +85,7 @@ def build() -> Any:
     app = typer.Typer(
         name="vllmops",
         cls=LazyGroup,
-        help="Operate vLLM servers: launch and hold them, look inside, diagnose, repair.",
+        help="Operate vLLM servers: launch, supervise, inspect, diagnose, repair.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -210,11 +210,10 @@ def refused(error: OSError | MemoryError) -> VllmopsError:
         named = os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
         what = ": ".join(filter(None, (named, error.strerror or str(error))))
         if isinstance(error, FileNotFoundError) and not named:  # getcwd(3) names nothing
-            what = "the current directory is there no more"
+            what = "the current directory does not exist any more"
         code = Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
-    failure = VllmopsError(
-        "system.refused", what, "VLLMOPS_DEBUG=1 before the command shows where", exit_code=code
-    )
+    hint = "VLLMOPS_DEBUG=1 before the command shows where it happens"
+    failure = VllmopsError("system.refused", what, hint, exit_code=code)
     failure.__cause__ = error
     return failure
 
@@ -228,7 +227,7 @@ def output_failed(error: OSError) -> VllmopsError:
     return VllmopsError(
         "output.failed",
         f"standard output: {error.strerror or error}",
-        "write it to another place; what the command had to change, it has changed",
+        "write it to another place; the changes that the command made are done",
     )
 
 
@@ -243,8 +242,8 @@ def told(failure: VllmopsError) -> int:
     except streams.ReaderGoneError:
         pass
     except streams.OutputError as error:
-        for each in (failure, output_failed(error)):
-            fail(each, as_json=False)
+        for problem in (failure, output_failed(error)):
+            fail(problem, as_json=False)
     return failure.exit_code
 
 

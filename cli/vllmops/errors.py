@@ -1,17 +1,20 @@
-"""The one exception family: what went wrong, and the command that mends it."""
+"""The exceptions of vllmops: what is wrong, and the command that corrects it."""
 
 from __future__ import annotations
 
 import sys
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .codes import ErrorCode
 
 
 class Exit(IntEnum):
     """Exit codes, the same for every command.
 
-    A file that was named and is not there, or can't be read: FAILED, and NOT_AUTHORISED where this
-    user may not. A URL or a number that is none: USAGE. NOT_FOUND is for servers and what they
-    hold.
+    A named file that is missing or unreadable is FAILED, or NOT_AUTHORISED if permission is
+    missing. An invalid URL or number is USAGE. NOT_FOUND is for servers and what they hold.
     """
 
     OK = 0
@@ -27,16 +30,16 @@ class VllmopsError(Exception):
     """An error that a person can act on.
 
     Args:
-        code: a stable word for scripts, such as ``target.unknown``.
+        code: a stable word for scripts, such as ``target.unknown``; the name of its page, too.
         message: what is wrong, naming the thing that is.
-        hint: what puts it right, best as a command; empty where nothing does.
+        hint: what to do, best as a command; empty if nothing helps.
         exit_code: the process's exit code.
-        data: what a ``--json`` reader gets besides, as plain data.
+        data: more for a ``--json`` reader, as plain data.
     """
 
     def __init__(
         self,
-        code: str,
+        code: ErrorCode,
         message: str,
         hint: str = "",
         *,
@@ -44,7 +47,7 @@ class VllmopsError(Exception):
         data: object = None,
     ) -> None:
         super().__init__(message)
-        self.code = code
+        self.code: ErrorCode = code
         self.message = message
         self.hint = hint
         self.exit_code = exit_code
@@ -52,15 +55,15 @@ class VllmopsError(Exception):
 
 
 def needs_linux(what: str) -> VllmopsError:
-    """The error of what another system, or a Linux without /proc, has not.
+    """The error of a command that this system can't run, because it has no /proc.
 
     Args:
-        what: what is needed there, as in "looking into processes".
+        what: what can't be done, as in "looking into processes".
     """
     where = "no /proc is mounted here" if sys.platform == "linux" else f"this is {sys.platform}"
     return VllmopsError(
         "platform.linux",
         f"{what} needs Linux and its /proc, and {where}",
-        "run it on the machine of the server; --help, keygen, -t URL, --store URL and what reads a "
-        "file work here, too",
+        "run it on the machine of the server; --help, keygen, -t URL, --store URL and commands "
+        "that read a file also work here",
     )

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from .codes import ErrorCode
 from .errors import Exit, VllmopsError, needs_linux
 
 FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
@@ -174,7 +175,7 @@ def check(path: Path) -> None:
 def not_written(
     path: Path,
     error: OSError,
-    code: str = "file.not-written",
+    code: ErrorCode = "file.not-written",
     hint: str = "choose another place with --save",
 ) -> VllmopsError:
     """The error of a file that could not be written, which is as it was."""
@@ -279,7 +280,7 @@ def unreadable(path: Path, error: Exception) -> VllmopsError:
     return VllmopsError(
         "file.unreadable",
         f"{spelt(path)} can't be read: {why}",
-        "do it as the user whose file it is"
+        "run vllmops as the owner of the file"
         if isinstance(error, PermissionError)
         else "check the name of the file",
         exit_code=denied(error),
@@ -289,7 +290,7 @@ def unreadable(path: Path, error: Exception) -> VllmopsError:
 def too_large(path: Path, most: int) -> VllmopsError:
     return VllmopsError(
         "file.too-large",
-        f"{spelt(path)} is larger than {most >> 20} MiB, the most that is read here",
+        f"{spelt(path)} is larger than the limit of {most >> 20} MiB",
         "check the name of the file",
     )
 

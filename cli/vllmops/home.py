@@ -122,9 +122,9 @@ def make(path: Path) -> Path:
 
 def make_missing(path: Path) -> None:
     """Make what is missing of a folder's path, each part for this user alone; raises OSError."""
-    for each in (*reversed(path.parents), path):
-        if not each.exists():
-            each.mkdir(mode=0o700, exist_ok=True)
+    for folder in (*reversed(path.parents), path):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def judge(at: Path, found: os.stat_result, path: Path, *, last: bool, sticky: bool) -> None:
@@ -146,7 +146,7 @@ def unsafe(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:
     whose = f"{at} {why}" if at == path else f"{at}, on the way to {path}, {why}"
     return VllmopsError(
         "home.unsafe",
-        f"{whose}: vllmops would run what somebody else has put there",
+        f"{whose}: vllmops would run what another user puts there",
         f"{hint}set VLLMOPS_HOME to a directory of your own, such as {another()}",
         exit_code=Exit.NOT_AUTHORISED,
     )

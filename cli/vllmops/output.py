@@ -148,7 +148,10 @@ def confirm(question: str, hint: str) -> None:
     """
     if not sys.stdin.isatty():
         raise VllmopsError(
-            "unconfirmed", f"{question} Nobody is there to answer", hint, exit_code=Exit.USAGE
+            "unconfirmed",
+            f"{question} Standard input is not a terminal, so vllmops can't ask",
+            hint,
+            exit_code=Exit.USAGE,
         )
     if not typer.confirm(printable(question), err=True):
         raise VllmopsError("unconfirmed", "nothing was done", hint)
@@ -253,7 +256,7 @@ def envelope(data: object, exit_code: int, error: VllmopsError | None = None) ->
     """Print the JSON envelope, the only thing on stdout."""
     import msgspec  # noqa: PLC0415
 
-    errors = [{"code": error.code, "message": error.message, "hint": error.hint}] if error else []
+    errors = [told(error)] if error else []
     status = "error" if error else "ok" if exit_code == Exit.OK else "findings"
     content = {
         "version": ENVELOPE_VERSION,
@@ -269,6 +272,16 @@ def envelope(data: object, exit_code: int, error: VllmopsError | None = None) ->
         text = json.dumps(msgspec.to_builtins(content), indent=2)
     sys.stdout.write(json_safe(text, sys.stdout.encoding) + "\n")
     sys.stdout.flush()
+
+
+def told(error: VllmopsError) -> dict[str, str]:
+    """An error as the envelope has it; ``page`` is what ``vllmops help`` takes."""
+    return {
+        "code": error.code,
+        "message": error.message,
+        "hint": error.hint,
+        "page": error.code,
+    }
 
 
 def fail(error: VllmopsError, *, as_json: bool) -> None:

@@ -44,7 +44,7 @@ def parsed(target: str) -> str | Url:
         return url(target)
     if NAME.fullmatch(target):
         return target
-    raise refused(f"{target!r} is no instance name, pid or URL")
+    raise refused(f"{target!r} is not an instance name, a pid or a URL")
 
 
 def url(text: str) -> Url:
@@ -85,17 +85,17 @@ def split(text: str) -> SplitResult:
             host = idna.encode(idna.decode(host)).decode()
         address = parts.netloc.rpartition("@")[2]
         if not host or not (HOST.fullmatch(host) or address.startswith("[")):
-            raise ValueError(f"{host!r} is no host name")
+            raise ValueError(f"{host!r} is not a host name")
         if address.startswith("["):
             from ipaddress import IPv6Address  # noqa: PLC0415 - seldom needed
 
             IPv6Address(host)
         if parts.port == 0 or address.endswith(":"):
-            raise ValueError("its port is none")
+            raise ValueError("its port is not valid")
         if "\\" in text:
             raise ValueError("it has a backslash")
     except ValueError as error:
-        raise refused(f"this is no URL of a server: {error}") from error
+        raise refused(f"this is not the URL of a server: {error}") from error
     return parts
 
 

@@ -25,7 +25,8 @@ from vllmops.errors import Exit, VllmopsError
 from vllmops.store import opening
 from vllmops.store.direct import Storage
 from vllmops.store.store import EVERYBODY, Query, Response, ResponseStore
-from vllmops.vllm_api.responses import Http, Place
+from vllmops.vllm_api.place import Place
+from vllmops.vllm_api.responses import Http
 
 from ..support.waiting import until
 

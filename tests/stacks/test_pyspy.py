@@ -363,7 +363,7 @@ IN_CONTAINER = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace
 @pytest.mark.parametrize(
     ("wrap", "expected", "words", "hint"),
     [
-        (AS_NOBODY, "stacks.other-user", "belongs to root and we are nobody", "sudo "),
+        (AS_NOBODY, "stacks.other-user", "belongs to root and you are nobody", "sudo "),
         (IN_CONTAINER, "stacks.no-capability", "container doesn't have it", "--cap-add SYS_PTRACE"),
     ],
 )

@@ -85,7 +85,7 @@ def plan(process: Process) -> Plan:
         if uid != os.geteuid():
             raise VllmopsError(
                 "attach.other-user",
-                f"{agent.name(process)} belongs to {ptrace.user(uid)}, and we are "
+                f"{agent.name(process)} belongs to {ptrace.user(uid)}, and you are "
                 f"{ptrace.user(os.geteuid())}",
                 f"sudo -u {ptrace.user(uid)} vllmops attach -t {process.pid}",
                 exit_code=Exit.NOT_AUTHORISED,
@@ -113,8 +113,8 @@ def plan(process: Process) -> Plan:
     if inject.supported() and not tids:
         raise VllmopsError(
             "attach.busy",
-            f"no thread of {agent.name(process)} waits in the kernel, where it could be borrowed",
-            f"vllmops attach -t {process.pid}, again",
+            f"no thread of {agent.name(process)} waits in the kernel now",
+            f"try again: vllmops attach -t {process.pid}",
         )
     return Plan(process, tids)
 
@@ -129,10 +129,10 @@ def threads(process: Process) -> tuple[int, ...]:
     # Both can fail, and are asked for before anything is changed.
     _ = target.functions, target.entry
     dump = pyspy.capture([process], Options(nonblocking=True), timeout_s=PYSPY_S).processes[0]
-    python = [each.tid for each in dump.threads if each.state == "idle" and each.tid]
+    python = [thread.tid for thread in dump.threads if thread.state == "idle" and thread.tid]
     first = [tid for tid in python if tid != process.pid]
     main = [tid for tid in python if tid == process.pid]
-    native = [tid for tid in target.tids() if tid not in {each.tid for each in dump.threads}]
+    native = [tid for tid in target.tids() if tid not in {thread.tid for thread in dump.threads}]
     return tuple(tid for tid in (*first, *main, *native) if target.idle(tid))
 
 
@@ -151,8 +151,8 @@ def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
     process, began = plan.process, time.monotonic()
     deadline = began + timeout_s
     with TemporaryDirectory(prefix="vllmops-attach-") as folder:
-        trouble = Path(folder) / "trouble"
-        code = boot(process, patch, trouble)
+        problem = Path(folder) / "problem"
+        code = boot(process, patch, problem)
         stopped_s = None
         try:
             if plan.tids:
@@ -167,27 +167,27 @@ def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
             with suppress(VllmopsError):
                 agent.reach(process)
                 return Attached(process, stopped_s, time.monotonic() - began)
-            if trouble.exists():
-                raise failed(process, trouble.read_text())
+            if problem.exists():
+                raise failed(process, problem.read_text())
             if not alive(process):
                 raise gone(process)
             time.sleep(PAUSE_S)
     raise VllmopsError(
         "attach.timeout",
-        f"the agent of {agent.name(process)} did not answer within {timeout_s:g} s: some thread "
-        "keeps the GIL, or Python does not run; it comes up as soon as it can",
+        f"the agent of {agent.name(process)} did not answer within {timeout_s:g} s: a thread "
+        "holds the GIL, or Python does not run; the agent starts as soon as Python runs again",
         f"vllmops stacks dump --native -t {process.pid}",
         exit_code=Exit.TIMED_OUT,
     )
 
 
-def boot(process: Process, patch: bool, trouble: Path) -> str:
+def boot(process: Process, patch: bool, problem: Path) -> str:
     """The line of Python that starts the agent in a thread of its own, and is done at once."""
     options = {
         "package": str(PACKAGE),
         "home": str(agent.state_home(process)),
         "patch": patch,
-        "trouble": str(trouble),
+        "trouble": str(problem),
     }
     source = f"exec(compile(open({str(BOOT)!r}).read(), {str(BOOT)!r}, 'exec'))"
     names = {"__name__": "vllmops attach", "options": options}
@@ -215,7 +215,7 @@ def borrow(plan: Plan, code: str, deadline: float) -> float:
     raise VllmopsError(
         "attach.busy",
         f"no thread of {agent.name(plan.process)} waited in the kernel long enough",
-        f"vllmops attach -t {plan.process.pid}, again",
+        f"try again: vllmops attach -t {plan.process.pid}",
         exit_code=Exit.TIMED_OUT,
     )
 
@@ -235,7 +235,7 @@ def by_python(process: Process, code: str, script: Path) -> None:
         last = done.stderr.strip().rpartition("\n")[2]
         raise VllmopsError(
             "attach.machine",
-            f"on {os.uname().machine}, attaching takes Python 3.14's sys.remote_exec, and {python} "
+            f"on {os.uname().machine}, attach needs sys.remote_exec of Python 3.14, and {python} "
             f"says: {last}",
             "start the server with vllmops serve, or with vllmops-cli installed beside vLLM",
         )
@@ -260,8 +260,8 @@ def refused(process: Process) -> VllmopsError:
     if tracer := traced_by(process):
         return VllmopsError(
             "attach.traced",
-            f"{agent.name(process)} is being traced by pid {tracer}, a debugger or strace say, and "
-            "the kernel allows one at a time",
+            f"pid {tracer} (a debugger or strace, for example) traces {agent.name(process)}, and "
+            "the kernel allows one tracer at a time",
             f"end pid {tracer}, then vllmops attach -t {process.pid}",
         )
     if not alive(process):

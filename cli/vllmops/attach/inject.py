@@ -133,7 +133,7 @@ class Target:
         """
         program = os.readlink(f"/proc/{self.pid}/exe")
         libraries = dict.fromkeys(
-            each.path for each in self.maps() if Path(each.path).name.startswith("libpython")
+            part.path for part in self.maps() if Path(part.path).name.startswith("libpython")
         )
         for path in (*libraries, program):
             inside = Path(f"/proc/{self.pid}/exe" if path == program else self.seen(path))
@@ -141,12 +141,12 @@ class Target:
                 found = [elf.symbol(name) for name in SYMBOLS]
                 if None not in found:
                     bias = self.bias(path, elf)
-                    return tuple(each + bias for each in found if each is not None)
+                    return tuple(address + bias for address in found if address is not None)
         raise VllmopsError(
             "attach.not-python",
-            f"pid {self.pid} has no Python that could be told to do something, or its files were "
-            "replaced since it started",
-            "vllmops restart, once it can be spared",
+            f"no usable Python symbols in pid {self.pid}: it runs no Python, or its files were "
+            "replaced after it started",
+            "vllmops restart, when the server can be interrupted",
         )
 
     def seen(self, path: str) -> str:
@@ -159,10 +159,10 @@ class Target:
 
     def room(self, stack_pointer: int) -> int:
         """Bytes below a stack pointer that belong to the stack."""
-        for each in self.maps():
-            if each.start <= stack_pointer < each.end:
+        for part in self.maps():
+            if part.start <= stack_pointer < part.end:
                 # The main thread's grows as it is used.
-                return stack_pointer - each.start + (STACK_BYTES if each.path == "[stack]" else 0)
+                return stack_pointer - part.start + (STACK_BYTES if part.path == "[stack]" else 0)
         return 0
 
     def idle(self, tid: int) -> bool:
@@ -308,9 +308,9 @@ def _check(target: Target) -> None:
     if not there.startswith(ENTRIES) or "shstk" in status:
         raise VllmopsError(
             "attach.unknown-program",
-            f"pid {target.pid} runs a program that begins in a way that is not known, or with a "
-            "shadow stack: changing it would not be safe",
-            "vllmops restart, once it can be spared",
+            f"the program of pid {target.pid} starts in an unknown way or uses a shadow stack: "
+            "a change would not be safe",
+            "vllmops restart, when the server can be interrupted",
         )
 
 

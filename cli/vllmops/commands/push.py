@@ -39,8 +39,8 @@ def push(
     """
     from rich.text import Text  # noqa: PLC0415
 
+    from ..instances.place import place  # noqa: PLC0415
     from ..vllm_api.admin import push  # noqa: PLC0415 - brings httpx
-    from ..vllm_api.responses import place  # noqa: PLC0415
 
     if admin_token is None:
         raise VllmopsError(

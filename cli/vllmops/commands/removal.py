@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from ..vllm_api.responses import Outcome
+    from ..store.source import Outcome
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which it would be.")]
 

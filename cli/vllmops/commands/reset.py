@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from .. import output
+from ..codes import ErrorCode, known
 from ..errors import Exit, VllmopsError
 from ..host.processes import Process, Role
 from ..instances.servers import Server, resolve
@@ -124,10 +125,10 @@ def trouble(server: Server, asked: Asked, timeout_s: float) -> VllmopsError | No
         for each in asked.silent
     ]
     if done:
-        code = "reset.partly"
+        code: ErrorCode = "reset.partly"
         what = f"reset by {', '.join(map(agent.name, done))} only"
     else:
-        code = "reset.busy" if busy else asked.silent[0].code
+        code = "reset.busy" if busy else known(asked.silent[0].code, "agent.broken")
         what = "nothing was reset"
     hint = "a longer --timeout, or --now; where it hangs, vllmops cache inspect tells why"
     return VllmopsError(

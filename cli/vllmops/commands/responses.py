@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from ..store.source import Source
     from ..store.store import Events
-    from ..vllm_api.responses import Source
 
 app = output.typer_app("Stored responses.")
 

@@ -23,7 +23,7 @@ from ..store.store import document
 from .options import duration, time_
 
 if TYPE_CHECKING:
-    from ..vllm_api.responses import Outcome, Source
+    from ..store.source import Outcome, Source
 
 T = TypeVar("T")
 
@@ -68,7 +68,8 @@ def ids(found: list[Response], ctx: typer.Context, incomplete: str) -> list[tupl
 
 def glimpse(ctx: typer.Context) -> list[Response]:
     """The newest responses of the server that is meant; none where that takes any trouble."""
-    from ..vllm_api.responses import Http, glance  # noqa: PLC0415 - brings httpx
+    from ..instances.place import glance  # noqa: PLC0415
+    from ..vllm_api.responses import Http  # noqa: PLC0415 - brings httpx
 
     async def ask() -> list[Response]:
         target = ctx.params.get("target") or os.environ.get("VLLMOPS_TARGET")
@@ -259,7 +260,8 @@ def source(target: str | None, store: str | None, *, create: bool = False) -> So
         VllmopsError: ``usage``, or as `place` and `Storage` do.
     """
     if store is None:
-        from ..vllm_api.responses import Http, place  # noqa: PLC0415 - brings httpx
+        from ..instances.place import place  # noqa: PLC0415
+        from ..vllm_api.responses import Http  # noqa: PLC0415 - brings httpx
 
         return Http(place(target))
     either(target)
@@ -416,8 +418,9 @@ def judged(outcomes: list[Outcome], what: str) -> VllmopsError | None:
         message = f"{bad[0].id} was not {what}: {bad[0].told}"
     else:
         message = f"{len(bad):,} of {len(outcomes):,} were not {what}"
+    code = bad[0].code if len(codes) == 1 else ""
     return VllmopsError(
-        bad[0].code if len(codes) == 1 else "responses.some-failed",
+        code or "responses.some-failed",
         message,
         "vllmops responses list shows what there is",
         exit_code=Exit(bad[0].exit_code) if len(exits) == 1 else Exit.FAILED,

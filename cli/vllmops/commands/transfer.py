@@ -40,7 +40,7 @@ from .sources import (
 )
 
 if TYPE_CHECKING:
-    from ..vllm_api.responses import Source
+    from ..store.source import Source
 
 SHOWN = 10  # broken lines
 # A response with all that it was given: images and sounds among it.
@@ -302,7 +302,7 @@ def store_behind(target: str | None) -> str:
     Raises:
         VllmopsError: as `place`, or ``usage`` where it is not known.
     """
-    from ..vllm_api.responses import place  # noqa: PLC0415 - brings httpx
+    from ..instances.place import place  # noqa: PLC0415
 
     server = place(target)
     if server.store is None:

@@ -154,6 +154,18 @@ PYSPY = Rule(
     "stacks can't be read, and will be missing when something hangs",
     "vllmops stacks dump tells what it needs",
 )
+# Errors of the trial that hold for every process until somebody changes something.
+NO_STACKS = frozenset(
+    {
+        "pyspy.missing",
+        "pyspy.unusable",
+        "stacks.no-capability",
+        "stacks.other-user",
+        "stacks.ptrace-scope",
+        "stacks.refused",
+        "stacks.seccomp",
+    }
+)
 CANARY = Rule(
     "canary.failed",
     ERROR,
@@ -387,7 +399,7 @@ def guarded(snapshot: ServerSnapshot) -> Iterator[Finding]:
 
 def tools(snapshot: ServerSnapshot) -> Iterator[Finding]:
     for each in snapshot.unseen:
-        if each.code.startswith("pyspy.") or each.code in {"stacks.forbidden", "ptrace.refused"}:
+        if each.code in NO_STACKS:
             yield PYSPY.at(each.part, each.why)
 
 

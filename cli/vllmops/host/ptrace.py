@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..errors import VllmopsError
 
@@ -57,7 +58,9 @@ def rights(pid: int) -> Rights:
     )
 
 
-def refusal(pid: int, rights: Rights, command: str = "stacks dump") -> VllmopsError:
+def refusal(
+    pid: int, rights: Rights, command: Literal["stacks dump", "attach"] = "stacks dump"
+) -> VllmopsError:
     """The error for a process that the kernel did not let us read.
 
     Args:
@@ -69,7 +72,7 @@ def refusal(pid: int, rights: Rights, command: str = "stacks dump") -> VllmopsEr
         One of ``stacks.ptrace-scope``, ``stacks.other-user``, ``stacks.no-capability``,
         ``stacks.seccomp`` and ``stacks.refused``; the first word is the command's.
     """
-    noun = command.partition(" ")[0]
+    attach = command == "attach"
     again = f"vllmops {command} -t {pid}"
     as_root = f'sudo env "PATH=$PATH" {again}'
     reachable = bool(rights.bounding & CAP_SYS_PTRACE)
@@ -79,20 +82,20 @@ def refusal(pid: int, rights: Rights, command: str = "stacks dump") -> VllmopsEr
     )
     if rights.ptrace_scope >= 3:
         return VllmopsError(
-            f"{noun}.ptrace-scope",
+            "attach.ptrace-scope" if attach else "stacks.ptrace-scope",
             f"no process may read pid {pid}: kernel.yama.ptrace_scope is 3, until a reboot",
             "set kernel.yama.ptrace_scope = 1 in /etc/sysctl.d and reboot",
         )
     if rights.effective & CAP_SYS_PTRACE:
         if rights.seccomp:
             return VllmopsError(
-                f"{noun}.seccomp",
+                "attach.seccomp" if attach else "stacks.seccomp",
                 f"a seccomp filter, probably the container's, forbids reading pid {pid}",
                 "start the container with --security-opt seccomp=unconfined, or run it on the"
                 f" host: {as_root}",
             )
         return VllmopsError(
-            f"{noun}.refused",
+            "attach.refused" if attach else "stacks.refused",
             f"the kernel refused to let us read pid {pid}, in spite of CAP_SYS_PTRACE: it is in"
             " another user namespace, or a security module (SELinux, AppArmor) forbids it",
             f"run it in the server's own container: docker exec CONTAINER {again}",
@@ -106,21 +109,21 @@ def refusal(pid: int, rights: Rights, command: str = "stacks dump") -> VllmopsEr
         else:
             hint = f"docker exec -u {rights.target_uid} CONTAINER {again}, or {grant}"
         return VllmopsError(
-            f"{noun}.other-user",
-            f"pid {pid} belongs to {owner} and we are {user(rights.uid)}, without CAP_SYS_PTRACE",
+            "attach.other-user" if attach else "stacks.other-user",
+            f"pid {pid} belongs to {owner} and you are {user(rights.uid)}, without CAP_SYS_PTRACE",
             hint,
         )
     if rights.ptrace_scope:
         only = "its ancestors" if rights.ptrace_scope == 1 else "root"
         return VllmopsError(
-            f"{noun}.ptrace-scope",
+            "attach.ptrace-scope" if attach else "stacks.ptrace-scope",
             f"only {only} may read pid {pid}: kernel.yama.ptrace_scope is {rights.ptrace_scope}",
             f"{as_root}, or for good: sudo sysctl kernel.yama.ptrace_scope=0"
             if reachable
             else f"sudo sysctl kernel.yama.ptrace_scope=0 on the host, or {grant}",
         )
     return VllmopsError(
-        f"{noun}.no-capability",
+        "attach.no-capability" if attach else "stacks.no-capability",
         f"reading pid {pid}, which is more privileged than we are, takes CAP_SYS_PTRACE, and "
         + ("we don't have it" if reachable else "this container doesn't have it"),
         as_root if reachable else grant,

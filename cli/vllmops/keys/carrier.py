@@ -82,6 +82,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from ..codes import ErrorCode
 from ..errors import VllmopsError
 from .ring import CARRIER_TTL_S, KID, Key, Ring, Status, in_seconds
 
@@ -120,6 +121,19 @@ class Case(StrEnum):
     TOO_LARGE = "too-large"
 
 
+CODES: dict[Case, ErrorCode] = {
+    Case.FOREIGN: "carrier.foreign",
+    Case.MALFORMED: "carrier.malformed",
+    Case.TAMPERED: "carrier.tampered",
+    Case.UNKNOWN_KEY: "carrier.unknown-key",
+    Case.REVOKED_KEY: "carrier.revoked-key",
+    Case.EXPIRED: "carrier.expired",
+    Case.OTHER_MODEL: "carrier.other-model",
+    Case.OTHER_OWNER: "carrier.other-owner",
+    Case.TOO_LARGE: "carrier.too-large",
+}
+
+
 class CarrierError(VllmopsError):
     """A carrier that is refused; the message is fit for whoever sent it, and tells no secret.
 
@@ -130,9 +144,7 @@ class CarrierError(VllmopsError):
     """
 
     def __init__(self, case: Case, message: str, carrier: Carrier | None = None) -> None:
-        super().__init__(
-            f"carrier.{case}", message, "begin the conversation anew, without the carrier"
-        )
+        super().__init__(CODES[case], message, "begin the conversation anew, without the carrier")
         self.case = case
         self.carrier = carrier
 

@@ -147,6 +147,6 @@ def decode(path: Path, content: bytes, kind: type[T]) -> T:
 def damaged(path: Path, error: Exception) -> VllmopsError:
     return VllmopsError(
         "file.not-a-snapshot",
-        f"{path} is no snapshot, or a damaged one: {error}",
-        "write it anew with --save",
+        f"{path} is not a snapshot, or it is damaged: {error}",
+        "write a new one with --save",
     )

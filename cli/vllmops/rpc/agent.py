@@ -1,4 +1,4 @@
-"""Talking to the agents inside a server's processes, over their Unix sockets."""
+"""Asks the agents inside a server's processes, over their Unix sockets."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..codes import ErrorCode
 from ..errors import Exit, VllmopsError
 from ..files import peer, read_private
 from ..home import home, user
@@ -54,7 +55,7 @@ P = TypeVar("P")
 
 
 class Agent:
-    """The agent of one process, found to be the one it claims to be; made by `reach`.
+    """The agent of one process, verified by `reach`, which makes it.
 
     Every method raises VllmopsError: ``agent.timeout``, ``agent.stale``, ``agent.broken``,
     ``agent.older`` or ``agent.newer``.
@@ -244,7 +245,7 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
     if os.geteuid() not in (0, uid):
         raise VllmopsError(
             "agent.other-user",
-            f"{name(process)} belongs to {user(uid)}, and its agent answers only them and root",
+            f"{name(process)} belongs to {user(uid)}; its agent answers only {user(uid)} and root",
             f"sudo -u {user(uid)} vllmops …, or sudo vllmops …",
             exit_code=Exit.NOT_AUTHORISED,
         )
@@ -252,13 +253,13 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
     if len(os.fsencode(path)) > PATH_BYTES:
         raise VllmopsError(
             "agent.path-too-long",
-            f"the agent of {name(process)} is off: a Unix socket's path has at most "
+            f"the agent of {name(process)} is off: the path of a Unix socket has at most "
             f"{PATH_BYTES} bytes, and {path} has {len(os.fsencode(path))}",
             "start the server with a shorter VLLMOPS_HOME",
             exit_code=Exit.NOT_FOUND,
         )
-    for each in (path.parent, path):
-        safe(process, each, uid)
+    for part in (path.parent, path):
+        safe(process, part, uid)
     agent = Agent(process, path, timeout_s, uid)
     hello = agent.hello()
     if hello.identity != process.identity:
@@ -291,8 +292,8 @@ def side_by_side(
     processes = list(processes)
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
         answers = list(pool.map(one, processes))
-    return [each for told, _ in answers for each in told], [
-        each for _, silent in answers for each in silent
+    return [answer for told, _ in answers for answer in told], [
+        process for _, silent in answers for process in silent
     ]
 
 
@@ -313,7 +314,7 @@ def untold(process: Process, error: VllmopsError) -> Silent:
     )
 
 
-def nobody(code: str, what: str, silent: Sequence[Silent]) -> VllmopsError:
+def nobody(code: ErrorCode, what: str, silent: Sequence[Silent]) -> VllmopsError:
     """One error for all who did not tell, where nothing can be done without them.
 
     Args:
@@ -323,7 +324,7 @@ def nobody(code: str, what: str, silent: Sequence[Silent]) -> VllmopsError:
     """
     return VllmopsError(
         code,
-        f"{what}: {'; '.join(dict.fromkeys(each.why for each in silent))}",
+        f"{what}: {'; '.join(dict.fromkeys(process.why for process in silent))}",
         silent[0].hint,
         exit_code=Exit(silent[0].exit_code),
         data={"silent": msgspec.to_builtins(silent)},
@@ -447,7 +448,7 @@ def safe(process: Process, path: Path, uid: int) -> None:
     wanted = stat.S_ISSOCK if path.suffix == ".sock" else stat.S_ISDIR
     wrong, hint = None, "restart the server with a VLLMOPS_HOME that is its user's own"
     if not wanted(at.st_mode):
-        wrong = "is not what it should be"
+        wrong = f"is not a {'socket' if path.suffix == '.sock' else 'directory'}"
     elif at.st_uid != uid:
         wrong = f"belongs to {user(at.st_uid)}, not to {user(uid)}"
     elif stat.S_IMODE(at.st_mode) & 0o077:
@@ -464,7 +465,7 @@ def unsafe(
 ) -> VllmopsError:
     return VllmopsError(
         "agent.unsafe",
-        f"{path} {wrong}: who answers there need not be {name(process)}",
+        f"{path} {wrong}: another program may answer there in place of {name(process)}",
         hint,
         exit_code=Exit.NOT_AUTHORISED,
     )
@@ -479,14 +480,17 @@ def decode(process: Process, content: bytes, kind: type[A]) -> A:
             return answer
     except DAMAGE as error:
         raise broken(process, f"its answer can't be read: {error}") from error
-    age = "older" if schema < SCHEMA else "newer"
+    schemas = f"(its schema is {schema}, this one's is {SCHEMA})"
+    if schema < SCHEMA:
+        raise VllmopsError(
+            "agent.older",
+            f"the agent of {name(process)} is older than this vllmops {schemas}",
+            "restart the server, so that it loads this vllmops",
+        )
     raise VllmopsError(
-        f"agent.{age}",
-        f"the agent of {name(process)} is {age} than this vllmops "
-        f"(it speaks schema {schema}, this {SCHEMA})",
-        "restart the server, so that it loads this vllmops"
-        if age == "older"
-        else "use the vllmops that the server has",
+        "agent.newer",
+        f"the agent of {name(process)} is newer than this vllmops {schemas}",
+        "use the vllmops that the server has",
     )
 
 
@@ -518,7 +522,7 @@ def unreachable(process: Process, path: Path, error: Exception) -> VllmopsError:
     if isinstance(error, ConnectionRefusedError):
         return VllmopsError(
             "agent.stale",
-            f"nobody listens on {path}: it was left behind, {name(process)} has no agent",
+            f"no process listens on {path}: the file is a leftover, {name(process)} has no agent",
             f"vllmops attach -t {process.pid}",
             exit_code=Exit.NOT_FOUND,
         )
@@ -538,8 +542,8 @@ def absent(process: Process, path: Path) -> VllmopsError:
 def broken(process: Process, why: str) -> VllmopsError:
     return VllmopsError(
         "agent.broken",
-        f"the agent of {name(process)} gave no proper answer: {why}",
-        "vllmops logs shows what it says",
+        f"the agent of {name(process)} gave an invalid answer: {why}",
+        "vllmops logs shows the errors of the agent",
         exit_code=Exit.NOT_FOUND,
     )
 

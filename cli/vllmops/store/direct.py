@@ -6,9 +6,9 @@ import asyncio
 from typing import Self
 
 from ..errors import Exit, VllmopsError
-from ..vllm_api.responses import Outcome, failed, refused, unknown
 from . import opening
 from .backend import Limits
+from .source import Outcome, failed, refused, unknown
 from .store import (
     EVERYBODY,
     Events,
@@ -44,7 +44,7 @@ class Storage:
         if url.partition(":")[0] == "memory":
             raise VllmopsError(
                 "usage",
-                "memory:// is a server's own, and nobody else gets at it",
+                "a memory:// store is inside its server, and no other process can open it",
                 "ask the server: -t TARGET",
                 exit_code=Exit.USAGE,
             )
@@ -63,7 +63,7 @@ class Storage:
             raise VllmopsError(
                 "store.none",
                 f"there is no store at {self.name}",
-                "the URL that its server was given with --store; vllmops ps --all lists instances",
+                "give the URL that its server has for --store; vllmops ps --all lists instances",
                 exit_code=Exit.NOT_FOUND,
             )
         await self.store.open()

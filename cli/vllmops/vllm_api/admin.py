@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from ..codes import known
 from ..errors import Exit, VllmopsError
 from ..host.listeners import distrust
 from ..keys import admin_token as admin
@@ -17,7 +18,7 @@ from ..protocol.keys import ProcessKeys
 from ..rpc.agent import DECODERS
 from ..store.urls import shown
 from . import http
-from .responses import Place
+from .place import Place
 
 # As long as a server waits for whoever else changes its keyring, and some.
 TIMEOUT_S = 15.0
@@ -59,16 +60,16 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
     if not (place.local or plain or urlsplit(place.url).scheme == "https"):
         raise VllmopsError(
             "admin.plain",
-            f"{shown(place.url)} is plain HTTP to another machine: whoever listens would have the "
-            "keys",
-            "https://…, or a tunnel to it; --plain where nobody listens",
+            f"{shown(place.url)} is plain HTTP to another machine: anybody on the network could "
+            "read the keys",
+            "use https:// or a tunnel; use --plain only on a network that nobody can listen to",
             exit_code=Exit.USAGE,
         )
     if why := distrust(place.url):
         raise VllmopsError(
             "admin.other-user",
             f"the admin token and the keys are not sent to {place.url}: {why}",
-            "vllmops ps shows what runs; do it as the user who started the server",
+            "vllmops ps shows what runs; run vllmops as the user who started the server",
             exit_code=Exit.NOT_AUTHORISED,
         )
     try:
@@ -88,14 +89,14 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         raise VllmopsError(
             "admin.timeout",
             f"{place.name} did not answer within {TIMEOUT_S:g} s; it may have taken the keys",
-            "try again: it takes none twice",
+            "try again: the server does not take the same keys twice",
             exit_code=Exit.TIMED_OUT,
         ) from error
     except httpx.HTTPError as error:
         raise VllmopsError(
             "admin.unreachable",
             f"{shown(place.url)} can't be reached: {str(error) or type(error).__name__}",
-            "-t with the server's URL",
+            "check the URL after -t, and that the server runs",
             exit_code=Exit.NOT_FOUND,
         ) from error
     try:
@@ -107,7 +108,7 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         # vLLM's own answer, or a gateway's.
         raise VllmopsError(
             "admin.no-route",
-            f"{place.name} takes no keys from afar: it answered {answer.status_code}",
+            f"{place.name} has no admin routes: it answered {answer.status_code}",
             "start it with vllmops serve --admin-token FILE",
         ) from error
 
@@ -116,9 +117,10 @@ def refused(place: Place, why: Refusal) -> VllmopsError:
     """A server's refusal, as an error here."""
     if why.code == "admin.refused":
         return VllmopsError(
-            why.code,
-            f"{place.name} has another admin token",
-            "--admin-token with a copy of the file that it was started with",
+            "admin.refused",
+            f"{place.name} rejected the admin token",
+            "--admin-token with a copy of the file that the server was started with",
             exit_code=Exit.NOT_AUTHORISED,
         )
-    return VllmopsError(why.code, f"{place.name}: {why.message}", why.hint)
+    code = known(why.code, "admin.failed")
+    return VllmopsError(code, f"{place.name}: {why.message}", why.hint)

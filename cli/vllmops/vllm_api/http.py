@@ -211,7 +211,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
         models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers)
         if models.status_code in {401, 403}:
             why = f"{KEY} was not sent: {withheld}" if withheld else f"set {KEY}"
-            return told("unable", f"it wants an API key: {why}")
+            return told("unable", f"it needs an API key: {why}")
         model = models.raise_for_status().json()["data"][0]["id"]
         left_s = max(timeout_s - (time.monotonic() - began), 1.0)
         body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}

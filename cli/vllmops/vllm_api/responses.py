@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
 from ..errors import Exit, VllmopsError
-from ..instances.record import Folder, Record
-from ..instances.servers import find, resolve
 from ..protocol.files import DAMAGE
 from ..store import shape
 from ..store.backend import FINISHED, owner_of
 from ..store.settings import STORE
+from ..store.source import Outcome, failed, refused, unknown
 from ..store.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
 from ..store.urls import shown
-from ..targets import Url, parsed
 from . import http
+from .place import Place
 
 TIMEOUT_S = 10.0
 # Between two events of a run that goes on: what there is so far has been told by then.
@@ -29,68 +26,7 @@ SILENCE_S = 1.0
 # What the routes give at once.
 LIMIT = 100
 LETTERS = 300  # of what a server says
-LOCAL = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
 TERMINAL = frozenset(f"response.{status}" for status in FINISHED)
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one response that something was to be done to.
-
-    Args:
-        id: its id.
-        done: whether it is now as was wished.
-        told: what became of it, or why nothing did, in words.
-        code: the error's, as `VllmopsError` has it; empty where it is done.
-        exit_code: what a command says of it.
-    """
-
-    id: str
-    done: bool
-    told: str
-    code: str = ""
-    exit_code: int = Exit.OK
-
-
-class Source(Protocol):
-    """Where stored responses are: a server, or the store itself.
-
-    Each method raises VllmopsError where it can't, and StoreUnavailable where trying again may
-    help.
-    """
-
-    name: str
-    # Whether everybody's responses are seen, rather than one API key's.
-    whole: bool
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-    async def page(self, query: Query) -> Page:
-        """Part of the responses; without their input, and their status in their body, over HTTP.
-
-        Raises:
-            CursorUnknown: ``after`` is none of them.
-        """
-
-    async def get(self, response_id: str) -> Response:
-        """One of them.
-
-        Raises:
-            VllmopsError: ``responses.unknown``.
-        """
-
-    async def items(self, response: Response) -> bytes:
-        """What its turn added to the conversation, a JSON array."""
-
-    async def events(self, response: Response) -> list[Events]:
-        """What is kept of its stream, but for the event that tells its end."""
-
-    async def cancel(self, response_id: str) -> Outcome:
-        """Stop a run."""
-
-    async def delete(self, response_id: str) -> Outcome:
-        """Delete a response, and stop it where it runs."""
 
 
 class Listing(msgspec.Struct):
@@ -111,79 +47,6 @@ class Said(msgspec.Struct):
 
 LISTING = msgspec.json.Decoder(Listing)
 SAID = msgspec.json.Decoder(Said)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A server to ask.
-
-    Args:
-        url: of its API, without ``/v1``.
-        name: how messages name it.
-        store: the URL of its store, where a record tells.
-        local: whether it is on this machine.
-        vllm: whether it is known to be vLLM, rather than whatever answers there.
-    """
-
-    url: str
-    name: str
-    store: str | None = None
-    local: bool = True
-    vllm: bool = False
-
-    @property
-    def or_store(self) -> str:
-        """How to do without it, behind what else would help; empty where that is not known."""
-        return f"; or, on the store itself: --store {shown(self.store)}" if self.store else ""
-
-
-def place(target: str | None) -> Place:
-    """Where a target's API is; a URL may be of any machine.
-
-    Raises:
-        VllmopsError: as `resolve` does, or ``responses.no-url``.
-    """
-    if target is not None and isinstance(named := parsed(target), Url):
-        return Place(named.text, shown(named.text), local=bool(LOCAL.fullmatch(named.host)))
-    try:
-        server = resolve(target)
-    except VllmopsError as error:
-        if record := last(target):
-            error.hint += Place("", "", store_of(record)).or_store
-        raise
-    if server.url is None:
-        raise VllmopsError(
-            "responses.no-url",
-            f"{server.label} has no known address",
-            "-t http://HOST:PORT",
-            exit_code=Exit.NOT_FOUND,
-        )
-    store = store_of(server.record) if server.record else None
-    return Place(server.url, server.label, store, vllm=True)
-
-
-def last(target: str | None) -> Record | None:
-    """The record of an instance that does not run, as named, or the only one."""
-    records = [server.record for server in find() if server.record]
-    named = [each for each in records if target in {None, each.name}]
-    return named[0] if len(named) == 1 else None
-
-
-def store_of(record: Record) -> str | None:
-    """The URL of an instance's store, None where it has none that can be got at from outside."""
-    url = record.environment.get(STORE)
-    return None if url is None or url.startswith(("memory:", "none")) else url
-
-
-def glance(target: str | None) -> Place | None:
-    """The same in no time, None where it takes more: for completion."""
-    if target and "://" in target:
-        return place(target)
-    from ..instances.record import folders  # noqa: PLC0415
-
-    running = [each for each in ([Folder(target)] if target else folders()) if each.supervised()]
-    record = running[0].read() if len(running) == 1 else None
-    return Place(record.url, record.name) if record and record.url else None
 
 
 class Http:
@@ -237,7 +100,7 @@ class Http:
             listing = LISTING.decode(self.good(answer, "list responses").content)
         except shape.BROKEN as error:
             raise self.lacking("list responses") from error
-        return Page([made(bytes(each)) for each in listing.data], listing.has_more)
+        return Page([made(bytes(entry)) for entry in listing.data], listing.has_more)
 
     async def get(self, response_id: str) -> Response:
         answer = await self.ask("GET", path(response_id))
@@ -256,23 +119,24 @@ class Http:
             answer = await self.ask(
                 "GET", f"{path(response.id)}/input_items", limit=LIMIT, order="asc", **after
             )
-            await self.expect(answer, response.id, "tell the input of a response")
+            await self.expect(answer, response.id, "list the input of a response")
             try:
-                listing = LISTING.decode(self.good(answer, "tell the input of a response").content)
+                listing = LISTING.decode(self.good(answer, "list the input of a response").content)
             except shape.BROKEN as error:
-                raise self.lacking("tell the input of a response") from error
+                raise self.lacking("list the input of a response") from error
             found += listing.data
             if not listing.has_more or not listing.last_id or not listing.data:
                 return msgspec.json.encode(found)
             if listing.last_id in seen:
                 raise VllmopsError(
-                    "responses.refused", f"{self.name} gives the same part of an input for ever"
+                    "responses.refused",
+                    f"{self.name} returns the same page of an input again and again",
                 )
             seen.add(listing.last_id)
             after = {"after": listing.last_id}
 
     async def events(self, response: Response) -> list[Events]:
-        doing = "tell the events of a response"
+        doing = "stream the events of a response"
         found: list[Events] = []
         rest = b""
         silence_s = SILENCE_S if response.running else self.timeout_s
@@ -289,9 +153,9 @@ class Http:
                     self.good(self.allowed(answer), doing)
                     raise self.lacking(doing)
                 async for part in answer.aiter_bytes():
-                    *whole, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
-                    for each in whole:
-                        keep(each, found)
+                    *frames, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
+                    for frame in frames:
+                        keep(frame, found)
         except httpx.HTTPError as error:
             if not (response.running and isinstance(error, httpx.ReadTimeout)):
                 raise self.away(error) from error
@@ -341,13 +205,13 @@ class Http:
 
     def allowed(self, answer: httpx.Response) -> httpx.Response:
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-            why, hint = "has none that it takes", "VLLM_API_KEY=… vllmops responses …"
+            why, hint = "missing or rejected (VLLM_API_KEY)", "VLLM_API_KEY=… vllmops responses …"
             if self.withheld:
-                why = f"was not sent: {self.withheld}"
+                why = f"VLLM_API_KEY was not sent: {self.withheld}"
                 hint = "run vllmops as the user who started the server"
             raise VllmopsError(
                 "responses.not-authorised",
-                f"{self.name} wants an API key, and VLLM_API_KEY {why}",
+                f"{self.name} needs an API key: {why}",
                 f"{hint}{self.place.or_store}",
                 exit_code=Exit.NOT_AUTHORISED,
             )
@@ -369,11 +233,11 @@ class Http:
         if isinstance(error, httpx.TimeoutException) and not isinstance(
             error, httpx.ConnectTimeout | httpx.PoolTimeout
         ):
-            help_ = f"vllmops doctor -t {self.name}" if self.place.local else "try again later"
+            check = f"vllmops doctor -t {self.name}" if self.place.local else "try again later"
             return VllmopsError(
                 "responses.timeout",
                 f"{self.name} did not answer within {self.timeout_s:g} s",
-                f"{help_}{self.place.or_store}",
+                f"{check}{self.place.or_store}",
                 exit_code=Exit.TIMED_OUT,
             )
         return VllmopsError(
@@ -429,12 +293,12 @@ class Http:
         if version is None and not self.place.vllm:
             return VllmopsError(
                 "responses.no-route",
-                f"{self.name} has no route to {doing}: a gateway that has none, or no vLLM",
+                f"{self.name} has no route to {doing}: it is a gateway without it, or not vLLM",
                 "-t with the URL of the vLLM server behind it, started by vllmops serve",
             )
         who = f"vLLM {version}" if version else "vLLM"
         if self.place.store:
-            hint = f"vllmops patches list -t {self.name} may tell why{self.place.or_store}"
+            hint = f"vllmops patches list -t {self.name} may show why{self.place.or_store}"
         else:
             hint = (
                 "start it with vllmops serve; or, with vllmops installed beside vLLM, "
@@ -442,7 +306,7 @@ class Http:
             )
         return VllmopsError(
             "responses.no-route",
-            f"{self.name} has no route to {doing}: {who} has none of its own",
+            f"{self.name} has no route to {doing}: {who} has none without vllmops",
             hint,
         )
 
@@ -545,30 +409,3 @@ def blames(answer: httpx.Response, param: str) -> bool:
         return bool(answer.json()["error"]["param"] == param)
     except (ValueError, LookupError, TypeError, RecursionError):
         return False
-
-
-def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
-    route = "" if sure else ", or no route that retrieves one"
-    return VllmopsError(
-        "responses.unknown",
-        f"{name} has no response {response_id!r}{route}",
-        "vllmops responses list; another API key's are not shown",
-        exit_code=Exit.NOT_FOUND,
-    )
-
-
-def failed(response_id: str, error: VllmopsError) -> Outcome:
-    """The outcome of what could not be done."""
-    return Outcome(
-        id=response_id,
-        done=False,
-        told="there is no such response" if error.code == "responses.unknown" else error.message,
-        code=error.code,
-        exit_code=error.exit_code,
-    )
-
-
-def refused(response_id: str, why: str) -> Outcome:
-    return Outcome(
-        id=response_id, done=False, told=why, code="responses.refused", exit_code=Exit.FAILED
-    )

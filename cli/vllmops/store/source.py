@@ -1,0 +1,98 @@
+"""What stored responses are read from and changed through: a server's routes, or the store."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, Self
+
+import msgspec
+
+from ..codes import ErrorCode
+from ..errors import Exit, VllmopsError
+from .store import Events, Page, Query, Response
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one response that something was to be done to.
+
+    Args:
+        id: its id.
+        done: whether it is now as was wished.
+        told: what became of it, or why nothing did, in words.
+        code: the error's, as `VllmopsError` has it; empty where it is done.
+        exit_code: what a command says of it.
+    """
+
+    id: str
+    done: bool
+    told: str
+    code: ErrorCode | Literal[""] = ""
+    exit_code: int = Exit.OK
+
+
+class Source(Protocol):
+    """Where stored responses are: a server, or the store itself.
+
+    Each method raises VllmopsError where it can't, and StoreUnavailable where trying again may
+    help.
+    """
+
+    name: str
+    # Whether everybody's responses are seen, rather than one API key's.
+    whole: bool
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def page(self, query: Query) -> Page:
+        """Part of the responses; without their input, and their status in their body, over HTTP.
+
+        Raises:
+            CursorUnknown: ``after`` is none of them.
+        """
+
+    async def get(self, response_id: str) -> Response:
+        """One of them.
+
+        Raises:
+            VllmopsError: ``responses.unknown``.
+        """
+
+    async def items(self, response: Response) -> bytes:
+        """What its turn added to the conversation, a JSON array."""
+
+    async def events(self, response: Response) -> list[Events]:
+        """What is kept of its stream, but for the event that tells its end."""
+
+    async def cancel(self, response_id: str) -> Outcome:
+        """Stop a run."""
+
+    async def delete(self, response_id: str) -> Outcome:
+        """Delete a response, and stop it where it runs."""
+
+
+def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
+    route = "" if sure else ", or no route that retrieves one"
+    return VllmopsError(
+        "responses.unknown",
+        f"{name} has no response {response_id!r}{route}",
+        "vllmops responses list shows the responses of your API key",
+        exit_code=Exit.NOT_FOUND,
+    )
+
+
+def failed(response_id: str, error: VllmopsError) -> Outcome:
+    """The outcome of what could not be done."""
+    return Outcome(
+        id=response_id,
+        done=False,
+        told="there is no such response" if error.code == "responses.unknown" else error.message,
+        code=error.code,
+        exit_code=error.exit_code,
+    )
+
+
+def refused(response_id: str, why: str) -> Outcome:
+    return Outcome(
+        id=response_id, done=False, told=why, code="responses.refused", exit_code=Exit.FAILED
+    )

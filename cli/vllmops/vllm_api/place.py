@@ -1,0 +1,31 @@
+"""The address of a server's HTTP API, and what is known of the server behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..store.urls import shown
+
+
+@dataclass(frozen=True)
+class Place:
+    """A server to ask.
+
+    Args:
+        url: of its API, without ``/v1``.
+        name: how messages name it.
+        store: the URL of its store, where a record tells.
+        local: whether it is on this machine.
+        vllm: whether it is known to be vLLM, rather than whatever answers there.
+    """
+
+    url: str
+    name: str
+    store: str | None = None
+    local: bool = True
+    vllm: bool = False
+
+    @property
+    def or_store(self) -> str:
+        """How to do without it, behind what else would help; empty where that is not known."""
+        return f"; or, on the store itself: --store {shown(self.store)}" if self.store else ""

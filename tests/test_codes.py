@@ -1,0 +1,97 @@
+"""Every code that is compared is one that is raised, and every one that is raised has a page."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import vllmops
+from vllmops.codes import CODES, known
+from vllmops.diagnose.doctor import checks
+from vllmops.docs import pages
+
+PACKAGE = Path(vllmops.__file__).parent
+COLLECTIONS = (ast.Set, ast.List, ast.Tuple)
+
+
+@cache
+def trees() -> list[ast.Module]:
+    files = [file for file in PACKAGE.rglob("*.py") if file.name != "codes.py"]
+    return [ast.parse(file.read_text()) for file in files]
+
+
+def texts(node: ast.AST) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+def collections(tree: ast.Module) -> dict[str, ast.expr]:
+    """A module's named sets of texts: what codes are compared with."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = node.value
+            if isinstance(value, ast.Call) and value.args:
+                value = value.args[0]
+            if isinstance(value, COLLECTIONS):
+                found[node.targets[0].id] = value
+    return found
+
+
+def compared() -> set[str]:
+    """The texts that some ``.code`` is compared with."""
+    found: set[str] = set()
+    for tree in trees():
+        named = collections(tree)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Compare):
+                continue
+            sides = [node.left, *node.comparators]
+            if any(isinstance(side, ast.Attribute) and side.attr == "code" for side in sides):
+                for side in sides:
+                    name = side.id if isinstance(side, ast.Name) else ""
+                    found |= set(texts(named.get(name, side)))
+    return found
+
+
+def raised() -> set[str]:
+    """The error codes that stand somewhere else than in a comparison."""
+    found: set[str] = set()
+    for tree in trees():
+        skipped: list[ast.AST] = [n for n in ast.walk(tree) if isinstance(n, ast.Compare)]
+        skipped += collections(tree).values()
+        ignored = {id(part) for node in skipped for part in ast.walk(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and id(node) not in ignored and node.value in CODES:
+                found.add(str(node.value))
+    return found
+
+
+def test_every_code_that_is_compared_is_one_that_is_raised() -> None:
+    words = {code for code in compared() if "." in code}
+    assert {"agent.absent", "stacks.seccomp", "responses.unknown", "stack.crash"} <= words
+    assert not words - raised() - {check.code for check in checks()}
+
+
+def test_every_registered_code_is_raised() -> None:
+    assert not CODES - raised()
+
+
+def test_every_code_has_its_page_and_every_error_page_a_code() -> None:
+    assert {page.name for page in pages().values() if page.kind == "error"} == CODES
+
+
+def test_a_page_says_what_the_error_means_and_what_to_do() -> None:
+    for page in pages().values():
+        if page.kind == "error":
+            text = page.text.partition("\n")[2].strip()
+            assert text.endswith("."), page.name
+            assert 40 < len(text) < 900, page.name
+
+
+def test_a_code_from_a_newer_server_gets_a_known_one() -> None:
+    assert known("keys.locked", "admin.failed") == "keys.locked"
+    assert known("keys.from-the-future", "admin.failed") == "admin.failed"
