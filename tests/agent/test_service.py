@@ -157,10 +157,10 @@ def test_a_forked_child_starts_its_own_once_it_has_something_to_show(spawn: Spaw
             "import os, time\n"
             "out = os.fork()\n"
             "if out == 0:\n"
-            "    from vllmops.agent import found\n"
+            "    from vllmops.agent import objects\n"
             "    class Scheduler: pass\n"
             "    held = Scheduler()\n"
-            "    found.remember('scheduler', held)\n"
+            "    objects.remember('scheduler', held)\n"
             "    time.sleep(30)\n"
             "    os._exit(0)"
         )

@@ -33,10 +33,10 @@ def run(options: Options) -> None:
     """Bring the agent up in this process; never raises."""
     try:
         load(Path(options["package"]))
-        from vllmops.agent import late  # noqa: PLC0415
+        from vllmops.agent import attach  # noqa: PLC0415
 
         os.environ.setdefault("VLLMOPS_HOME", options["home"])
-        late.come(patch=options["patch"])
+        attach.start(patch=options["patch"])
     except Exception as error:
         # Whole or not at all: somebody waits for this file to appear.
         half = Path(f"{options['trouble']}.half")

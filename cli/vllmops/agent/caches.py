@@ -27,7 +27,7 @@ from ..protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
-from . import engine, found
+from . import engine, objects
 from .identity import role
 
 TRIES = 5
@@ -44,7 +44,7 @@ def snapshot(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
         tries: how often to read one that contradicts itself.
     """
     caches: list[Cache] = []
-    problems = list(found.problems)
+    problems = list(objects.problems)
     for take, holder in sources(keys):
         try:
             if (cache := settled(take, holder, tries)) is not None:
@@ -69,10 +69,10 @@ def snapshot(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
 def sources(keys: bool) -> list[tuple[Callable[[Any], Cache | None], Any]]:
     """What to read with what."""
     held: list[tuple[Callable[[Any], Cache | None], Any]] = [
-        (partial(multimodal, keys=keys), cache) for cache in found.every("mm-cache")
+        (partial(multimodal, keys=keys), cache) for cache in objects.every("mm-cache")
     ]
-    held += [(encoder, scheduler) for scheduler in found.every("scheduler")]
-    held += [(worker_encoder, worker) for worker in found.every("worker")]
+    held += [(encoder, scheduler) for scheduler in objects.every("scheduler")]
+    held += [(worker_encoder, worker) for worker in objects.every("worker")]
     return held
 
 
@@ -291,7 +291,7 @@ def worker_encoder(worker: Any) -> WorkerEncoderCache | None:
 
 def setup() -> Setup | None:
     """What decides which caches this server has, from the engine's or the worker's config."""
-    holder = found.latest("scheduler") or found.latest("worker")
+    holder = objects.latest("scheduler") or objects.latest("worker")
     config = getattr(holder, "vllm_config", None)
     if config is None:
         return None

@@ -19,7 +19,7 @@ import msgspec
 
 from ..protocol.caches import ProcessCaches
 from ..protocol.compares import CompareRequest, Comparison, Look
-from . import caches, engine, found
+from . import caches, engine, objects
 from .gate import gate
 from .imports import when_imported
 
@@ -33,8 +33,8 @@ DECODER = msgspec.msgpack.Decoder(ProcessCaches)
 
 def install() -> None:
     """Hook both ends of the way from front end to engine, once their modules are imported."""
-    when_imported("vllm.v1.engine.async_llm", found.guarded(hook_front))
-    when_imported("vllm.v1.engine.core", found.guarded(hook_engine))
+    when_imported("vllm.v1.engine.async_llm", objects.guarded(hook_front))
+    when_imported("vllm.v1.engine.core", objects.guarded(hook_engine))
 
 
 def hook_front(module: ModuleType) -> None:
@@ -74,7 +74,7 @@ def look(core: Any, deadline: float) -> list[bytes | str]:
     try:
         # Once: a second try would hold up the step, and the step's own thread is this one.
         answers: list[bytes | str] = [ENCODER.encode(caches.snapshot(keys=True, tries=1))]
-        if not found.every("worker"):
+        if not objects.every("worker"):
             # No timeout, nor a method that a worker might lack: the answers that the other
             # workers give to a call that has failed are taken for those to the next one.
             answers += core.model_executor.collective_rpc(asker())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..protocol.engine import EngineState, Traffic
-from . import found
+from . import objects
 from .gate import gate
 from .identity import role
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 def state() -> EngineState:
     """How this process's engine is doing; an attribute of another shape reads None."""
-    scheduler = found.latest("scheduler")
+    scheduler = objects.latest("scheduler")
     if scheduler is None:
         return EngineState()
-    executor, kv_cache = found.latest("executor"), getattr(scheduler, "kv_cache_manager", None)
+    executor, kv_cache = objects.latest("executor"), getattr(scheduler, "kv_cache_manager", None)
     running, waiting = counts(scheduler)
     return EngineState(
         running=running,
@@ -52,7 +52,7 @@ class Progress:
         Args:
             now: monotonic, in seconds.
         """
-        scheduler = found.latest("scheduler")
+        scheduler = objects.latest("scheduler")
         if scheduler is None:
             return None, None, None, None
         running, waiting = counts(scheduler)
@@ -95,7 +95,7 @@ class Turns:
 def rests(scheduler: Any) -> bool:
     """Whether nobody expects it to come on: it is paused, or sleeps."""
     paused = attempt(lambda: str(scheduler.pause_state.name)) not in {None, "UNPAUSED"}
-    return paused or bool(attempt(lambda: found.latest("executor").is_sleeping))  # type: ignore[union-attr]
+    return paused or bool(attempt(lambda: objects.latest("executor").is_sleeping))  # type: ignore[union-attr]
 
 
 def tokens(scheduler: Any) -> int:
@@ -105,7 +105,7 @@ def tokens(scheduler: Any) -> int:
 
 def handed() -> int | None:
     """Requests that this API server has handed to its engines; None where it is none."""
-    client = found.latest("engine-client")
+    client = objects.latest("engine-client")
     if client is None:
         return None
     return attempt(lambda: int(client.output_processor.get_num_unfinished_requests()))
@@ -134,7 +134,7 @@ def front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
     Raises:
         RuntimeError: this process has none.
     """
-    client = found.latest("engine-client")
+    client = objects.latest("engine-client")
     handler = getattr(client, "output_handler", None)
     if client is None or handler is None:
         raise RuntimeError("this process has no engine client")

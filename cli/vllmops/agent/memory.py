@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..protocol.memory import AgentMemory, Generation, Held, Requests, Store
-from . import caches, engine, found
+from . import caches, engine, objects
 from .identity import create_time
 
 # Asking each Request takes a quarter of a microsecond or so. Beyond these, a count by subtraction
@@ -20,7 +20,7 @@ ASKED = 2000
 
 def snapshot() -> AgentMemory:
     """What ``GET /memory`` answers; what can't be read becomes a problem in words."""
-    problems = list(found.problems)
+    problems = list(objects.problems)
 
     def attempt(what: str, read: Callable[[], Any]) -> Any:
         try:
@@ -46,15 +46,15 @@ def snapshot() -> AgentMemory:
 
 def requests() -> Requests | None:
     """The live ``Request`` objects; None without a scheduler, or where they are not counted."""
-    scheduler, since = found.latest("scheduler"), found.hooked.get("request")
+    scheduler, since = objects.latest("scheduler"), objects.hooked.get("request")
     if scheduler is None or since is None:
         return None
-    alive = found.count("request")
+    alive = objects.count("request")
     known = scheduler.requests
     if alive > ASKED:
         finished = max(alive - len(known), 0)
     else:
-        finished = sum(over(request, known) for request in found.every("request"))
+        finished = sum(over(request, known) for request in objects.every("request"))
     late_s = round(since - create_time(), 1)
     return Requests(alive=alive, finished_alive=finished, known=len(known), late_s=late_s)
 
@@ -67,11 +67,11 @@ def over(request: Any, known: dict[str, Any]) -> bool:
 
 def sources() -> Iterator[tuple[Any, Callable[[Any], Held | None]]]:
     """What to read with what."""
-    for cache in found.every("mm-cache"):
+    for cache in objects.every("mm-cache"):
         yield cache, multimodal
-    for scheduler in found.every("scheduler"):
+    for scheduler in objects.every("scheduler"):
         yield scheduler, encoder
-    for worker in found.every("worker"):
+    for worker in objects.every("worker"):
         yield worker, encoder_outputs
 
 
@@ -139,7 +139,7 @@ def generations() -> tuple[Generation, ...]:
 
 def store() -> Store | None:
     """The entries of the Responses store; None where there is none."""
-    serving = found.latest("responses")
+    serving = objects.latest("responses")
     if serving is None:
         return None
     own = vars(serving)

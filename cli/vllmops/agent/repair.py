@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, RepairRequest
-from . import found
+from . import objects
 from .caches import lru, side
 from .identity import role
 from .log import log
@@ -80,7 +80,7 @@ def repair(request: RepairRequest) -> ProcessRepair:
     """Repair every LRU cache of this process that has a lasting fault."""
     began = time.perf_counter()
     repaired = []
-    for holder in found.every("mm-cache"):
+    for holder in objects.every("mm-cache"):
         cache = vars(holder).get("_cache")
         if cache is None:
             continue

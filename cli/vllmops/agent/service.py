@@ -29,16 +29,14 @@ from ..protocol.compares import CompareRequest
 from ..protocol.engine import Beat, Hello, Traffic
 from ..protocol.repairs import RepairRequest
 from ..protocol.resets import ResetRequest
-from . import caches, compare, engine, found, keys, memory, repair, reset
+from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
+from . import caches, compare, engine, keys, memory, objects, repair, reset
 from .gate import gate
 from .heartbeat import Heart
 from .identity import own, role
 from .log import log
 from .patches import registry
 
-DIRECTORY = "agents"
-BODY_BYTES = 4 << 20  # some 60,000 keys
-PATH_BYTES = 107  # sockaddr_un's, without the closing zero
 REST_S = 1.0  # after a call that can't be taken, for want of file descriptors, say
 FEATURES = (
     *("engine", "caches", "requests", "drain", "heartbeat"),
@@ -193,7 +191,7 @@ def start() -> None:
         log.debug("vllmops: the agent of pid %d listens on %s", _running.pid, _running.path)
     except (OffError, OSError, RuntimeError, VllmopsError) as error:
         # RuntimeError: no thread can be started. VllmopsError: no home directory can be told.
-        found.report(f"the agent is off in pid {os.getpid()}: {error}")
+        objects.report(f"the agent is off in pid {os.getpid()}: {error}")
     finally:
         _starting.release()
 
@@ -207,7 +205,7 @@ def forked() -> None:
     """In a forked child: no thread survived, so start anew once one of vLLM's objects is made."""
     global _running, _starting  # noqa: PLW0603
     _starting = threading.Lock()
-    found.forget()
+    objects.forget()
     if _running is not None:
         _running.forget()
     _running = None
@@ -298,7 +296,7 @@ def hello() -> Hello:
         vllm_version=getattr(sys.modules.get("vllm"), "__version__", None),
         python=platform.python_version(),
         features=FEATURES,
-        problems=tuple(found.problems),
+        problems=tuple(objects.problems),
     )
 
 

@@ -11,9 +11,9 @@ from types import ModuleType
 
 from ...errors import Exit, VllmopsError
 from ...protocol.patches import ProcessPatches, State, Verdict
-from ..found import report
 from ..identity import role
 from ..imports import when_imported
+from ..objects import report
 from . import (
     encoder_decoder_free_order,
     encoder_decoder_slots,

@@ -23,7 +23,7 @@ from types import (
 )
 from typing import Any
 
-from . import compare, found, service
+from . import objects, observe, service
 from .gate import Arrival, gate
 from .patches import registry
 
@@ -34,7 +34,7 @@ LAYERS = "vllm.model_executor"
 IN_PROGRESS = "RequestResponseCycle.run_asgi"
 
 
-def come(*, patch: bool) -> None:
+def start(*, patch: bool) -> None:
     """Bring the agent up in this process, with everything that is in use already.
 
     Args:
@@ -45,13 +45,11 @@ def come(*, patch: bool) -> None:
     """
     roots = list(values())
     count(tasks(roots))
-    found.install(service.start)
-    compare.install()
-    registry.install(withheld(patch=patch))
+    observe(withheld(patch=patch))
     adopt(roots)
     service.start()
     if not service.running():
-        raise RuntimeError("; ".join(found.problems) or "it did not start")
+        raise RuntimeError("; ".join(objects.problems) or "it did not start")
 
 
 def withheld(*, patch: bool) -> dict[str, str]:
@@ -69,14 +67,14 @@ def adopt(roots: Iterable[Any]) -> None:
     """Remember what the constructors' hooks would have."""
     kinds = {
         kind: cls
-        for kind, (module, older, name) in found.HOOKS.items()
+        for kind, (module, older, name) in objects.HOOKS.items()
         if (cls := vars(sys.modules.get(module) or sys.modules.get(older) or object).get(name))
     }
     for each in reachable(roots):
         for kind, cls in kinds.items():
             # By type: asking a proxy for its class can do anything.
             if issubclass(type(each), cls):
-                found.remember(kind, each)
+                objects.remember(kind, each)
 
 
 def reachable(roots: Iterable[Any]) -> Iterator[Any]:
