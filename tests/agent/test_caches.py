@@ -351,4 +351,4 @@ def test_classes_of_another_shape_are_reported_and_left_alone() -> None:
     assert "no attribute 'Missing'" in objects.problems[0]
     objects.hook("mm-cache", "Slotted", module(Slotted=Slotted))
     assert isinstance(Slotted(), Slotted)
-    assert "Slotted can't be kept track of" in objects.problems[1]
+    assert "Slotted can't be tracked" in objects.problems[1]

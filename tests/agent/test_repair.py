@@ -163,7 +163,7 @@ def test_a_cache_of_another_shape_is_told(child: Callable[..., Any]) -> None:
     process = child()
     process.run("holder._cache = SimpleNamespace()")
     (each,) = repair(process).caches
-    assert "has a shape that is not known" in each.left
+    assert "has an unknown shape" in each.left
 
 
 TWICE = """

@@ -127,7 +127,7 @@ def test_what_hinders_it_is_logged_and_harms_nothing(
     assert child.run("out = 6 * 7") == "42"
     log = child.end()
     assert child.popen.returncode == 0
-    assert "the agent is off in pid" in log
+    assert "the agent does not start in pid" in log
     assert all(word in log for word in words)
     assert "Traceback" not in log
 

@@ -1,7 +1,7 @@
-"""Finds vLLM's objects in a process that ran long before the agent came.
+"""Starts the agent in a process that already runs, and finds vLLM's objects there.
 
-Their constructors are done, and ``gc`` does not show what vLLM has frozen. What is in use can be
-reached, though, from the frames of the threads and of the event loop's tasks.
+Their constructors have run, and ``gc`` does not list what vLLM has frozen. But objects in use can
+be reached from the stack frames of the threads and of the event loop's tasks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from . import objects, observe, service
 from .gate import Arrival, gate
 from .patches import registry
 
-MOST = 200_000  # objects looked at; some 5,000 as a rule
-LARGE = 10_000  # elements of a container that is not looked into
-# Weights and layers, and nothing that is looked for.
+MOST = 200_000  # objects visited; usually some 5,000
+LARGE = 10_000  # containers with more elements are skipped
+# Weights and layers: none of the objects are there.
 LAYERS = "vllm.model_executor"
 IN_PROGRESS = "RequestResponseCycle.run_asgi"
 
 
 def start(*, patch: bool) -> None:
-    """Bring the agent up in this process, with everything that is in use already.
+    """Start the agent in this process, with all objects that are already in use.
 
     Args:
-        patch: whether to apply those patches that are safe on classes in use.
+        patch: whether to apply the patches that are safe on classes in use.
 
     Raises:
-        RuntimeError: it can't come up here.
+        RuntimeError: the agent can't start here.
     """
     roots = list(values())
     count(tasks(roots))
@@ -49,81 +49,81 @@ def start(*, patch: bool) -> None:
     adopt(roots)
     service.start()
     if not service.running():
-        raise RuntimeError("; ".join(objects.problems) or "it did not start")
+        raise RuntimeError("; ".join(objects.problems) or "the agent did not start")
 
 
 def withheld(*, patch: bool) -> dict[str, str]:
-    """The patches that are not applied though their defect is there, and why."""
+    """The patches that are not applied even where the defect is present, and why."""
     if not patch:
         return dict.fromkeys(registry.PATCHES, "attached without --patch")
     return {
-        each.id: "it can't be applied to what is in use"
-        for each in registry.PATCHES.values()
-        if not each.live
+        patch.id: "it can't be applied to a running server"
+        for patch in registry.PATCHES.values()
+        if not patch.live
     }
 
 
 def adopt(roots: Iterable[Any]) -> None:
-    """Remember what the constructors' hooks would have."""
+    """Remember the objects that the hooks of the constructors would have remembered."""
     kinds = {
         kind: cls
         for kind, (module, older, name) in objects.HOOKS.items()
         if (cls := vars(sys.modules.get(module) or sys.modules.get(older) or object).get(name))
     }
-    for each in reachable(roots):
+    for instance in reachable(roots):
         for kind, cls in kinds.items():
-            # By type: asking a proxy for its class can do anything.
-            if issubclass(type(each), cls):
-                objects.remember(kind, each)
+            # By type: reading the __class__ of a proxy can run any code.
+            if issubclass(type(instance), cls):
+                objects.remember(kind, instance)
 
 
 def reachable(roots: Iterable[Any]) -> Iterator[Any]:
-    """The objects of vLLM's that can be reached, each once, the nearest first."""
+    """VLLM's objects that can be reached, each once, the nearest first."""
     queue, seen = deque(roots), dict[int, Any]()
     while queue and len(seen) < MOST:
-        each = queue.popleft()
-        if id(each) in seen:
+        item = queue.popleft()
+        if id(item) in seen:
             continue
-        seen[id(each)] = each  # which keeps it alive, and its id its own
-        if ours(each):
-            yield each
-        queue.extend(parts(each))
+        seen[id(item)] = item  # keeps it alive, so that no other object gets its id
+        if of_vllm(item):
+            yield item
+        queue.extend(parts(item))
 
 
-def parts(each: Any) -> list[Any]:
-    """What an object holds, where it is vLLM's, a container or a bound function.
+def parts(item: Any) -> list[Any]:
+    """What an object holds, if it is vLLM's, a container or a bound function.
 
-    Copied in single C calls: other threads change it meanwhile.
+    Copied in single C calls, because other threads change it meanwhile.
     """
-    if isinstance(each, (dict, list, tuple, set, deque)):
-        if len(each) > LARGE:
+    if isinstance(item, (dict, list, tuple, set, deque)):
+        if len(item) > LARGE:
             return []
-        return list(each.values() if isinstance(each, dict) else each)
-    if isinstance(each, MethodType):
-        return [each.__self__]
-    if isinstance(each, partial):
-        return [each.func, *each.args, *each.keywords.values()]
-    if ours(each):
-        return list(getattr(each, "__dict__", {}).values())
+        return list(item.values() if isinstance(item, dict) else item)
+    if isinstance(item, MethodType):
+        return [item.__self__]
+    if isinstance(item, partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if of_vllm(item):
+        return list(getattr(item, "__dict__", {}).values())
     return []
 
 
-def ours(each: Any) -> bool:
-    """Whether it is an object of vLLM's, not a class or a module, and no layer of a model."""
-    module = type(each).__module__
+def of_vllm(item: Any) -> bool:
+    """Whether it is an instance of one of vLLM's classes, and no layer of a model."""
+    module = type(item).__module__
     return module.startswith("vllm.") and not module.startswith(LAYERS)
 
 
 def values() -> Iterator[Any]:
-    """What the functions that are running hold in their variables, tasks included."""
+    """The values of the variables of all running functions and suspended tasks."""
     loops: dict[int, asyncio.AbstractEventLoop] = {}
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:
             held = variables(frame)
             yield from held
-            for each in held:
-                if (loop := loop_of(each)) is not None:
+            for value in held:
+                if (loop := loop_of(value)) is not None:
                     loops[id(loop)] = loop
             frame = frame.f_back
     for loop in loops.values():
@@ -132,19 +132,19 @@ def values() -> Iterator[Any]:
             yield from suspended(task.get_coro())
 
 
-def loop_of(each: Any) -> asyncio.AbstractEventLoop | None:
-    """The event loop that an object of asyncio's stands for."""
-    if isinstance(each, asyncio.AbstractEventLoop):
-        return each
-    if isinstance(each, asyncio.Runner):
-        return vars(each).get("_loop")  # its method would make one
-    if isinstance(each, asyncio.Future):
-        return each.get_loop()
+def loop_of(value: Any) -> asyncio.AbstractEventLoop | None:
+    """The event loop of an asyncio object, None for anything else."""
+    if isinstance(value, asyncio.AbstractEventLoop):
+        return value
+    if isinstance(value, asyncio.Runner):
+        return vars(value).get("_loop")  # get_loop() would create one
+    if isinstance(value, asyncio.Future):
+        return value.get_loop()
     return None
 
 
 def suspended(awaited: Any) -> Iterator[Any]:
-    """What a coroutine, and whatever it waits for, holds in its variables."""
+    """The values of the variables of a coroutine and of everything that it awaits."""
     while awaited is not None:
         match awaited:
             case CoroutineType():
@@ -164,13 +164,13 @@ def variables(frame: FrameType) -> list[Any]:
     names = frame.f_locals
     held = list(names.values())
     if is_copy(frame.f_code):
-        # It would stay with the frame, and keep a request alive for as long as a loop runs.
+        # The frame would keep the copy, and so keep a request alive as long as a loop runs.
         names.clear()
     return held
 
 
 def is_copy(code: CodeType) -> bool:
-    """Whether ``f_locals`` is a dictionary that nobody but us has asked for."""
+    """Whether ``f_locals`` is a copy that only this module has requested."""
     optimized = bool(code.co_flags & inspect.CO_OPTIMIZED)
     return optimized and sys.version_info < (3, 13) and "locals" not in code.co_names
 
@@ -178,29 +178,29 @@ def is_copy(code: CodeType) -> bool:
 def tasks(roots: Iterable[Any]) -> list[asyncio.Task[Any]]:
     """The tasks that answer an HTTP request."""
     return [
-        each
-        for each in roots
-        if isinstance(each, asyncio.Task)
-        and getattr(each.get_coro(), "__qualname__", "") == IN_PROGRESS
+        root
+        for root in roots
+        if isinstance(root, asyncio.Task)
+        and getattr(root.get_coro(), "__qualname__", "") == IN_PROGRESS
     ]
 
 
 def count(requests: list[asyncio.Task[Any]]) -> None:
-    """Count the requests that began before the gate was there.
+    """Count the requests that began before the agent started.
 
-    How far each has come is not known: until it ends it may not have reached the engine.
+    Whether a request has reached the engine is unknown, so until its end it counts as not there.
     """
 
-    def ended(came: Arrival, _: asyncio.Task[Any]) -> None:
-        gate.arrivals.discard(came)
+    def ended(arrival: Arrival, _: asyncio.Task[Any]) -> None:
+        gate.arrivals.discard(arrival)
 
     def begin() -> None:
         for task in requests:
             if not task.done():
-                came = Arrival(time.monotonic(), rendering=True)
-                gate.arrivals.add(came)
-                task.add_done_callback(partial(ended, came))
+                arrival = Arrival(time.monotonic(), rendering=True)
+                gate.arrivals.add(arrival)
+                task.add_done_callback(partial(ended, arrival))
 
     if requests:
-        # On the loop's own thread, as everything that the gate counts.
+        # On the event loop's thread: only that thread changes the gate's arrivals.
         requests[0].get_loop().call_soon_threadsafe(begin)

@@ -52,8 +52,8 @@ from .writer import Writer, patiently
 
 FAILED = "The generation failed."
 STOPPED = "The server that ran this response was stopped."
-# OpenAI's parameters that vLLM does not know can be ignored, except `conversation`: the answer would
-# lack that conversation.
+# OpenAI's parameters that vLLM does not know can be ignored, except `conversation`: the answer
+# would lack that conversation.
 HARMLESS = frozenset(ResponseCreateParamsBase.__annotations__) - {"conversation"}
 KNOWN = HARMLESS | {carried.PREVIOUS}
 

@@ -9,8 +9,8 @@ import msgspec
 
 from ...store.backend import Response
 
-# The items of a conversation. vLLM's renderers refuse others, such as calls of built-in tools, which
-# clients can't send either.
+# The items of a conversation. vLLM's renderers refuse others, such as calls of built-in tools;
+# clients can't send those either.
 TURNS = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 
 
