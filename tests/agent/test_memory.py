@@ -165,6 +165,6 @@ def test_what_has_another_shape_is_a_problem_in_words(spawn: Spawn) -> None:
     assert found.store is None
     assert len(found.caches) == 5
     assert [each.split(":")[0] for each in found.problems] == [
-        "LruKeyReplicatedSenderCache's size can't be told",
-        "the size of the Responses store can't be told",
+        "the size of LruKeyReplicatedSenderCache can't be read",
+        "the size of the Responses store can't be read",
     ]

@@ -75,8 +75,8 @@ def look(core: Any, deadline: float) -> list[bytes | str]:
         # One try: this is the engine's own thread, and a second try would delay its step.
         answers: list[bytes | str] = [ENCODER.encode(caches.snapshot(keys=True, tries=1))]
         if not objects.every("worker"):
-            # No timeout, and no method that a worker might lack: after a failed call, vLLM takes the
-            # other workers' answers to it for answers to the next call.
+            # No timeout, and no method that a worker might lack: after a failed call, vLLM takes
+            # the other workers' answers to it for answers to the next call.
             answers += core.model_executor.collective_rpc(question())
     except Exception as error:
         return [f"the engine can't be read: {error!r}"]

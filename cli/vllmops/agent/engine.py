@@ -47,7 +47,7 @@ class Progress:
         self.since = 0.0
 
     def look(self, now: float) -> tuple[int | None, int | None, int | None, float | None]:
-        """``current_step``, requests running and waiting, and for how many seconds they stand still.
+        """``current_step``, requests running and waiting, and for how many seconds they stall.
 
         Args:
             now: monotonic, in seconds.
@@ -112,7 +112,7 @@ def handed() -> int | None:
 
 
 def rendering(now: float) -> float | None:
-    """How many seconds the oldest HTTP request has not reached the engine; None outside API servers."""
+    """The age in seconds of the oldest request before the engine; None outside API servers."""
     return gate.longest(now) if gate.installed and role() == "api" else None
 
 

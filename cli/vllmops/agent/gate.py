@@ -88,7 +88,7 @@ class Gate:
             arrival.rendering = False
 
     def longest(self, now: float) -> float:
-        """The longest time that an HTTP request has been on its way to the engine, in seconds."""
+        """The age in seconds of the oldest HTTP request that has not reached the engine."""
         return max(0.0, now - min((arrival.at for arrival in self.rendering), default=now))
 
 

@@ -36,8 +36,8 @@ PATCH = Patch(
     title="encoder outputs of Whisper-like models are never freed on the worker",
     hit="Servers of Whisper and other encoder-decoder models: GPU memory grows with every "
     "request until it is exhausted. In vLLM up to 0.14.0.",
-    changes="EncoderDecoderCacheManager.get_freed_mm_hashes() reports an entry one step after it was "
-    "allocated, as in vLLM 0.14.1.",
+    changes="EncoderDecoderCacheManager.get_freed_mm_hashes() reports an entry one step after its "
+    "allocation, as in vLLM 0.14.1.",
     modules=("vllm.v1.core.encoder_cache_manager",),
     present=present,
     apply=apply,

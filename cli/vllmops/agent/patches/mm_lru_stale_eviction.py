@@ -61,8 +61,8 @@ PATCH = Patch(
     hit="Servers with a stale key in an LRU order, whatever its origin: the eviction that meets "
     "it never ends, and neither does a cache reset. In every vLLM up to 0.33: upstream fixed "
     "one cause of such keys, not the eviction.",
-    changes="LRUCache.popitem() drops stale keys and continues with a real one, as the pull request's "
-    "first version did; a key without a place in the order can be evicted again.",
+    changes="LRUCache.popitem() drops stale keys and continues with a real one, as the pull "
+    "request's first version did; a key without a place in the order can be evicted again.",
     modules=("vllm.utils.cache",),
     present=present,
     apply=apply,

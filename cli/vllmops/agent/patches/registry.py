@@ -103,7 +103,7 @@ def judge(patch: Patch, module: ModuleType) -> None:
 
 
 def judged(patch: Patch, module: ModuleType) -> Verdict | None:
-    """The state of a patch in a module, after applying it; None where the module lacks the class."""
+    """The state of a patch in a module after applying it; None if the module lacks the class."""
     verdict = partial(Verdict, id=patch.id)
     if patch.id in off():
         return verdict(state=State.OFF)

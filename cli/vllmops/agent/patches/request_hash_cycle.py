@@ -53,7 +53,7 @@ def apply(module: ModuleType) -> None:
 
 
 def get(self: Any) -> Callable[[], list[Any]] | None:
-    """The hasher bound to its request, made on each access, so that the request does not hold it."""
+    """The hasher bound to its request; made on each access, so the request does not hold it."""
     bound = vars(self).get(NAME)
     if isinstance(bound, partial):  # a request from before the patch
         put(self, bound)
