@@ -88,7 +88,7 @@ class Gate:
             arrival.rendering = False
 
     def longest(self, now: float) -> float:
-        """The age in seconds of the oldest HTTP request that has not reached the engine."""
+        """Seconds since the oldest HTTP request arrived that has not reached the engine."""
         return max(0.0, now - min((arrival.at for arrival in self.rendering), default=now))
 
 
