@@ -79,7 +79,7 @@ class Gate:
 
     @property
     def rendering(self) -> set[Arrival]:
-        """Requests that have not reached the engine; a WebSocket may send more, so always counts."""
+        """The age in seconds of the oldest HTTP request that is not in the engine yet."""
         return {arrival for arrival in list(self.arrivals) if arrival.rendering}
 
     def handed_over(self) -> None:
