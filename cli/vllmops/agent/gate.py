@@ -79,7 +79,7 @@ class Gate:
 
     @property
     def rendering(self) -> set[Arrival]:
-        """The age in seconds of the oldest HTTP request that is not in the engine yet."""
+        """Requests that have not reached the engine; always including WebSockets."""
         return {arrival for arrival in list(self.arrivals) if arrival.rendering}
 
     def handed_over(self) -> None:
