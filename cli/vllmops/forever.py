@@ -1,6 +1,6 @@
-"""Background work that no exception ends silently: it is told once, and the work goes on.
+"""Background work that survives exceptions: each is reported once, and the work continues.
 
-The agent uses this inside a production engine: the standard library alone.
+The agent uses this inside a production engine, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
-# After that the same trouble is told again.
+# The same exception is reported again after this time.
 AGAIN_S = 3600.0
 
 
 class Trouble:
-    """Tells of exceptions in work that is repeated, each kind once an hour.
+    """Reports exceptions of repeated work, each kind once an hour.
 
     A kind is an exception's type and the line that raised it. Thread-safe.
 
     Args:
-        what: what is hindered, and what that means, such as ``keys are not followed``.
-        say: is given the text; what it raises is dropped.
+        what: what does not work, such as ``changes of the keyring are not noticed``.
+        say: gets the text, a log method for example; its exceptions are dropped.
 
     Attributes:
-        last: the last exception, in words, whether it was told or not.
+        last: the text of the last exception, reported or not.
     """
 
     def __init__(self, what: str, say: Callable[[str], object]) -> None:
         self.what = what
         self.say = say
-        self.told: dict[tuple[type[BaseException], str], float] = {}
+        self.reported: dict[tuple[type[BaseException], str], float] = {}
         self.last = ""
 
     def tell(self, error: BaseException) -> None:
-        """Tell of an exception, unless that was done within the hour; never raises."""
+        """Report an exception, unless it was reported within the hour; never raises."""
         try:
             kind, now = (type(error), place(error)), time.monotonic()
             self.last = f"{type(error).__name__}: {error}"
-            if now - self.told.get(kind, -AGAIN_S) < AGAIN_S:
+            if now - self.reported.get(kind, -AGAIN_S) < AGAIN_S:
                 return
-            self.told[kind] = now
+            self.reported[kind] = now
             self.say(f"vllmops: {self.what}: {self.last} ({kind[1]})")
-        except Exception:  # noqa: S110 - there is nobody left who could be told
+        except Exception:  # noqa: S110 - there is nowhere left to report it
             pass
 
 
@@ -57,10 +57,10 @@ def place(error: BaseException) -> str:
 
 
 async def attempt(work: Callable[[], Awaitable[object]], trouble: Trouble) -> bool:
-    """Do something, and tell of what it raises; whether it went well.
+    """Do something and report what it raises; whether it succeeded.
 
-    A CancelledError counts as trouble where nobody cancels this task: something that the work
-    waited for was cancelled.
+    A CancelledError is reported if this task itself is not being cancelled: then something that
+    the work awaited was cancelled.
     """
     try:
         await work()
@@ -83,18 +83,18 @@ async def forever(
     *,
     after_s: float = 1.0,
 ) -> NoReturn:
-    """Do something again and again, until this task is cancelled.
+    """Repeat something until this task is cancelled.
 
     Args:
         work: one round.
-        trouble: is told of what a round raises.
+        trouble: reports what a round raises.
         pause_s: seconds before each round.
-        after_s: seconds that it rests at least after a round that has failed.
+        after_s: the least pause after a failed round, in seconds.
     """
-    went_well = True
+    succeeded = True
     while True:
-        await asyncio.sleep(pause_s if went_well else max(pause_s, after_s))
-        went_well = await attempt(work, trouble)
+        await asyncio.sleep(pause_s if succeeded else max(pause_s, after_s))
+        succeeded = await attempt(work, trouble)
 
 
 def thread(
@@ -106,15 +106,15 @@ def thread(
     pause_s: float = 0.0,
     after_s: float = 1.0,
 ) -> threading.Thread:
-    """Start a daemon thread that does something again and again.
+    """Start a daemon thread that repeats something.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
         work: one round.
-        trouble: is told of what a round raises.
-        wait: waits for so many seconds, before each round; the thread ends once that gives True.
+        trouble: reports what a round raises.
+        wait: waits for the given seconds before each round; when it returns True the thread ends.
         pause_s: seconds before each round.
-        after_s: seconds that it rests at least after a round that has failed.
+        after_s: the least pause after a failed round, in seconds.
     """
 
     def run() -> None:
@@ -127,6 +127,6 @@ def thread(
                 trouble.tell(error)
                 pause = max(pause_s, after_s)
 
-    made = threading.Thread(target=run, name=name, daemon=True)
-    made.start()
-    return made
+    daemon = threading.Thread(target=run, name=name, daemon=True)
+    daemon.start()
+    return daemon

@@ -16,7 +16,7 @@ from typing import Any
 import cachetools
 import pytest
 
-from vllmops.agent import caches, found
+from vllmops.agent import caches, objects
 from vllmops.diagnose.caches import alone
 from vllmops.protocol.caches import (
     EncoderCache,
@@ -34,7 +34,7 @@ Spawn = Callable[..., Any]
 SPINNER = """
 import cachetools, threading
 from types import SimpleNamespace
-from vllmops.agent import found
+from vllmops.agent import objects
 
 class Lru(cachetools.LRUCache):
     pinned_items, _hits, _total = set(), 0, 0
@@ -53,7 +53,7 @@ for number in range(20_000):
 cache._LRUCache__order["ghost"] = None
 cache._LRUCache__order.move_to_end("ghost", last=False)
 holder = LruKeyReplicatedReceiverCache(_cache=cache)
-found.remember("mm-cache", holder)
+objects.remember("mm-cache", holder)
 threading.Thread(target=cache.__setitem__, args=("new", 1), daemon=True).start()
 """
 
@@ -283,17 +283,17 @@ class Held:
 @pytest.fixture
 def quiet_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """No agent in the test's own process."""
-    monkeypatch.setattr(found, "_tell", lambda: None)
-    monkeypatch.setattr(found, "_refs", {})
-    monkeypatch.setattr(found, "problems", [])
+    monkeypatch.setattr(objects, "_tell", lambda: None)
+    monkeypatch.setattr(objects, "_refs", {})
+    monkeypatch.setattr(objects, "problems", [])
 
 
 @pytest.mark.usefixtures("quiet_agent")
 def test_what_another_vllm_shapes_otherwise_is_a_problem_in_words() -> None:
     odd, other = Held(), Held()
     odd._cache = object()
-    found.remember("mm-cache", odd)
-    found.remember("scheduler", other)
+    objects.remember("mm-cache", odd)
+    objects.remember("scheduler", other)
     snapshot = caches.snapshot()
     assert snapshot.caches == []
     assert len(snapshot.problems) == 1
@@ -317,16 +317,16 @@ def test_hooked_classes_remember_their_instances_as_long_as_they_live() -> None:
             self.size = size
 
     for _ in range(2):
-        found.hook("mm-cache", "Base", module(Base=Base))
+        objects.hook("mm-cache", "Base", module(Base=Base))
     one, other = Cache(1), Cache(size=2)
-    assert [held.size for held in found.every("mm-cache")] == [1, 2]
-    assert found.latest("mm-cache") is other
+    assert [held.size for held in objects.every("mm-cache")] == [1, 2]
+    assert objects.latest("mm-cache") is other
     del one
     gc.collect()
-    assert found.every("mm-cache") == [other]
-    assert found.problems == []
-    found.forget()
-    assert found.latest("mm-cache") is None
+    assert objects.every("mm-cache") == [other]
+    assert objects.problems == []
+    objects.forget()
+    assert objects.latest("mm-cache") is None
 
 
 @pytest.mark.usefixtures("quiet_agent")
@@ -335,11 +335,11 @@ def test_a_constructor_that_raises_still_raises() -> None:
         def __init__(self) -> None:
             raise ValueError("no memory")
 
-    found.hook("mm-cache", "Cache", module(Cache=Cache))
+    objects.hook("mm-cache", "Cache", module(Cache=Cache))
     with pytest.raises(ValueError, match="no memory"):
         Cache()
     gc.collect()
-    assert found.every("mm-cache") == []
+    assert objects.every("mm-cache") == []
 
 
 @pytest.mark.usefixtures("quiet_agent")
@@ -347,8 +347,8 @@ def test_classes_of_another_shape_are_reported_and_left_alone() -> None:
     class Slotted:
         __slots__ = ()
 
-    found.hook("mm-cache", "Missing", module())
-    assert "no attribute 'Missing'" in found.problems[0]
-    found.hook("mm-cache", "Slotted", module(Slotted=Slotted))
+    objects.hook("mm-cache", "Missing", module())
+    assert "no attribute 'Missing'" in objects.problems[0]
+    objects.hook("mm-cache", "Slotted", module(Slotted=Slotted))
     assert isinstance(Slotted(), Slotted)
-    assert "Slotted can't be kept track of" in found.problems[1]
+    assert "Slotted can't be tracked" in objects.problems[1]

@@ -122,7 +122,7 @@ def test_an_engine_that_does_not_answer_leaves_nothing_behind(client: Client, lo
 
 def test_a_late_call_does_nothing() -> None:
     (told,) = compare.look(SimpleNamespace(), time.time() - 1)
-    assert str(told).startswith("the engine came to it too late")
+    assert str(told).startswith("the engine answers after the deadline")
 
 
 def test_a_worker_that_can_not_be_read_is_told() -> None:
@@ -145,7 +145,7 @@ def test_an_executor_that_has_failed_is_told() -> None:
 def test_a_worker_needs_no_agent() -> None:
     """As cloudpickle sends it: by value, so that no lookup in the worker can fail."""
     cloudpickle = pytest.importorskip("cloudpickle")
-    sent = cloudpickle.dumps(compare.asker(), protocol=pickle.HIGHEST_PROTOCOL)
+    sent = cloudpickle.dumps(compare.question(), protocol=pickle.HIGHEST_PROTOCOL)
     answer = cloudpickle.loads(sent)(worker())
     (cache,) = msgspec.msgpack.decode(answer, type=ProcessCaches).caches
     assert isinstance(cache, WorkerEncoderCache)

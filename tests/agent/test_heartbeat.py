@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllmops.agent import engine, found, heartbeat
+from vllmops.agent import engine, heartbeat, objects
 from vllmops.agent.heartbeat import Heart
 from vllmops.protocol.engine import BEAT_BYTES, Beat
 
@@ -78,7 +78,7 @@ class Scheduler:
 def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM's own takes a model; the live tests look at it.
     scheduler = Scheduler()
-    monkeypatch.setattr(found, "latest", lambda kind: scheduler if kind == "scheduler" else None)
+    monkeypatch.setattr(objects, "latest", lambda kind: scheduler if kind == "scheduler" else None)
     progress = engine.Progress()
     assert progress.look(100.0) == (0, 0, 0, 0.0)
     assert progress.look(200.0)[3] == 0.0, "nobody waits"
@@ -98,7 +98,7 @@ def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_session_whose_user_says_nothing_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler()
-    monkeypatch.setattr(found, "latest", lambda _: scheduler)
+    monkeypatch.setattr(objects, "latest", lambda _: scheduler)
     progress = engine.Progress()
     scheduler.waiting.append(SimpleNamespace(request_id="talk"))
     scheduler.num_waiting_for_streaming_input = 1

@@ -86,7 +86,7 @@ def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
 def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
     grow(path, Status.PRIMARY)
     child = spawn(VLLMOPS_KEYRING=str(path))
-    child.run("from vllmops.agent import keys; keys.LOOK_S = 1000")
+    child.run("from vllmops.agent import keys; keys.CHECK_S = 1000")
     time.sleep(1.1)  # the last look that was not asked for
     second = grow(path)
     assert second.kid not in held(child)
@@ -96,7 +96,7 @@ def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
 
 def hurried(child: Any) -> Any:
     """A process that looks often, for tests of many looks."""
-    child.run("from vllmops.agent import keys; keys.LOOK_S = 0.02")
+    child.run("from vllmops.agent import keys; keys.CHECK_S = 0.02")
     return child
 
 
@@ -127,7 +127,7 @@ def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, p
         assert keys(child).problem == ""
     log = child.end()
     # More where it was looked at while a file was on its way.
-    assert log.count("what was loaded before stays") >= len(wrongs), log
+    assert log.count("the keys loaded before stay in use") >= len(wrongs), log
 
 
 def test_a_file_that_is_broken_from_the_start(spawn: Spawn, path: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_hangup_that_is_somebody_elses_stays_so(spawn: Spawn, path: Path) -> N
     code = (
         "import signal; from vllmops.agent import keys\n"
         "def own(*_): pass\n"
-        "signal.signal(signal.SIGHUP, {0}); keys.heed_hangups()\n"
+        "signal.signal(signal.SIGHUP, {0}); keys.reload_on_hangup()\n"
         "out = signal.getsignal(signal.SIGHUP) is {0}"
     )
     for handler in ("own", "signal.SIG_IGN"):

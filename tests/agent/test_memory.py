@@ -15,7 +15,7 @@ Spawn = Callable[..., Any]
 REQUEST = """
 import gc, sys, types
 from types import SimpleNamespace
-from vllmops.agent import found
+from vllmops.agent import objects
 
 gc.disable()
 class Request:
@@ -28,11 +28,11 @@ class Request:
         return self.done
 module = types.ModuleType("vllm.v1.request")
 module.Request = Request
-found.hook("request", "Request", module)
+objects.hook("request", "Request", module)
 class Scheduler: pass
 scheduler = Scheduler()
 scheduler.requests = {}
-found.remember("scheduler", scheduler)
+objects.remember("scheduler", scheduler)
 def add(name, keep=None):
     scheduler.requests[name] = Request(name, keep)
 def finish(name):
@@ -72,7 +72,7 @@ def test_live_and_finished_requests(spawn: Spawn) -> None:
 
 def test_one_that_is_being_built_is_alive(spawn: Spawn) -> None:
     child = spawn("VLLM::EngineCore", Role.ENGINE)
-    child.run(REQUEST + "half = Request.__new__(Request); found.remember('request', half)")
+    child.run(REQUEST + "half = Request.__new__(Request); objects.remember('request', half)")
     assert counts(child) == (1, 0, 0)
 
 
@@ -85,9 +85,9 @@ def test_very_many_are_counted_by_subtraction(spawn: Spawn) -> None:
 def test_requests_do_not_try_to_bring_the_agent_up(spawn: Spawn) -> None:
     child = spawn("VLLM::EngineCore", Role.ENGINE)
     child.run(REQUEST + "tried = []\n")
-    child.run("found.install(lambda: tried.append(1))\nadd('a')")
+    child.run("objects.install(lambda: tried.append(1))\nadd('a')")
     assert child.run("out = tried") == "[]"
-    assert child.run("found.remember('scheduler', scheduler); out = tried") == "[1]"
+    assert child.run("objects.remember('scheduler', scheduler); out = tried") == "[1]"
 
 
 def test_a_request_costs_a_microsecond_or_two_more(spawn: Spawn) -> None:
@@ -104,7 +104,7 @@ def test_a_request_costs_a_microsecond_or_two_more(spawn: Spawn) -> None:
 CACHES = """
 import cachetools
 from types import SimpleNamespace
-from vllmops.agent import found
+from vllmops.agent import objects
 
 class LruKeyReplicatedSenderCache: pass
 class LruKeyReplicatedReceiverCache: pass
@@ -125,18 +125,18 @@ ring = SimpleNamespace(data_buffer_start=100, data_buffer_end=350)
 storage = SimpleNamespace(is_writer=True, key_index={"a": 1}, ring_buffer=ring)
 holders += [Shm(_shm_cache=storage), Shm()]
 for holder in holders:
-    found.remember("mm-cache", holder)
+    objects.remember("mm-cache", holder)
 scheduler = Scheduler(
     requests={},
     encoder_cache_manager=SimpleNamespace(cache_size=10, num_free_slots=6, cached={"a": set()}),
 )
-found.remember("scheduler", scheduler)
+objects.remember("scheduler", scheduler)
 tensor = SimpleNamespace(nbytes=64, device="cpu")
 worker = Worker(model_runner=SimpleNamespace(encoder_cache={"a": tensor}), rank=0)
-found.remember("worker", worker)
+objects.remember("worker", worker)
 serving = Serving()
 serving.response_store, serving.msg_store, serving.event_store = {"a": 1, "b": 2}, {"a": 1}, {}
-found.remember("responses", serving)
+objects.remember("responses", serving)
 """
 
 
@@ -165,6 +165,6 @@ def test_what_has_another_shape_is_a_problem_in_words(spawn: Spawn) -> None:
     assert found.store is None
     assert len(found.caches) == 5
     assert [each.split(":")[0] for each in found.problems] == [
-        "LruKeyReplicatedSenderCache's size can't be told",
-        "the size of the Responses store can't be told",
+        "the size of LruKeyReplicatedSenderCache can't be read",
+        "the size of the Responses store can't be read",
     ]

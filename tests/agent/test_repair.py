@@ -19,7 +19,7 @@ ROOT = str(Path(__file__).parents[2])
 SETUP = """
 import sys, threading
 from types import SimpleNamespace
-from vllmops.agent import found
+from vllmops.agent import objects
 sys.path.insert(0, {root!r})
 from tests.support import modules
 module = sys.modules["vllm.utils.cache"] = modules.lru_module(modules.installed())
@@ -29,7 +29,7 @@ cache = module.LRUCache({capacity}, getsizeof=lambda value: value)
 for number in range({entries}):
     cache[f"k{{number}}"] = 10
 holder = {kind}(_cache=cache)
-found.remember("mm-cache", holder)
+objects.remember("mm-cache", holder)
 order, data, sizes = cache._LRUCache__order, cache._Cache__data, cache._Cache__size
 def state():
     return list(order), dict(data), dict(sizes), cache.currsize, cache._hits, cache._total
@@ -163,7 +163,7 @@ def test_a_cache_of_another_shape_is_told(child: Callable[..., Any]) -> None:
     process = child()
     process.run("holder._cache = SimpleNamespace()")
     (each,) = repair(process).caches
-    assert "has a shape that is not known" in each.left
+    assert "has an unknown shape" in each.left
 
 
 TWICE = """

@@ -129,7 +129,7 @@ def test_what_hinders_it_is_logged_and_harms_nothing(
     assert child.run("out = 6 * 7") == "42"
     log = child.end()
     assert child.popen.returncode == 0
-    assert "the agent is off in pid" in log
+    assert "the agent does not start in pid" in log
     assert all(word in log for word in words)
     assert "Traceback" not in log
 
@@ -159,10 +159,10 @@ def test_a_forked_child_starts_its_own_once_it_has_something_to_show(spawn: Spaw
             "import os, time\n"
             "out = os.fork()\n"
             "if out == 0:\n"
-            "    from vllmops.agent import found\n"
+            "    from vllmops.agent import objects\n"
             "    class Scheduler: pass\n"
             "    held = Scheduler()\n"
-            "    found.remember('scheduler', held)\n"
+            "    objects.remember('scheduler', held)\n"
             "    time.sleep(30)\n"
             "    os._exit(0)"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.modules import installed, lru_module
 
-from vllmops.agent import found, repair
+from vllmops.agent import objects, repair
 from vllmops.agent.patches import mm_lru_ghost_keys, mm_lru_stale_eviction
 from vllmops.protocol.repairs import RepairRequest
 
@@ -48,7 +48,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
             control=of["again"],
         )
     holder = Receiver(_cache=cache)
-    found.remember("mm-cache", holder)
+    objects.remember("mm-cache", holder)
     for number in range(GHOSTS):
         cache._LRUCache__order[f"ghost{number}"] = None
     began = time.perf_counter()

@@ -31,7 +31,7 @@ Run = subprocess.CompletedProcess[str]
 CACHES = """
 import cachetools
 from types import SimpleNamespace
-from vllmops.agent import found
+from vllmops.agent import objects
 
 class Lru(cachetools.LRUCache): pass
 class LruKeyReplicatedReceiverCache: pass
@@ -43,14 +43,14 @@ cache.pinned_items, cache._hits, cache._total = {"b"}, 1, 4
 cache["a"], cache["b"], cache["c"] = 100, 200, 300
 holder = LruKeyReplicatedReceiverCache()
 holder._cache = cache
-found.remember("mm-cache", holder)
+objects.remember("mm-cache", holder)
 scheduler = Scheduler()
 scheduler.requests = {}
 scheduler.encoder_cache_manager = EncoderCacheManager(
     cache_size=10, num_free_slots=6, num_freeable_slots=10, cached={"a": set()},
     num_embeds_by_hash={"a": 4}, freeable={"a": 4}, request_cached_ids={},
 )
-found.remember("scheduler", scheduler)
+objects.remember("scheduler", scheduler)
 """
 
 

@@ -25,7 +25,7 @@ Spawn = Callable[..., Any]
 CLIENT = """
 import asyncio, threading
 from types import SimpleNamespace
-from vllmops.agent import found
+from vllmops.agent import objects
 from vllmops.agent.gate import gate
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -37,7 +37,7 @@ class Client:
     async def reset_mm_cache(self):
         self.resets += 1
 client = Client({left})
-found.remember("engine-client", client)
+objects.remember("engine-client", client)
 """
 
 

@@ -34,11 +34,11 @@ Spawn = Callable[..., Any]
 QUICK = ("--interval", "0.2", "--checks", "3", "--patience", "1.5")
 SCHEDULER = """
 from types import SimpleNamespace as Made
-from vllmops.agent import found
+from vllmops.agent import objects
 class Scheduler(Made):
     __hash__ = object.__hash__
 scheduler = Scheduler(running=[], waiting=[], current_step=7)
-found.remember("scheduler", scheduler)
+objects.remember("scheduler", scheduler)
 """
 
 

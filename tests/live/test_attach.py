@@ -89,7 +89,7 @@ def test_a_healthy_server_under_load_loses_no_request(bare: Live) -> None:
         for patch in cli("patches", "list", "-t", "bare", "--json").data["patches"]
     }
     assert states["mm-lru-stale-eviction"] == {("applied", None)}
-    assert states["encoder-decoder-slots"] == {("off", "it can't be applied to what is in use")}
+    assert states["encoder-decoder-slots"] == {("off", "it can't be applied to a running server")}
     again = cli("attach", "-t", "bare", "--yes", "--json")
     assert (again.code, again.error["code"]) == (1, "attach.already")
 

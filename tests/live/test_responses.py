@@ -465,7 +465,7 @@ def test_a_conversation_that_is_too_large_is_refused_before_it_is_answered(clien
 @pytest.mark.parametrize(
     ("options", "param", "why"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "give one of them"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send only one of them"),
         ({"background": True}, "background", "previous_response"),
         ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages", "carried"),
     ],

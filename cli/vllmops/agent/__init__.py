@@ -1,4 +1,4 @@
-"""Runs inside vLLM's processes: patches them, finds their caches, answers on a socket, beats.
+"""Runs inside vLLM's processes: patches them, observes their caches and answers on a socket.
 
 It must never make the server worse: nothing here raises into vLLM, takes one of its locks, or
 imports more than the standard library and what vLLM itself depends on.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from functools import partial
 
 from .log import log
 
@@ -16,23 +18,43 @@ def register() -> None:
     """Start the agent in this process; the ``vllm.general_plugins`` entry point.
 
     ``VLLMOPS_DISABLE=1`` turns it off. Never raises: an exception out of a plug-in would abort
-    vLLM's start. Calling it again does nothing.
+    vLLM's start. A second call does nothing.
     """
     if os.environ.get("VLLMOPS_DISABLE") == "1" or short_lived():
         return
     try:
-        from . import admin, compare, found, keys, service, stored  # noqa: PLC0415
-        from .patches import registry  # noqa: PLC0415
+        from . import service  # noqa: PLC0415
 
-        found.install(service.start)
-        compare.install()
-        registry.install()
-        stored.install()
-        admin.install()
-        keys.start()
+        observe()
+        serve()
         service.start()
     except Exception as error:
-        log.warning("vllmops: the agent is off in pid %d: %r", os.getpid(), error)
+        log.warning("vllmops: the agent does not start in pid %d: %r", os.getpid(), error)
+
+
+def observe(withheld: Mapping[str, str] | None = None) -> None:
+    """Hook and patch vLLM's classes, also for `attach`.
+
+    Args:
+        withheld: patches that are not applied, and why, by id.
+    """
+    from . import compare, objects, service  # noqa: PLC0415
+    from .patches import registry  # noqa: PLC0415
+
+    objects.install(service.start)
+    compare.install()
+    registry.install(withheld)
+
+
+def serve() -> None:
+    """Add the keys, the stored responses and the admin routes to a server that starts."""
+    from ..store import settings  # noqa: PLC0415
+    from . import admin, keys  # noqa: PLC0415
+    from .responses import hook  # noqa: PLC0415
+
+    hook.install(keys.ring)
+    admin.install(partial(keys.accept, carriers=settings.carriers))
+    keys.start()
 
 
 def short_lived() -> bool:

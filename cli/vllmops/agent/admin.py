@@ -1,8 +1,8 @@
-"""Routes for whoever operates a server from another machine, with the admin token.
+"""Admin routes, for operators on another machine who have the admin token.
 
-``GET /v1/vllmops/keys`` tells which keys the process that answers holds, without their secrets;
-``POST`` gives it a keyring. They are there where the environment names the token's file. vLLM's
-own routes and middleware come after them: an API key of vLLM's says nothing here.
+``GET /v1/vllmops/keys`` lists the keys of the process that answers, without their secrets;
+``POST`` sends it a keyring. The routes exist where the environment names the token's file. They
+run before vLLM's own routes and middleware: vLLM's API key gives no access here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..errors import VllmopsError
 from ..keys import admin_token as admin
 from ..keys import file
 from ..keys.ring import Ring
-from . import found, keys
+from ..protocol.keys import ProcessKeys
+from . import keys, objects
 from .gate import Scope, Send
 from .identity import role
 from .imports import when_imported
@@ -43,16 +44,26 @@ STATUS = {
 }
 
 
-def install() -> None:
-    """Have the routes in each app of FastAPI's that this process makes, where there is a token."""
+def install(accept: Callable[[Ring], ProcessKeys]) -> None:
+    """Add the routes to each FastAPI app of an API server, where the environment names a token.
+
+    Args:
+        accept: puts a keyring that an admin sends into the server's own.
+    """
     place = os.environ.get(admin.PLACE)
     if place and role() == "api":
-        put_before = functools.partial(before, Path(place))
-        when_imported("fastapi.applications", found.guarded(put_before))
+        put_before = functools.partial(before, Path(place), accept)
+        when_imported("fastapi.applications", objects.guarded(put_before))
 
 
-def before(place: Path, module: ModuleType) -> None:
-    """Wrap ``FastAPI.__call__`` in place; `module` is ``fastapi.applications``."""
+def before(place: Path, accept: Callable[[Ring], ProcessKeys], module: ModuleType) -> None:
+    """Wrap ``FastAPI.__call__`` in place.
+
+    Args:
+        place: the file with the token.
+        accept: as in `install`.
+        module: ``fastapi.applications``.
+    """
     call = module.FastAPI.__call__
     if hasattr(call, "__vllmops_admin__"):
         return
@@ -64,35 +75,36 @@ def before(place: Path, module: ModuleType) -> None:
             return
         from starlette.requests import Request  # noqa: PLC0415 - other processes don't need it
 
-        answer = await answered(Request(scope, receive), place)
-        await answer(scope, receive, send)
+        response = await respond(Request(scope, receive), place, accept)
+        await response(scope, receive, send)
 
     __call__.__vllmops_admin__ = True  # type: ignore[attr-defined]
     module.FastAPI.__call__ = __call__
 
 
-async def answered(request: Request, place: Path) -> Response:
-    """What a request is answered; never raises.
+async def respond(request: Request, place: Path, accept: Callable[[Ring], ProcessKeys]) -> Response:
+    """Answer a request to one of the routes; never raises.
 
     Args:
-        request: to one of the routes.
+        request: the request.
         place: the file with the token.
+        accept: as in `install`.
     """
     try:
-        await asyncio.to_thread(admit, request.headers.get("authorization", ""), place)
+        await asyncio.to_thread(authorize, request.headers.get("authorization", ""), place)
         match request.method, request.scope["path"]:
             case "GET", admin.KEYS:
                 return json(keys.state())
             case "POST", admin.KEYS:
                 ring = decoded(await body(request))
-                return json(await asyncio.to_thread(keys.take_in, ring))
-        raise VllmopsError("admin.no-route", "there is no such route for admins")
+                return json(await asyncio.to_thread(accept, ring))
+        raise VllmopsError("admin.no-route", "there is no such admin route")
     except VllmopsError as error:
         content = {"code": error.code, "message": error.message, "hint": error.hint}
         return json({"error": content}, STATUS.get(error.code, 500))
     except Exception as error:
-        # Not what it says: a keyring was on its way.
-        log.warning("vllmops: a request of an admin's failed: %s", type(error).__name__)
+        # Without the error's message: it may contain part of the keyring.
+        log.warning("vllmops: an admin request failed: %s", type(error).__name__)
         content = {"code": "internal", "message": f"unexpected {type(error).__name__}", "hint": ""}
         return json({"error": content}, 500)
 
@@ -104,43 +116,45 @@ def json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
-def admit(authorization: str, place: Path) -> None:
-    """See that a request has the token, as its file has it now.
+def authorize(authorization: str, place: Path) -> None:
+    """Check that a request has the token that the file holds now.
 
     Raises:
-        VllmopsError: ``admin.refused``, whatever is wrong.
+        VllmopsError: ``admin.refused``, whatever the reason.
     """
     try:
-        wanted = f"Bearer {admin.token(place)}"
+        expected = f"Bearer {admin.token(place)}"
     except VllmopsError as error:
-        found.report(f"the admin token can't be had, and nobody is let in: {error.message}")
-        wanted = ""
-    same = hmac.compare_digest(wanted.encode(), authorization.encode(errors="replace"))
-    if not (wanted and same):
-        raise VllmopsError("admin.refused", "this is not the admin token")
+        objects.report(
+            f"admin requests are refused: the admin token can't be read: {error.message}"
+        )
+        expected = ""
+    same = hmac.compare_digest(expected.encode(), authorization.encode(errors="replace"))
+    if not (expected and same):
+        raise VllmopsError("admin.refused", "the admin token is missing or wrong")
 
 
 async def body(request: Request) -> bytes:
-    """What a request brings.
+    """The body of a request.
 
     Raises:
-        VllmopsError: ``admin.no-ring`` where it is more than any keyring.
+        VllmopsError: ``admin.no-ring``: it is larger than a keyring may be.
     """
     content = bytearray()
     async for part in request.stream():
         content += part
         if len(content) > file.MOST_BYTES:
-            raise VllmopsError("admin.no-ring", f"a keyring has {file.MOST_BYTES} bytes at most")
+            raise VllmopsError("admin.no-ring", f"a keyring has at most {file.MOST_BYTES} bytes")
     return bytes(content)
 
 
 def decoded(content: bytes) -> Ring:
-    """The keyring that a request brings.
+    """The keyring in a request's body.
 
     Raises:
-        VllmopsError: ``admin.no-ring``.
+        VllmopsError: ``admin.no-ring``: the body is no keyring.
     """
     try:
-        return file.decode(content, Path("what was sent"))
+        return file.decode(content, Path("the request body"))
     except VllmopsError as error:
         raise VllmopsError("admin.no-ring", error.message) from None

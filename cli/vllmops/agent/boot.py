@@ -1,7 +1,7 @@
-"""What ``vllmops attach`` runs inside a vLLM process, in a thread of its own.
+"""The code that ``vllmops attach`` runs inside a vLLM process, in a new thread.
 
-Run as a file, since nothing of this package need be on the process's path; ``options`` is in its
-globals.
+It runs as a file, because this package need not be on the process's path. Its globals contain
+``options``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import TypedDict
 
 
 class Options(TypedDict):
-    """What is asked for.
+    """How to start the agent.
 
     Args:
         package: the folder of this package.
         home: the state directory.
         patch: whether to apply patches too.
-        trouble: the file to write what went wrong to.
+        trouble: the file that gets the error, if any.
     """
 
     package: str
@@ -30,22 +30,22 @@ class Options(TypedDict):
 
 
 def run(options: Options) -> None:
-    """Bring the agent up in this process; never raises."""
+    """Start the agent in this process; never raises."""
     try:
         load(Path(options["package"]))
-        from vllmops.agent import late  # noqa: PLC0415
+        from vllmops.agent import attach  # noqa: PLC0415
 
         os.environ.setdefault("VLLMOPS_HOME", options["home"])
-        late.come(patch=options["patch"])
+        attach.start(patch=options["patch"])
     except Exception as error:
-        # Whole or not at all: somebody waits for this file to appear.
+        # By a rename: the command line waits for this file and must not read a part of it.
         half = Path(f"{options['trouble']}.half")
         half.write_text(f"{type(error).__name__}: {error}")
         half.rename(options["trouble"])
 
 
 def load(package: Path) -> None:
-    """Import this package from its folder, unless the process has it already."""
+    """Import this package from its folder, unless it is already imported."""
     if "vllmops" in sys.modules:
         return
     if sys.version_info < (3, 11):  # noqa: UP036 - the process brings its own Python

@@ -1,9 +1,9 @@
 """Takes snapshots of caches from the agent's thread, while vLLM's threads use them.
 
 A snapshot changes nothing: no hit counter, no order, no lock. ``dict(cache)``, ``cache.items()``
-and ``cache[key]`` do, so the containers below are read, and all of one cache in a single C call:
-no other thread runs Python before it returns. vLLM can still be half-way through an operation, so
-what looks broken is read again a little later.
+and ``cache[key]`` would, so this module reads the containers inside, all of one cache in a single
+C call: no other thread runs Python before it returns. vLLM can still be in the middle of an
+operation, so a cache that contradicts itself is read again a little later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
-from . import engine, found
+from . import engine, objects
 from .identity import role
 
 TRIES = 5
@@ -37,14 +37,14 @@ T = TypeVar("T", bound=Cache)
 
 
 def snapshot(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
-    """Every cache of this process; one that can't be read becomes a problem in words.
+    """Every cache of this process; one that can't be read is listed in ``problems``.
 
     Args:
         keys: whether to list every key of LRU caches too.
-        tries: how often to read one that contradicts itself.
+        tries: how often to read a cache that contradicts itself.
     """
     caches: list[Cache] = []
-    problems = list(found.problems)
+    problems = list(objects.problems)
     for take, holder in sources(keys):
         try:
             if (cache := settled(take, holder, tries)) is not None:
@@ -67,19 +67,19 @@ def snapshot(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
 
 
 def sources(keys: bool) -> list[tuple[Callable[[Any], Cache | None], Any]]:
-    """What to read with what."""
+    """Each object, and the function that reads its cache."""
     held: list[tuple[Callable[[Any], Cache | None], Any]] = [
-        (partial(multimodal, keys=keys), cache) for cache in found.every("mm-cache")
+        (partial(multimodal, keys=keys), cache) for cache in objects.every("mm-cache")
     ]
-    held += [(encoder, scheduler) for scheduler in found.every("scheduler")]
-    held += [(worker_encoder, worker) for worker in found.every("worker")]
+    held += [(encoder, scheduler) for scheduler in objects.every("scheduler")]
+    held += [(worker_encoder, worker) for worker in objects.every("worker")]
     return held
 
 
 def settled(take: Callable[[Any], Cache | None], holder: Any, tries: int = TRIES) -> Cache | None:
-    """Read until nothing in it contradicts itself, a few times at most.
+    """Read a cache until it does not contradict itself, at most `tries` times.
 
-    A container that changes size under a copy raises RuntimeError: read again too.
+    A container whose size changes during the copy raises RuntimeError: it is read again, too.
     """
     for _ in range(tries - 1):
         try:
@@ -94,16 +94,16 @@ def settled(take: Callable[[Any], Cache | None], holder: Any, tries: int = TRIES
 
 
 def at_once(*reads: tuple[Callable[[Any], Any], Any]) -> tuple[Any, ...]:
-    """Call each reader on its container, all in one C call, so that none is newer than another.
+    """Call each reader on its container in one C call, so that all results are of one moment.
 
-    Holds only for readers and containers implemented in C, with keys that are plain strings.
+    Only true for readers and containers implemented in C, with plain strings as keys.
     """
     readers, containers = zip(*reads, strict=True)
     return tuple(map(call, readers, containers))
 
 
 def multimodal(cache: Any, *, keys: bool = False) -> LruCache | ShmCache | None:
-    """A multimodal cache of whatever kind; None while it is being built."""
+    """A multimodal cache of any kind; None while it is being built."""
     own = vars(cache)
     if "_cache" in own:
         return lru(cache, keys=keys)
@@ -115,8 +115,8 @@ def multimodal(cache: Any, *, keys: bool = False) -> LruCache | ShmCache | None:
 def lru(holder: Any, *, keys: bool = False) -> LruCache:
     """A cache over vLLM's LRUCache (``vllm/utils/cache.py``).
 
-    vLLM's threads wait while this one computes, so with 20,000 entries every pass counts: sets
-    are made only where there is something to tell apart.
+    vLLM's threads wait meanwhile, and with 20,000 entries every pass matters: sets are made only
+    where the containers differ.
     """
     cache = holder._cache
     sized = cache._Cache__size
@@ -130,7 +130,7 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
     known = dict.fromkeys(data) if sized is None else sizes
     same = len(order) == len(data) == len(known) and all(map(known.__contains__, order))
     differences: dict[str, list[str]] = {}
-    # Data and sizes have the same order too, unless something is wrong.
+    # Without a fault, data and sizes have the same order, too.
     if not same or (sized is not None and data != list(sizes)):
         ordered, having = frozenset(order), frozenset(data)
         differences = {
@@ -145,7 +145,7 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
         name=type(holder).__name__,
         order=order if keys else None,
         sizes=list(map(sizes.get, order)) if keys else None,
-        # With something in flight the sides are not compared, and vLLM's threads need the time.
+        # While requests are in flight the sides are not compared, and the digest costs time.
         digest="" if engine.busy() else digest(order),
         oldest=order[0] if order else None,
         newest=order[-1] if order else None,
@@ -162,20 +162,20 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
 
 
 def kind(holder: Any) -> str:
-    """Whether a cache over an LRUCache has another side: ``mm-lru``, else ``mm-processor-only``."""
+    """``mm-lru`` for a cache over an LRUCache that has another side, else ``mm-processor-only``."""
     return "mm-processor-only" if "ProcessorOnly" in type(holder).__name__ else "mm-lru"
 
 
 def side(holder: Any) -> str:
-    """Which side of a pair a cache over an LRUCache is: P0, P1, or its process's role."""
+    """The side of a cache over an LRUCache: P0, P1, or its process's role."""
     if "Receiver" in type(holder).__name__:
         return "P1"
     return "P0" if role() == "api" else role()
 
 
 def digest(order: list[str]) -> str:
-    """What two caches with the same keys in the same order have in common."""
-    # hashlib lets other threads run meanwhile, and CPUs have instructions for this one.
+    """Equal for two caches with the same keys in the same order."""
+    # hashlib releases the GIL, and CPUs have instructions for this hash.
     return hashlib.sha256("\n".join(order).encode()).hexdigest()
 
 
@@ -228,7 +228,7 @@ def encoder(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
         return None
     own = vars(manager)
     if "cached" not in own:
-        # 0.14.0 and older have one list, or two with our patch; its successors have others.
+        # 0.14.0 and older have one list, or two with our patch; newer versions have others.
         names = ("allocated", "to_free", "freed", "_vllmops_to_free")
         lists = [own[name] for name in names if name in own]
         own, *lists = at_once((dict, own), *((list, held) for held in lists))
@@ -272,10 +272,10 @@ def encoder(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
 
 def worker_encoder(worker: Any) -> WorkerEncoderCache | None:
     """A worker's encoder outputs, of either model runner; None without a runner or a cache."""
-    # ray and others wrap the worker; a wrapper has no runner of its own.
+    # Ray and other executors wrap the worker; a wrapper has no model runner.
     runner = vars(worker).get("model_runner")
     cache = getattr(runner, "encoder_cache", None)
-    # The V2 runner keeps the dictionary inside an object.
+    # The V2 runner has the dictionary inside an object.
     outputs = getattr(cache, "encoder_outputs", cache)
     if outputs is None:
         return None
@@ -290,8 +290,8 @@ def worker_encoder(worker: Any) -> WorkerEncoderCache | None:
 
 
 def setup() -> Setup | None:
-    """What decides which caches this server has, from the engine's or the worker's config."""
-    holder = found.latest("scheduler") or found.latest("worker")
+    """The settings that decide which caches this server has, from vLLM's config."""
+    holder = objects.latest("scheduler") or objects.latest("worker")
     config = getattr(holder, "vllm_config", None)
     if config is None:
         return None
@@ -313,9 +313,9 @@ def setup() -> Setup | None:
 
 
 def text_only(model: Any) -> bool:
-    """Whether vLLM found that a multimodal model has all its limits at 0.
+    """Whether all limits of a multimodal model are 0, as vLLM found.
 
-    From what it remembers: asking it anew could build a processor.
+    Read from vLLM's own cache: computing it again could build a processor.
     """
     remembered: Any = getattr(model, "_supports_multimodal_inputs_cache", None)
     return bool(remembered) and not any(remembered.values())

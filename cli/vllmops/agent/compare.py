@@ -1,7 +1,7 @@
-"""Reads both sides of the caches of a server at work, engine and workers at the same step.
+"""Reads both sides of the caches of a busy server, engine and workers at the same step.
 
-As with RCU, nobody is stopped: a request that the first look finds between the front end and the
-engine is waited for, so that the last look finds its traces on both sides or not at all.
+Nothing is stopped. Requests that are between front end and engine at the first look must reach the
+engine before the last look: then each has changed both sides, or neither (as with RCU).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 
 from ..protocol.caches import ProcessCaches
 from ..protocol.compares import CompareRequest, Comparison, Look
-from . import caches, engine, found
-from .gate import gate
+from . import caches, engine, objects
+from .gate import Arrival, gate
 from .imports import when_imported
 
 UTILITY = "vllmops_look"
@@ -32,13 +32,13 @@ DECODER = msgspec.msgpack.Decoder(ProcessCaches)
 
 
 def install() -> None:
-    """Hook both ends of the way from front end to engine, once their modules are imported."""
-    when_imported("vllm.v1.engine.async_llm", found.guarded(hook_front))
-    when_imported("vllm.v1.engine.core", found.guarded(hook_engine))
+    """Hook the front end and the engine, once their modules are imported."""
+    when_imported("vllm.v1.engine.async_llm", objects.guarded(hook_front))
+    when_imported("vllm.v1.engine.core", objects.guarded(hook_engine))
 
 
 def hook_front(module: ModuleType) -> None:
-    """Make the front end tell when it has handed a request to the engine; idempotent."""
+    """Make the front end report each request that it has handed to the engine; idempotent."""
     add = module.AsyncLLM.add_request
     if hasattr(add, "__vllmops__"):
         return
@@ -55,7 +55,7 @@ def hook_front(module: ModuleType) -> None:
 
 
 def hook_engine(module: ModuleType) -> None:
-    """Give the engine a utility that looks; idempotent."""
+    """Add the utility method `look` to the engine; idempotent."""
     setattr(module.EngineCore, UTILITY, look)
 
 
@@ -64,27 +64,27 @@ def look(core: Any, deadline: float) -> list[bytes | str]:
 
     Args:
         core: the EngineCore.
-        deadline: seconds since the epoch; nobody waits for the answer any more after it.
+        deadline: seconds since the epoch; after it nobody waits for the answer.
 
     Returns:
-        An encoded `ProcessCaches` each; in words who can't be read.
+        An encoded `ProcessCaches` for each process, or a text that says why it can't be read.
     """
     if time.time() > deadline:
-        return ["the engine came to it too late, or its clock is ahead"]
+        return ["the engine answers after the deadline, or its clock is ahead"]
     try:
-        # Once: a second try would hold up the step, and the step's own thread is this one.
+        # One try: this is the engine's own thread, and a second try would delay its step.
         answers: list[bytes | str] = [ENCODER.encode(caches.snapshot(keys=True, tries=1))]
-        if not found.every("worker"):
-            # No timeout, nor a method that a worker might lack: the answers that the other
-            # workers give to a call that has failed are taken for those to the next one.
-            answers += core.model_executor.collective_rpc(asker())
+        if not objects.every("worker"):
+            # No timeout, and no method that a worker might lack: after a failed call, vLLM takes
+            # the other workers' answers to it for answers to the next call.
+            answers += core.model_executor.collective_rpc(question())
     except Exception as error:
         return [f"the engine can't be read: {error!r}"]
     return answers
 
 
-def asker() -> Callable[[Any], bytes | str]:
-    """What a worker is asked; being local it is pickled by value, so it needs no agent there."""
+def question() -> Callable[[Any], bytes | str]:
+    """The function that each worker runs; a local one is pickled by value, so needs no agent."""
 
     def ask(worker: Any) -> bytes | str:
         try:
@@ -107,7 +107,7 @@ def outputs(worker: Any) -> bytes:
 
 
 def compare(request: CompareRequest) -> Comparison:
-    """``POST /compare``: two looks.
+    """``POST /compare``: two looks, and two snapshots of the front end after them.
 
     Raises:
         RuntimeError: this process has no engine client.
@@ -115,45 +115,69 @@ def compare(request: CompareRequest) -> Comparison:
     client, loop = engine.front_end()
     deadline = time.time() + request.timeout_s
     patience = deadline - request.timeout_s / 2  # the rest is for the last look: a step may be long
-
-    def both() -> Look:
-        front = caches.snapshot(keys=True)
-        rendering = len(gate.rendering)
-        handed = client.output_processor.get_num_unfinished_requests()
-        # In the order in which requests reach the engine: it answers after those sent before.
-        asked = asyncio.run_coroutine_threadsafe(
-            client.engine_core.call_utility_all_async(UTILITY, deadline), loop
-        )
-        try:
-            answers = asked.result(max(deadline - time.time(), 0))
-        except TimeoutError:
-            # vLLM drops the answer to a call that was cancelled.
-            asked.cancel()
-            raise
-        told = [each for engine in answers for each in engine]
-        return Look(
-            front=front,
-            engines=[DECODER.decode(each) for each in told if isinstance(each, bytes)],
-            handed=handed,
-            rendering=rendering,
-            problems=[each for each in told if isinstance(each, str)],
-        )
-
     looks: list[Look] = []
     try:
-        looks.append(both())
+        looks.append(look_at_both(client, loop, deadline))
         began = time.monotonic()
-        # Read after the look: who had changed the cache by then is among them, or has come on.
+        # Read after the look: it has every request that had changed the cache by then and had not
+        # reached the engine.
         pending = set(gate.rendering)
         time.sleep(request.apart_s)
-        while (late := pending & set(gate.rendering)) and time.time() < patience:
-            time.sleep(POLL_S)
+        settled = handed_over(pending, patience)
         waited = time.monotonic() - began
-        looks.append(both())
+        looks.append(look_at_both(client, loop, deadline))
     except TimeoutError:
         return Comparison(looks=looks)
     after = caches.snapshot(keys=True)
     time.sleep(POLL_S)
     return Comparison(
-        looks=looks, after=after, end=caches.snapshot(), settled=not late, waited_s=waited
+        looks=looks, after=after, end=caches.snapshot(), settled=settled, waited_s=waited
     )
+
+
+def look_at_both(client: Any, loop: asyncio.AbstractEventLoop, deadline: float) -> Look:
+    """The front end's caches, then those of the engines and workers.
+
+    Args:
+        client: the engine client.
+        loop: the event loop that it runs on.
+        deadline: seconds since the epoch.
+
+    Raises:
+        TimeoutError: the engines did not answer before the deadline.
+    """
+    front = caches.snapshot(keys=True)
+    rendering = len(gate.rendering)
+    handed = client.output_processor.get_num_unfinished_requests()
+    # The engine answers in the order of arrival: after the requests that were sent before.
+    call = asyncio.run_coroutine_threadsafe(
+        client.engine_core.call_utility_all_async(UTILITY, deadline), loop
+    )
+    try:
+        engines = call.result(max(deadline - time.time(), 0))
+    except TimeoutError:
+        # vLLM drops the answer to a cancelled call.
+        call.cancel()
+        raise
+    answers = [answer for engine_answers in engines for answer in engine_answers]
+    return Look(
+        front=front,
+        engines=[DECODER.decode(answer) for answer in answers if isinstance(answer, bytes)],
+        handed=handed,
+        rendering=rendering,
+        problems=[answer for answer in answers if isinstance(answer, str)],
+    )
+
+
+def handed_over(pending: set[Arrival], deadline: float) -> bool:
+    """Wait until some requests have reached the engine; whether they have.
+
+    Args:
+        pending: the requests.
+        deadline: seconds since the epoch.
+    """
+    while left := pending & gate.rendering:
+        if time.time() >= deadline:
+            break
+        time.sleep(POLL_S)
+    return not left

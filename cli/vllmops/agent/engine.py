@@ -1,4 +1,4 @@
-"""Reads the engine's state from the agent's thread: plain attributes, no call into a connector."""
+"""Reads the engine's state from the agent's thread: plain attributes, no calls to connectors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..protocol.engine import EngineState, Traffic
-from . import found
+from . import objects
 from .gate import gate
 from .identity import role
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 def state() -> EngineState:
-    """How this process's engine is doing; an attribute of another shape reads None."""
-    scheduler = found.latest("scheduler")
+    """The state of this process's engine; None for each attribute of an unknown shape."""
+    scheduler = objects.latest("scheduler")
     if scheduler is None:
         return EngineState()
-    executor, kv_cache = found.latest("executor"), getattr(scheduler, "kv_cache_manager", None)
+    executor, kv_cache = objects.latest("executor"), getattr(scheduler, "kv_cache_manager", None)
     running, waiting = counts(scheduler)
     return EngineState(
         running=running,
@@ -36,10 +36,10 @@ def state() -> EngineState:
 
 
 class Progress:
-    """How an engine comes on, looked at once in a while; for the heartbeat, so cheap.
+    """Whether an engine makes progress, checked with each heartbeat, so cheap.
 
-    A step proves nothing: a scheduler that schedules nothing takes one after the other. What
-    counts is that a request gets tokens, or comes, or goes.
+    Steps are no proof: an idle scheduler takes them too. Progress means that a request gets
+    tokens, arrives or ends.
     """
 
     def __init__(self) -> None:
@@ -47,17 +47,17 @@ class Progress:
         self.since = 0.0
 
     def look(self, now: float) -> tuple[int | None, int | None, int | None, float | None]:
-        """``current_step``, requests running and waiting, and for how long they have stood still.
+        """``current_step``, requests running and waiting, and for how many seconds they stall.
 
         Args:
             now: monotonic, in seconds.
         """
-        scheduler = found.latest("scheduler")
+        scheduler = objects.latest("scheduler")
         if scheduler is None:
             return None, None, None, None
         running, waiting = counts(scheduler)
         seen = attempt(lambda: tokens(scheduler)), running, waiting
-        # A session whose user says nothing is counted as waiting, too.
+        # vLLM counts an idle streaming session as waiting, too.
         listening = attempt(lambda: int(scheduler.num_waiting_for_streaming_input)) or 0
         pending = (running or 0) + (waiting or 0) > listening
         if seen != self.seen or not pending or rests(scheduler):
@@ -66,13 +66,13 @@ class Progress:
 
 
 class Turns:
-    """Whether an API server's event loop goes round, asked once in a while; for the heartbeat."""
+    """Whether an API server's event loop runs, checked with each heartbeat."""
 
     def __init__(self) -> None:
         self.asked: float | None = None
 
     def look(self, now: float) -> float | None:
-        """For how long it has run nothing, in seconds; None where this process is none.
+        """For how many seconds it has run nothing; None where this process is no API server.
 
         Args:
             now: monotonic, in seconds.
@@ -81,7 +81,7 @@ class Turns:
         try:
             _, loop = front_end()
             if asked is None:
-                self.asked = now  # before it can have run
+                self.asked = now  # before `ran` can run
                 loop.call_soon_threadsafe(self.ran)
         except RuntimeError:  # there is none, or it is closed
             self.asked = None
@@ -93,48 +93,48 @@ class Turns:
 
 
 def rests(scheduler: Any) -> bool:
-    """Whether nobody expects it to come on: it is paused, or sleeps."""
+    """Whether no progress is expected, because the engine is paused or asleep."""
     paused = attempt(lambda: str(scheduler.pause_state.name)) not in {None, "UNPAUSED"}
-    return paused or bool(attempt(lambda: found.latest("executor").is_sleeping))  # type: ignore[union-attr]
+    return paused or bool(attempt(lambda: objects.latest("executor").is_sleeping))  # type: ignore[union-attr]
 
 
 def tokens(scheduler: Any) -> int:
-    """What the requests that run have had computed, in tokens, and so as no two sets have it."""
+    """A number that changes when the running requests or their computed tokens change."""
     return sum(hash(r.request_id) + r.num_computed_tokens for r in list(scheduler.running))
 
 
 def handed() -> int | None:
-    """Requests that this API server has handed to its engines; None where it is none."""
-    client = found.latest("engine-client")
+    """Requests that this API server has handed to its engines; None in other processes."""
+    client = objects.latest("engine-client")
     if client is None:
         return None
     return attempt(lambda: int(client.output_processor.get_num_unfinished_requests()))
 
 
 def rendering(now: float) -> float | None:
-    """For how long an HTTP request is on its way to the engine at most; None where none comes."""
+    """The age in seconds of the oldest request before the engine; None outside API servers."""
     return gate.longest(now) if gate.installed and role() == "api" else None
 
 
 def traffic() -> Traffic:
-    """This process's HTTP requests."""
+    """The HTTP requests of this process."""
     if not gate.installed or role() != "api":
         return Traffic()
     return Traffic(in_flight=gate.in_flight, started=gate.started, draining=gate.closed)
 
 
 def busy() -> bool:
-    """Whether something is in flight, as far as this process knows."""
+    """Whether this process knows of requests in flight."""
     return bool(traffic().in_flight or state().unfinished)
 
 
 def front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
-    """The engine client of an API server, and the loop that it runs on.
+    """The engine client of an API server, and its event loop.
 
     Raises:
         RuntimeError: this process has none.
     """
-    client = found.latest("engine-client")
+    client = objects.latest("engine-client")
     handler = getattr(client, "output_handler", None)
     if client is None or handler is None:
         raise RuntimeError("this process has no engine client")
@@ -156,7 +156,7 @@ def step(scheduler: Any) -> int | None:
 
 
 def attempt(read: Callable[[], T]) -> T | None:
-    """What `read` gives, None where this vLLM has another shape."""
+    """The result of `read`, None where this vLLM has an unknown shape."""
     try:
         return read()
     except Exception:

@@ -1,4 +1,4 @@
-"""Counts the requests in flight, and refuses new ones while the server drains."""
+"""Counts the requests in flight, and refuses new requests while the server drains."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 RETRY_AFTER_S = 5
 MARK = "vllmops.counted"
-# Probes and scrapes are not work: a drain need not wait for them.
+# Probes and scrapes: a drain does not wait for them.
 UNCOUNTED = frozenset({"/health", "/ping", "/metrics"})
 
 
 class Arrival:
-    """A request that came.
+    """A request in flight.
 
     Args:
-        at: when, by the monotonic clock, in seconds.
-        rendering: whether it is on its way to the engine.
+        at: when it arrived, monotonic, in seconds.
+        rendering: whether it has not reached the engine yet.
     """
 
     __slots__ = ("at", "rendering")
@@ -39,14 +39,14 @@ class Arrival:
 
 @dataclass
 class Gate:
-    """Who is there; arrivals change on the event loop's thread alone, so they need no lock.
+    """The requests in flight; only the event loop's thread changes them, so they need no lock.
 
     Args:
-        arrivals: requests being answered.
+        arrivals: requests in flight.
         started: requests so far.
-        draining: whether new ones are refused until somebody says otherwise.
-        holds: how many refuse new ones for a while.
-        installed: whether anything is counted.
+        draining: whether new requests are refused until an operator resumes the server.
+        holds: how many callers of `held` refuse new requests for a while.
+        installed: whether requests are counted.
     """
 
     arrivals: set[Arrival] = field(default_factory=set)
@@ -63,7 +63,7 @@ class Gate:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Refuse new requests for a while, whoever else does so meanwhile, and for however long."""
+        """Refuse new requests for a while; several callers may do so at the same time."""
         with self.lock:
             self.holds += 1
         try:
@@ -74,22 +74,22 @@ class Gate:
 
     @property
     def in_flight(self) -> int:
-        """How many requests are being answered."""
+        """How many requests are in flight."""
         return len(self.arrivals)
 
     @property
     def rendering(self) -> set[Arrival]:
-        """Those that have not reached the engine; a WebSocket, which may bring more, is always."""
-        return {each for each in list(self.arrivals) if each.rendering}
+        """Requests that have not reached the engine; always including WebSockets."""
+        return {arrival for arrival in list(self.arrivals) if arrival.rendering}
 
     def handed_over(self) -> None:
-        """The HTTP request that this runs for has reached the engine."""
-        if came := _current.get():
-            came.rendering = False
+        """Note that the current HTTP request has reached the engine."""
+        if arrival := _current.get():
+            arrival.rendering = False
 
     def longest(self, now: float) -> float:
-        """For how many seconds an HTTP request is on its way to the engine at most."""
-        return max(0.0, now - min((each.at for each in self.rendering), default=now))
+        """Seconds since the oldest HTTP request arrived that has not reached the engine."""
+        return max(0.0, now - min((arrival.at for arrival in self.rendering), default=now))
 
 
 gate = Gate()
@@ -117,24 +117,24 @@ def install(module: ModuleType) -> None:
             return
         scope[MARK] = True
         if scope["type"] == "http":
-            came = Arrival(monotonic(), rendering=scope["method"] == "POST")
-            _current.set(came)
+            arrival = Arrival(monotonic(), rendering=scope["method"] == "POST")
+            _current.set(arrival)
         else:
-            # What a WebSocket has waited for nobody knows.
-            came = Arrival(math.inf, rendering=True)
+            # How long a message on a WebSocket has waited is unknown.
+            arrival = Arrival(math.inf, rendering=True)
         gate.started += 1
-        gate.arrivals.add(came)
+        gate.arrivals.add(arrival)
         try:
             await call(self, scope, receive, send)
         finally:
-            gate.arrivals.discard(came)
+            gate.arrivals.discard(arrival)
 
     module.FastAPI.__call__ = __call__
     gate.installed = True
 
 
 async def refuse(scope: Scope, send: Send) -> None:
-    """Answer 503: this server is going away, ask another, or this one later."""
+    """Answer 503: the client should try another server, or this one later."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1013, "reason": "the server is draining"})
         return

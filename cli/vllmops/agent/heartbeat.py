@@ -1,7 +1,7 @@
-"""A file that says every second that this process still runs Python.
+"""A file that shows each second that this process still runs Python.
 
 Written with ``pwrite``, not through a mapping: on a full disk a mapped write raises SIGBUS and
-would kill the server. What a full disk or a removed directory breaks is the heartbeat alone.
+would kill the server. A full disk or a removed directory stops only the heartbeat.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Heart:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self.stopped = threading.Event()
         self.trouble = Trouble(
-            f"no heartbeat gets into {path}: vllmops takes this process for stuck", log.warning
+            f"the heartbeat can't be written to {path}: vllmops shows this process as stuck",
+            log.warning,
         )
 
     def start(self) -> None:
@@ -47,7 +48,7 @@ class Heart:
             self.write(sequence)
 
     def write(self, sequence: int) -> None:
-        # Whatever fails here must not end the beat: the next one may succeed.
+        # An error must not end the thread: the next write may succeed.
         try:
             record = msgspec.json.encode(self.beat(sequence, time.monotonic()))
             os.pwrite(self.fd, record.ljust(BEAT_BYTES)[:BEAT_BYTES], 0)

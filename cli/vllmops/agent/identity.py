@@ -1,4 +1,4 @@
-"""Which process this is."""
+"""The identity of this process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from functools import cache
 from ..protocol import identity
 from ..protocol.identity import Identity
 
-# By the names that vLLM gives its processes; whatever has none is the front end.
+# By the prefixes of vLLM's process names; any other process is the front end.
 ROLES = {"EngineCore": "engine", "VllmWorker": "worker", "Worker": "worker"}
 
 
 def role() -> str:
-    """What this process takes itself for: ``api``, ``engine`` or ``worker``."""
+    """The role of this process by its name: ``api``, ``engine`` or ``worker``."""
     name = multiprocessing.current_process().name
     return next((role for prefix, role in ROLES.items() if name.startswith(prefix)), "api")
 
 
 def own() -> Identity:
-    """Which process this is, also in a fork."""
+    """The identity of this process, also right after a fork."""
     return known(os.getpid())
 
 
@@ -31,5 +31,5 @@ def known(pid: int) -> Identity:
 
 
 def create_time() -> float:
-    """When this process started, in seconds since the epoch, by the clock as it is set now."""
+    """When this process started, in seconds since the epoch by the current clock."""
     return time.time() - identity.age_s(own().start_ticks)

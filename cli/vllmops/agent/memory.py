@@ -1,6 +1,6 @@
-"""Tells of its process's memory what only the process knows, at a cost that does not grow with it.
+"""Reads the memory figures that only the process itself knows, at a constant cost.
 
-Lengths and counters: no pass over vLLM's containers, none over Python's heap.
+Lengths and counters only: no pass over vLLM's containers or Python's heap.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..protocol.memory import AgentMemory, Generation, Held, Requests, Store
-from . import caches, engine, found
+from . import caches, engine, objects
 from .identity import create_time
 
-# Asking each Request takes a quarter of a microsecond or so. Beyond these, a count by subtraction
-# is near enough: it takes those for finished that have come in and not yet reached the scheduler.
-ASKED = 2000
+# Up to this many requests are checked one by one, some 0.25 µs each. Above, a subtraction is close
+# enough; it counts requests that have not reached the scheduler yet as finished.
+CHECKED = 2000
 
 
 def snapshot() -> AgentMemory:
-    """What ``GET /memory`` answers; what can't be read becomes a problem in words."""
-    problems = list(found.problems)
+    """The answer to ``GET /memory``; what can't be read is listed in ``problems``."""
+    problems = list(objects.problems)
 
     def attempt(what: str, read: Callable[[], Any]) -> Any:
         try:
             return read()
         except Exception as error:
-            problems.append(f"{what} can't be told: {error!r}")
+            problems.append(f"{what} can't be read: {error!r}")
             return None
 
     held: list[Held] = []
     for holder, read in sources():
-        one = attempt(f"{type(holder).__name__}'s size", lambda: read(holder))  # noqa: B023
-        held += [one] if one else []
+        size = attempt(f"the size of {type(holder).__name__}", lambda: read(holder))  # noqa: B023
+        held += [size] if size else []
     return AgentMemory(
         requests=attempt("the number of live requests", requests),
         caches=tuple(held),
@@ -45,38 +45,38 @@ def snapshot() -> AgentMemory:
 
 
 def requests() -> Requests | None:
-    """The live ``Request`` objects; None without a scheduler, or where they are not counted."""
-    scheduler, since = found.latest("scheduler"), found.hooked.get("request")
+    """The live ``Request`` objects; None without a scheduler, or where the agent does not count."""
+    scheduler, since = objects.latest("scheduler"), objects.hooked.get("request")
     if scheduler is None or since is None:
         return None
-    alive = found.count("request")
+    alive = objects.count("request")
     known = scheduler.requests
-    if alive > ASKED:
+    if alive > CHECKED:
         finished = max(alive - len(known), 0)
     else:
-        finished = sum(over(request, known) for request in found.every("request"))
+        finished = sum(is_released(request, known) for request in objects.every("request"))
     late_s = round(since - create_time(), 1)
     return Requests(alive=alive, finished_alive=finished, known=len(known), late_s=late_s)
 
 
-def over(request: Any, known: dict[str, Any]) -> bool:
-    """Whether a request is finished and the scheduler has let go of it."""
+def is_released(request: Any, known: dict[str, Any]) -> bool:
+    """Whether a request is finished and the scheduler has released it."""
     own = vars(request)  # without a status while it is being built
     return "status" in own and request.is_finished() and known.get(own["request_id"]) is not request
 
 
 def sources() -> Iterator[tuple[Any, Callable[[Any], Held | None]]]:
-    """What to read with what."""
-    for cache in found.every("mm-cache"):
+    """Each object, and the function that reads it."""
+    for cache in objects.every("mm-cache"):
         yield cache, multimodal
-    for scheduler in found.every("scheduler"):
+    for scheduler in objects.every("scheduler"):
         yield scheduler, encoder
-    for worker in found.every("worker"):
+    for worker in objects.every("worker"):
         yield worker, encoder_outputs
 
 
 def multimodal(holder: Any) -> Held | None:
-    """A multimodal cache of whatever kind; None while it is being built."""
+    """A multimodal cache of any kind; None while it is being built."""
     name = type(holder).__name__
     own = vars(holder)
     if "_cache" in own:
@@ -86,7 +86,7 @@ def multimodal(holder: Any) -> Held | None:
             name=name,
             entries=len(cache._Cache__data),
             bytes=int(cache._Cache__currsize),
-            # The front end's mirror has the sizes alone.
+            # The front end's mirror holds only the sizes.
             here=kind != "mm-lru" or caches.side(holder) == "P1",
         )
     if "_shm_cache" in own:
@@ -130,16 +130,16 @@ def encoder_outputs(worker: Any) -> Held | None:
 
 
 def generations() -> tuple[Generation, ...]:
-    """What the garbage collector says of itself."""
+    """The figures of the garbage collector."""
     return tuple(
-        Generation(count=count, collections=one["collections"], collected=one["collected"])
-        for count, one in zip(gc.get_count(), gc.get_stats(), strict=True)
+        Generation(count=count, collections=stats["collections"], collected=stats["collected"])
+        for count, stats in zip(gc.get_count(), gc.get_stats(), strict=True)
     )
 
 
 def store() -> Store | None:
     """The entries of the Responses store; None where there is none."""
-    serving = found.latest("responses")
+    serving = objects.latest("responses")
     if serving is None:
         return None
     own = vars(serving)

@@ -1,8 +1,9 @@
-"""Repairs LRU caches from the agent's thread, while vLLM's threads use them, or spin in them.
+"""Repairs LRU caches from the agent's thread, while vLLM's threads use them or spin in them.
 
-Every change is made in one stretch in which no other thread runs, at a moment when none of them is
-half-way through an operation on such a cache: a thread that spins in ``popitem()`` is between two
-complete states most of the time. Only what was found is touched, and it is looked at anew before.
+All changes happen in one stretch in which no other thread runs, at a moment when no thread is in
+the middle of an operation on such a cache: a thread that spins in ``popitem()`` is between two
+complete states most of the time. Only keys with a fault are changed, and each is checked again
+first.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, RepairRequest
-from . import found
+from . import objects
 from .caches import lru, side
 from .identity import role
 from .log import log
 
 LOOKS, APART_S = 3, 0.05
-# A thread waits so long for its turn before it takes it: far longer than a change lasts.
+# The switch interval during a change: far longer than a change takes.
 TURN_S = 0.05
 ATTEMPTS, PAUSE_S = 100, 0.002
 SHOWN = 5
 
-# Where LRU caches are implemented: vLLM's class, the one below it, our patches of it.
+# The modules that implement LRU caches: vLLM's class, its base class, and the patches.
 MODULES = (
     "vllm.utils.cache",
     "cachetools",
     "vllmops.agent.patches.mm_lru_ghost_keys",
     "vllmops.agent.patches.mm_lru_stale_eviction",
 )
-# A thread in one of these has not begun to change anything, or is done with it, and does not
-# iterate: the order may change under it.
+# Functions in which a thread does not change or iterate over a cache right now, so that the order
+# may change.
 RESTING = frozenset({"popitem", "pop", "__contains__", "order"})
 
 T = TypeVar("T")
@@ -44,11 +45,11 @@ T = TypeVar("T")
 
 @dataclass
 class Faults:
-    """What is wrong with one cache.
+    """The faults of one cache.
 
     Args:
-        keys: concerned, by fault.
-        excess: bytes that the cache's size is above the sum of its entries.
+        keys: the affected keys, by fault.
+        excess: bytes by which the cache's size exceeds the sum of its entries.
     """
 
     keys: dict[Fault, list[Any]] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class Faults:
         return bool(self.keys or self.excess)
 
     def both(self, other: Faults) -> Faults:
-        """What two looks have in common."""
+        """The faults that two looks have in common."""
         keys = {}
         for fault, mine in self.keys.items():
             theirs = set(other.keys.get(fault, ()))
@@ -67,20 +68,20 @@ class Faults:
         return Faults(keys, self.excess if self.excess == other.excess else 0)
 
     def changes(self) -> list[Change]:
-        told = [
+        changes = [
             Change(fault=fault, count=len(keys), keys=[str(key) for key in keys[:SHOWN]])
             for fault, keys in self.keys.items()
         ]
         if self.excess:
-            told.append(Change(fault=Fault.SIZE_SUM, count=self.excess))
-        return told
+            changes.append(Change(fault=Fault.SIZE_SUM, count=self.excess))
+        return changes
 
 
 def repair(request: RepairRequest) -> ProcessRepair:
     """Repair every LRU cache of this process that has a lasting fault."""
     began = time.perf_counter()
     repaired = []
-    for holder in found.every("mm-cache"):
+    for holder in objects.every("mm-cache"):
         cache = vars(holder).get("_cache")
         if cache is None:
             continue
@@ -93,13 +94,13 @@ def repair(request: RepairRequest) -> ProcessRepair:
                 continue
             left = None if request.dry_run else apply(cache, faults)
         except Exception as error:
-            faults, left = Faults(), f"it has a shape that is not known: {error!r}"
-        each = CacheRepair(
+            faults, left = Faults(), f"it has an unknown shape: {error!r}"
+        change = CacheRepair(
             name=type(holder).__name__, side=side(holder), changes=faults.changes(), left=left
         )
-        repaired.append(each)
+        repaired.append(change)
         if not request.dry_run:
-            log.warning("vllmops: repaired %s", each)
+            log.warning("vllmops: repaired %s", change)
     return ProcessRepair(
         pid=os.getpid(),
         role=role(),
@@ -110,7 +111,7 @@ def repair(request: RepairRequest) -> ProcessRepair:
 
 
 def lasting(holder: Any) -> Faults:
-    """What is wrong in several looks alike: the rest is an operation half-way through."""
+    """The faults that several looks have in common: others are unfinished operations."""
     faults = look(holder)
     for _ in range(LOOKS - 1):
         if not faults:
@@ -121,7 +122,7 @@ def lasting(holder: Any) -> Faults:
 
 
 def look(holder: Any) -> Faults:
-    """What is wrong at this moment."""
+    """The faults at this moment."""
     cache = lru(holder)
     keys = {
         Fault.GHOST_KEYS: cache.order_only,
@@ -131,11 +132,11 @@ def look(holder: Any) -> Faults:
         Fault.DEAD_PINS: cache.pinned_only,
     }
     total = cache.entries if cache.sum_bytes is None else cache.sum_bytes
-    return Faults({fault: each for fault, each in keys.items() if each}, cache.bytes - total)
+    return Faults({fault: found for fault, found in keys.items() if found}, cache.bytes - total)
 
 
 def front_only(holder: Any, cache: Any, keys: Iterable[str]) -> Faults:
-    """Those of the front end's keys that it has."""
+    """The given keys that the front end's cache has."""
     if "Sender" not in type(holder).__name__:
         return Faults()
     held = [key for key in keys if key in cache._Cache__data]
@@ -143,10 +144,10 @@ def front_only(holder: Any, cache: Any, keys: Iterable[str]) -> Faults:
 
 
 def apply(cache: Any, faults: Faults) -> str | None:
-    """Mend at a moment when nobody is in the middle of something; returns why not, if not."""
+    """Repair a cache at a moment when no thread uses it; returns the reason if it can't."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return "this Python runs without a GIL: no moment can be had when nobody else runs"
-    # Outside of the stretch below: it may take long, and calls vLLM's code.
+        return "this Python runs without a GIL, so other threads can't be held"
+    # Before the stretch without other threads: it calls vLLM's code and may take long.
     unsized = faults.keys.get(Fault.UNSIZED, ())
     sizes = {key: cache.getsizeof(cache._Cache__data[key]) for key in unsized}
 
@@ -160,17 +161,17 @@ def apply(cache: Any, faults: Faults) -> str | None:
         if alone(attempt):
             return None
         time.sleep(PAUSE_S)
-    return f"some thread was in the middle of an operation on it, {ATTEMPTS} times"
+    return f"a thread was using the cache in each of {ATTEMPTS} attempts"
 
 
 def alone(act: Callable[[], T]) -> T:
     """Run something short while no other thread runs.
 
-    A thread that wants its turn waits one switch interval from when somebody else took theirs:
-    with a long interval, and right after we took ours, that is more than `act` needs. `act` must
-    not wait for anything, or it gives its turn away.
+    A thread that waits for the GIL gets it one switch interval after the current thread took it.
+    With a long interval, and right after this thread took the GIL, that is more than `act` needs.
+    `act` must not block: that releases the GIL.
     """
-    # The interval is the whole process's: a second caller would take the long one for the usual.
+    # The interval is global: a second caller would restore the long one as if it were the usual.
     with _turn:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(TURN_S)
@@ -182,7 +183,7 @@ def alone(act: Callable[[], T]) -> T:
 
 
 _turn = threading.Lock()
-# A child that is forked in between would keep the long interval, and the lock.
+# A child forked meanwhile would keep the long interval and the lock.
 os.register_at_fork(
     before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_turn.release
 )
@@ -204,12 +205,12 @@ def resting() -> bool:
 
 
 def fix(cache: Any, faults: Faults, missing: Mapping[Any, float]) -> None:
-    """Take away what is still wrong of what was found; called while no other thread runs.
+    """Fix the faults that are still present; called while no other thread runs.
 
     Args:
         cache: vLLM's.
-        faults: what was found.
-        missing: the sizes of entries that had none.
+        faults: those found before.
+        missing: the sizes of the entries that had none.
     """
     order, data, sizes = cache._LRUCache__order, cache._Cache__data, cache._Cache__size
     for key in faults.keys.get(Fault.GHOST_KEYS, ()):
@@ -217,7 +218,7 @@ def fix(cache: Any, faults: Faults, missing: Mapping[Any, float]) -> None:
             order.pop(key, None)
     for key in faults.keys.get(Fault.LOST_KEYS, ()):
         if key in data and key not in order:
-            # When it was used is not known; nobody has for longest is the safe guess.
+            # Its last use is unknown; treating it as the oldest is safe.
             order[key] = None
             order.move_to_end(key, last=False)
     for key in faults.keys.get(Fault.SIZED_ONLY, ()):

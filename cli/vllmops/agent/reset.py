@@ -16,11 +16,11 @@ RESET_S = 10.0  # for the reset itself; milliseconds unless the engine hangs
 
 
 def reset(request: ResetRequest) -> ResetDone:
-    """``POST /reset``: drain, reset, and take requests again, also where the caller is gone.
+    """``POST /reset``: drain, reset, and accept requests again, also if the caller is gone.
 
     Raises:
         RuntimeError: this process has no engine client.
-        TimeoutError: the engine did not do it in time.
+        TimeoutError: the engine did not reset in time.
     """
     client, loop = engine.front_end()
     began = time.monotonic()
@@ -29,17 +29,19 @@ def reset(request: ResetRequest) -> ResetDone:
             time.sleep(POLL_S)
         done = not left or not request.drain_s
         if done:
-            # Its own method, on its own loop: both sides, in the order that vLLM wants.
+            # vLLM's own method, on its own event loop, resets both sides in the right order.
             task = asyncio.run_coroutine_threadsafe(client.reset_mm_cache(), loop)
             try:
                 task.result(RESET_S)
             except TimeoutError as error:
-                raise TimeoutError(f"the engine has not done it within {RESET_S:g} s") from error
+                raise TimeoutError(
+                    f"the engine has not reset its cache within {RESET_S:g} s"
+                ) from error
     refused_s = time.monotonic() - began if request.drain_s else 0.0
     return ResetDone(done=done, in_flight=left, refused_s=refused_s)
 
 
 def in_flight(client: Any) -> int:
-    """Requests of HTTP, and what the engine works on without one: a background response, say."""
+    """HTTP requests, and requests without one in the engine: a background response, for example."""
     unfinished: int = client.output_processor.get_num_unfinished_requests()
     return max(gate.in_flight, unfinished)

@@ -1,4 +1,4 @@
-"""The agent's socket: HTTP with JSON answers, from daemon threads, to this user and root alone."""
+"""The agent's socket: HTTP with JSON answers, from daemon threads, only for this user and root."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ from ..protocol.compares import CompareRequest
 from ..protocol.engine import Beat, Hello, Traffic
 from ..protocol.repairs import RepairRequest
 from ..protocol.resets import ResetRequest
-from . import caches, compare, engine, found, keys, memory, repair, reset
+from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
+from . import caches, compare, engine, keys, memory, objects, repair, reset
 from .gate import gate
 from .heartbeat import Heart
 from .identity import own, role
 from .log import log
 from .patches import registry
 
-DIRECTORY = "agents"
-BODY_BYTES = 4 << 20  # some 60,000 keys
-PATH_BYTES = 107  # sockaddr_un's, without the closing zero
-REST_S = 1.0  # after a call that can't be taken, for want of file descriptors, say
+REST_S = 1.0  # after a failed accept(), for example without free file descriptors
 FEATURES = (
     *("engine", "caches", "requests", "drain", "heartbeat"),
     *("patches", "repair", "reset", "memory", "compare", "keys"),
@@ -47,15 +45,15 @@ FEATURES = (
 
 
 class OffError(Exception):
-    """Why the agent can't run here."""
+    """The agent can't run here; the message says why."""
 
 
 class Server(ThreadingMixIn, UnixStreamServer):
-    """One thread for each connection; a stuck one can't hold the process up at its end."""
+    """One thread for each connection; a stuck one does not delay the process's exit."""
 
     daemon_threads = True
     request_queue_size = 64
-    # A connection that is being served when the process ends is not waited for.
+    # The process does not wait for open connections when it ends.
     block_on_close = False
 
     def __init__(self, path: str, trouble: Trouble) -> None:
@@ -66,7 +64,7 @@ class Server(ThreadingMixIn, UnixStreamServer):
         try:
             return super().get_request()
         except OSError as error:
-            # Whoever calls goes on waiting, and the base class would try again at once, for ever.
+            # The caller is still waiting, so the base class would try again at once, without end.
             self.trouble.tell(error)
             time.sleep(REST_S)
             raise
@@ -75,7 +73,7 @@ class Server(ThreadingMixIn, UnixStreamServer):
         return peer(request) in (0, os.geteuid())
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        # The default prints a traceback into the server's log; a caller that hung up is no news.
+        # The default prints a traceback into the server's log, also when a caller just hangs up.
         log.debug("vllmops: a request failed", exc_info=True)
 
 
@@ -123,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """No line for each request."""
+        """Do not log requests."""
 
 
 class Drain(msgspec.Struct, frozen=True):
@@ -133,7 +131,7 @@ class Drain(msgspec.Struct, frozen=True):
 
 
 class Running:
-    """The agent of one process: its socket, its heartbeat, and what it leaves behind."""
+    """The agent of one process: its socket and its heartbeat."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -149,14 +147,14 @@ class Running:
             raise OffError(f"another process answers on {self.path}")
         self.path.unlink(missing_ok=True)
         trouble = Trouble(
-            f"the agent of pid {self.pid} does not answer: vllmops can't look into this process",
+            f"the agent of pid {self.pid} does not answer: vllmops can't inspect this process",
             log.warning,
         )
         self.server = Server(os.fspath(self.path), trouble)
         self.path.chmod(0o600)
         self.heart = Heart(self.path.with_suffix(".beat"), beat)
         self.heart.start()
-        # Nobody calls shutdown(), so nothing need be polled for.
+        # Nothing calls shutdown(), so a long poll interval is fine.
         forever.thread("vllmops-agent", partial(self.server.serve_forever, 3600), trouble)
 
     def leave(self) -> None:
@@ -168,7 +166,7 @@ class Running:
                     path.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """In a forked child: let go of what it inherited, so that it can't be reached there."""
+        """In a forked child: close the inherited socket, so that callers reach only the parent."""
         with suppress(OSError):
             self.server.socket.close()
             os.close(self.heart.fd)
@@ -180,7 +178,7 @@ _forks_watched = False
 
 
 def start() -> None:
-    """Bring the agent up in this process, unless it is; what hinders it is logged, not raised."""
+    """Start the agent in this process, unless it runs; an error is reported, not raised."""
     global _running, _forks_watched  # noqa: PLW0603
     if _running is not None or not _starting.acquire(blocking=False):
         return
@@ -192,8 +190,8 @@ def start() -> None:
         atexit.register(_running.leave)
         log.debug("vllmops: the agent of pid %d listens on %s", _running.pid, _running.path)
     except (OffError, OSError, RuntimeError, VllmopsError) as error:
-        # RuntimeError: no thread can be started. VllmopsError: no home directory can be told.
-        found.report(f"the agent is off in pid {os.getpid()}: {error}")
+        # RuntimeError: no thread can be started. VllmopsError: no home directory is known.
+        objects.report(f"the agent does not start in pid {os.getpid()}: {error}")
     finally:
         _starting.release()
 
@@ -204,20 +202,20 @@ def running() -> bool:
 
 
 def forked() -> None:
-    """In a forked child: no thread survived, so start anew once one of vLLM's objects is made."""
+    """In a forked child: no thread survives, so the agent starts again with vLLM's next object."""
     global _running, _starting  # noqa: PLW0603
     _starting = threading.Lock()
-    found.forget()
+    objects.forget()
     if _running is not None:
         _running.forget()
     _running = None
 
 
 def own_directory() -> Path:
-    """The directory of the sockets, made where it is missing.
+    """The directory of the sockets; created if missing.
 
     Raises:
-        OffError: somebody else's, or open to others: they could put their own socket there.
+        OffError: it belongs to or is open to other users, who could put their own socket there.
     """
     path = home() / DIRECTORY
     make_missing(path.parent)
@@ -227,18 +225,20 @@ def own_directory() -> Path:
     if not stat.S_ISDIR(at.st_mode):
         raise OffError(f"{path} is not a directory")
     if at.st_uid != os.geteuid():
-        raise OffError(f"{path} belongs to uid {at.st_uid}, this process runs as {os.geteuid()}")
+        raise OffError(
+            f"{path} belongs to uid {at.st_uid}; this process runs as uid {os.geteuid()}"
+        )
     if stat.S_IMODE(at.st_mode) & 0o077:
-        raise OffError(f"{path} is open to others; chmod 700 {path}")
+        raise OffError(f"other users can access {path}; run: chmod 700 {path}")
     return path
 
 
 def sweep(directory: Path) -> None:
-    """Remove what processes left behind that were killed."""
+    """Remove the files that killed processes left behind."""
     for path in directory.glob("*.*"):
         if not path.stem.isdecimal() or alive(int(path.stem)):
             continue
-        # In a directory shared between containers a pid says little; a live socket answers.
+        # Containers may share the directory and not the pids; a live socket answers.
         if not answers(path.with_suffix(".sock")):
             with suppress(OSError):
                 path.unlink()
@@ -256,7 +256,7 @@ def alive(pid: int) -> bool:
 
 
 def answers(path: Path) -> bool:
-    """Whether somebody listens on the socket."""
+    """Whether a process listens on the socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(0.2)
         try:
@@ -298,7 +298,7 @@ def hello() -> Hello:
         vllm_version=getattr(sys.modules.get("vllm"), "__version__", None),
         python=platform.python_version(),
         features=FEATURES,
-        problems=tuple(found.problems),
+        problems=tuple(objects.problems),
     )
 
 

@@ -15,6 +15,7 @@ from ..errors import VllmopsError
 from ..home import home
 from ..host import processes, shm
 from ..host.processes import VITAL, Process, Role, alive
+from ..protocol.socket import DIRECTORY
 from ..rpc import agent
 from ..vllm_api import http as client_http
 
@@ -151,7 +152,7 @@ def take_down(
     for process in tree:
         for suffix in (".sock", ".beat"):  # of an agent that had no time to remove them
             with contextlib.suppress(OSError, VllmopsError):
-                (home() / agent.DIRECTORY / f"{process.pid}{suffix}").unlink(missing_ok=True)
+                (home() / DIRECTORY / f"{process.pid}{suffix}").unlink(missing_ok=True)
     return Remains(tuple(shm.sweep(shared)), tuple(left))
 
 

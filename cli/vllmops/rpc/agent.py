@@ -31,14 +31,13 @@ from ..protocol.memory import AgentMemory
 from ..protocol.patches import ProcessPatches
 from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..protocol.resets import ResetDone, ResetRequest
+from ..protocol.socket import DIRECTORY, PATH_BYTES
 
 TIMEOUT_S = 2.0
-DIRECTORY = "agents"
 # Beats come every second; this many seconds without one mean that no Python runs any more.
 BEAT_LATE_S = 5.0
 ANCESTORS = 4
 ANSWER_BYTES = 256 << 20  # the keys of some million cache entries
-PATH_BYTES = 107  # sockaddr_un's, without the closing zero
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
 DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from vllmops.agent import found
+from vllmops.agent import objects
 from vllmops.agent.patches import registry
 from vllmops.agent.patches.registry import PATCHES, judge, known, states
 from vllmops.errors import VllmopsError
@@ -18,7 +18,7 @@ GHOSTS = PATCHES["mm-lru-ghost-keys"]
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_verdicts", {})
-    monkeypatch.setattr(found, "problems", [])
+    monkeypatch.setattr(objects, "problems", [])
 
 
 def only() -> Verdict:
@@ -30,8 +30,8 @@ def test_another_shape_is_reported_and_left_alone() -> None:
     module = ModuleType("vllm.utils.cache")
     judge(GHOSTS, module)
     assert only().state is State.FAILED
-    assert "has a shape that is not known" in str(only().reason)
-    assert "the patch mm-lru-ghost-keys is not applied" in found.problems[0]
+    assert "has an unknown shape" in str(only().reason)
+    assert "the patch mm-lru-ghost-keys is not applied" in objects.problems[0]
     assert states(verify=True).patches[0].present is None
 
 
@@ -49,7 +49,10 @@ def test_a_patch_that_does_not_help_has_failed() -> None:
     module = ModuleType("vllm.utils.cache")
     module.LRUCache = LRUCache  # type: ignore[attr-defined]
     judge(GHOSTS, module)
-    assert (only().state, only().reason) == (State.FAILED, "the defect is there after it, too")
+    assert (only().state, only().reason) == (
+        State.FAILED,
+        "the defect is still present after the patch",
+    )
 
 
 def test_what_is_off_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +65,7 @@ def test_a_name_that_is_no_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("VLLMOPS_NO_PATCH", "mm-lru-ghosts")
     monkeypatch.setattr(registry, "when_imported", lambda *_: None)
     registry.install()
-    assert found.problems == ["VLLMOPS_NO_PATCH names a patch that there is not: mm-lru-ghosts"]
+    assert objects.problems == ["VLLMOPS_NO_PATCH names an unknown patch: mm-lru-ghosts"]
 
 
 def test_the_worst_of_several_modules_counts() -> None:

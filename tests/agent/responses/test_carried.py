@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.responses.carried import Item, brought, from_messages, lean, readable, whole
+from vllmops.agent.responses.carried import Item, brought, from_messages, lean, merge, readable
 from vllmops.agent.responses.wire import Refused
 
 OLD = "vllm:2:k:a256gcm-zlib:old"
@@ -50,7 +50,7 @@ def conversation(history: list[Item], items: list[Item]) -> list[Item]:
     """What is made of a request whose latest carrier holds `history`."""
     found = brought(items, None)
     at = found.at if found else -1
-    before, kept = whole(history, items, at)
+    before, kept = merge(history, items, at)
     return [*before, *(items[n] for n in kept)]
 
 
@@ -145,8 +145,8 @@ def test_each_turn_is_there_once(way: str) -> None:
 
 
 def test_a_carrier_that_is_not_among_the_items() -> None:
-    assert whole(FIRST, [user("2")], -1) == (FIRST, [0])
-    assert whole(FIRST, [*FIRST, user("2")], -1) == (FIRST, [3])
+    assert merge(FIRST, [user("2")], -1) == (FIRST, [0])
+    assert merge(FIRST, [*FIRST, user("2")], -1) == (FIRST, [3])
 
 
 def test_images_are_told_apart() -> None:
@@ -183,7 +183,7 @@ def test_the_carrier_that_counts() -> None:
         ({"output": "x"}, "not a response"),
         ({"output": []}, "has no carrier"),
         ({"output": [said("x"), 7, None, {"type": "reasoning", "encrypted_content": 7}]}, "has no"),
-        ({"output": [sealed(FOREIGN)]}, "not this server's"),
+        ({"output": [sealed(FOREIGN)]}, "not from this server"),
         ({"output": [sealed(OLD)]}, "another carrier"),
     ],
 )

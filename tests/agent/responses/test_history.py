@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from tests.agent.responses.test_wire import CALL, REASONING, USER, turn
 
-from vllmops.agent.responses.history import ROOM, History, Told
+from vllmops.agent.responses.history import CACHE_BYTES, History, Part
 from vllmops.store.packing import deflate
 from vllmops.store.store import Response
 
@@ -38,7 +38,7 @@ def kept(given: list[Any], output: list[Any]) -> Response:
     return replace(made, body=deflate(made.body), input=deflate(made.input))
 
 
-def told(turns: list[Response], history: History | None = None, *, harmony: bool = False) -> Told:
+def told(turns: list[Response], history: History | None = None, *, harmony: bool = False) -> Part:
     return asyncio.run((history or History(Parser(), harmony=harmony)).of(turns))
 
 
@@ -51,7 +51,7 @@ def test_a_conversation_has_every_item_once() -> None:
 
 def test_its_weight_is_what_the_store_has_of_it() -> None:
     made = turn([USER], [MESSAGE])
-    assert told([kept([USER], [MESSAGE])] * 2).weight == 2 * len(made.body + made.input)
+    assert told([kept([USER], [MESSAGE])] * 2).size == 2 * len(made.body + made.input)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_what_is_kept_ready_is_bounded() -> None:
     history = History(list, harmony=False)
     for number in range(40):
         # It packs well, and what counts is what it is unpacked.
-        text = f"{number}" * (ROOM // 16)
+        text = f"{number}" * (CACHE_BYTES // 16)
         told([kept([], [{**CUSTOM, "input": text}])], history)
     assert 4 < len(history.answers) < 16
-    assert history.answers.currsize <= ROOM
+    assert history.answers.currsize <= CACHE_BYTES
 
 
 def test_an_answer_too_large_to_be_kept_ready_is_read() -> None:
-    large = {**CUSTOM, "input": "x" * ROOM}
+    large = {**CUSTOM, "input": "x" * CACHE_BYTES}
     history = History(list, harmony=False)
     assert told([kept([USER], [large])], history).parsed == [USER, large]
     assert not history.answers

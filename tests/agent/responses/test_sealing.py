@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent import keys
 from vllmops.agent.responses import sealing
 from vllmops.agent.responses.carried import Brought
 from vllmops.agent.responses.wire import Refused
@@ -22,53 +21,41 @@ ITEMS = [{"type": "message", "role": "user", "content": "hi"}]
 WHERE: dict[str, Any] = {"model": "m", "owner": "o"}
 
 
-@pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes this process hold some keys, as an API server does."""
-
-    def hold(ring: Ring | None) -> None:
-        monkeypatch.setattr(keys, "ring", lambda: ring)
-
-    hold(RING)
-    return hold
+def opened(text: str, ring: Ring | None = RING) -> Any:
+    return asyncio.run(sealing.opened(Brought(text, 0, "input"), ring, **WHERE))
 
 
-def opened(text: str) -> Any:
-    return asyncio.run(sealing.opened(Brought(text, 0, "input"), **WHERE))
-
-
-def sealed(history: Any = ITEMS, form: Format = Format.V2) -> Any:
-    return asyncio.run(sealing.sealed(history, 1, Carriers(form, 60), **WHERE))
+def sealed(history: Any = ITEMS, form: Format = Format.V2, ring: Ring | None = RING) -> Any:
+    return asyncio.run(sealing.sealed(history, 1, Carriers(form, 60), ring, **WHERE))
 
 
 @pytest.mark.parametrize("form", list(Format))
-def test_round_trip(hold: Any, form: Format) -> None:
+def test_round_trip(form: Format) -> None:
     assert opened(sealed(form=form)) == ITEMS
     assert (carrier.genuine(sealed(form=form), RING).format == 2) == (form is Format.V2)
 
 
-def test_it_is_bound_and_expires(hold: Any) -> None:
+def test_it_is_bound_and_expires() -> None:
     found = unseal(sealed(), RING, **WHERE)
     assert found.issued_at
     assert found.expires_at == found.issued_at + 60
     assert (found.model, found.owner) == ("m", "o")
 
 
-def test_a_server_without_a_key_that_seals(hold: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_without_a_key_that_seals(caplog: pytest.LogCaptureFixture) -> None:
     text = sealed()
     waiting = Key.of(fresh(), Status.NEXT)
     for ring in (None, Ring(), Ring(keys=(waiting,))):
-        hold(ring)
-        assert not sealing.seals()
-        assert sealed() is None
+        assert not sealing.can_seal(ring)
+        assert sealed(ring=ring) is None
         with pytest.raises(Refused) as caught:
-            opened(text)
+            opened(text, ring)
         assert (caught.value.status, caught.value.code) == (400, "carrier.unknown-key")
-    assert caplog.text.count("is not given any") <= 1
+    assert caplog.text.count("and gets none") <= 1
 
 
 @pytest.mark.parametrize("history", [[7], ["x"], [None], [[]]])
-def test_a_history_that_is_no_conversation(hold: Any, history: Any) -> None:
+def test_a_history_that_is_no_conversation(history: Any) -> None:
     for text in (seal(history, RING, **WHERE), seal_signed(history, RING)):
         with pytest.raises(Refused) as caught:
             opened(text)
@@ -87,13 +74,13 @@ def test_a_history_that_is_no_conversation(hold: Any, history: Any) -> None:
         {"author": {"role": "user"}, "content": 7},
     ],
 )
-def test_messages_that_are_none(hold: Any, message: Any) -> None:
+def test_messages_that_are_none(message: Any) -> None:
     with pytest.raises(Refused) as caught:
         opened(seal_signed([message], RING))
     assert caught.value.code == "carrier.malformed"
 
 
-def test_what_does_not_fit_is_known_before(hold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier, "MOST_BYTES", 100)
     with pytest.raises(Refused, match="larger than a carrier may hold") as caught:
         asyncio.run(sealing.checked([{"content": "x" * 100}], 1))
@@ -102,5 +89,5 @@ def test_what_does_not_fit_is_known_before(hold: Any, monkeypatch: pytest.Monkey
 
 def test_what_is_large_is_done_beside_the_event_loop() -> None:
     here = threading.get_ident()
-    assert asyncio.run(sealing.beside(carrier.LARGE, threading.get_ident)) == here
-    assert asyncio.run(sealing.beside(carrier.LARGE + 1, threading.get_ident)) != here
+    assert asyncio.run(sealing.off_loop(carrier.LARGE, threading.get_ident)) == here
+    assert asyncio.run(sealing.off_loop(carrier.LARGE + 1, threading.get_ident)) != here

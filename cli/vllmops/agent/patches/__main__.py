@@ -1,4 +1,4 @@
-"""Patches the vLLM of this environment in a process that serves nothing, and tells what came of it.
+"""Patches the vLLM of this environment in a process that serves nothing, and prints the result.
 
 ``python -m vllmops.agent.patches`` prints a `ProcessPatches` on the last line of its output.
 """
@@ -21,7 +21,7 @@ def main() -> None:
             try:
                 importlib.import_module(name)
             except ModuleNotFoundError as error:
-                # One of them is there in older versions, the others in newer ones.
+                # Each vLLM version has only some of these modules.
                 if not name.startswith(str(error.name)):
                     raise
     answer = msgspec.structs.replace(registry.states(verify=True), role="here")

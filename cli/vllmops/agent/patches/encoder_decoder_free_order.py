@@ -20,10 +20,10 @@ def apply(module: ModuleType) -> None:
 
 
 def get_freed_mm_hashes(self: Any) -> list[str]:
-    """What the worker may free: entries of the step before.
+    """The entries that the worker may free: those of the step before.
 
-    The worker frees before it runs the model, so an entry told in its own step is not there yet,
-    and stays for ever.
+    The worker frees before it runs the model. An entry that is reported in its own step does not
+    exist there yet, so it would never be freed.
     """
     ready = vars(self).get("_vllmops_to_free", [])
     self._vllmops_to_free, self.freed = self.freed, []
@@ -34,10 +34,10 @@ PATCH = Patch(
     id="encoder-decoder-free-order",
     upstream="https://github.com/vllm-project/vllm/pull/32789",
     title="encoder outputs of Whisper-like models are never freed on the worker",
-    hit="Whoever serves Whisper or another encoder-decoder model: GPU memory grows with every "
-    "request until there is none. In vLLM up to 0.14.0.",
-    changes="EncoderDecoderCacheManager.get_freed_mm_hashes() tells an entry one step after it was "
-    "allocated, as in vLLM 0.14.1.",
+    hit="Servers of Whisper and other encoder-decoder models: GPU memory grows with every "
+    "request until it is exhausted. In vLLM up to 0.14.0.",
+    changes="EncoderDecoderCacheManager.get_freed_mm_hashes() reports an entry one step after its "
+    "allocation, as in vLLM 0.14.1.",
     modules=("vllm.v1.core.encoder_cache_manager",),
     present=present,
     apply=apply,

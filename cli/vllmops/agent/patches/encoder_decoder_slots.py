@@ -1,4 +1,4 @@
-"""An encoder-decoder model's slots are freed at every step, and once more at the end."""
+"""Slots of encoder-decoder models are freed at every step, and again at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARK = "__vllmops__"
 def present(module: ModuleType) -> bool:
     manager, request = module.EncoderDecoderCacheManager(cache_size=100), Request()
     manager.allocate(request, 0)
-    # What the scheduler does: after each step that has computed something, and at the end.
+    # As the scheduler does: after each step that computed something, and at the end.
     manager.free_encoder_input(request, 0)
     manager.free_encoder_input(request, 0)
     manager.free(request)
@@ -29,7 +29,7 @@ def apply(module: ModuleType) -> None:
     clear = getattr(cls, "reset", None)  # since vLLM 0.16
 
     def allocate(self: Any, request: Any, input_id: int) -> None:
-        # A preempted request allocates anew what it still holds.
+        # A preempted request allocates again what it still holds.
         free_encoder_input(self, request, input_id)
         take(self, request, input_id)
         held(self).add((request.request_id, input_id))
@@ -52,7 +52,7 @@ def apply(module: ModuleType) -> None:
 
 
 def held(manager: Any) -> set[tuple[str, int]]:
-    """The inputs that hold slots, by request and number."""
+    """The inputs that hold slots, by request id and index."""
     inputs: set[tuple[str, int]] = vars(manager).setdefault("_vllmops_held", set())
     return inputs
 
@@ -61,12 +61,12 @@ PATCH = Patch(
     id="encoder-decoder-slots",
     upstream="none: reported by vllmops",
     title="encoder-decoder cache slots are freed more often than taken",
-    hit="Whoever serves Whisper or another encoder-decoder model: the count of free slots passes "
+    hit="Servers of Whisper and other encoder-decoder models: the count of free slots exceeds "
     "the capacity, so the limit on encoder outputs limits nothing. In every vLLM up to 0.33.",
-    changes="EncoderDecoderCacheManager gives back the slots of an input once.",
+    changes="EncoderDecoderCacheManager frees the slots of each input only once.",
     modules=("vllm.v1.core.encoder_cache_manager",),
     present=present,
     apply=apply,
-    # What was allocated before is not known, and would never be given back.
+    # Earlier allocations are unknown to it, and would never be freed.
     live=False,
 )

@@ -1,4 +1,4 @@
-"""A multimodal cache is reset on one thread while another one uses it."""
+"""One thread resets a multimodal cache while another thread uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .patch import Patch
 
 MARK = "__vllmops__"
 NAME = attrgetter("__name__")
-# Whatever changes the LRU order or what is behind it.
+# The methods that change the LRU order or the data.
 METHODS = (
     "get_and_update_features",
     "get_and_update_item",
@@ -23,13 +23,13 @@ METHODS = (
     "invalidate",
     "clear_cache",
 )
-# Nobody holds it for more than milliseconds; a loop is not to wait for a thread that is stuck.
+# The lock is held for milliseconds; a main loop must not wait forever for a stuck thread.
 WAIT_S = 1.0
 TEAR_S, TEAR_PATCHED_S = 0.1, 0.01
 
 
 class Slow:
-    """Stands in for an LRUCache whose ``get`` takes until somebody clears it, or some time."""
+    """Stands in for an LRUCache whose ``get`` waits until ``clear``, or for `patience_s`."""
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
@@ -46,7 +46,7 @@ class Slow:
 
 
 def present(module: ModuleType) -> bool | None:
-    cls = next((each for each in classes(module) if not inspect.isabstract(each)), None)
+    cls = next((cls for cls in classes(module) if not inspect.isabstract(cls)), None)
     if cls is None:
         return None
     holder: Any = object.__new__(cls)
@@ -64,13 +64,13 @@ def apply(module: ModuleType) -> None:
     for cls in classes(module):
         for name in METHODS:
             method = vars(cls).get(name)
-            # What is abstract is overridden, and the override patched.
+            # Abstract methods are overridden, and the overriding methods are patched.
             if method and not hasattr(method, MARK) and not hasattr(method, "__isabstractmethod__"):
                 setattr(cls, name, exclusive(method))
 
 
 def classes(module: ModuleType) -> Iterator[Any]:
-    """The module's own classes of multimodal caches, but for those in shared memory."""
+    """The module's own classes of multimodal caches, without those in shared memory."""
     for name, cls in vars(module).items():
         own = inspect.isclass(cls) and cls.__module__ == module.__name__
         if own and not name.startswith("Shm") and "BaseMultiModalCache" in map(NAME, cls.__mro__):
@@ -78,11 +78,11 @@ def classes(module: ModuleType) -> Iterator[Any]:
 
 
 def exclusive(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, never at the same time as another one of the same cache."""
+    """The method, with a lock that the methods of one cache share."""
 
     @functools.wraps(method)
     def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # setdefault() is one step: two threads get the same lock.
+        # setdefault() is atomic: two threads get the same lock.
         lock = self.__dict__.setdefault("_vllmops_lock", threading.RLock())
         taken = lock.acquire(timeout=WAIT_S)
         try:
@@ -99,10 +99,10 @@ PATCH = Patch(
     id="mm-cache-reset-race",
     upstream="none: reported by vllmops",
     title="a multimodal cache is reset while another thread uses it",
-    hit="Whoever resets the multimodal cache of a server in use (a reset, a pause, new weights): "
-    "EngineCore's main loop empties it while its input thread inserts, and keys without data or "
-    "wrong sizes can be what is left. In every vLLM up to 0.33.",
-    changes="What changes such a cache takes a lock of its own, for one second at most.",
+    hit="Servers whose multimodal cache is reset during use (by a reset, a pause, new weights): "
+    "EngineCore's main loop empties it while its input thread inserts, which can leave keys "
+    "without data or wrong sizes. In every vLLM up to 0.33.",
+    changes="Methods that change such a cache take a lock, and wait for it at most one second.",
     modules=("vllm.multimodal.cache", "vllm.multimodal.cache.base", "vllm.multimodal.cache.lru"),
     present=present,
     apply=apply,

@@ -1,4 +1,4 @@
-"""``LRUCache.popitem()`` spins on a stale key, however it came there (reviewed in vLLM #43595)."""
+"""``LRUCache.popitem()`` spins on a stale key, whatever its origin (see vLLM #43595)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING: Final = object()
 
 
 def present(module: ModuleType) -> bool:
-    # The stale key first: behind a real one, nothing would meet it.
+    # The stale key comes first: behind a real one, eviction would not meet it.
     cache = module.LRUCache(2)
     cache["real"] = 1
     cache._LRUCache__order["ghost"] = None
@@ -25,16 +25,16 @@ def apply(module: ModuleType) -> None:
 
 
 def popitem(self: Any, remove_pinned: bool = False) -> tuple[Hashable, Any]:
-    """Remove and return the pair that was used least recently; stale keys go on the way.
+    """Remove and return the least recently used pair, and any stale keys before it.
 
     Raises:
-        RuntimeError: everything is pinned, or nothing is there.
-        StopIteration: nothing is there, and pinned ones may go too: vLLM's own answer.
+        RuntimeError: all keys are pinned, or the cache is empty.
+        StopIteration: the cache is empty, with `remove_pinned`: as in vLLM.
     """
     order, data = self._LRUCache__order, self._Cache__data
     while (key := first(order, self.pinned_items, remove_pinned)) not in data:
         if key is NOTHING:
-            # A key that has lost its place in the order would stay for ever.
+            # A key with data and no place in the order would stay forever.
             key = first(data, self.pinned_items, remove_pinned)
             if key is NOTHING:
                 if remove_pinned:
@@ -47,7 +47,7 @@ def popitem(self: Any, remove_pinned: bool = False) -> tuple[Hashable, Any]:
 
 
 def first(keys: Iterable[Hashable], pinned: set[Hashable], remove_pinned: bool) -> Hashable:
-    """The first key that may go, `NOTHING` where none may."""
+    """The first key that may be removed, `NOTHING` where there is none."""
     for key in keys:
         if remove_pinned or key not in pinned:
             return key
@@ -58,11 +58,11 @@ PATCH = Patch(
     id="mm-lru-stale-eviction",
     upstream="https://github.com/vllm-project/vllm/pull/43595",
     title="LRUCache.popitem() spins on a key without data",
-    hit="Whoever has a stale key in an LRU order, however it came there: the eviction that meets "
-    "it never ends, and neither does a cache reset. In every vLLM up to 0.33: upstream stopped "
-    "making such keys, and left the eviction as it was.",
-    changes="LRUCache.popitem() drops stale keys and goes on to a real one, as the pull request's "
-    "first version did; a key that has lost its place in the order can be evicted again.",
+    hit="Servers with a stale key in an LRU order, whatever its origin: the eviction that meets "
+    "it never ends, and neither does a cache reset. In every vLLM up to 0.33: upstream fixed "
+    "one cause of such keys, not the eviction.",
+    changes="LRUCache.popitem() drops stale keys and continues with a real one, as the pull "
+    "request's first version did; a key without a place in the order can be evicted again.",
     modules=("vllm.utils.cache",),
     present=present,
     apply=apply,

@@ -1,4 +1,4 @@
-"""What a patch is."""
+"""The type of a patch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Patch:
-    """One defect of vLLM, how to tell, and how to take it away.
+    """A vLLM defect, its probe and its fix.
 
     Args:
-        id: a stable word, as ``--no-patch`` takes it.
-        upstream: where vLLM's project deals with it.
-        title: the defect, in a line.
-        hit: who meets it, and what they see.
+        id: a stable name, for ``--no-patch``.
+        upstream: the pull request or issue of vLLM.
+        title: the defect, in one line.
+        hit: who is affected, and what they see.
         changes: what the patch changes.
-        modules: names of vLLM's modules that hold the classes, in whatever version.
+        modules: vLLM's modules that contain the classes, in any version.
         present: whether a module's classes have the defect; None where it has no such class.
-            Works on scratch objects alone, and in well under 100 ms.
-        apply: takes it away, in place; doing it twice is the same as once.
-        live: whether it may be applied to classes that already have instances in use.
+            Uses only scratch objects, and takes well under 100 ms.
+        apply: fixes it in place; idempotent.
+        live: whether it is safe for classes that already have instances in use.
     """
 
     id: str

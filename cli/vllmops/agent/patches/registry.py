@@ -11,9 +11,9 @@ from types import ModuleType
 
 from ...errors import Exit, VllmopsError
 from ...protocol.patches import ProcessPatches, State, Verdict
-from ..found import report
 from ..identity import role
 from ..imports import when_imported
+from ..objects import report
 from . import (
     encoder_decoder_free_order,
     encoder_decoder_slots,
@@ -56,7 +56,7 @@ def known(patch: str) -> Patch:
         return PATCHES[patch]
     raise VllmopsError(
         "patch.unknown",
-        f"there is no patch {patch!r}; there are {', '.join(PATCHES)}",
+        f"there is no patch {patch!r}; the patches are {', '.join(PATCHES)}",
         "vllmops patches list",
         exit_code=Exit.USAGE,
     )
@@ -71,28 +71,28 @@ def install(withheld: Mapping[str, str] | None = None) -> None:
     """Probe and patch each module of vLLM's as soon as it is imported; idempotent.
 
     Args:
-        withheld: patches that are not applied though their defect is there, and why.
+        withheld: patches that are not applied even where the defect is present, and why.
     """
     _withheld.update(withheld or {})
     for name in sorted(off() - PATCHES.keys()):
-        report(f"{OFF} names a patch that there is not: {name}")
+        report(f"{OFF} names an unknown patch: {name}")
     for patch in PATCHES.values():
         for name in patch.modules:
             when_imported(name, partial(judge, patch))
 
 
 def judge(patch: Patch, module: ModuleType) -> None:
-    """Apply one patch to one module where it is needed; what fails is reported, never raised."""
+    """Apply one patch to one module where needed; an error is reported, never raised."""
     global _spent_s  # noqa: PLW0603
     key = patch.id, module.__name__
-    # A package in newer versions: its modules are patched by their own names.
+    # In newer versions this is a package, whose modules are patched by their own names.
     if hasattr(module, "__path__") or key in _verdicts:
         return
     began = time.perf_counter()
     try:
         verdict = judged(patch, module)
     except Exception as error:
-        reason = f"{module.__name__} has a shape that is not known: {error!r}"
+        reason = f"{module.__name__} has an unknown shape: {error!r}"
         verdict = Verdict(id=patch.id, state=State.FAILED, reason=reason)
     _spent_s += time.perf_counter() - began
     if verdict is None:
@@ -103,7 +103,7 @@ def judge(patch: Patch, module: ModuleType) -> None:
 
 
 def judged(patch: Patch, module: ModuleType) -> Verdict | None:
-    """What becomes of a patch in a module; None where the module has nothing of it."""
+    """The state of a patch in a module after applying it; None if the module lacks the class."""
     verdict = partial(Verdict, id=patch.id)
     if patch.id in off():
         return verdict(state=State.OFF)
@@ -115,7 +115,7 @@ def judged(patch: Patch, module: ModuleType) -> Verdict | None:
         return verdict(state=State.OFF, reason=reason)
     patch.apply(module)
     if patch.present(module):
-        return verdict(state=State.FAILED, reason="the defect is there after it, too")
+        return verdict(state=State.FAILED, reason="the defect is still present after the patch")
     return verdict(state=State.APPLIED)
 
 
@@ -125,24 +125,24 @@ def states(*, verify: bool = False) -> ProcessPatches:
     Args:
         verify: whether to probe again.
     """
-    found: dict[str, list[Verdict]] = {}
+    verdicts: dict[str, list[Verdict]] = {}
     for (name, module), verdict in list(_verdicts.items()):
-        found.setdefault(name, []).append(probed(verdict, module) if verify else verdict)
+        verdicts.setdefault(name, []).append(probed(verdict, module) if verify else verdict)
     return ProcessPatches(
         pid=os.getpid(),
         role=role(),
         vllm_version=getattr(sys.modules.get("vllm"), "__version__", None),
-        patches=[merged(found[name]) for name in PATCHES if name in found],
+        patches=[merged(verdicts[name]) for name in PATCHES if name in verdicts],
         seconds=_spent_s,
     )
 
 
 def probed(verdict: Verdict, module: str) -> Verdict:
-    """A verdict with what a probe says now."""
+    """A verdict with the result of a new probe."""
     try:
         present = PATCHES[verdict.id].present(sys.modules[module])
     except Exception as error:
-        reason = verdict.reason or f"it can't be probed: {error!r}"
+        reason = verdict.reason or f"the probe failed: {error!r}"
         return Verdict(id=verdict.id, state=verdict.state, reason=reason)
     return Verdict(id=verdict.id, state=verdict.state, reason=verdict.reason, present=present)
 

@@ -1,4 +1,4 @@
-"""A ``Request`` and its block hasher hold each other (vLLM #34183)."""
+"""A ``Request`` and its block hasher reference each other (vLLM #34183)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TRIES = 3
 
 
 def present(module: ModuleType) -> bool:
-    # A collection that happens to run in between would hide the cycle, hardly three times.
+    # A garbage collection at that moment would hide the cycle; three in a row are unlikely.
     return any(outlives(module) for _ in range(TRIES))
 
 
 def outlives(module: ModuleType) -> bool:
-    """Whether a request is still there when nobody has it any more."""
+    """Whether a request stays alive without references to it."""
     return weakref.ref(scratch(module))() is not None
 
 
@@ -41,19 +41,19 @@ def scratch(module: ModuleType) -> Any:
 
 
 def no_hashes(request: Any) -> list[Any]:  # noqa: ARG001
-    """A block hasher."""
+    """A block hasher that makes no hashes."""
     return []
 
 
 def apply(module: ModuleType) -> None:
     bound = vars(scratch(module)).get(NAME)
     if bound is not no_hashes and not isinstance(bound, partial):
-        raise TypeError("the cycle is not the one that is known")
+        raise TypeError("this reference cycle is unknown")
     setattr(module.Request, NAME, property(get, put))
 
 
 def get(self: Any) -> Callable[[], list[Any]] | None:
-    """The bound hasher, made when it is asked for: so the request need not hold it."""
+    """The hasher bound to its request; made on each access, so the request does not hold it."""
     bound = vars(self).get(NAME)
     if isinstance(bound, partial):  # a request from before the patch
         put(self, bound)
@@ -70,8 +70,8 @@ PATCH = Patch(
     id="request-hash-cycle",
     upstream="https://github.com/vllm-project/vllm/pull/34183",
     title="a finished Request stays until a gen-2 garbage collection",
-    hit="Whoever serves images, audio or video with prefix caching: each finished request keeps "
-    "its inputs, megabytes each, and EngineCore grows by gigabytes. In vLLM up to 0.15.1.",
+    hit="Servers of images, audio or video with prefix caching: each finished request keeps its "
+    "inputs, megabytes each, and EngineCore grows by gigabytes. In vLLM up to 0.15.1.",
     changes="Request.get_hash_new_full_blocks is bound when it is called, so that a request does "
     "not hold itself; the hashes are the same.",
     modules=("vllm.v1.request",),

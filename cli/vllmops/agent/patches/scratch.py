@@ -1,4 +1,4 @@
-"""Scratch objects for probes: as much of a request as vLLM's cache managers look at."""
+"""Scratch objects for probes: the parts of a request that vLLM's cache managers read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.mm_features = [
-            SimpleNamespace(identifier=each, mm_hash=each, data=None) for each in self.hashes
+            SimpleNamespace(identifier=key, mm_hash=key, data=None) for key in self.hashes
         ]
 
     def get_num_encoder_embeds(self, input_id: int) -> int:  # noqa: ARG002

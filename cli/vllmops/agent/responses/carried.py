@@ -1,24 +1,24 @@
-"""Conversations that clients carry: what a carrier stands for, so that each turn is said once.
+"""Merges the conversation in a client's carrier with the request's input, each item once.
 
-A carrier comes back in either of two ways. In ``previous_response``, the whole response that it
-came in, it stands for all that was before the request's input (#35903). Among the items of the
-input, where clients append each output to what they send next, it stands for all before it: for
-what they repeat there, and for what they don't. The latest one counts, the others are not looked
-at. Of what stands before it this is taken all the same:
+A client returns a carrier in one of two ways. In ``previous_response``, the whole response that
+contained it, the carrier replaces everything before the request's input (vLLM #35903). Among the
+items of the input, where clients append each output to what they send next, it replaces everything
+before it, whether the client repeats that or not. Only the latest carrier counts. Two kinds of
+items before it are used nevertheless:
 
-- system and developer messages at the very beginning, in the place of those that it begins with:
-  clients that send them so may change them from turn to turn;
-- the output of a tool whose call it has and whose output it has not: a client may have put it
-  there before the carrier, which ends an answer, had come.
+- system and developer messages at the very beginning: they replace those at the beginning of the
+  carrier's history, because clients may change them from turn to turn;
+- a tool's output that the carrier lacks although it has the call: a client may add the output
+  before the carrier arrives, which is the last item of an answer.
 
-Clients that put each answer in an order of their own, reasoning first say, repeat some of it
-behind the carrier. There an item that the carrier has, told by its id, by the id of its call, or
-as a message of the assistant's by its words, is left out.
+Clients that reorder an answer (reasoning first, for example) repeat parts of it behind the carrier.
+There an item that the carrier has is left out. It is recognised by its id, by the id of its call,
+or, for an assistant's message, by its text.
 
-A reasoning item that somebody else has encrypted, OpenAI say, is left out where it has nothing
-that can be read: no server of vLLM's could make anything of it.
+A reasoning item that another provider encrypted (OpenAI, for example) is left out where nothing of
+it is readable: no vLLM server can use it.
 
-In format 1 the history is chat messages, as #35903 has it; they become items here.
+In format 1 the history consists of chat messages, as in #35903; this module converts them to items.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from ...keys.carrier import is_ours
 from .wire import ENCODE, Refused
 
-WANTED = "reasoning.encrypted_content"
+INCLUDE = "reasoning.encrypted_content"
 PREVIOUS = "previous_response"
-HEADS = frozenset({"system", "developer"})
+INSTRUCTIONS = frozenset({"system", "developer"})
 CALLS = frozenset({"function_call", "custom_tool_call"})
 OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
 CALL, OUTPUT, ITEM = "call", "output", "item"
@@ -46,7 +46,7 @@ class Brought(NamedTuple):
     Args:
         text: the carrier.
         at: its index among the items of the input, -1 where it is not among them.
-        param: the parameter that it came in.
+        param: the request parameter that contains it.
     """
 
     text: str
@@ -69,7 +69,7 @@ def brought(items: list[Item], previous: Any) -> Brought | None:
         return Brought(encrypted(items[at]), at, "input") if at >= 0 else None
     text = within(previous)
     if at >= 0 and encrypted(items[at]) != text:
-        message = "The input has another carrier than previous_response: give one of them."
+        message = "The input has another carrier than previous_response: send only one of them."
         raise Refused(400, message, PREVIOUS)
     return Brought(text, at, PREVIOUS)
 
@@ -82,26 +82,26 @@ def within(previous: Any) -> str:
     """
     output = previous.get("output") if isinstance(previous, dict) else None
     if not isinstance(output, list):
-        message = "previous_response is not a response: give the whole object as it was answered."
+        message = "previous_response is not a response: send the whole response object."
         raise Refused(400, message, PREVIOUS)
     texts = [encrypted(item) for item in output if isinstance(item, dict)]
     if not (ours := list(filter(is_ours, texts))):
         message = "previous_response has no carrier" + (
-            ": what is encrypted in it is not this server's. " if any(texts) else ". "
+            ": its encrypted content is not from this server. " if any(texts) else ". "
         )
-        message += f'Each turn has to ask for one, by store=false and include=["{WANTED}"].'
+        message += f'Each turn must request one with store=false and include=["{INCLUDE}"].'
         raise Refused(400, message, PREVIOUS)
     return ours[-1]
 
 
 def encrypted(item: Item) -> str:
-    """What is encrypted in an item, empty where nothing is."""
-    found = item.get("encrypted_content") if item.get("type") == "reasoning" else None
-    return found if isinstance(found, str) else ""
+    """The encrypted content of an item, empty where it has none."""
+    content = item.get("encrypted_content") if item.get("type") == "reasoning" else None
+    return content if isinstance(content, str) else ""
 
 
 def readable(item: Item) -> Item | None:
-    """An item without what is encrypted in it, None where nothing else is in it."""
+    """An item without its encrypted content, None where nothing else is in it."""
     if not encrypted(item):
         return item
     if not (item.get("content") or item.get("summary")):
@@ -109,8 +109,8 @@ def readable(item: Item) -> Item | None:
     return {name: value for name, value in item.items() if name != "encrypted_content"}
 
 
-def whole(history: list[Item], items: list[Item], at: int) -> tuple[list[Item], list[int]]:
-    """A conversation out of what its carrier holds and what a client sends with it.
+def merge(history: list[Item], items: list[Item], at: int) -> tuple[list[Item], list[int]]:
+    """The conversation that a carrier and a request's input make together.
 
     Args:
         history: what the carrier holds.
@@ -118,53 +118,76 @@ def whole(history: list[Item], items: list[Item], at: int) -> tuple[list[Item], 
         at: the carrier's index among them, -1 where all of them come after it.
 
     Returns:
-        The history, and the indices of the items that go on from there.
+        The history, and the indices of the items that are not in it.
     """
-    head = heads(items[: max(at, 0)])
-    if head:
-        history = [*head, *history[len(heads(history)) :]]
-    marks = {mark for item in history if (mark := identity(item))}
+    history = with_instructions(history, items[: max(at, 0)])
+    known = {mark for item in history if (mark := identity(item))}
     behind = items[at + 1 :]
-    repeated = [n for n, item in enumerate(behind, at + 1) if identity(item) in marks]
-    # Whatever a client repeats stands before what is new.
-    end = max(repeated, default=at)
-    said: set[tuple[str, str] | None] = set()
+    repeated = [n for n, item in enumerate(behind, at + 1) if identity(item) in known]
+    texts: set[tuple[str, str] | None] = set()
     if repeated or any(item.get("role") == "assistant" for item in behind):
-        said = {speech(item) for item in history} - {None}
-    for item in items[end + 1 :]:
-        if item.get("role") != "assistant" or speech(item) not in said:
+        texts = {speech(item) for item in history} - {None}
+    end = end_of_repeats(items, max(repeated, default=at), texts)
+
+    def is_new(n: int, item: Item) -> bool:
+        if n >= end:
+            return n > end
+        mark, text = identity(item), speech(item)
+        if mark and mark[0] == OUTPUT:
+            return mark not in known and (CALL, mark[1]) in known
+        if n <= at or mark in known:
+            return False
+        return text not in texts if text else mark is not None
+
+    return history, [n for n, item in enumerate(items) if is_new(n, item)]
+
+
+def with_instructions(history: list[Item], before: list[Item]) -> list[Item]:
+    """A history that begins with the instructions that a client sends before the carrier, if any.
+
+    Args:
+        history: what the carrier holds.
+        before: the items before the carrier.
+    """
+    instructions = leading_instructions(before)
+    if not instructions:
+        return history
+    return [*instructions, *history[len(leading_instructions(history)) :]]
+
+
+def end_of_repeats(items: list[Item], last: int, texts: set[tuple[str, str] | None]) -> int:
+    """The index of the last item that the history has; clients put new items behind repeated ones.
+
+    Args:
+        items: of the request's input.
+        last: the index of the last one that is known by its id.
+        texts: the messages of the history.
+    """
+    for item in items[last + 1 :]:
+        if item.get("role") != "assistant" or speech(item) not in texts:
             break
-        end += 1
-
-    def new(n: int, item: Item) -> bool:
-        mark, words = identity(item), speech(item)
-        if mark and mark[0] == OUTPUT and n < end:
-            return mark not in marks and (CALL, mark[1]) in marks
-        if at < n < end:
-            return mark not in marks and (words not in said if words else mark is not None)
-        return n > end
-
-    return history, [n for n, item in enumerate(items) if new(n, item)]
+        last += 1
+    return last
 
 
 def identity(item: Item) -> tuple[str, str] | None:
-    """What tells an item from all others, None where nothing does."""
+    """What identifies an item, None where nothing does."""
     kind, call_id, item_id = item.get("type"), item.get("call_id"), item.get("id")
     if isinstance(call_id, str) and kind in CALLS | OUTPUTS:
         return CALL if kind in CALLS else OUTPUT, call_id
     return (ITEM, item_id) if isinstance(item_id, str) else None
 
 
-def heads(items: list[Item]) -> list[Item]:
+def leading_instructions(items: list[Item]) -> list[Item]:
     """The system and developer messages that a conversation begins with."""
     count = 0
-    while count < len(items) and items[count].get("role") in HEADS:
+    while count < len(items) and items[count].get("role") in INSTRUCTIONS:
         count += 1
     return items[:count]
 
 
 def speech(item: Item) -> tuple[str, str] | None:
-    """Who says what in a message, None where an item is no message."""
+    """The role and the text of a message, None where an item is no message."""
     role, content = item.get("role"), item.get("content")
     if not isinstance(role, str) or not isinstance(content, str | list):
         return None
@@ -177,17 +200,17 @@ def text_of(content: Any) -> str:
     Raises:
         TypeError: it is neither a text nor a list of parts.
     """
-    return content if isinstance(content, str) else "".join(map(words_of, content))
+    return content if isinstance(content, str) else "".join(map(part_text, content))
 
 
-def words_of(part: Any) -> str:
-    """The text of a part of a message; for an image and the like, what tells it from others."""
+def part_text(part: Any) -> str:
+    """The text of a part of a message; for an image and the like, its JSON."""
     text = part.get("text") if isinstance(part, dict) else None
     return text if isinstance(text, str) else ENCODE(part).decode()
 
 
 def lean(item: Item) -> Item:
-    """An item without what no later turn needs of it."""
+    """An item without the fields that no later turn needs."""
     made = {name: value for name, value in item.items() if value is not None}
     if isinstance(content := made.get("content"), list):
         made["content"] = [
@@ -197,14 +220,14 @@ def lean(item: Item) -> Item:
 
 
 def from_messages(messages: list[Item]) -> list[Item]:
-    """Items out of a history as chat messages, or, of gpt-oss, as Harmony's.
+    """Convert a history of chat messages, or of gpt-oss's Harmony messages, to items.
 
     Args:
-        messages: of format 1. A system message that is no item was the instructions of an earlier
-            turn, and those don't carry over.
+        messages: of format 1. A system message that is no item holds the instructions of an
+            earlier turn, which do not apply to later turns.
 
     Raises:
-        LookupError, TypeError, AttributeError: they are none.
+        LookupError, TypeError, AttributeError: they are no such messages.
     """
     return [item for message in messages for item in from_message(message)]
 
@@ -222,16 +245,16 @@ def from_message(message: Item) -> Iterator[Item]:
             yield {"type": "message", **message}
     else:
         if reasoning := message.get("reasoning"):
-            yield thought(reasoning)
+            yield reasoning_item(reasoning)
         if content:
-            yield answer(text_of(content))
+            yield assistant_item(text_of(content))
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            yield called(call["id"], function["name"], function["arguments"])
+            yield call_item(call["id"], function["name"], function["arguments"])
 
 
 def from_harmony(message: Item) -> Iterator[Item]:
-    """Harmony names no calls: the name of a tool has to do, and its output follows at once."""
+    """Harmony has no call ids: the tool's name serves as id, as its output follows at once."""
     author, channel = message["author"], message.get("channel")
     role, to = author["role"], message.get("recipient") or ""
     # The library may have left the content out (openai/harmony#78).
@@ -241,24 +264,24 @@ def from_harmony(message: Item) -> Iterator[Item]:
         yield {"type": "function_call_output", "call_id": f"call_{name}", "output": text}
     elif role == "assistant" and to.startswith(FUNCTIONS):
         name = to.removeprefix(FUNCTIONS)
-        yield called(f"call_{name}", name, text)
+        yield call_item(f"call_{name}", name, text)
     elif not text or to:
         return
     elif role == "assistant":
-        yield thought(text) if channel == "analysis" else answer(text)
+        yield reasoning_item(text) if channel == "analysis" else assistant_item(text)
     elif role == "user":
         yield {"type": "message", "role": "user", "content": text}
 
 
-def thought(text: str) -> Item:
+def reasoning_item(text: str) -> Item:
     part = {"type": "reasoning_text", "text": text}
     return {"type": "reasoning", "summary": [], "content": [part]}
 
 
-def answer(text: str) -> Item:
+def assistant_item(text: str) -> Item:
     part = {"type": "output_text", "text": text}
     return {"type": "message", "role": "assistant", "content": [part]}
 
 
-def called(call_id: str, name: str, arguments: str) -> Item:
+def call_item(call_id: str, name: str, arguments: str) -> Item:
     return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}

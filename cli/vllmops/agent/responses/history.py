@@ -1,4 +1,4 @@
-"""The turns before a request, as vLLM reads them."""
+"""Reads the turns before a request, and caches them."""
 
 from __future__ import annotations
 
@@ -12,64 +12,66 @@ from ...store.packing import unpack
 from . import wire
 from .carried import Item, readable
 
-# Bytes of answers, as JSON, that are kept ready; they take some three times as much.
-ROOM = 8 << 20
+# Size of the cached answers as JSON, in bytes; in memory they take about three times as much.
+CACHE_BYTES = 8 << 20
 
 
-class Told(NamedTuple):
+class Part(NamedTuple):
     """Part of a conversation.
 
     Args:
-        items: as a client would send them.
+        items: as a client sends them.
         parsed: the same as vLLM reads them.
-        weight: bytes that the store has of it, before it packs them.
+        size: in bytes, before the store compresses it.
     """
 
     items: Sequence[Item]
     parsed: Sequence[Any]
-    weight: int
+    size: int
 
 
 class History:
     """Reads the turns of conversations.
 
-    A turn needs the answers of all turns before it, as the one before did: unpacking and parsing
-    them is most of what a long conversation costs. So those that were needed last are kept ready.
-    vLLM shares an answer's items among requests, too; it may write to those of an input, and they
-    are read anew each time.
+    Each turn needs the answers of all turns before it, and unpacking and parsing them is the main
+    cost of a long conversation. So the most recently used answers stay in a cache. vLLM too shares
+    an answer's items among requests. It may write to the items of an input, so those are parsed
+    each time.
 
     Args:
-        parse: reads items as vLLM does.
-        harmony: whether they are for vLLM's renderer for gpt-oss, which knows fewer.
+        parse: parses items as vLLM does.
+        harmony: whether vLLM renders them for gpt-oss, which supports fewer types.
     """
 
     def __init__(self, parse: Callable[[list[Item]], list[Any]], *, harmony: bool) -> None:
         self.parse = parse
         self.harmony = harmony
-        self.answers: LRUCache[bytes, Told] = LRUCache(ROOM, getsizeof=lambda told: told.weight)
+        self.answers: LRUCache[bytes, Part] = LRUCache(
+            CACHE_BYTES, getsizeof=lambda part: part.size
+        )
 
-    async def of(self, turns: Sequence[Response]) -> Told:
-        """All that was said in turns of the store's, the oldest first."""
-        items, parsed, weight = list[Item](), list[Any](), 0
+    async def of(self, turns: Sequence[Response]) -> Part:
+        """The inputs and answers of stored turns, oldest first."""
+        items, parsed, size = list[Item](), list[Any](), 0
         for turn in turns:
             given = await unpack(turn.input)
             asked = legible(wire.ITEMS.decode(given))
-            said = self.answers.get(turn.body) or await self.answer(turn.body)
-            items += [*asked, *said.items]
-            parsed += [*self.parse(asked), *said.parsed]
-            weight += len(given) + said.weight
-        return Told(items, parsed, weight)
+            answer = self.answers.get(turn.body) or await self.answer(turn.body)
+            items += [*asked, *answer.items]
+            parsed += [*self.parse(asked), *answer.parsed]
+            size += len(given) + answer.size
+        return Part(items, parsed, size)
 
-    async def answer(self, packed: bytes) -> Told:
-        """What the body of a response says, kept ready from now on."""
+    async def answer(self, packed: bytes) -> Part:
+        """The answer in the body of a response; caches it."""
         body = await unpack(packed)
         items = legible(wire.spoken(wire.OUTPUT.decode(body).output, harmony=self.harmony))
-        said = Told(items, self.parse(items), len(body))
-        if said.weight <= ROOM:
-            self.answers[packed] = said
-        return said
+        answer = Part(items, self.parse(items), len(body))
+        if answer.size <= CACHE_BYTES:
+            self.answers[packed] = answer
+        return answer
 
 
 def legible(items: Sequence[Item]) -> list[Item]:
-    """Items without what is encrypted in them, and without those where nothing else is."""
-    return [item for each in items if (item := readable(each))]
+    """Items without encrypted content, and without the items that have nothing else."""
+    return [part for item in items if (part := readable(item))]

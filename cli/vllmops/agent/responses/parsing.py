@@ -1,4 +1,4 @@
-"""Items as vLLM reads them, and as it makes messages of them."""
+"""Converts items to vLLM's types, and to chat messages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .carried import Item
 
 
 def parsed(items: list[Item]) -> list[Any]:
-    """Items as vLLM reads them."""
+    """Items as vLLM's types."""
     given = {"input": list(map(detailed, items))}
-    found: list[Any] = ResponsesRequest.input_item_parsing(given)["input"]
-    return found
+    typed: list[Any] = ResponsesRequest.input_item_parsing(given)["input"]
+    return typed
 
 
 def detailed(item: Item) -> Item:
-    """An item whose images have the ``detail`` that they need not be sent with.
+    """An item with a ``detail`` in each image.
 
-    vLLM's renderer wants it, and its model of a request adds it to the items of one.
+    Clients may leave it out, vLLM's renderer requires it, and vLLM's request model adds it.
     """
     if not isinstance(content := item.get("content"), list):
         return item
@@ -36,12 +36,12 @@ def detailed(item: Item) -> Item:
 
 def messages(items: list[Item]) -> list[Any]:
     """Items as messages of the Chat Completions API, as carriers of format 1 have them."""
-    # Not above: a vLLM without it can do all the rest.
+    # Imported here, because everything else also works in a vLLM without this function.
     from vllm.entrypoints.openai.responses.utils import (  # noqa: PLC0415
         construct_chat_messages_with_tool_call,
     )
 
-    # What has no type is taken for the instructions of a turn, which don't carry over.
-    typed = [{"type": "message", **each} if "role" in each else each for each in items]
-    made: list[Any] = construct_chat_messages_with_tool_call(parsed(typed))
-    return made
+    # vLLM takes items without a type for instructions of a turn, which it drops.
+    typed = [{"type": "message", **item} if "role" in item else item for item in items]
+    chat: list[Any] = construct_chat_messages_with_tool_call(parsed(typed))
+    return chat

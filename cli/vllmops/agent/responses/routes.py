@@ -1,4 +1,4 @@
-"""The routes of the Responses API over a store: all of OpenAI's, and a list of all responses."""
+"""The routes of the Responses API with a store: OpenAI's, and one that lists all responses."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 
 from ...errors import VllmopsError
+from ...keys.ring import Ring
 from ...store import store
 from ...store.backend import Backend, CursorUnknown
 from ...store.settings import Carriers
@@ -35,14 +36,14 @@ Handler = Callable[..., Awaitable[Response]]
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-# A JavaScript client can't count further.
+# The largest integer that JavaScript clients represent exactly.
 Number = Annotated[int | None, Query(ge=0, lt=2**53)]
 
 
 class Direct(APIRoute):
-    """A route that goes past FastAPI where a request has no parameters but its path.
+    """A route that bypasses FastAPI's parameters where a request has only a path.
 
-    To solve them takes FastAPI longer than it takes to look a response up.
+    FastAPI takes longer to resolve them than the store takes to look up a response.
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,37 +64,41 @@ cancelled: Callable[[Handler], Handler] = with_cancellation
 counted: Callable[[Handler], Handler] = load_aware_call
 
 
-def install(module: ModuleType, backend: Backend, carriers: Carriers) -> None:
-    """Put this in the place of vLLM's, before vLLM makes its own.
+def install(
+    module: ModuleType, backend: Backend, carriers: Carriers, ring: Callable[[], Ring | None]
+) -> None:
+    """Replace vLLM's routes and serving class, before vLLM makes its instance.
 
     Args:
         module: ``vllm.entrypoints.openai.responses.api_router``.
         backend: what keeps the responses.
-        carriers: how those are written that clients keep.
+        carriers: how carriers are written.
+        ring: gives the keys that seal and open carriers, None where there are none.
 
     Raises:
-        Exception: this vLLM has another shape; nothing has changed.
+        Exception: this vLLM has an unknown shape; nothing is changed.
     """
     check(module)
     StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
     StoredResponses.carriers = carriers
+    StoredResponses.ring = staticmethod(ring)
     ours = {key(route) for route in router.routes}
     module.router.routes[:] = [
         *router.routes,
-        *(each for each in module.router.routes if key(each) not in ours),
+        *(route for route in module.router.routes if key(route) not in ours),
     ]
     module.router.lifespan_context = lifespan
     stock.OpenAIServingResponses = StoredResponses
 
 
 def check(module: ModuleType) -> None:
-    """See that what is overridden and called is there, and takes what it did.
+    """Check that what this package overrides and calls exists, with the known parameters.
 
     Raises:
-        Exception: it is not, or does not.
+        Exception: it does not.
     """
     cls = StoredResponses.__base__
-    wanted = {
+    expected = {
         "create_responses": ("request", "raw_request"),
         "_render_resolved_response_inputs": ("request", "prev_response"),
         "_run_background_request": ("request",),
@@ -101,10 +106,10 @@ def check(module: ModuleType) -> None:
         "responses_full_generator": ("request",),
         "responses_stream_generator": ("request",),
     }
-    for name, parameters in wanted.items():
-        found = list(inspect.signature(getattr(cls, name)).parameters)
-        if tuple(found[1 : len(parameters) + 1]) != parameters:
-            raise TypeError(f"{name} takes {found}")
+    for name, parameters in expected.items():
+        names = list(inspect.signature(getattr(cls, name)).parameters)
+        if tuple(names[1 : len(parameters) + 1]) != parameters:
+            raise TypeError(f"{name} takes {names}")
     source = inspect.getsource(cls.__init__)
     for name in ("response_store", "msg_store", "event_store", "background_tasks"):
         if name not in source:
@@ -120,7 +125,7 @@ def key(route: Any) -> tuple[str, str]:
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Open the store once the server is up, and close it when it goes."""
+    """Open the store when the server starts, and close it when the server stops."""
     serving = app.state.openai_serving_responses
     if not isinstance(serving, StoredResponses):
         yield
@@ -133,7 +138,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def answered(handler: Handler) -> Handler:
-    """A handler whose refusals become error objects as OpenAI's."""
+    """A handler whose errors become error objects like OpenAI's."""
 
     @functools.wraps(handler)
     async def wrapper(*args: Any, **kwargs: Any) -> Response:
@@ -142,9 +147,9 @@ def answered(handler: Handler) -> Handler:
         except Refused as error:
             return refusal(error.status, error.message, error.param, error.code)
         except store.StoreUnavailable as error:
-            made = refusal(503, error.message)
-            made.headers["Retry-After"] = str(math.ceil(error.retry_after_s) or 1)
-            return made
+            response = refusal(503, error.message)
+            response.headers["Retry-After"] = str(math.ceil(error.retry_after_s) or 1)
+            return response
         except CursorUnknown as error:
             return refusal(400, error.message, "after")
         except VllmopsError as error:
@@ -167,7 +172,7 @@ def json(body: bytes) -> Response:
 
 
 async def sse(frames: AsyncIterator[Frame]) -> AsyncIterator[bytes]:
-    """A stream as it goes over the wire."""
+    """A stream as server-sent events."""
     async for frame in frames:
         yield b"event: %b\ndata: %b\n\n" % (frame.type.encode(), frame.data)
 
@@ -177,15 +182,15 @@ def streaming(frames: AsyncIterator[Frame]) -> Response:
 
 
 def serving(raw_request: Request) -> Any:
-    """Who answers.
+    """The instance that serves the Responses API.
 
     Raises:
-        Refused: this model generates nothing.
+        Refused: this model does not generate text.
     """
-    found = raw_request.app.state.openai_serving_responses
-    if found is None:
+    handler = raw_request.app.state.openai_serving_responses
+    if handler is None:
         raise Refused(501, "The model does not support Responses API")
-    return found
+    return handler
 
 
 @router.post("/v1/responses", dependencies=[Depends(validate_json_request)])

@@ -1,6 +1,6 @@
-"""Opens what requests bring sealed, and seals what answers are to carry.
+"""Opens the carriers of requests, and seals the carriers of answers.
 
-What is large is left to a thread, so that the event loop goes on meanwhile.
+A large one is processed in a thread, so that it does not block the event loop.
 """
 
 from __future__ import annotations
@@ -13,113 +13,117 @@ from ...keys import carrier
 from ...keys.carrier import Carrier, CarrierError, Case
 from ...keys.ring import Ring
 from ...store.settings import Carriers, Format
-from .. import keys
 from ..log import log
 from .carried import Brought, Item, from_messages
 from .wire import Refused
 
 T = TypeVar("T")
 
-# Sealed text is so many times shorter than the JSON within, most of the time.
-SHRINKS = 4
+# A carrier is usually this many times shorter than the JSON in it.
+COMPRESSION = 4
 
 
-def seals() -> bool:
-    """Whether this server has a key that seals; where not, the log says so, once."""
-    ring = keys.ring()
+def can_seal(ring: Ring | None) -> bool:
+    """Whether there is a key that seals; where there is none, the log says so once."""
     if ring and ring.primary:
         return True
-    if not _told:
+    if not _warned:
         what, hint = (
-            ("the keyring has no key that seals", "vllmops keys rotate makes one")
+            ("the keyring has no primary key", "create one with: vllmops keys rotate")
             if ring is not None
-            else ("there is no keyring", "vllmops serve makes one, unless it has --keyring none")
+            else ("there is no keyring", "vllmops serve creates one, unless --keyring is none")
         )
         log.warning(
-            "vllmops: a client asked for reasoning.encrypted_content and is not given any: %s; %s",
+            "vllmops: a client requests reasoning.encrypted_content and gets none: %s; hint: %s",
             what,
             hint,
         )
-        _told.append(True)
+        _warned.append(True)
     return False
 
 
-_told: list[bool] = []
+_warned: list[bool] = []
 
 
-async def opened(brought: Brought, *, model: str, owner: str) -> list[Item]:
+async def opened(brought: Brought, ring: Ring | None, *, model: str, owner: str) -> list[Item]:
     """The items that a carrier holds.
 
     Args:
         brought: the carrier.
-        model: what is served here.
-        owner: who brings it.
+        ring: the keys of this server.
+        model: the model that this server serves.
+        owner: who sends the carrier.
 
     Raises:
-        Refused: it is not to be taken.
+        Refused: the carrier is not accepted.
     """
-    ring = keys.ring() or Ring()
 
     def call() -> Carrier:
-        return carrier.unseal(brought.text, ring, model=model, owner=owner)
+        return carrier.unseal(brought.text, ring or Ring(), model=model, owner=owner)
 
     try:
-        return items(await beside(len(brought.text) * SHRINKS, call))
+        return items(await off_loop(len(brought.text) * COMPRESSION, call))
     except CarrierError as error:
         raise refused(error, brought.param) from error
 
 
-def items(found: Carrier) -> list[Item]:
-    """What a carrier holds, as items.
+def items(opened: Carrier) -> list[Item]:
+    """The history of a carrier as items.
 
     Raises:
         CarrierError: it is no conversation.
     """
     try:
-        made = from_messages(found.history) if found.format == 1 else found.history
+        made = from_messages(opened.history) if opened.format == 1 else opened.history
     except (AttributeError, LookupError, TypeError):
         made = [None]
     if not all(isinstance(item, dict) for item in made):
-        message = "the carrier can't be read: what it holds is no conversation"
+        message = "the carrier can't be read: it does not hold a conversation"
         raise CarrierError(Case.MALFORMED, message)
     return made
 
 
-async def checked(history: list[Item], weight: int) -> int:
-    """See that an answer's carrier will hold what was before the answer.
+async def checked(history: list[Item], size: int) -> int:
+    """Check that a carrier can hold a conversation, before the model adds its answer.
 
     Args:
         history: the items.
-        weight: about as many bytes as they are.
+        size: roughly, in bytes.
 
     Returns:
-        As many bytes as they are.
+        Their exact size in bytes.
 
     Raises:
-        Refused: it won't.
+        Refused: they are too large.
     """
     try:
-        return await beside(weight, lambda: carrier.check(history))
+        return await off_loop(size, lambda: carrier.check(history))
     except CarrierError as error:
         raise refused(error, "input") from error
 
 
 async def sealed(
-    history: list[Any], weight: int, carriers: Carriers, *, model: str, owner: str
+    history: list[Any],
+    size: int,
+    carriers: Carriers,
+    ring: Ring | None,
+    *,
+    model: str,
+    owner: str,
 ) -> str | None:
-    """A carrier, None where the key that sealed has gone meanwhile.
+    """A carrier, None where there is no key that seals any more.
 
     Args:
         history: the items, or messages for format 1.
-        weight: about as many bytes as they are.
-        carriers: which format.
-        model: what has made the last of them.
-        owner: whose they are.
+        size: roughly, in bytes.
+        carriers: how this server writes carriers.
+        ring: the keys of this server.
+        model: the model that made the answer.
+        owner: whose conversation it is.
 
     Raises:
-        Refused: there is no carrier for them.
+        Refused: no carrier can hold them.
     """
-    ring = keys.ring()
     if not (ring and ring.primary):
         return None
 
@@ -129,17 +133,17 @@ async def sealed(
         return carrier.seal(history, ring, model=model, owner=owner, ttl_s=carriers.ttl_s)
 
     try:
-        return await beside(weight, call)
+        return await off_loop(size, call)
     except CarrierError as error:
         raise refused(error, "include") from error
 
 
-async def beside(weight: int, call: Callable[[], T]) -> T:
-    """What a call returns, made beside the event loop where so many bytes are many."""
-    return await asyncio.to_thread(call) if weight > carrier.LARGE else call()
+async def off_loop(size: int, call: Callable[[], T]) -> T:
+    """What a call returns; made in a thread where it processes more bytes than `carrier.LARGE`."""
+    return await asyncio.to_thread(call) if size > carrier.LARGE else call()
 
 
 def refused(error: CarrierError, param: str) -> Refused:
-    """An error as it is told to a client."""
+    """The refusal that a client gets for an error."""
     message = f"{error.message[0].upper()}{error.message[1:]}."
     return Refused(400, message, param, error.code)

@@ -1,8 +1,7 @@
-"""vLLM's serving of the Responses API with the store in the place of its three dicts.
+"""vLLM's serving of the Responses API, with the store instead of vLLM's three dicts.
 
-vLLM makes the answers. What it would remember is caught here: the dicts that it writes to keep
-nothing, what it reads from them is what the store has found, and a response is told as stored
-once it is.
+vLLM makes the answers. The dicts that vLLM writes to keep nothing here; what vLLM reads from them
+comes from the store. A client gets a response only after the store has it.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
 
+from ...keys.ring import Ring
 from ...store.backend import EVERYBODY, owner_of
 from ...store.settings import Carriers, Format
 from ...store.store import (
@@ -52,24 +52,24 @@ from .writer import Writer, patiently
 
 FAILED = "The generation failed."
 STOPPED = "The server that ran this response was stopped."
-# Parameters of OpenAI's that vLLM does not know do no harm when nobody heeds them, but for the one
-# that names a conversation, which the answer would be without.
+# OpenAI's parameters that vLLM does not know can be ignored, except `conversation`: the answer
+# would lack that conversation.
 HARMLESS = frozenset(ResponseCreateParamsBase.__annotations__) - {"conversation"}
 KNOWN = HARMLESS | {carried.PREVIOUS}
 
 
 class Turn:
-    """A request on its way.
+    """A request in flight.
 
     Args:
-        request: as vLLM reads it.
+        request: vLLM's ResponsesRequest.
         owner: whose it is.
         items: what it adds to the conversation, a JSON array.
-        history: the turns before it, as the store keeps them, the oldest first; None where it
-            names none.
-        hidden: whether something in the items is encrypted.
-        brought: the carrier that it brings.
-        sealing: whether its answer is to have one.
+        history: the turns before it, as the store keeps them, oldest first; None where the
+            request names no previous response.
+        hidden: whether some of the items have encrypted content.
+        brought: the carrier in the request.
+        sealed: whether the answer gets a carrier.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Turn:
         history: list[Response] | None = None,
         hidden: bool = False,
         brought: Brought | None = None,
-        sealing: bool = False,
+        sealed: bool = False,
     ) -> None:
         self.request = request
         self.owner = owner
@@ -89,18 +89,23 @@ class Turn:
         self.history = history
         self.hidden = hidden
         self.brought = brought
-        self.sealing = sealing
-        # All items so far, and how many bytes they are, where a carrier is to hold them.
-        self.whole: list[Item] = []
-        self.weight = 0
+        self.sealed = sealed
+        # All items so far, and their size in bytes, for the answer's carrier.
+        self.conversation: list[Item] = []
+        self.size = 0
         self.began = time.time()
-        # What vLLM wanted to remember last.
+        # The response that vLLM wrote into its dict last.
         self.latest: Any = None
-        # Set once a run in the background is in the store.
+        # Set once a background run is in the store.
         self.accepted: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
     def stored(self, response: Any, body: bytes) -> Response:
-        """A response of vLLM's, and it as JSON, as the store keeps it."""
+        """A response as the store keeps it.
+
+        Args:
+            response: vLLM's.
+            body: the same as JSON.
+        """
         return Response(
             id=response.id,
             owner=self.owner,
@@ -118,17 +123,17 @@ _turn: ContextVar[Turn | None] = ContextVar("vllmops.agent.responses.turn", defa
 
 
 class Nothing(dict[str, Any]):
-    """A dict of vLLM's that keeps nothing."""
+    """Replaces a dict of vLLM's and keeps nothing."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Forget it."""
+        """Drop it."""
 
 
 class Previous(Nothing):
-    """Where vLLM looks for the response before, and leaves the one that it makes."""
+    """The dict in which vLLM looks up the previous response, and stores the new one."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The history of the turn that asks, and nothing else."""
+        """The history of the current turn; the default for any other key."""
         turn = _turn.get()
         if turn and turn.history is not None and key == turn.request.previous_response_id:
             return turn.history
@@ -140,10 +145,11 @@ class Previous(Nothing):
 
 
 class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
-    """vLLM's own, with a store."""
+    """vLLM's serving class, with a store."""
 
-    # Set by whoever puts this class in vLLM's place: it is vLLM that makes the instance.
+    # `routes.install` sets these on the class, because vLLM makes the instance.
     open_store: Callable[[], ResponseStore]
+    ring: Callable[[], Ring | None]
     carriers = Carriers()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +163,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         self.history = History(parsed, harmony=self.use_harmony)
 
     async def close(self) -> None:
-        """Tell what still runs as failed, and let go of the store."""
+        """Mark the responses that still run as failed, and close the store."""
         runs = list(self.runs.values())
         for run, task in runs:
             task.cancel()
@@ -170,24 +176,26 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
     async def create(
         self, request: Any, raw_request: Request
     ) -> bytes | AsyncIterator[Frame] | ErrorResponse:
-        """Answer a request, and store the answer where it asks for that.
+        """Answer a request, and store the answer if the request asks for it.
 
         Args:
             request: vLLM's ResponsesRequest.
-            raw_request: as it came.
+            raw_request: the HTTP request.
 
         Returns:
-            A response as JSON, a stream, or vLLM's refusal.
+            A response as JSON, a stream, or vLLM's error.
 
         Raises:
-            Refused: it can't be answered so.
+            Refused: the request is invalid.
             StoreUnavailable: the store is down, and the response is not stored.
         """
         if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
             raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
         if response_before(request) is not None:
             if request.background:
-                message = "background can't be used with previous_response, which stores nothing"
+                message = (
+                    "background can't be used with previous_response, because nothing is stored"
+                )
                 raise Refused(400, message, "background")
             request.store = False
         if request.background and not request.store:
@@ -210,112 +218,154 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         return await self.kept(turn, answer)
 
     async def turn(self, request: Any, raw_request: Request) -> Turn | None:
-        """What has to be known before vLLM begins; None where the store has no part in it.
+        """Collect what a request needs before vLLM begins; None where neither store nor carrier is.
 
         Raises:
-            Refused: the id can't be had, the turn before this one can't be followed, or a carrier
-                is missing, or one too many.
+            Refused: the id is not available, the turn before this one can't be continued, or a
+                carrier is missing, or one too many.
             StoreUnavailable: the store is down.
         """
-        response, given = response_before(request), request.input
-        hidden = not isinstance(given, str) and any(map(hides, given))
-        wants = not request.store and carried.WANTED in (request.include or ()) and sealing.seals()
-        followed = (request.previous_response_id, response) != (None, None)
-        if not (request.store or followed or hidden or wants):
+        response = response_before(request)
+        hidden = not isinstance(request.input, str) and any(map(hides, request.input))
+        sealed = self.asks_for_carrier(request)
+        continues = request.previous_response_id is not None or response is not None
+        if not (request.store or continues or hidden or sealed):
             return None
         items = wire.added(await raw_request.body())
         brought = None
         if hidden or response is not None:
             brought = carried.brought(wire.ITEMS.decode(items), response)
-        check_one(request, brought, wants=wants)
+        check_one(request, brought, sealed=sealed)
         who = owner(raw_request)
-        if request.store and "request_id" in request.model_fields_set:
-            if not valid(request.request_id) or "/" in request.request_id:
-                raise Refused(400, "request_id can't be the id of a response", "request_id")
-            if await self.store.get(EVERYBODY, request.request_id):
-                raise wire.taken(request.request_id)
-        history = None
-        if (previous := request.previous_response_id) is not None:
-            try:
-                history = await self.store.conversation(who, previous)
-            except ConversationBroken as error:
-                raise Refused(404, f"{error.message}.", "previous_response_id") from error
-            if not history:
-                raise wire.not_found(previous, "previous_response_id")
-            if history[-1].running:
-                message = f"Response with id '{previous}' is still {history[-1].status}."
-                raise Refused(400, message, "previous_response_id")
+        await self.check_id(request)
         return Turn(
             request,
             who,
             items,
-            history=history,
+            history=await self.earlier(who, request.previous_response_id),
             hidden=hidden,
             brought=brought,
-            sealing=wants,
+            sealed=sealed,
         )
+
+    def asks_for_carrier(self, request: Any) -> bool:
+        """Whether a request asks for a carrier and this server can seal one."""
+        asks = not request.store and carried.INCLUDE in (request.include or ())
+        return asks and sealing.can_seal(self.ring())
+
+    async def check_id(self, request: Any) -> None:
+        """Check the id that a request chooses for its response, where it chooses one.
+
+        Raises:
+            Refused: it is malformed, or another response has it.
+            StoreUnavailable: the store is down.
+        """
+        if not request.store or "request_id" not in request.model_fields_set:
+            return
+        if not valid(request.request_id) or "/" in request.request_id:
+            raise Refused(400, "request_id can't be the id of a response", "request_id")
+        if await self.store.get(EVERYBODY, request.request_id):
+            raise wire.taken(request.request_id)
+
+    async def earlier(self, who: str, response_id: str | None) -> list[Response] | None:
+        """The turns up to a response, oldest first; None where no response is named.
+
+        Raises:
+            Refused: there is no such response, part of its conversation is missing, or it is still
+                running.
+            StoreUnavailable: the store is down.
+        """
+        if response_id is None:
+            return None
+        try:
+            history = await self.store.conversation(who, response_id)
+        except ConversationBroken as error:
+            raise Refused(404, f"{error.message}.", "previous_response_id") from error
+        if not history:
+            raise wire.not_found(response_id, "previous_response_id")
+        if history[-1].running:
+            message = f"Response with id '{response_id}' is still {history[-1].status}."
+            raise Refused(400, message, "previous_response_id")
+        return history
 
     async def _render_resolved_response_inputs(self, request: Any, *_: Any, **options: Any) -> Any:
         try:
             if turn := _turn.get():
                 await self.resolve(turn)
             if isinstance(request.input, list):
-                request.input = [each for each in request.input if not wire.silent(each)]
+                request.input = [item for item in request.input if not wire.silent(item)]
             return await super()._render_resolved_response_inputs(request, None, **options)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
-            # Of an item that is valid and empty, say; vLLM's answer would be a 500.
+            # For example a valid but empty item; vLLM would answer 500.
             log.warning("vllmops: an input can't be rendered: %r", error)
             raise Refused(400, "The input can't be rendered.", "input") from error
 
     async def resolve(self, turn: Turn) -> None:
-        """Put what was before a turn into the input of its request.
+        """Put the turns before this one into the input of its request.
 
-        All turns as the items that they were, so vLLM needs no messages of before: tool calls and
-        reasoning are rendered as they would be had the client sent them again.
+        As the items that they were, so vLLM needs no earlier messages: it renders tool calls and
+        reasoning as if the client had sent them again.
 
         Raises:
-            Refused: the carrier is not to be taken, or the answer's can't hold so much.
+            Refused: the carrier is not accepted, or the conversation is too large for the
+                answer's carrier.
         """
-        if not (turn.history or turn.hidden or turn.brought or turn.sealing):
+        if not (turn.history or turn.hidden or turn.brought or turn.sealed):
             return
-        request, given = turn.request, turn.request.input
-        own = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        size = len(turn.items)
         items = wire.ITEMS.decode(turn.items)
-        kept, weight = list(range(len(items))), len(turn.items)
         before = await self.history.of(turn.history or ())
-        weight += before.weight
-        brought = list[Item]()
-        if turn.brought:
-            model = self.models.model_name(self._maybe_get_adapters(request))
-            brought = await sealing.opened(turn.brought, model=model, owner=turn.owner)
-            brought, kept = carried.whole(brought, items, turn.brought.at)
-            weight += sealing.SHRINKS * len(turn.brought.text)
-        new = [(n, item) for n in kept if (item := carried.readable(items[n]))]
-        if brought or turn.hidden:
-            turn.items = wire.ENCODE([*brought, *(item for _, item in new)])
-        later = [own[n] if item is items[n] else parsed([item])[0] for n, item in new]
-        carrying = legible(brought)
-        if before.items or carrying or turn.hidden:
-            request.input = [*before.parsed, *parsed(carrying), *later]
-        turn.whole = [*before.items, *carrying, *(item for _, item in new)]
-        if turn.sealing:
-            turn.weight = await sealing.checked(turn.whole, weight)
+        history, kept = await self.merged(turn, items)
+        added = [(n, item) for n in kept if (item := carried.readable(items[n]))]
+        if history or turn.hidden:
+            turn.items = wire.ENCODE([*history, *(item for _, item in added)])
+        readable = legible(history)
+        if before.items or readable or turn.hidden:
+            later = as_parsed(turn.request.input, items, added)
+            turn.request.input = [*before.parsed, *parsed(readable), *later]
+        turn.conversation = [*before.items, *readable, *(item for _, item in added)]
+        if turn.sealed:
+            size += before.size
+            if turn.brought:
+                size += sealing.COMPRESSION * len(turn.brought.text)
+            turn.size = await sealing.checked(turn.conversation, size)
+
+    async def merged(self, turn: Turn, items: list[Item]) -> tuple[list[Item], list[int]]:
+        """What the carrier of a turn holds, and the indices of the items that are not in it.
+
+        Args:
+            turn: which may have no carrier.
+            items: of the request's input.
+
+        Raises:
+            Refused: the carrier is not accepted.
+        """
+        if not turn.brought:
+            return [], list(range(len(items)))
+        model = self.models.model_name(self._maybe_get_adapters(turn.request))
+        history = await sealing.opened(turn.brought, self.ring(), model=model, owner=turn.owner)
+        return carried.merge(history, items, turn.brought.at)
 
     async def seal(self, turn: Turn | None, response: Any) -> Any:
-        """The item that carries a conversation up to an answer, None where none is wanted.
+        """The item with the carrier of a conversation and its answer; None where none is wanted.
 
         Raises:
-            Refused: the conversation has become too large.
+            Refused: the conversation is too large.
         """
-        if not (turn and turn.sealing):
+        if not (turn and turn.sealed):
             return None
-        output = [each.model_dump(mode="json", by_alias=True) for each in response.output]
-        said = map(carried.lean, wire.spoken(output, harmony=self.use_harmony))
-        history: list[Any] = [*turn.whole, *said]
+        output = [item.model_dump(mode="json", by_alias=True) for item in response.output]
+        answer = map(carried.lean, wire.spoken(output, harmony=self.use_harmony))
+        history: list[Any] = [*turn.conversation, *answer]
         if self.carriers.format is Format.SIGNED_V1:
             history = messages(history)
         text = await sealing.sealed(
-            history, turn.weight, self.carriers, model=response.model, owner=turn.owner
+            history,
+            turn.size,
+            self.carriers,
+            self.ring(),
+            model=response.model,
+            owner=turn.owner,
         )
         if text is None:
             return None
@@ -328,23 +378,23 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         )
 
     async def kept(self, turn: Turn | None, response: Any) -> bytes:
-        """A finished response as JSON, once it is stored if it is to be.
+        """A finished response as JSON, after it is stored where the request asks for that.
 
         Raises:
-            Refused: somebody else has got its id meanwhile.
+            Refused: another response has taken its id meanwhile.
             StoreUnavailable: it could not be stored.
         """
         body = dump(response)
         if turn and turn.request.store:
-            made = turn.stored(response, body)
-            if not await self.store.create(made):
-                raise wire.taken(made.id)
+            stored = turn.stored(response, body)
+            if not await self.store.create(stored):
+                raise wire.taken(stored.id)
         return body
 
     async def streamed(
         self, turn: Turn | None, events: AsyncGenerator[Any, None]
     ) -> AsyncIterator[Frame]:
-        """A stream in the foreground, to its end in every case."""
+        """A foreground stream, with a final event in every case."""
         response, number = None, -1
         try:
             async for event in events:
@@ -365,19 +415,19 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         except StoreUnavailable as error:
             yield failure(response, number, f"The response is not stored: {error.message}")
         except Exception as error:
-            log.exception("vllmops: a stream has failed: %r", error)
+            log.exception("vllmops: a stream failed: %r", error)
             yield failure(response, number + 1, self.why(error))
 
     def why(self, error: Exception) -> str:
-        """What vLLM would have told a client of an error that it finds too late."""
+        """The message that vLLM would send for an error that occurs after the stream began."""
         cause = error.__context__ if isinstance(error.__context__, GenerationError) else error
         message: str = self.create_error_response(cause).error.message
         return message or FAILED
 
-    # Running one in the background
+    # Background runs
 
     async def accept(self, turn: Turn, task: asyncio.Task[None]) -> Response:
-        """Store a run that vLLM has begun, and let it go on only then.
+        """Store a run that vLLM has started; the run continues only after that.
 
         Raises:
             Refused: its id is taken.
@@ -409,7 +459,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             async with Writer(self.store, run) as writer:
                 async for event in self.responses_stream_generator(request, *args, **kwargs):
                     if event.type == "response.completed":
-                        # Whoever follows is told of the end by the response itself.
+                        # Followers read the final event from the stored response.
                         return replace(run, status=event.response.status, body=dump(event.response))
                     writer.add(event.sequence_number, dump(event))
             return replace(run, status="failed", error=FAILED)
@@ -417,7 +467,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         await self.carry_out(work)
 
     async def carry_out(self, work: Callable[[Response], Awaitable[Response]]) -> None:
-        """Do a run's work once it is in the store, and store how it ends."""
+        """Do a run's work after the store has the run, and store its result."""
         turn = _turn.get()
         assert turn
         run = await turn.accepted
@@ -427,26 +477,28 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             try:
                 ended = await work(run)
             except Exception as error:
-                log.exception("vllmops: %s has failed: %r", run.id, error)
+                log.exception("vllmops: %s failed: %r", run.id, error)
                 ended = replace(run, status="failed", error=self.why(error))
-            # vLLM takes a cancellation for an answer.
+            # vLLM turns a cancellation into an answer.
             if not (task := asyncio.current_task()) or not task.cancelling():
-                await self.told(ended)
+                await self.store_end(ended)
         finally:
             self.store.leave(run)
             self.runs.pop(run.id, None)
 
-    async def told(self, ended: Response) -> None:
-        """Store how a run ended; vLLM waits for nothing that this raises, so it is logged here."""
+    async def store_end(self, ended: Response) -> None:
+        """Store the result of a run; logs errors, because vLLM ignores what this task raises."""
         try:
             await patiently(partial(self.store.put, ended))
         except Exception as error:
             log.exception(
-                "vllmops: how %s ended is not stored, and it is told as failed: %r", ended.id, error
+                "vllmops: the result of %s is not stored, and clients see it as failed: %r",
+                ended.id,
+                error,
             )
 
     async def begin(self, run: Response) -> bool:
-        """Tell a run as in progress; False where it was stopped before that."""
+        """Mark a run as in progress; False where it was stopped before."""
         try:
             swap = await self.store.set_status(
                 run.owner, run.id, "in_progress", allowed=frozenset({"queued"})
@@ -455,7 +507,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             return True
         return swap.changed
 
-    # What became of one
+    # Stored responses
 
     async def retrieve(self, who: str, response_id: str) -> bytes:
         """A response as it is now.
@@ -464,40 +516,40 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             Refused: there is none.
             StoreUnavailable: the store is down.
         """
-        found = await self.store.get(who, response_id)
-        if found is None:
+        response = await self.store.get(who, response_id)
+        if response is None:
             raise wire.not_found(response_id)
-        return document(found)
+        return document(response)
 
     async def resume(
         self, who: str, response_id: str, starting_after: int | None
     ) -> AsyncIterator[Frame]:
-        """A background stream from behind a sequence number, or from its beginning.
+        """A background stream after a sequence number, or from its beginning.
 
         Raises:
-            Refused: there is no such response, it was no such stream, its events are no longer
-                kept, or it has not come so far.
+            Refused: there is no such response, it was not a background stream, its events are
+                gone, or it has not reached that number.
             StoreUnavailable: the store is down.
         """
         after = -1 if starting_after is None else starting_after
-        found = await self.store.log(who, response_id, after - 2)
-        if found is None:
+        kept = await self.store.log(who, response_id, after - 2)
+        if kept is None:
             raise wire.not_found(response_id)
-        if not found.chunks:
-            whole = await self.store.log(who, response_id, -1)
-            if not (whole and whole.chunks):
+        if not kept.chunks:
+            complete = await self.store.log(who, response_id, -1)
+            if not (complete and complete.chunks):
                 message = "was not created with background and stream, or its events are gone"
                 raise Refused(400, f"Response '{response_id}' {message}.", "stream")
-        end = found.chunks[-1].last + (not found.running) if found.chunks else -1
+        end = kept.chunks[-1].last + (not kept.running) if kept.chunks else -1
         if after > end:
             message = f"starting_after is {after}, and no such event has been sent"
             raise Refused(400, message, "starting_after")
-        if after == end and not found.running:
-            return wire.nothing()
+        if after == end and not kept.running:
+            return wire.no_events()
         return self.follow(who, response_id, after)
 
     async def follow(self, who: str, response_id: str, after: int = -1) -> AsyncIterator[Frame]:
-        """The events of a background stream as they come, and how it ended."""
+        """The events of a background stream as they arrive, and the final event."""
         try:
             async for events in self.store.follow(who, response_id, after):
                 for data in events.events:
@@ -505,15 +557,15 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
                 after = events.first + len(events.events) - 1
             ended = await patiently(partial(self.store.get, who, response_id))
         except StoreUnavailable as error:
-            yield wire.trouble(after + 1, error.message)
+            yield wire.error_event(after + 1, error.message)
             return
         if ended is None or ended.running:
-            yield wire.trouble(after + 1, f"Response with id '{response_id}' was deleted.")
+            yield wire.error_event(after + 1, f"Response with id '{response_id}' was deleted.")
         else:
             yield wire.terminal(ended.status, after + 1, document(ended))
 
     async def cancel(self, who: str, response_id: str) -> bytes:
-        """Cancel a run, wherever it runs; once more does no harm.
+        """Cancel a run, in whatever process it runs; a second call does no harm.
 
         Raises:
             Refused: there is none, or it has finished.
@@ -532,7 +584,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         return document(swap.now)
 
     async def delete(self, who: str, response_id: str) -> bytes:
-        """Delete a response, and stop it where it runs.
+        """Delete a response, and stop it if it still runs.
 
         Raises:
             Refused: there is none.
@@ -544,39 +596,39 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
     def stop(self, response_id: str) -> None:
-        """End a run at once if it is this process's; elsewhere it is noticed within a beat."""
+        """End a run at once in this process; another process notices it within a heartbeat."""
         if held := self.runs.get(response_id):
             held[1].cancel()
         self.store.tell(response_id)
 
     async def page(self, who: str, query: Query) -> bytes:
-        """Part of the responses as a list.
+        """A page of the list of responses.
 
         Raises:
-            CursorUnknown: ``after`` or ``before`` is none of them.
+            CursorUnknown: ``after`` or ``before`` is not the id of a response.
             StoreUnavailable: the store is down.
         """
         page = await self.store.page(who, query)
-        ids = [each.id for each in page.responses]
-        return wire.listed([document(each) for each in page.responses], ids, more=page.more)
+        ids = [response.id for response in page.responses]
+        return wire.listed(list(map(document, page.responses)), ids, more=page.more)
 
     async def input_items(
         self, who: str, response_id: str, *, after: str | None, limit: int, descending: bool
     ) -> bytes:
-        """Part of what a turn added to its conversation, as a list.
+        """A page of the items that a turn added to its conversation.
 
         Raises:
             Refused: there is no such response, or no such item.
             StoreUnavailable: the store is down.
         """
-        found = await self.store.get(who, response_id)
-        if found is None:
+        response = await self.store.get(who, response_id)
+        if response is None:
             raise wire.not_found(response_id)
-        return wire.items(found, after=after, limit=limit, descending=descending)
+        return wire.items(response, after=after, limit=limit, descending=descending)
 
 
 def owner(raw_request: Request) -> str:
-    """A hash of the API key that a request came with, empty where the server has none."""
+    """A hash of the API key of a request, empty where the server requires none."""
     keys = raw_request.app.state.args.api_key or [envs.VLLM_API_KEY]
     if not any(keys):
         return ""
@@ -585,22 +637,35 @@ def owner(raw_request: Request) -> str:
 
 
 def response_before(request: Any) -> Any:
-    """What a request has as ``previous_response``, of which vLLM knows nothing, or None."""
+    """The ``previous_response`` of a request, which vLLM does not know; None where it has none."""
     return (request.model_extra or {}).get(carried.PREVIOUS)
 
 
+def as_parsed(given: Any, items: list[Item], added: list[tuple[int, Item]]) -> list[Any]:
+    """The new items of a request as vLLM reads them.
+
+    Args:
+        given: the input as vLLM has read it.
+        items: of the input.
+        added: the index and the readable part of each new one.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [given[n] if item is items[n] else parsed([item])[0] for n, item in added]
+
+
 def hides(item: Any) -> bool:
-    """Whether something in an item, as vLLM reads it, is encrypted."""
+    """Whether an item, as vLLM reads it, has encrypted content."""
     if isinstance(item, dict):
         return bool(carried.encrypted(item))
     return bool(getattr(item, "encrypted_content", None))
 
 
-def check_one(request: Any, brought: Brought | None, *, wants: bool) -> None:
-    """See that a conversation comes in one way only.
+def check_one(request: Any, brought: Brought | None, *, sealed: bool) -> None:
+    """Check that a request gives its conversation in one way only.
 
     Raises:
-        Refused: it comes in two.
+        Refused: it gives it in two.
     """
     if brought and request.previous_response_id is not None:
         other = (
@@ -608,15 +673,15 @@ def check_one(request: Any, brought: Brought | None, *, wants: bool) -> None:
             if response_before(request) is not None
             else "a carrier in the input"
         )
-        message = f"previous_response_id can't be used with {other}: give one of them"
+        message = f"previous_response_id can't be used with {other}: send only one of them"
         raise Refused(400, message, "previous_response_id")
-    if (brought or wants) and request.previous_input_messages:
-        message = "previous_input_messages can't be carried: give them as items of the input"
+    if (brought or sealed) and request.previous_input_messages:
+        message = "previous_input_messages can't be in a carrier: send them as items of the input"
         raise Refused(400, message, "previous_input_messages")
 
 
 def appended(item: Any, output: list[Any], number: int) -> list[Frame]:
-    """Put an item behind an answer's, and the events that tell of it.
+    """Append an item to an answer; the events that announce it.
 
     Args:
         item: the item.
@@ -644,14 +709,20 @@ def appended(item: Any, output: list[Any], number: int) -> list[Frame]:
 
 
 def dump(model: Any) -> bytes:
-    """Something of vLLM's as JSON."""
+    """A pydantic model of vLLM's as JSON."""
     text: str = model.model_dump_json(by_alias=True)
     return text.encode()
 
 
 def failure(response: Any, number: int, message: str) -> Frame:
-    """The event that ends a stream whose response, as it began, came to nothing."""
+    """The event that ends a stream that failed.
+
+    Args:
+        response: as it was when the stream began, None where it never began.
+        number: the sequence number.
+        message: what went wrong.
+    """
     if response is None:
-        return wire.trouble(number, message)
+        return wire.error_event(number, message)
     body = response.model_dump(mode="json", by_alias=True)
     return wire.terminal("failed", number, wire.failed(body, message))

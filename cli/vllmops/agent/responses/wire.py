@@ -1,4 +1,4 @@
-"""What goes over the wire, and into the store, as JSON: items, lists, events, refusals."""
+"""JSON on the wire and in the store: items, lists, events, refusals."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import msgspec
 
 from ...store.backend import Response
 
-# What a conversation is made of. vLLM's renderers refuse other items, such as calls of tools that
-# it runs by itself, which no client could have sent either.
+# The items of a conversation. vLLM's renderers refuse others, such as calls of built-in tools;
+# clients can't send those either.
 TURNS = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 
 
-class Refused(Exception):  # noqa: N818 - said as it is told
-    """What an answer says instead of a response.
+class Refused(Exception):  # noqa: N818 - an answer, not a fault
+    """An error answer to a client.
 
     Args:
-        status: of HTTP.
+        status: the HTTP status.
         message: for the client.
-        param: the parameter to blame.
-        code: a word for it, where there is one; the status is told otherwise.
+        param: the parameter that is wrong.
+        code: the error's code; the HTTP status where it has none.
     """
 
     def __init__(
@@ -42,25 +42,25 @@ class Frame(NamedTuple):
 
 
 class Input(msgspec.Struct):
-    """As much of a request as the store wants of it."""
+    """The part of a request that the store keeps."""
 
     input: msgspec.Raw
 
 
 class Output(msgspec.Struct):
-    """As much of a response as belongs to the conversation."""
+    """The part of a response that belongs to the conversation."""
 
     output: list[dict[str, Any]] = []
 
 
 class Background(msgspec.Struct):
-    """As much of a response as tells how it was run."""
+    """The part of a response that says whether it ran in the background."""
 
     background: bool = False
 
 
 class Kind(msgspec.Struct):
-    """As much of an event as tells what it is."""
+    """The part of an event that says what it is."""
 
     type: str
 
@@ -75,10 +75,10 @@ ENCODE = msgspec.json.Encoder().encode
 
 
 def added(body: bytes) -> bytes:
-    """What a request adds to its conversation, from its body: a JSON array of items.
+    """The items that a request adds to its conversation, a JSON array, from the request's body.
 
     Raises:
-        Refused: it is JSON to some only, such as ``NaN``.
+        Refused: it is not strict JSON; it has ``NaN``, for example.
     """
     try:
         raw = REQUEST.decode(body).input
@@ -91,18 +91,18 @@ def added(body: bytes) -> bytes:
 
 
 def spoken(output: list[dict[str, Any]], *, harmony: bool) -> list[dict[str, Any]]:
-    """The items of an answer that can be said again.
+    """The items of an answer that later turns can include.
 
     Args:
-        output: the answer.
-        harmony: whether to vLLM's renderer for gpt-oss, which knows fewer.
+        output: the answer's items.
+        harmony: whether vLLM renders them for gpt-oss, which supports fewer types.
     """
     kept = TURNS - {"custom_tool_call"} if harmony else TURNS
-    return [each for each in output if speaks(each, kept)]
+    return [item for item in output if speaks(item, kept)]
 
 
 def speaks(item: dict[str, Any], kept: frozenset[str]) -> bool:
-    """Whether an item of an answer says something that can be said again."""
+    """Whether a later turn can include an item of an answer."""
     if item.get("type") not in kept:
         return False
     if item["type"] in {"message", "reasoning"}:
@@ -111,14 +111,14 @@ def speaks(item: dict[str, Any], kept: frozenset[str]) -> bool:
 
 
 def silent(item: Any) -> bool:
-    """Whether an item of an input is an answer of no words, which vLLM makes and can't render."""
+    """Whether an input item is an empty answer, which vLLM produces and can't render."""
     fields = item if isinstance(item, dict) else vars(item)
     message = fields.get("role") == "assistant" and fields.get("type") == "message"
     return message and fields.get("content") == []
 
 
 def in_background(response: Response) -> bool:
-    """Whether a response was made in the background, as far as what was stored tells."""
+    """Whether a response ran in the background, as far as its stored body says."""
     try:
         return BACKGROUND.decode(response.body).background
     except (msgspec.DecodeError, RecursionError):
@@ -126,61 +126,65 @@ def in_background(response: Response) -> bool:
 
 
 def items(response: Response, *, after: str | None, limit: int, descending: bool) -> bytes:
-    """Part of what a turn added to its conversation, as a list.
+    """A page of the items that a turn added to its conversation.
 
     Raises:
-        Refused: `after` is the id of none of it, or what was stored is damaged.
+        Refused: no item has the id `after`, or the stored input is damaged.
     """
     try:
         given = ITEMS.decode(response.input)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(500, f"What was stored of the input is damaged: {error}") from error
-    found = [shown(each, response.id, n) for n, each in enumerate(given)]
+        raise Refused(500, f"The stored input is damaged: {error}") from error
+    shown = [as_listed(item, response.id, n) for n, item in enumerate(given)]
     if descending:
-        found.reverse()
-    ids = [each["id"] for each in found]
+        shown.reverse()
+    ids = [item["id"] for item in shown]
     if after is not None and after not in ids:
         raise Refused(400, f"No item with id '{after}' in this response.", "after")
     first = 0 if after is None else ids.index(after) + 1
     part = slice(first, first + limit)
-    return listed(list(map(ENCODE, found[part])), ids[part], more=len(ids) > part.stop)
+    return listed(list(map(ENCODE, shown[part])), ids[part], more=len(ids) > part.stop)
 
 
-def shown(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:
-    """An item as it is listed: with its type, an id, and its content in parts."""
+def as_listed(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:
+    """An item as lists show it: with its type, an id, and its content in parts."""
     kind = item.get("type", "message")
-    found = {"id": f"{kind}_{response_id.removeprefix('resp_')}_{index}", **item, "type": kind}
+    listed_item = {
+        "id": f"{kind}_{response_id.removeprefix('resp_')}_{index}",
+        **item,
+        "type": kind,
+    }
     if kind == "message":
-        found.setdefault("status", "completed")
-        if isinstance(found.get("content"), str):
-            mine = found.get("role") == "assistant"
-            part = {"type": "output_text" if mine else "input_text", "text": found["content"]}
-            found["content"] = [{**part, "annotations": []} if mine else part]
-    return found
+        listed_item.setdefault("status", "completed")
+        if isinstance(listed_item.get("content"), str):
+            mine = listed_item.get("role") == "assistant"
+            part = {"type": "output_text" if mine else "input_text", "text": listed_item["content"]}
+            listed_item["content"] = [{**part, "annotations": []} if mine else part]
+    return listed_item
 
 
 def listed(documents: list[bytes], ids: list[str], *, more: bool) -> bytes:
-    """A page as OpenAI's lists are."""
+    """A page in the format of OpenAI's lists."""
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
     tail = ENCODE({**ends, "has_more": more})[1:]
     return b'{"object":"list","data":[' + b",".join(documents) + b"]," + tail
 
 
 def terminal(status: str, number: int, body: bytes) -> Frame:
-    """The event that ends a stream, by the status that the response has come to."""
+    """The event that ends a stream, by the final status of the response."""
     kind = f"response.{status}"
     event = {"type": kind, "sequence_number": number, "response": msgspec.Raw(body)}
     return Frame(kind, ENCODE(event))
 
 
 def failed(response: dict[str, Any], message: str) -> bytes:
-    """A response that came to nothing."""
+    """A response that failed."""
     error = {"code": "server_error", "message": message}
     return ENCODE({**response, "status": "failed", "error": error})
 
 
-def trouble(number: int, message: str) -> Frame:
-    """The event that ends a stream which has no response to tell of."""
+def error_event(number: int, message: str) -> Frame:
+    """The event that ends a stream without a response."""
     event = {"type": "error", "sequence_number": number, "code": "server_error"}
     return Frame("error", ENCODE({**event, "message": message, "param": None}))
 
@@ -193,7 +197,7 @@ def taken(response_id: str) -> Refused:
     return Refused(409, f"There is a response with id '{response_id}' already.", "request_id")
 
 
-async def nothing() -> AsyncIterator[Frame]:
-    """A stream that is over."""
+async def no_events() -> AsyncIterator[Frame]:
+    """An empty stream."""
     if False:
         yield

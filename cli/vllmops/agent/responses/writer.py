@@ -1,4 +1,4 @@
-"""Writes the events of a run in the background to the store, whatever becomes of the store."""
+"""Writes the events of a background run to the store, also if the store fails for a while."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..log import log
 
 T = TypeVar("T")
 
-# How long events are gathered before they are written: a write costs more than an event.
+# Events are collected for this long before they are written: a write costs more than an event.
 BATCH_S = 0.05
-# For how long the outcome of a run in the background is kept ready for a store that is down.
+# How long the result of a background run waits for a store that is down.
 PATIENCE_S = 600.0
 
 
@@ -33,13 +33,13 @@ class Writer:
     def __init__(self, store: ResponseStore, run: Response) -> None:
         self.store = store
         self.run = run
-        # The log keeps no more than so many.
+        # As many as the store's log keeps.
         self.waiting: deque[bytes] = deque(maxlen=store.backend.limits.max_events)
         self.last = -1
         self.news = asyncio.Event()
         self.over = asyncio.Event()
         self.gone = False
-        self.trouble = Trouble(f"the events of {run.id} are not all stored", log.error)
+        self.trouble = Trouble(f"some events of {run.id} are not stored", log.error)
 
     async def __aenter__(self) -> Self:
         self.task = asyncio.create_task(self.write(), name=f"events_{self.run.id}")
@@ -47,7 +47,7 @@ class Writer:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind and not issubclass(kind, Exception):
-            self.task.cancel()  # nobody wants them any more
+            self.task.cancel()  # nobody needs the events any more
         self.over.set()
         self.news.set()
         try:
@@ -56,7 +56,7 @@ class Writer:
             self.task.cancel()
 
     def add(self, number: int, event: bytes) -> None:
-        """Have an event written; they come in order."""
+        """Queue an event; events arrive in order."""
         self.waiting.append(event)
         self.last = number
         self.news.set()
@@ -66,7 +66,7 @@ class Writer:
             await self.news.wait()
             self.news.clear()
             if self.waiting:
-                # What can't be stored is left out, and what comes after it is not.
+                # Events that can't be stored are left out; later ones are still written.
                 await attempt(self.write_some, self.trouble)
             elif self.over.is_set():
                 return
@@ -77,11 +77,11 @@ class Writer:
                     await asyncio.wait_for(self.over.wait(), BATCH_S)
 
     async def write_some(self) -> None:
-        """Write all that waits."""
+        """Write all queued events."""
         batch = list(self.waiting)
         self.waiting.clear()
         first = self.last + 1 - len(batch)
-        # What failed may have been written: the same again, and no more, does no harm.
+        # A failed write may have succeeded in part: writing the same batch again does no harm.
         self.gone = not await patiently(partial(self.store.append, self.run, first, batch))
 
 
@@ -89,7 +89,7 @@ async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     """Call until the store answers.
 
     Raises:
-        StoreUnavailable: it has not for `PATIENCE_S`.
+        StoreUnavailable: the store has not answered within `PATIENCE_S`.
     """
     until = time.monotonic() + PATIENCE_S
     while True:

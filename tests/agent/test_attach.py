@@ -16,7 +16,7 @@ import httpx
 import pytest
 import uvicorn
 
-from vllmops.agent import late
+from vllmops.agent import attach
 from vllmops.agent.gate import Gate
 
 from ..support.waiting import until
@@ -57,17 +57,17 @@ class Foreign:
 )
 def test_what_is_held_is_found(wrap: Callable[[Thing], Any]) -> None:
     thing = Thing()
-    assert thing in list(late.reachable([wrap(thing)]))
+    assert thing in list(attach.reachable([wrap(thing)]))
 
 
 def test_it_does_not_look_into_everything() -> None:
     thing = Thing()
-    assert thing not in list(late.reachable([Foreign(inner=thing)]))
-    assert thing not in list(late.reachable([Layer(inner=thing)]))
-    assert thing not in list(late.reachable([[*list(range(late.LARGE)), thing]]))
+    assert thing not in list(attach.reachable([Foreign(inner=thing)]))
+    assert thing not in list(attach.reachable([Layer(inner=thing)]))
+    assert thing not in list(attach.reachable([[*list(range(attach.LARGE)), thing]]))
     ring = Thing()
     vars(ring)["inner"] = ring
-    assert list(late.reachable([ring])) == [ring]
+    assert list(attach.reachable([ring])) == [ring]
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def test_variables_of_threads_and_of_suspended_coroutines() -> None:
 
     with waiting(spin), waiting(loop):
         assert ready.wait(10)
-        held = list(late.values())
+        held = list(attach.values())
     for thing in (in_thread, in_task, in_context):
         assert thing in held
 
@@ -128,7 +128,7 @@ def test_looking_keeps_nothing_alive() -> None:
 
     with waiting(spin):
         done.acquire()
-        found = sum(isinstance(each, Thing) for each in late.values())
+        found = sum(isinstance(each, Thing) for each in attach.values())
         steps.release()
         done.acquire()
         gc.collect()
@@ -145,7 +145,7 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 def test_requests_that_began_before_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(late, "gate", gate)
+    monkeypatch.setattr(attach, "gate", gate)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -155,8 +155,8 @@ def test_requests_that_began_before_are_counted(monkeypatch: pytest.MonkeyPatch)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         asking = threading.Thread(target=httpx.get, args=(url,))
         asking.start()
-        until(lambda: late.tasks(late.values()))
-        late.count(late.tasks(late.values()))
+        until(lambda: attach.tasks(attach.values()))
+        attach.count(attach.tasks(attach.values()))
         until(lambda: (gate.in_flight, len(gate.rendering)) == (1, 1))
         asking.join(10)
         until(lambda: (gate.in_flight, len(gate.rendering)) == (0, 0))

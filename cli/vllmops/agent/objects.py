@@ -1,6 +1,6 @@
-"""Finds vLLM's objects by hooking constructors; holds them by weak references only.
+"""Finds vLLM's objects by hooking their constructors; keeps only weak references.
 
-Not by ``gc``: vLLM freezes its heap, and frozen objects are absent from ``gc.get_objects()``.
+``gc`` can't find them: vLLM freezes its heap, and ``gc.get_objects()`` omits frozen objects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import gate
 from .imports import when_imported
 from .log import log
 
-# kind -> {id: weak reference}; not a WeakSet, vLLM's caches are unhashable.
+# kind -> {id: weak reference}; no WeakSet, because vLLM's caches are unhashable.
 _refs: dict[str, dict[int, weakref.ref[Any]]] = {}
 _tell: Callable[[], object] = bool
 problems: list[str] = []
@@ -24,7 +24,7 @@ problems: list[str] = []
 hooked: dict[str, float] = {}
 
 HOOKS = {
-    # One constructor that every multimodal cache runs through, whatever its kind.
+    # The constructor that all multimodal caches share.
     "mm-cache": ("vllm.multimodal.cache.base", "vllm.multimodal.cache", "BaseMultiModalCache"),
     "scheduler": ("vllm.v1.core.sched.scheduler", "", "Scheduler"),
     "executor": ("vllm.v1.executor.abstract", "", "Executor"),
@@ -43,8 +43,8 @@ def install(tell: Callable[[], None]) -> None:
     """Hook the constructors, as soon as their modules are imported; idempotent.
 
     Args:
-        tell: called whenever an object is made that is no request: in a process that was forked,
-            the agent comes up then.
+        tell: called for each new object except requests: in a forked process, this starts the
+            agent.
     """
     global _tell  # noqa: PLW0603
     _tell = tell
@@ -56,10 +56,10 @@ def install(tell: Callable[[], None]) -> None:
 
 
 def every(kind: str) -> list[Any]:
-    """The live objects of a kind, in the order in which they were made."""
+    """The live objects of a kind, oldest first."""
     # One C call: a constructor on another thread may be adding to it.
     refs = list(_refs.get(kind, {}).values())
-    return [found for ref in refs if (found := ref()) is not None]
+    return [instance for ref in refs if (instance := ref()) is not None]
 
 
 def latest(kind: str) -> Any | None:
@@ -73,12 +73,12 @@ def count(kind: str) -> int:
 
 
 def forget() -> None:
-    """In a forked child: its parent's objects are not its own."""
+    """In a forked child: drop the references to the parent's objects."""
     _refs.clear()
 
 
 def hook(kind: str, name: str, module: ModuleType) -> None:
-    """Make a class remember its instances under `kind`; a shape that is not known is reported."""
+    """Make a class remember its instances under `kind`; an unknown shape is reported."""
     guarded(functools.partial(_hook, kind, name))(module)
 
 
@@ -101,31 +101,31 @@ def _hook(kind: str, name: str, module: ModuleType) -> None:
 
 
 def remember(kind: str, instance: Any) -> None:
-    """Keep a weak reference; also brings the agent up in a process that was forked."""
+    """Keep a weak reference to an object; in a forked process, this also starts the agent."""
     try:
         refs, key = _refs.setdefault(kind, {}), id(instance)
         refs[key] = weakref.ref(instance, lambda _: refs.pop(key, None))
         if kind == "request":
-            return  # they are many, and each would try again where the agent can't come up
+            return  # there are many, and each would try again where the agent can't start
         _tell()
     except Exception as error:
-        report(f"{type(instance).__name__} can't be kept track of: {error!r}")
+        report(f"{type(instance).__name__} can't be tracked: {error!r}")
 
 
 def guarded(act: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """``act`` that reports what it can't do instead of raising into an import of vLLM's."""
+    """``act``, except that it reports an error instead of raising it into an import of vLLM's."""
 
     def safe(module: ModuleType) -> None:
         try:
             act(module)
         except Exception as error:
-            report(f"{module.__name__} has a shape that is not known: {error!r}")
+            report(f"{module.__name__} has an unknown shape: {error!r}")
 
     return safe
 
 
 def report(problem: str) -> None:
-    """Say once that something can't be done: in the log, and in every answer."""
+    """Report a problem once: in the log, and in each answer of the agent."""
     if problem not in problems:
         problems.append(problem)
         log.warning("vllmops: %s", problem)
