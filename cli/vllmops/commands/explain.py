@@ -14,6 +14,7 @@ import msgspec
 from .. import output
 from ..bundle import archive
 from ..diagnose import stacks as judge
+from ..diagnose.facts import FACTS, PACES
 from ..diagnose.findings import Severity, worst
 from ..diagnose.progress import PATIENCE_S
 from ..errors import Exit, VllmopsError
@@ -142,13 +143,13 @@ def facts(told: Sequence[str]) -> dict[str, str]:
     found = {}
     for each in told:
         name, sign, value = each.partition("=")
-        known = name in judge.FACTS and sign
-        right = value in {"frozen", "moving"} if name in judge.PACES else is_number(value)
+        known = name in FACTS and sign
+        right = value in {"frozen", "moving"} if name in PACES else is_number(value)
         if not known or not right:
             raise VllmopsError(
                 "usage",
                 f"{each!r} is no fact",
-                f"--fact NAME=VALUE, of {', '.join(judge.FACTS)}",
+                f"--fact NAME=VALUE, of {', '.join(FACTS)}",
                 exit_code=Exit.USAGE,
             )
         found[name] = value

@@ -27,22 +27,22 @@ from ..protocol.caches import (
 from .findings import Finding, Rule, Severity
 
 INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
-RESTART = "restart the server: vllmops restart"
-REPAIR = "repair it while it runs: vllmops cache repair"
+RESTART = "vllmops restart"
+REPAIR = "vllmops cache repair repairs it while the server runs"
 SHOWN = 3
 
 GHOST_KEYS = Rule(
     "mm-cache.ghost-keys",
     ERROR,
-    "keys in the LRU order that have no data",
-    "the next eviction that reaches one spins for ever and the server hangs; " + REPAIR,
+    "the LRU order has keys without data",
+    "the next eviction that reaches such a key never ends and the server hangs; " + REPAIR,
     "https://github.com/vllm-project/vllm/pull/43595",
 )
 STUCK_KEYS = Rule(
     "mm-cache.unevictable-keys",
     ERROR,
-    "entries that are not in the LRU order",
-    "they can never be evicted, and eviction fails once they fill the cache; " + REPAIR,
+    "entries are missing from the LRU order",
+    "they are never evicted, and eviction fails once they fill the cache; " + REPAIR,
 )
 SIZE_KEYS = Rule(
     "mm-cache.size-keys",
@@ -54,101 +54,101 @@ SIZE_SUM = Rule(
     "mm-cache.size-sum",
     ERROR,
     "the cache's size is not the sum of its entries",
-    "it evicts too early, or grows beyond its capacity; " + REPAIR,
+    "the cache evicts too early, or grows beyond its capacity; " + REPAIR,
 )
 CAPACITY = Rule(
     "mm-cache.over-capacity",
     ERROR,
-    "the cache's size is outside 0 to its capacity",
+    "the cache's size is below 0 or above its capacity",
     "host memory grows, or every insertion evicts; " + RESTART,
 )
 PINNED = Rule(
     "mm-cache.pinned-missing",
     ERROR,
-    "pinned keys that have no entry",
-    "an entry that comes under such a key again is never evicted; " + REPAIR,
+    "pinned keys have no entry",
+    "a new entry with such a key is never evicted; " + REPAIR,
 )
 HITS = Rule(
     "mm-cache.hit-count",
     WARNING,
-    "more hits than queries",
-    "the metrics vllm:mm_cache_hits and vllm:mm_cache_queries can't be trusted; the cache itself "
-    "is not affected",
+    "more hits than queries are counted",
+    "the metrics vllm:mm_cache_hits and vllm:mm_cache_queries are wrong; the cache itself is "
+    "not affected",
 )
 FRONT_ONLY = Rule(
     "mm-cache.front-only",
     WARNING,
-    "entries that the front end believes the engine to have",
-    "a request that reuses such an item is sent without its data and fails; newer vLLM then drops "
-    "the key, so that the next try works; " + REPAIR,
+    "the front end has entries that the engine lacks",
+    "a request that reuses such an item is sent without its data and fails; newer vLLM then "
+    "drops the key, so that the next try works; " + REPAIR,
     "https://github.com/vllm-project/vllm/pull/43595",
 )
 ENGINE_ONLY = Rule(
     "mm-cache.engine-only",
     INFO,
-    "entries that the engine has and the front end does not know",
-    "harmless: such an item is sent once more",
+    "the engine has entries that the front end does not know",
+    "nothing to do: such an item is sent once more",
 )
 ORDER = Rule(
     "mm-cache.order-drift",
     INFO,
-    "front end and engine have the same entries in another order",
-    "concurrent requests can reach the two in different order; from here on they may evict "
-    "different entries",
+    "front end and engine have the same entries in a different order",
+    "nothing to do yet: concurrent requests can reach the two sides in different order, and "
+    "from here on the sides may evict different entries",
 )
 SIZES = Rule(
     "mm-cache.size-drift",
     INFO,
-    "front end and engine hold entries for differently large",
-    "from here on they may evict different entries",
+    "front end and engine disagree on entry sizes",
+    "nothing to do yet: from here on the two sides may evict different entries",
 )
 SHM_INDEX = Rule(
     "mm-cache.shm-index",
     ERROR,
-    "the shared-memory cache's indexes contradict each other",
-    "evicting such an entry fails, and with it every insertion after that; " + RESTART,
+    "the indexes of the shared-memory cache contradict each other",
+    "evicting such an entry fails, and so does every insertion after it; " + RESTART,
 )
 SHM_RING = Rule(
     "mm-cache.shm-ring",
     ERROR,
-    "the shared-memory ring buffer's bounds are impossible",
-    RESTART,
+    "the bounds of the shared-memory ring buffer are impossible",
+    "the cache can't be trusted; " + RESTART,
 )
 SHM_UPDATES = Rule(
     "mm-cache.shm-updates",
     ERROR,
-    "entries in shared memory without prompt updates",
+    "entries in shared memory lack their prompt updates",
     "a request that reuses such an item fails; " + RESTART,
 )
 SLOT_SUM = Rule(
     "encoder-cache.slot-sum",
     ERROR,
-    "the slots of the entries do not add up to those taken",
-    "requests with images or audio may wait for slots that never come free; " + RESTART,
+    "the slots of the entries do not add up to the slots in use",
+    "requests with images or audio may wait for slots that never become free; " + RESTART,
 )
 FREEABLE_SUM = Rule(
     "encoder-cache.freeable-sum",
     ERROR,
     "the slots of the freeable entries do not add up",
-    "requests with images or audio may wait for slots that never come free, or be given slots "
-    "that are not; " + RESTART,
+    "requests with images or audio may wait for slots that never become free, or get slots "
+    "that are in use; " + RESTART,
 )
 SLOT_BOUNDS = Rule(
     "encoder-cache.slot-bounds",
     ERROR,
-    "slot counts outside 0 <= free <= freeable <= capacity",
+    "slot counts are outside 0 <= free <= freeable <= capacity",
     "requests with images or audio may wait for ever; " + RESTART,
 )
 ENCODER_KEYS = Rule(
     "encoder-cache.keys",
     ERROR,
-    "entries and their slot counts have different keys",
-    RESTART,
+    "entries and slot counts have different keys",
+    "the scheduler's encoder cache contradicts itself; " + RESTART,
 )
 FREEABLE_KEYS = Rule(
     "encoder-cache.freeable-keys",
     ERROR,
-    "the freeable entries are not those that no request refers to",
+    "the freeable entries are not the entries without references",
     "an entry may be dropped while a request needs it, or never; " + RESTART,
 )
 REFERENCES = Rule(
@@ -160,30 +160,31 @@ REFERENCES = Rule(
 STRANGERS = Rule(
     "encoder-cache.finished-references",
     ERROR,
-    "entries held for requests that are finished or unknown",
-    "they are never freed; once they fill the cache, requests with images or audio wait for ever; "
-    + RESTART,
+    "entries are held for finished or unknown requests",
+    "they are never freed; once they fill the cache, requests with images or audio wait for "
+    "ever; " + RESTART,
 )
 WORKER_MISSES = Rule(
     "encoder-cache.worker-misses",
     ERROR,
-    "entries that the scheduler counts on and the worker does not have",
-    'the next request that uses one fails with "Encoder cache miss" and takes the engine down; '
-    + RESTART,
+    "the worker lacks entries that the scheduler counts on",
+    'the next request that uses such an entry fails with "Encoder cache miss" and takes the '
+    "engine down; " + RESTART,
 )
 WORKER_LEAK = Rule(
     "encoder-cache.worker-leak",
     WARNING,
-    "entries that the worker keeps and the scheduler has forgotten",
-    "device memory is lost until the server is restarted",
+    "the worker keeps entries that the scheduler has dropped",
+    "device memory is lost until the server restarts; the patch encoder-decoder-free-order "
+    "removes one cause: vllmops patches list",
     "https://github.com/vllm-project/vllm/pull/32789",
 )
 OVER_FREED = Rule(
     "encoder-cache.over-freed",
     INFO,
-    "more free slots than there are",
-    "vLLM frees an encoder-decoder model's slots more than once, so their limit limits nothing; "
-    "the patch encoder-decoder-slots mends it: vllmops patches list",
+    "more slots are free than exist",
+    "vLLM frees an encoder-decoder model's slots more than once, so their limit has no "
+    "effect; the patch encoder-decoder-slots removes the cause: vllmops patches list",
 )
 CATALOGUE = {rule.code: rule for rule in list(vars().values()) if isinstance(rule, Rule)}
 

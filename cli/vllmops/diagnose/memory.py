@@ -38,23 +38,24 @@ RSS_GROWING = Rule(
     "memory.rss-growing",
     Severity.ERROR,
     "resident memory grows",
-    "see which figures grow with it (finished requests, caches, Responses store) and "
-    "vllmops patches list; record longer with the same load to be surer",
+    "look which figures grow with it (finished requests, caches, stored responses) and "
+    "whether vllmops patches list shows a patch that is off; record longer with the same "
+    "load to be more certain",
 )
 FINISHED_ALIVE = Rule(
     "memory.finished-requests-alive",
     Severity.ERROR,
-    "finished requests are kept in memory, with their inputs",
-    "the patch request-hash-cycle takes the known cause away: vllmops patches list says whether it "
-    "is on, a restart without --no-patch puts it on",
+    "finished requests stay in memory with their inputs",
+    "the patch request-hash-cycle removes the known cause: vllmops patches list shows "
+    "whether it is on; a restart without --no-patch turns it on",
     "https://github.com/vllm-project/vllm/pull/34183",
 )
 STORE_GROWING = Rule(
     "memory.responses-store-growing",
     Severity.WARNING,
-    "stored Responses only become more",
-    "this vLLM never removes any; a restart empties the store, and without "
-    "VLLM_ENABLE_RESPONSES_API_STORE=1 there is none",
+    "the number of stored responses only grows",
+    "vLLM's own store never removes a response: use vllmops serve --store, or start without "
+    "VLLM_ENABLE_RESPONSES_API_STORE=1; a restart empties the store",
     "https://github.com/vllm-project/vllm/pull/34738",
 )
 RULES = (RSS_GROWING, FINISHED_ALIVE, STORE_GROWING)
