@@ -207,7 +207,13 @@ def doubtful(looks: list[Look]) -> Stall:
 def test_what_metrics_alone_say_an_idle_engine_contradicts() -> None:
     found = doubtful(over(30, **BLIND))
     verdicts = ("idle", "hang", "maybe", "unknown", None)
-    assert [found.is_confirmed(verdict, ()) for verdict in verdicts] == [False, True, True, True, True]
+    assert [found.is_confirmed(verdict, ()) for verdict in verdicts] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_what_stays_in_the_front_end_only_stacks_can_prove() -> None:

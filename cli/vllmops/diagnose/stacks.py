@@ -26,7 +26,7 @@ from .matching import (
 from .signatures import Confidence, catalogue
 
 # Files that show what a thread does, for stacks that match no signature.
-SIGNIFICANT = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
+LIBRARIES = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
 WAITING = (
     "get",
     "wait",
@@ -120,11 +120,8 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     last = pasted.samples[-1].processes if pasted.samples else ()
     stopped = [process for process in last if process.stopped]
     # If a process is stopped by a signal, all others wait for it.
-    hits = (
-        []
-        if stopped
-        else _best(list(filter(None, (match_signature(s, scene) for s in catalogue()))))
-    )
+    matches = [match_signature(signature, scene) for signature in catalogue()]
+    hits = [] if stopped else _best([hit for hit in matches if hit])
     found = [*map(_crashed, _distinct(pasted.crashes)), *map(_stopped, stopped)]
     found += map(_finding, hits)
     found.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
@@ -234,7 +231,7 @@ def _is_waiting(thread: Thread) -> bool:
     return not thread.frames or (
         thread.state == "idle"
         and thread.frames[0].function.rpartition(".")[2] in WAITING
-        and not SIGNIFICANT.search(thread.frames[0].short_file)
+        and not LIBRARIES.search(thread.frames[0].short_file)
     )
 
 
@@ -243,7 +240,7 @@ def _significant(frames: Sequence[Frame]) -> Sequence[Frame]:
     inner = frames[:2]
     return [
         *inner,
-        *[f for f in frames[2:] if SIGNIFICANT.search(f.short_file)][: SHOWN_FRAMES - 2],
+        *[f for f in frames[2:] if LIBRARIES.search(f.short_file)][: SHOWN_FRAMES - 2],
     ]
 
 
