@@ -11,6 +11,7 @@ import pytest
 from vllmops.diagnose import doctor
 from vllmops.diagnose.doctor import checks, examine
 from vllmops.diagnose.findings import Severity
+from vllmops.diagnose.signatures import catalogue
 from vllmops.docs import pages
 from vllmops.protocol.server import ServerSnapshot, Unseen
 from vllmops.protocol.stacks import StacksSnapshot

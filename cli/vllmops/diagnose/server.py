@@ -64,7 +64,7 @@ ORPHANS = Rule(
     "process.orphaned",
     WARNING,
     "processes of a dead server are left",
-    "they hold memory, also GPU memory: check that nobody uses them, then kill them",
+    "they hold memory, also GPU memory: check that nobody uses them, then vllmops stop PID",
     "https://github.com/vllm-project/vllm/issues/55510",
 )
 FAILED = Rule(
