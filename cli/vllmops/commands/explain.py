@@ -16,6 +16,7 @@ from ..bundle import archive
 from ..diagnose import stacks as judge
 from ..diagnose.facts import FACTS, PACES
 from ..diagnose.findings import Severity, worst
+from ..diagnose.matching import ARROW
 from ..diagnose.progress import PATIENCE_S
 from ..errors import Exit, VllmopsError
 from ..files import STDIN, read, spelt
@@ -266,9 +267,9 @@ def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
 def steps(told: str, indent: int) -> Iterator[Line]:
     """A line of evidence; a stack's frames below each other."""
     head, sign, rest = told.partition("): ")
-    if not sign or judge.ARROW not in rest:
+    if not sign or ARROW not in rest:
         yield Line(indent, told)
         return
     yield Line(indent, f"{head}):")
-    for step in rest.split(judge.ARROW):
+    for step in rest.split(ARROW):
         yield Line(indent + 2, step, "dim")
