@@ -24,14 +24,14 @@ def test_a_healthy_server_has_no_findings(lab: Any) -> None:
     record = lab.serve("a")
     answer = lab.vllmops("doctor", *OWN, columns=60)
     assert answer.code == 0, answer
-    assert "No findings in what could be seen among the checks" in answer.out
+    assert "No findings of the selected checks in what could be seen" in answer.out
     assert record.url in answer.out
     assert max(map(len, answer.out.splitlines())) <= 60
     # One line for all three processes, which have no agent for one and the same reason.
     assert answer.out.count("not seen: agent of") == 1
     data = lab.vllmops("doctor", *OWN, "--json").data
     assert (data["findings"], data["stalls"]) == ([], [])
-    assert {each["code"] for each in data["unseen"]} == {"agent.absent"}
+    assert {part["code"] for part in data["unseen"]} == {"agent.absent"}
 
 
 def test_a_stopped_process_is_named(lab: Any) -> None:
@@ -46,7 +46,8 @@ def test_a_stopped_process_is_named(lab: Any) -> None:
         assert (disk.code, disk.data and disk.data["findings"]) == (0, []), disk
         shown = lab.vllmops("doctor").out
         assert f"kill -CONT {worker}" in shown
-        assert "1. error: a process is stopped by a signal [process.stopped]" in shown
+        assert "help: vllmops help process.stopped" in shown
+        assert "1. error: a signal stopped a process [process.stopped]" in shown
     finally:
         lab.kill(worker, signal.SIGCONT)
 
@@ -71,12 +72,12 @@ def test_processes_of_a_server_that_is_gone(lab: Any) -> None:
 
 def test_every_check_is_listed(lab: Any) -> None:
     listed = lab.vllmops("doctor", "--list", "--json").data["checks"]
-    assert [each["code"] for each in listed] == [check.code for check in checks()]
+    assert [check["code"] for check in listed] == [check.code for check in checks()]
     shown = lab.vllmops("doctor", "--list").out
     assert all(check.code in shown for check in checks())
     some = lab.vllmops("doctor", "--list", "--only", "stack", "--json").data["checks"]
     assert some
-    assert all(each["code"].startswith("stack.") for each in some)
+    assert all(check["code"].startswith("stack.") for check in some)
 
 
 def test_what_is_wrong_to_ask(lab: Any, tmp_path: Path) -> None:
@@ -115,10 +116,10 @@ def test_shared_memory_that_is_left_is_named_and_cleaned(lab: Any) -> None:
         used = lab.record("a").segments[0]
         answer = lab.vllmops("doctor", "--clean-shm", "--json")
         assert answer.code == 0
-        assert {each["name"] for each in answer.data["removed"]} >= set(names[:2])
-        (young,) = [each for each in answer.data["left"] if each["name"] == names[2]]
+        assert {segment["name"] for segment in answer.data["removed"]} >= set(names[:2])
+        (young,) = [segment for segment in answer.data["left"] if segment["name"] == names[2]]
         assert "old" in young["why"]
-        left = {each.name for each in SHM.iterdir()}
+        left = {path.name for path in SHM.iterdir()}
         assert {names[2], other, used} <= left
         assert not set(names[:2]) & left
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.diagnose.stacks import figures
+from vllmops.diagnose.facts import from_metrics
 from vllmops.protocol import files
 from vllmops.protocol.metrics import Metrics
 from vllmops.stacks.paste import read
@@ -213,7 +213,7 @@ def test_samples_are_for_explaining(vllmops: Any) -> None:
 def test_facts_from_figures(
     before: Metrics | None, after: Metrics | None, seconds: float, facts: str
 ) -> None:
-    found = figures(before, after, seconds)
+    found = from_metrics(before, after, seconds)
     if facts:
         assert found.pop("kv_usage") in {"50", "0"}
     told = [found[name] if name == "progress" else name for name in found]

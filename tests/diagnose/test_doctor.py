@@ -11,6 +11,8 @@ import pytest
 from vllmops.diagnose import doctor
 from vllmops.diagnose.doctor import checks, examine
 from vllmops.diagnose.findings import Severity
+from vllmops.diagnose.signatures import catalogue
+from vllmops.docs import pages
 from vllmops.protocol.server import ServerSnapshot, Unseen
 from vllmops.protocol.stacks import StacksSnapshot
 from vllmops.stacks.paste import read
@@ -126,3 +128,43 @@ def test_a_snapshot_says_the_same_once_it_was_saved() -> None:
     )
     again = msgspec.json.decode(msgspec.json.encode(snapshot), type=ServerSnapshot)
     assert doctor.examine(again) == doctor.examine(snapshot)
+
+
+def test_every_check_has_its_page_and_every_page_its_check() -> None:
+    found = {page.name: page for page in pages().values() if page.kind == "finding"}
+    titles = {check.code: f"{check.code}: {check.title}" for check in checks()}
+    # An idle server is shown by `stacks explain`, and no check of the doctor's.
+    idle = {signature.code for signature in catalogue() if not signature.hang}
+    assert found.keys() - idle == titles.keys()
+    different = {
+        code: (found[code].title, title)
+        for code, title in titles.items()
+        if found[code].title.lower() != title.lower()
+    }
+    assert not different
+
+
+def test_every_page_says_what_it_means_how_vllmops_knows_and_what_to_do() -> None:
+    for page in pages().values():
+        if page.kind == "finding":
+            headings = [line for line in page.text.splitlines() if line.startswith("#")]
+            assert headings[1:4] == [
+                "## What it means",
+                "## How vllmops knows",
+                "## What to do",
+            ], page.name
+            assert headings[4:] in ([], ["## Where it was reported"]), page.name
+
+
+def test_every_code_that_orders_or_hides_findings_is_one_of_a_check() -> None:
+    codes = {check.code for check in checks()}
+    hidden = set().union(*doctor.HIDES.values())
+    assert doctor.SYMPTOMS.keys() | doctor.HIDES.keys() | hidden <= codes
+
+
+def test_a_finding_names_its_page() -> None:
+    (finding,) = examine(healthy(state="failed")).findings
+    assert finding.page == finding.code == "server.failed"
+    assert list(msgspec.to_builtins(finding)) == [
+        "code", "severity", "subject", "title", "evidence", "next", "page", "reference",
+    ]  # fmt: skip

@@ -207,24 +207,30 @@ def doubtful(looks: list[Look]) -> Stall:
 def test_what_metrics_alone_say_an_idle_engine_contradicts() -> None:
     found = doubtful(over(30, **BLIND))
     verdicts = ("idle", "hang", "maybe", "unknown", None)
-    assert [found.stands(verdict, ()) for verdict in verdicts] == [False, True, True, True, True]
+    assert [found.is_confirmed(verdict, ()) for verdict in verdicts] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_what_stays_in_the_front_end_only_stacks_can_prove() -> None:
     found = doubtful([look(0.0, pulses=beats(api={"rendering_s": 60.0}))])
     verdicts = ("hang", "idle", "maybe", "unknown", None)
-    assert [found.stands(verdict, ()) for verdict in verdicts] == [True, *[False] * 4]
+    assert [found.is_confirmed(verdict, ()) for verdict in verdicts] == [True, *[False] * 4]
 
 
 def test_requests_may_be_with_a_data_parallel_engine_elsewhere() -> None:
     named = (*states()[:1], process("engine", title="VLLM::EngineCore_DP0"))
     found = doubtful(over(10, pulses=HANDED, processes=named))
-    assert [found.stands(verdict, ()) for verdict in ("idle", "hang")] == [False, True]
+    assert [found.is_confirmed(verdict, ()) for verdict in ("idle", "hang")] == [False, True]
 
 
 def test_a_heartbeat_that_can_not_be_written_is_no_stopped_process() -> None:
     found = doubtful([look(0.0, pulses=beats(api={"age_s": 60.0}))])
-    assert [found.stands(None, told) for told in ({"api 10"}, {"engine 20"})] == [False, True]
+    assert [found.is_confirmed(None, told) for told in ({"api 10"}, {"engine 20"})] == [False, True]
 
 
 def test_marks_tell_the_same_from_another() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from vllmops.diagnose.server import CATALOGUE, diagnose
+from vllmops.host.ptrace import CAP_SYS_PTRACE, Rights, refusal
 from vllmops.protocol.caches import CacheSnapshot, ProcessCaches, Sample, Setup
 from vllmops.protocol.patches import ProcessPatches, State, Verdict
 from vllmops.protocol.server import Canary, Disk, Gpu, Guard, Leftover, Unseen
@@ -113,6 +115,27 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("code", "fields"), FOUND, ids=[code for code, _ in FOUND])
 def test_each_is_found_and_nothing_else(code: str, fields: dict[str, Any]) -> None:
     assert {finding.code for finding in diagnose(healthy(**fields))} == {code}
+
+
+RIGHTS = Rights(uid=1000, target_uid=1000, effective=0, bounding=CAP_SYS_PTRACE)
+REFUSED = {
+    "stacks.ptrace-scope": {"ptrace_scope": 1},
+    "stacks.other-user": {"target_uid": 0},
+    "stacks.no-capability": {"uid": 0, "target_uid": 0, "bounding": 0},
+    "stacks.seccomp": {"effective": CAP_SYS_PTRACE, "seccomp": True},
+    "stacks.refused": {"effective": CAP_SYS_PTRACE},
+}
+
+
+@pytest.mark.parametrize(("code", "fields"), REFUSED.items(), ids=REFUSED)
+def test_stacks_that_the_kernel_refuses_are_a_finding(code: str, fields: dict[str, Any]) -> None:
+    error = refusal(20, replace(RIGHTS, **fields))
+    assert error.code == code
+    parts = ["stacks of engine 20", "stacks of worker 30"]
+    unseen = tuple(Unseen(part, error.code, error.message, error.hint) for part in parts)
+    (finding,) = diagnose(healthy(unseen=unseen))
+    assert (finding.code, finding.subject) == ("tools.py-spy", ", ".join(parts))
+    assert finding.evidence == error.message
 
 
 def test_every_rule_is_shown() -> None:

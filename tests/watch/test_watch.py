@@ -218,7 +218,7 @@ def test_a_stall_is_captured_told_and_told_to_be_over() -> None:
     assert scene.done == ["save"]
     assert (stalled.number, stalled.code, stalled.subject) == (1, "engine.no-progress", "engine 20")
     assert stalled.bundle == "bundles/1.tar.gz"
-    assert "1 waiting, none a token further" in stalled.evidence
+    assert "1 waiting requests, no token for" in stalled.evidence
     assert stalled.next
     assert (stalled.server, stalled.url, stalled.model) == ("demo", "http://127.0.0.1:8000", "m")
     # With the time that the evidence took.

@@ -52,7 +52,7 @@ Codes = Annotated[
     list[str] | None,
     typer.Option(
         metavar="CODE",
-        help="A check's code, or its first word; may be given several times.",
+        help="A check's code, or the first word of codes; may be given several times.",
         show_default=False,
         autocompletion=codes,
     ),
@@ -65,17 +65,20 @@ def doctor(
     ctx: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(readable=False, help="A bundle, instead of a server.", metavar="[FILE]"),
+        typer.Argument(
+            readable=False, help="A bundle to examine instead of a server.", metavar="[FILE]"
+        ),
     ] = None,
     *,
     target: Target = None,
     fail_on: Annotated[
-        Severity, typer.Option(help="Exit code 1 from findings of this severity up.")
+        Severity,
+        typer.Option(help="Exit with code 1 if a finding has this severity or a higher one."),
     ] = Severity.ERROR,
     only: Codes = None,
     skip: Codes = None,
     list_: Annotated[
-        bool, typer.Option("--list", help="Name every check, and look at nothing.")
+        bool, typer.Option("--list", help="List every check, and examine nothing.")
     ] = False,
     interval: Annotated[
         float, typer.Option(parser=seconds(0.1), help="Seconds over which metrics are compared.")
@@ -84,31 +87,32 @@ def doctor(
         bool,
         typer.Option(
             "--canary",
-            help="Send one request for one token, too, with VLLM_API_KEY if the server is yours or"
+            help="Also send one request for one token, with VLLM_API_KEY if the server is yours or"
             " root's.",
         ),
     ] = False,
     clean_shm: Annotated[
         bool,
         typer.Option(
-            "--clean-shm", help="Remove shared memory that is proven to be nobody's; nothing else."
+            "--clean-shm",
+            help="Remove shared memory that is proven to be unused, and do nothing else.",
         ),
     ] = False,
     json_: Json = False,
 ) -> Result:
     """Say what is wrong with a server, worst first, and what to do next.
 
-    It looks at progress, stacks, caches, patches, memory, processes, the
-    machine, who can reach the server, and its metrics; longer where something
-    seems to stand still. What it can't see it says. It changes nothing, and
-    sends no request unless asked to (--canary).
+    It examines progress, stacks, caches, patches, memory, processes, the
+    machine, who can reach the server, and its metrics. It takes longer if
+    something seems to be stuck, and it names what it can't see. It changes
+    nothing, and sends no request except with --canary.
     """
     every = judge.checks()
-    wanted = chosen(every, only, skip)
+    selected = chosen(every, only, skip)
     if list_:
         return Result(
-            {"checks": [check for check in every if check.code in wanted]},
-            lambda: [listing([check for check in every if check.code in wanted])],
+            {"checks": [check for check in every if check.code in selected]},
+            lambda: [listing([check for check in every if check.code in selected])],
         )
     if clean_shm:
         return cleaned(alone=file is None and not canary)
@@ -117,8 +121,8 @@ def doctor(
         if canary or (source is not None and source.name == "COMMANDLINE"):
             raise VllmopsError(
                 "usage",
-                "FILE stands for a server: it goes with neither --target nor --canary",
-                "leave one of them out",
+                "a FILE can't be combined with --target or --canary",
+                "give a FILE or a server",
                 exit_code=Exit.USAGE,
             )
         from ..bundle import bundle  # noqa: PLC0415
@@ -128,8 +132,8 @@ def doctor(
         if line := namesake.warning():
             say(line, "yellow")
         snapshot = live(target, interval, canary=canary, quiet=json_)
-    told = judge.examine(snapshot)
-    found = [each for each in told.findings if each.code in wanted]
+    diagnosis = judge.examine(snapshot)
+    found = [finding for finding in diagnosis.findings if finding.code in selected]
     highest = worst(found)
     failed = highest is not None and highest.rank >= fail_on.rank
     data = {
@@ -139,20 +143,20 @@ def doctor(
         "vllm_version": snapshot.vllm_version,
         "taken_at": snapshot.taken_at,
         "findings": found,
-        "stalls": told.stalls,
-        "stacks": told.explanation.verdict if told.explanation else None,
+        "stalls": diagnosis.stalls,
+        "stacks": diagnosis.explanation.verdict if diagnosis.explanation else None,
         "figures": figures(snapshot),
         "unseen": snapshot.unseen,
     }
     return Result(
         data,
-        lambda: list(screen(snapshot, found, skipped=len(wanted) < len(every))),
+        lambda: list(screen(snapshot, found, skipped=len(selected) < len(every))),
         Exit.FAILED if failed else Exit.OK,
     )
 
 
 def cleaned(*, alone: bool) -> Result:
-    """Remove what is left in ``/dev/shm`` and say what could not be removed, and why.
+    """Remove what is left in ``/dev/shm``, and say what stays and why.
 
     Raises:
         VllmopsError: ``usage``.
@@ -160,7 +164,7 @@ def cleaned(*, alone: bool) -> Result:
     if not alone:
         raise VllmopsError(
             "usage",
-            "--clean-shm looks at this machine alone: it goes with neither FILE nor --canary",
+            "--clean-shm can't be combined with a FILE or --canary",
             "vllmops doctor --clean-shm",
             exit_code=Exit.USAGE,
         )
@@ -168,26 +172,26 @@ def cleaned(*, alone: bool) -> Result:
     from ..host import shm  # noqa: PLC0415
 
     left, removed = shm.clean()
-    young = f"it is less than {span(shm.OLD_S)} old: it may be in the making"
+    young = f"it is less than {span(shm.OLD_S)} old, so a process may be about to use it"
     kept = [
         {
-            "name": each.name,
-            "bytes": each.bytes,
-            "age_s": each.age_s,
-            "owner": user(each.uid),
-            "why": left.doubt or (young if each.age_s < shm.OLD_S else "it came into use"),
+            "name": segment.name,
+            "bytes": segment.bytes,
+            "age_s": segment.age_s,
+            "owner": user(segment.uid),
+            "why": left.doubt or (young if segment.age_s < shm.OLD_S else "a process uses it now"),
         }
-        for each in left.segments
+        for segment in left.segments
     ]
-    gone = [{"name": each.name, "bytes": each.bytes} for each in removed]
+    gone = [{"name": segment.name, "bytes": segment.bytes} for segment in removed]
 
-    def told() -> Iterator[RenderableType]:
-        yield from (f"removed {each.name}, {size(each.bytes)}" for each in removed)
-        yield from (f"left {each['name']}: {each['why']}" for each in kept)
+    def lines() -> Iterator[RenderableType]:
+        yield from (f"removed {segment.name}, {size(segment.bytes)}" for segment in removed)
+        yield from (f"kept {segment['name']}: {segment['why']}" for segment in kept)
         if not removed and not kept:
-            yield "no shared memory is left of processes that are gone"
+            yield "no shared memory of dead processes is left"
 
-    return Result({"removed": gone, "left": kept}, lambda: list(told()))
+    return Result({"removed": gone, "left": kept}, lambda: list(lines()))
 
 
 def live(target: str | None, interval_s: float, *, canary: bool, quiet: bool) -> ServerSnapshot:
@@ -204,10 +208,10 @@ def live(target: str | None, interval_s: float, *, canary: bool, quiet: bool) ->
 def chosen(
     every: Sequence[judge.Check], only: Sequence[str] | None, skip: Sequence[str] | None
 ) -> set[str]:
-    """The codes that count.
+    """The codes of the checks to show.
 
     Raises:
-        VllmopsError: ``usage``, for a code that there is not.
+        VllmopsError: ``usage`` for an unknown code.
     """
     known = {check.code for check in every}
 
@@ -218,7 +222,7 @@ def chosen(
             if not here:
                 raise VllmopsError(
                     "usage",
-                    f"there is no check {word!r}",
+                    f"unknown check {word!r}",
                     "vllmops doctor --list",
                     exit_code=Exit.USAGE,
                 )
@@ -238,13 +242,17 @@ def listing(checks: Sequence[judge.Check]) -> RenderableType:
 def screen(
     snapshot: ServerSnapshot, found: Sequence[Finding], *, skipped: bool
 ) -> Iterator[RenderableType]:
-    """The answer for a person: who, what is wrong, how it does, what could not be seen."""
+    """The result for a person: the server, what is wrong, its figures, what could not be seen."""
     from rich.text import Text  # noqa: PLC0415
 
     yield Text(headline(snapshot), "bold")
     for number, finding in enumerate(found, 1):
         yield Text()
         yield Folded(tuple(paragraph(number, finding)))
+    if found:
+        yield Text()
+        more = " (each finding has its page)" if len(found) > 1 else ""
+        yield Text(f"help: vllmops help {found[0].code}{more}")
     facts = figures(snapshot)
     if facts:
         yield Text()
@@ -260,8 +268,8 @@ def screen(
     if not found:
         yield Text()
         where = " in what could be seen" if snapshot.unseen else ""
-        chosen = " among the checks that were chosen" if skipped else ""
-        yield Text(f"No findings{where}{chosen}.", "green")
+        of_checks = " of the selected checks" if skipped else ""
+        yield Text(f"No findings{of_checks}{where}.", "green")
 
 
 def headline(snapshot: ServerSnapshot) -> str:
@@ -278,15 +286,15 @@ def headline(snapshot: ServerSnapshot) -> str:
 
 
 def paragraph(number: int, finding: Finding) -> Iterator[Line]:
-    """One finding: what, where, what was seen, and what comes next."""
+    """One finding: what, where, what was seen, and what to do next."""
     title = f"{number}. {finding.severity}: {finding.title} [{finding.code}]"
     yield Line(0, title, STYLES[finding.severity])
     yield Line(3, f"where: {finding.subject}")
     if isinstance(finding, StackFinding):
         yield Line(3, f"why: {finding.cause} ({finding.confidence})")
         yield Line(3, "seen:")
-        for each in finding.lines[:EVIDENCE]:
-            yield from steps(each, 5)
+        for line in finding.lines[:EVIDENCE]:
+            yield from steps(line, 5)
     else:
         yield Line(3, f"seen: {finding.evidence}")
     yield Line(3, f"next: {finding.next}", "bold")
@@ -295,28 +303,27 @@ def paragraph(number: int, finding: Finding) -> Iterator[Line]:
 
 
 def unseen(snapshot: ServerSnapshot) -> Iterator[Line]:
-    """What could not be looked at; what has one reason is told once."""
+    """What could not be seen; parts with one reason share a line."""
     alike: dict[str, list[Unseen]] = {}
-    for each in snapshot.unseen:
-        alike.setdefault(each.code, []).append(each)
+    for part in snapshot.unseen:
+        alike.setdefault(part.code, []).append(part)
     for first, *others in alike.values():
-        more = f", nor {', '.join(each.part for each in others)}" if others else ""
+        more = f", {', '.join(other.part for other in others)}" if others else ""
         yield Line(0, f"not seen: {first.part}{more}: {first.why}", "yellow")
         if first.hint:
             yield Line(2, f"hint: {first.hint}")
 
 
 def figures(snapshot: ServerSnapshot) -> dict[str, str]:
-    """How the server does, as far as it tells."""
+    """The server's figures, as far as they are known."""
     looks = [look for look in snapshot.looks if look.metrics]
     found: dict[str, str] = {}
-    engines = [each.engine for each in snapshot.told if each.engine.running is not None]
+    engines = [told.engine for told in snapshot.told if told.engine.running is not None]
     last = looks[-1].metrics if looks else None
-    in_flight = [each.traffic.in_flight for each in snapshot.told]
-    http = sum(each for each in in_flight if each is not None)
+    http = sum(told.traffic.in_flight or 0 for told in snapshot.told)
     if engines:
-        running = sum(each.running or 0 for each in engines)
-        waiting = sum(each.waiting or 0 for each in engines)
+        running = sum(engine.running or 0 for engine in engines)
+        waiting = sum(engine.waiting or 0 for engine in engines)
         found["requests"] = f"{running} running, {waiting} waiting, {http} HTTP requests in flight"
     elif last and last.running is not None:
         found["requests"] = f"{last.running:.0f} running, {last.waiting or 0:.0f} waiting (metrics)"
@@ -332,7 +339,7 @@ def figures(snapshot: ServerSnapshot) -> dict[str, str]:
 
 
 def pace(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:
-    """What the server did between two looks."""
+    """Rates and times between two looks."""
     before, after = msgspec.structs.asdict(first), msgspec.structs.asdict(last)
     grown: dict[str, float] = {
         name: value - before[name]
@@ -361,7 +368,7 @@ def pace(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:
 
 
 def hits(last: Metrics) -> Iterator[str]:
-    """How full the KV cache is, and what share of queries the caches have answered so far."""
+    """How full the KV cache is, and the hit rates of the caches since the start."""
     if last.kv_cache_usage is not None:
         yield f"KV {last.kv_cache_usage:.0%} full"
     if last.prefix_queries:

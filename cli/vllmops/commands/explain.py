@@ -14,7 +14,9 @@ import msgspec
 from .. import output
 from ..bundle import archive
 from ..diagnose import stacks as judge
+from ..diagnose.facts import FACTS, PACES
 from ..diagnose.findings import Severity, worst
+from ..diagnose.matching import ARROW
 from ..diagnose.progress import PATIENCE_S
 from ..errors import Exit, VllmopsError
 from ..files import STDIN, read, spelt
@@ -142,13 +144,13 @@ def facts(told: Sequence[str]) -> dict[str, str]:
     found = {}
     for each in told:
         name, sign, value = each.partition("=")
-        known = name in judge.FACTS and sign
-        right = value in {"frozen", "moving"} if name in judge.PACES else is_number(value)
+        known = name in FACTS and sign
+        right = value in {"frozen", "moving"} if name in PACES else is_number(value)
         if not known or not right:
             raise VllmopsError(
                 "usage",
                 f"{each!r} is no fact",
-                f"--fact NAME=VALUE, of {', '.join(judge.FACTS)}",
+                f"--fact NAME=VALUE, of {', '.join(FACTS)}",
                 exit_code=Exit.USAGE,
             )
         found[name] = value
@@ -265,9 +267,9 @@ def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
 def steps(told: str, indent: int) -> Iterator[Line]:
     """A line of evidence; a stack's frames below each other."""
     head, sign, rest = told.partition("): ")
-    if not sign or judge.ARROW not in rest:
+    if not sign or ARROW not in rest:
         yield Line(indent, told)
         return
     yield Line(indent, f"{head}):")
-    for step in rest.split(judge.ARROW):
+    for step in rest.split(ARROW):
         yield Line(indent + 2, step, "dim")

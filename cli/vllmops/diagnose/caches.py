@@ -1,6 +1,6 @@
 """What is wrong with a server's caches, and which caches it has; pure, from snapshots.
 
-The invariants are those of vLLM's own classes: ``vllm/utils/cache.py``,
+The invariants are those of vLLM's classes: ``vllm/utils/cache.py``,
 ``vllm/distributed/device_communicators/shm_object_storage.py`` and
 ``vllm/v1/core/encoder_cache_manager.py``.
 """
@@ -27,22 +27,22 @@ from ..protocol.caches import (
 from .findings import Finding, Rule, Severity
 
 INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
-RESTART = "restart the server: vllmops restart"
-REPAIR = "repair it while it runs: vllmops cache repair"
+RESTART = "vllmops restart"
+REPAIR = "vllmops cache repair repairs it while the server runs"
 SHOWN = 3
 
 GHOST_KEYS = Rule(
     "mm-cache.ghost-keys",
     ERROR,
-    "keys in the LRU order that have no data",
-    "the next eviction that reaches one spins for ever and the server hangs; " + REPAIR,
+    "the LRU order has keys without data",
+    "the next eviction that reaches such a key never ends and the server hangs; " + REPAIR,
     "https://github.com/vllm-project/vllm/pull/43595",
 )
 STUCK_KEYS = Rule(
     "mm-cache.unevictable-keys",
     ERROR,
-    "entries that are not in the LRU order",
-    "they can never be evicted, and eviction fails once they fill the cache; " + REPAIR,
+    "entries are missing from the LRU order",
+    "they are never evicted, and eviction fails once they fill the cache; " + REPAIR,
 )
 SIZE_KEYS = Rule(
     "mm-cache.size-keys",
@@ -54,101 +54,101 @@ SIZE_SUM = Rule(
     "mm-cache.size-sum",
     ERROR,
     "the cache's size is not the sum of its entries",
-    "it evicts too early, or grows beyond its capacity; " + REPAIR,
+    "the cache evicts too early, or grows beyond its capacity; " + REPAIR,
 )
 CAPACITY = Rule(
     "mm-cache.over-capacity",
     ERROR,
-    "the cache's size is outside 0 to its capacity",
+    "the cache's size is below 0 or above its capacity",
     "host memory grows, or every insertion evicts; " + RESTART,
 )
 PINNED = Rule(
     "mm-cache.pinned-missing",
     ERROR,
-    "pinned keys that have no entry",
-    "an entry that comes under such a key again is never evicted; " + REPAIR,
+    "pinned keys have no entry",
+    "a new entry with such a key is never evicted; " + REPAIR,
 )
 HITS = Rule(
     "mm-cache.hit-count",
     WARNING,
-    "more hits than queries",
-    "the metrics vllm:mm_cache_hits and vllm:mm_cache_queries can't be trusted; the cache itself "
-    "is not affected",
+    "more hits than queries are counted",
+    "the metrics vllm:mm_cache_hits and vllm:mm_cache_queries are wrong; the cache itself is "
+    "not affected",
 )
 FRONT_ONLY = Rule(
     "mm-cache.front-only",
     WARNING,
-    "entries that the front end believes the engine to have",
-    "a request that reuses such an item is sent without its data and fails; newer vLLM then drops "
-    "the key, so that the next try works; " + REPAIR,
+    "the front end has entries that the engine lacks",
+    "a request that reuses such an item is sent without its data and fails; newer vLLM then "
+    "drops the key, so that the next try works; " + REPAIR,
     "https://github.com/vllm-project/vllm/pull/43595",
 )
 ENGINE_ONLY = Rule(
     "mm-cache.engine-only",
     INFO,
-    "entries that the engine has and the front end does not know",
-    "harmless: such an item is sent once more",
+    "the engine has entries that the front end does not know",
+    "nothing to do: such an item is sent once more",
 )
 ORDER = Rule(
     "mm-cache.order-drift",
     INFO,
-    "front end and engine have the same entries in another order",
-    "concurrent requests can reach the two in different order; from here on they may evict "
-    "different entries",
+    "front end and engine have the same entries in a different order",
+    "nothing to do yet: concurrent requests can reach the two sides in different order, and "
+    "from here on the sides may evict different entries",
 )
 SIZES = Rule(
     "mm-cache.size-drift",
     INFO,
-    "front end and engine hold entries for differently large",
-    "from here on they may evict different entries",
+    "front end and engine disagree on entry sizes",
+    "nothing to do yet: from here on the two sides may evict different entries",
 )
 SHM_INDEX = Rule(
     "mm-cache.shm-index",
     ERROR,
-    "the shared-memory cache's indexes contradict each other",
-    "evicting such an entry fails, and with it every insertion after that; " + RESTART,
+    "the indexes of the shared-memory cache contradict each other",
+    "evicting such an entry fails, and so does every insertion after it; " + RESTART,
 )
 SHM_RING = Rule(
     "mm-cache.shm-ring",
     ERROR,
-    "the shared-memory ring buffer's bounds are impossible",
-    RESTART,
+    "the bounds of the shared-memory ring buffer are impossible",
+    "the cache can't be trusted; " + RESTART,
 )
 SHM_UPDATES = Rule(
     "mm-cache.shm-updates",
     ERROR,
-    "entries in shared memory without prompt updates",
+    "entries in shared memory lack their prompt updates",
     "a request that reuses such an item fails; " + RESTART,
 )
 SLOT_SUM = Rule(
     "encoder-cache.slot-sum",
     ERROR,
-    "the slots of the entries do not add up to those taken",
-    "requests with images or audio may wait for slots that never come free; " + RESTART,
+    "the slots of the entries do not add up to the slots in use",
+    "requests with images or audio may wait for slots that never become free; " + RESTART,
 )
 FREEABLE_SUM = Rule(
     "encoder-cache.freeable-sum",
     ERROR,
     "the slots of the freeable entries do not add up",
-    "requests with images or audio may wait for slots that never come free, or be given slots "
-    "that are not; " + RESTART,
+    "requests with images or audio may wait for slots that never become free, or get slots "
+    "that are in use; " + RESTART,
 )
 SLOT_BOUNDS = Rule(
     "encoder-cache.slot-bounds",
     ERROR,
-    "slot counts outside 0 <= free <= freeable <= capacity",
+    "slot counts are outside 0 <= free <= freeable <= capacity",
     "requests with images or audio may wait for ever; " + RESTART,
 )
 ENCODER_KEYS = Rule(
     "encoder-cache.keys",
     ERROR,
-    "entries and their slot counts have different keys",
-    RESTART,
+    "entries and slot counts have different keys",
+    "the scheduler's encoder cache contradicts itself; " + RESTART,
 )
 FREEABLE_KEYS = Rule(
     "encoder-cache.freeable-keys",
     ERROR,
-    "the freeable entries are not those that no request refers to",
+    "the freeable entries are not the entries without references",
     "an entry may be dropped while a request needs it, or never; " + RESTART,
 )
 REFERENCES = Rule(
@@ -160,30 +160,31 @@ REFERENCES = Rule(
 STRANGERS = Rule(
     "encoder-cache.finished-references",
     ERROR,
-    "entries held for requests that are finished or unknown",
-    "they are never freed; once they fill the cache, requests with images or audio wait for ever; "
-    + RESTART,
+    "entries are held for finished or unknown requests",
+    "they are never freed; once they fill the cache, requests with images or audio wait for "
+    "ever; " + RESTART,
 )
 WORKER_MISSES = Rule(
     "encoder-cache.worker-misses",
     ERROR,
-    "entries that the scheduler counts on and the worker does not have",
-    'the next request that uses one fails with "Encoder cache miss" and takes the engine down; '
-    + RESTART,
+    "the worker lacks entries that the scheduler counts on",
+    'the next request that uses such an entry fails with "Encoder cache miss" and takes the '
+    "engine down; " + RESTART,
 )
 WORKER_LEAK = Rule(
     "encoder-cache.worker-leak",
     WARNING,
-    "entries that the worker keeps and the scheduler has forgotten",
-    "device memory is lost until the server is restarted",
+    "the worker keeps entries that the scheduler has dropped",
+    "device memory is lost until the server restarts; the patch encoder-decoder-free-order "
+    "removes one cause: vllmops patches list",
     "https://github.com/vllm-project/vllm/pull/32789",
 )
 OVER_FREED = Rule(
     "encoder-cache.over-freed",
     INFO,
-    "more free slots than there are",
-    "vLLM frees an encoder-decoder model's slots more than once, so their limit limits nothing; "
-    "the patch encoder-decoder-slots mends it: vllmops patches list",
+    "more slots are free than exist",
+    "vLLM frees an encoder-decoder model's slots more than once, so their limit has no "
+    "effect; the patch encoder-decoder-slots removes the cause: vllmops patches list",
 )
 CATALOGUE = {rule.code: rule for rule in list(vars().values()) if isinstance(rule, Rule)}
 
@@ -193,7 +194,7 @@ class Note(msgspec.Struct, frozen=True):
 
     Args:
         code: a stable word, such as ``text-model``.
-        text: the same for a person.
+        text: the same in words.
     """
 
     code: str
@@ -201,20 +202,26 @@ class Note(msgspec.Struct, frozen=True):
 
 
 def diagnose(snapshot: CacheSnapshot) -> list[Finding]:
-    """The findings of the last sample that are in every other one too, worst first.
+    """The findings that every sample shows, worst first.
 
-    A server at work is seen half-way through things; what is broken stays so.
+    A sample of a busy server may be taken in the middle of a change; what is broken stays broken.
     """
     if not snapshot.samples:
         return []
     *earlier, last = map(findings, snapshot.samples)
-    held = [{(each.code, each.subject) for each in sample} for sample in earlier]
-    lasting = [each for each in last if all((each.code, each.subject) in seen for seen in held)]
-    return sorted(lasting, key=lambda each: -each.severity.rank)
+    return sorted(lasting(earlier, last), key=lambda finding: -finding.severity.rank)
+
+
+def lasting(earlier: Sequence[Sequence[Finding]], last: Sequence[Finding]) -> list[Finding]:
+    """The last findings that all earlier ones have, too."""
+    seen = [{(finding.code, finding.subject) for finding in sample} for sample in earlier]
+    return [
+        finding for finding in last if all((finding.code, finding.subject) in keys for keys in seen)
+    ]
 
 
 def findings(sample: Sample) -> list[Finding]:
-    """Everything that one sample shows, what is only half-way through included."""
+    """Everything that one sample shows, also what is only the middle of a change."""
     found = [
         rule.at(subject(process, cache), evidence)
         for process in sample.processes
@@ -227,15 +234,15 @@ def findings(sample: Sample) -> list[Finding]:
     return found
 
 
-Said = tuple[Rule, str]
+Evidence = tuple[Rule, str]
 
 
-def alone(cache: Cache) -> list[Said]:
-    """What is wrong with one cache, looked at by itself."""
+def alone(cache: Cache) -> list[Evidence]:
+    """What is wrong with one cache alone."""
     return list(CHECKS[type(cache)](cache))
 
 
-def lru(cache: LruCache) -> Iterator[Said]:
+def lru(cache: LruCache) -> Iterator[Evidence]:
     if cache.order_only:
         yield GHOST_KEYS, some(cache.order_only)
     if cache.data_only:
@@ -243,7 +250,7 @@ def lru(cache: LruCache) -> Iterator[Said]:
     if cache.unsized or cache.sized_only:
         yield SIZE_KEYS, both("without a size", cache.unsized, "without data", cache.sized_only)
     if cache.sum_bytes is not None and cache.bytes != cache.sum_bytes:
-        yield SIZE_SUM, f"it says {cache.bytes} bytes, its entries are {cache.sum_bytes}"
+        yield SIZE_SUM, f"the cache counts {cache.bytes} bytes, its entries have {cache.sum_bytes}"
     if not 0 <= cache.bytes <= cache.capacity_bytes:
         yield CAPACITY, f"{cache.bytes} bytes of {cache.capacity_bytes:.0f}"
     if cache.pinned_only:
@@ -252,12 +259,13 @@ def lru(cache: LruCache) -> Iterator[Said]:
         yield HITS, f"{cache.hits} hits of {cache.queries} queries"
 
 
-def shm(cache: ShmCache) -> Iterator[Said]:
+def shm(cache: ShmCache) -> Iterator[Evidence]:
     if cache.unpaired or cache.unflagged or cache.unmapped:
         yield (
             SHM_INDEX,
-            f"{len(cache.unpaired)} keys that lead to no id and back, {len(cache.unflagged)} ids "
-            f"without a writer's flag, {len(cache.unmapped)} ids without a place",
+            f"{len(cache.unpaired)} keys without an id that leads back to them, "
+            f"{len(cache.unflagged)} ids without a writer's flag, {len(cache.unmapped)} ids "
+            "without an address",
         )
     if cache.bytes is not None and not 0 <= cache.bytes <= cache.capacity_bytes:
         yield SHM_RING, f"{cache.bytes} bytes of {cache.capacity_bytes} in use"
@@ -271,7 +279,7 @@ def shm(cache: ShmCache) -> Iterator[Said]:
         yield HITS, f"{cache.hits} hits of {cache.queries} queries"
 
 
-def encoder(cache: EncoderCache) -> Iterator[Said]:
+def encoder(cache: EncoderCache) -> Iterator[Evidence]:
     taken = cache.slots - cache.free_slots
     by_key = cache.slots_by_key
     if by_key is not None:
@@ -286,7 +294,7 @@ def encoder(cache: EncoderCache) -> Iterator[Said]:
                 ),
             )
         if sum(by_key.values()) != taken:
-            yield SLOT_SUM, f"{taken} slots are taken, the entries have {sum(by_key.values())}"
+            yield SLOT_SUM, f"{taken} slots are in use, the entries have {sum(by_key.values())}"
     freeable = cache.freeable_slots - cache.free_slots
     if sum(cache.freeable.values()) != freeable:
         yield (
@@ -299,7 +307,7 @@ def encoder(cache: EncoderCache) -> Iterator[Said]:
         yield (
             FREEABLE_KEYS,
             both(
-                "freeable though in use or gone",
+                "freeable but in use or gone",
                 cache.freeable.keys() - unused,
                 "unused but not freeable",
                 unused - cache.freeable.keys(),
@@ -308,11 +316,11 @@ def encoder(cache: EncoderCache) -> Iterator[Said]:
     elif by_key is not None and (
         wrong := [key for key, slots in cache.freeable.items() if by_key.get(key) != slots]
     ):
-        yield FREEABLE_KEYS, f"with another number of slots: {some(wrong)}"
+        yield FREEABLE_KEYS, f"entries with different slot counts: {some(wrong)}"
     if not 0 <= cache.free_slots <= cache.freeable_slots <= cache.slots:
         yield (
             SLOT_BOUNDS,
-            f"{cache.free_slots} free, {cache.freeable_slots} freeable, {cache.slots} in all",
+            f"{cache.free_slots} free, {cache.freeable_slots} freeable, {cache.slots} in total",
         )
     if cache.inputs is not None:
         entries = {(name, key) for key, names in cache.cached.items() for name in names}
@@ -321,24 +329,24 @@ def encoder(cache: EncoderCache) -> Iterator[Said]:
         if known != inputs:
             yield (
                 REFERENCES,
-                f"{len(known - inputs)} references of entries to requests that do not hold them, "
-                f"{len(inputs - known)} the other way round",
+                f"{len(known - inputs)} references of entries to requests without such an input, "
+                f"{len(inputs - known)} inputs of requests without such a reference",
             )
     if cache.strangers:
         yield STRANGERS, f"requests {some(cache.strangers)}"
 
 
-def encoder_decoder(cache: EncoderDecoderCache) -> Iterator[Said]:
+def encoder_decoder(cache: EncoderDecoderCache) -> Iterator[Evidence]:
     if cache.free_slots > cache.slots:
         yield OVER_FREED, f"{cache.free_slots} free of {cache.slots}"
 
 
-def nothing(_: WorkerEncoderCache) -> Iterator[Said]:
-    """A worker's dictionary can only be judged beside the scheduler's."""
+def nothing(_: WorkerEncoderCache) -> Iterator[Evidence]:
+    """A worker's cache can only be compared with the scheduler's."""
     yield from ()
 
 
-CHECKS: dict[type, Callable[[Any], Iterator[Said]]] = {
+CHECKS: dict[type, Callable[[Any], Iterator[Evidence]]] = {
     LruCache: lru,
     ShmCache: shm,
     EncoderCache: encoder,
@@ -351,7 +359,7 @@ Side = tuple[ProcessCaches, LruCache]
 
 
 def pair(sample: Sample) -> tuple[Side, Side] | None:
-    """Front end and engine where one mirrors the other, None where there is no such pair."""
+    """The caches of front end and engine if one mirrors the other; None otherwise."""
     sides: dict[str, list[Side]] = {"P0": [], "P1": []}
     for process in sample.processes:
         for cache in process.caches:
@@ -362,18 +370,18 @@ def pair(sample: Sample) -> tuple[Side, Side] | None:
 
 
 def undecided(sample: Sample) -> bool:
-    """Whether the two sides differ, and it takes all their keys to say how."""
+    """Whether the two sides differ and only all their keys can show how."""
     if not sample.quiet or (sides := pair(sample)) is None:
         return False
     (_, front), (_, back) = sides
-    told = front.digest and (front.digest, front.bytes) == (back.digest, back.bytes)
-    return not told and (front.order is None or back.order is None)
+    same = front.digest and (front.digest, front.bytes) == (back.digest, back.bytes)
+    return not same and (front.order is None or back.order is None)
 
 
 def mirrored(sample: Sample) -> Iterator[Finding]:
-    """Front end against engine, where one mirrors the other.
+    """What differs between front end and engine if one mirrors the other.
 
-    Requests in flight break this without harm, so it is asked of a quiet server only.
+    Requests in flight make them differ without harm, so this is for a quiet server only.
     """
     if (sides := pair(sample)) is None:
         return
@@ -382,23 +390,23 @@ def mirrored(sample: Sample) -> Iterator[Finding]:
         return
     sent = dict(zip(front.order or (), front.sizes or (), strict=True))
     held = dict(zip(back.order or (), back.sizes or (), strict=True))
-    about = f"P0 of {process.role} {process.pid} and P1 of {engine.role} {engine.pid}"
-    if ahead := sent.keys() - held.keys():
-        yield FRONT_ONLY.at(about, some(ahead))
-    if behind := held.keys() - sent.keys():
-        yield ENGINE_ONLY.at(about, some(behind))
+    subject = f"P0 of {process.role} {process.pid} and P1 of {engine.role} {engine.pid}"
+    if front_only := sent.keys() - held.keys():
+        yield FRONT_ONLY.at(subject, some(front_only))
+    if engine_only := held.keys() - sent.keys():
+        yield ENGINE_ONLY.at(subject, some(engine_only))
     shared = [key for key in sent if key in held]
     if shared != [key for key in held if key in sent]:
-        yield ORDER.at(about, f"{len(shared)} entries in common")
-    if unlike := [key for key in shared if sent[key] != held[key]]:
-        yield SIZES.at(about, some(unlike))
+        yield ORDER.at(subject, f"{len(shared)} entries in common")
+    if differing := [key for key in shared if sent[key] != held[key]]:
+        yield SIZES.at(subject, some(differing))
 
 
 def ahead(snapshot: CacheSnapshot) -> tuple[int, list[str]] | None:
-    """The front end's pid and its entries that the engine does not have, in every sample.
+    """The front end's pid and its entries that the engine lacks, in every sample.
 
     Returns:
-        None where there are none, or where requests in flight explain them.
+        None if there are none, or if requests in flight explain them.
     """
     if FRONT_ONLY.code not in {finding.code for finding in diagnose(snapshot)}:
         return None
@@ -413,29 +421,29 @@ def ahead(snapshot: CacheSnapshot) -> tuple[int, list[str]] | None:
 
 
 def encoders(sample: Sample) -> Iterator[Finding]:
-    """Scheduler against its workers, between two steps."""
+    """What differs between a scheduler and its workers, between two steps."""
     setup = setup_of(sample)
     if setup is not None and setup.encoder_connector:
-        return  # a worker's entries come from, and go, elsewhere
+        return  # a worker receives entries from elsewhere and sends them elsewhere
     for process, cache in schedulers(sample):
         for worker, outputs in workers_of(process, sample):
-            about = f"{process.role} {process.pid} and {worker.role} {worker.pid}"
+            subject = f"{process.role} {process.pid} and {worker.role} {worker.pid}"
             held = set(outputs.keys)
             if isinstance(cache, EncoderDecoderCache):
-                wanted, counted_on = set(cache.passing), set[str]()
+                allowed, required = set(cache.passing), set[str]()
             else:
-                wanted = set(cache.cached)
-                counted_on = wanted if runs_encoder(outputs, setup) else set()
-            if counted_on - held:
-                yield WORKER_MISSES.at(about, some(counted_on - held))
-            if held - wanted:
-                yield WORKER_LEAK.at(about, some(held - wanted))
+                allowed = set(cache.cached)
+                required = allowed if runs_encoder(outputs, setup) else set()
+            if required - held:
+                yield WORKER_MISSES.at(subject, some(required - held))
+            if held - allowed:
+                yield WORKER_LEAK.at(subject, some(held - allowed))
 
 
 def schedulers(
     sample: Sample,
 ) -> Iterator[tuple[ProcessCaches, EncoderCache | EncoderDecoderCache]]:
-    """Each scheduler's encoder cache with its process."""
+    """The encoder cache of each scheduler, with its process."""
     for process in sample.processes:
         for cache in process.caches:
             if isinstance(cache, (EncoderCache, EncoderDecoderCache)):
@@ -455,34 +463,34 @@ def workers_of(
 
 
 def runs_encoder(worker: WorkerEncoderCache, setup: Setup | None) -> bool:
-    """Whether a worker encodes at all: with several stages only the first one does."""
+    """Whether a worker encodes: with pipeline parallelism only the first stage does."""
     if setup is None or (setup.pipeline_parallel or 1) == 1:
         return True
     return worker.rank is not None and worker.rank < (setup.tensor_parallel or 1)
 
 
 def notes(sample: Sample) -> list[Note]:
-    """What kind of server this is as far as caches go, in words."""
-    told = kind(setup_of(sample))
+    """Which caches this kind of server has, and what was not compared."""
+    found = kind(setup_of(sample))
     if not sample.quiet:
-        told.append(
+        found.append(
             Note(
                 "busy",
-                "requests were in flight, or a process did not tell: front end and engine, "
+                "requests were in flight, or a process did not answer: front end and engine, "
                 "scheduler and worker were not compared",
             )
         )
-    return told
+    return found
 
 
 def kind(setup: Setup | None) -> list[Note]:
-    """What kind of server this is, by its setup."""
+    """Which caches a server with this setup has, or why it has none."""
     if setup is None:
         return [
             Note(
                 "unknown",
-                "no engine and no worker told how the server is set up: what is not shown may "
-                "not be there",
+                "no engine and no worker reported the server's setup: caches that are not shown "
+                "may not exist",
             )
         ]
     if setup.encoder_decoder:
@@ -490,16 +498,16 @@ def kind(setup: Setup | None) -> list[Note]:
             Note(
                 "encoder-decoder",
                 "an encoder-decoder model: vLLM has no multimodal processor cache for it, counts "
-                "encoder slots without keeping entries, and frees each twice",
+                "encoder slots without entries, and frees each slot twice",
             )
         ]
     if not setup.multimodal:
         return [
             Note("text-model", "a text model: it has no multimodal cache and no encoder entries")
         ]
-    told = []
+    found = []
     if setup.cache_gb is not None and setup.cache_gb <= 0:
-        told.append(
+        found.append(
             Note("cache-off", "the multimodal processor cache is off: --mm-processor-cache-gb is 0")
         )
     elif (setup.api_processes or 1) > 1 or (setup.data_parallel or 1) > 1:
@@ -508,15 +516,14 @@ def kind(setup: Setup | None) -> list[Note]:
             if (setup.api_processes or 1) > 1
             else f"{setup.data_parallel} engines"
         )
-        told.append(
+        found.append(
             Note(
                 "processor-only",
-                f"{several}: each front end caches what it processed for itself alone, and the "
-                "engine keeps no copy",
+                f"{several}: each front end has a cache of its own, and the engine keeps no copy",
             )
         )
     elif setup.cache_type == "shm":
-        told.append(
+        found.append(
             Note(
                 "shm",
                 "the cache is in shared memory (--mm-processor-cache-type shm): the front end "
@@ -524,18 +531,18 @@ def kind(setup: Setup | None) -> list[Note]:
             )
         )
     if setup.encoder_connector:
-        told.append(
+        found.append(
             Note(
                 "encoder-connector",
                 "encoder outputs are transferred: scheduler and worker are not compared",
             )
         )
-    return told
+    return found
 
 
 def setup_of(sample: Sample) -> Setup | None:
-    """How the server is set up, from the first process that says."""
-    return next((each.setup for each in sample.processes if each.setup), None)
+    """How the server is set up, from the first process that reports it."""
+    return next((process.setup for process in sample.processes if process.setup), None)
 
 
 def subject(process: ProcessCaches, cache: Cache) -> str:
@@ -544,18 +551,18 @@ def subject(process: ProcessCaches, cache: Cache) -> str:
 
 
 def some(keys: Iterable[object]) -> str:
-    """How many keys, and the first few."""
+    """The number of keys, and the first few."""
     listed: Sequence[str] = sorted(map(str, keys))
     more = ", …" if len(listed) > SHOWN else ""
     return f"{len(listed)}: " + ", ".join(short(key) for key in listed[:SHOWN]) + more
 
 
 def both(one: str, keys: Iterable[object], other: str, others: Iterable[object]) -> str:
-    """Two lists of keys, those that are empty left out."""
+    """Two lists of keys with their names; an empty list is left out."""
     pairs = ((one, list(keys)), (other, list(others)))
-    return "; ".join(f"{what}: {some(listed)}" for what, listed in pairs if listed)
+    return "; ".join(f"{name}: {some(listed)}" for name, listed in pairs if listed)
 
 
 def short(key: str) -> str:
-    """A key cut to what a person compares."""
+    """A key, cut to what a person can compare."""
     return key if len(key) <= 14 else f"{key[:12]}…"

@@ -1,15 +1,14 @@
-"""Where front end and engine, scheduler and worker differ for good, though requests are in flight.
+"""Lasting differences between the sides of caches while requests are in flight.
 
 Scheduler and workers are read at the same step and must agree in each look. Front end and engine
 are never at the same request, so only what can be proved counts, of the last look:
 
-- An entry that no request has used since the first look is among the front end's oldest: using
-  one moves it to the end of the order and counts a query, so as many as there were queries may
-  have been used, and those before them were not.
-- Whoever put such an entry there, or in its place, has reached the engine since, or is over
-  (`Comparison.settled`); so the engine has it too, in the same place, or never will.
-- While such an entry is left nothing newer was evicted, so what the engine alone has, in no
-  reading of the front end's, the front end has lost before.
+- A use of an entry moves it to the end of the LRU order and counts a query. If there were N queries
+  since the first look, at most the last N entries were used; the older ones were not.
+- The request that added or moved such an older entry has reached the engine since, or is over
+  (`Comparison.settled`). So the engine has the entry, in the same place, or never will.
+- While such an entry is left, nothing newer was evicted. So an entry that the engine has, and that
+  no reading of the front end has, was lost by the front end before.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from .caches import (
     Note,
     encoders,
     kind,
+    lasting,
     mirrored,
     pair,
     runs_encoder,
@@ -33,12 +33,12 @@ from .caches import (
 )
 from .findings import Finding
 
-# Notes that say that not everything was judged.
+# Codes of notes: some entries were not compared.
 PARTLY = frozenset({"unsettled", "reset", "in-use"})
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Two sides of a cache as the last look found them, requests in flight included.
+    """Two sides of a cache as the last look found them, with requests in flight.
 
     Args:
         kind: ``mm-lru`` or ``encoder``.
@@ -47,9 +47,9 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
         pids: theirs.
         entries: keys of each.
         common: keys that both have.
-        only: keys that only the one has.
-        same_order: whether the common keys have the same order; None where order means nothing.
-        judged: of the first side's entries those of which it can be told whether they drifted.
+        only: keys that only the one side has.
+        same_order: whether the common keys have the same order; None if order means nothing.
+        judged: how many of the first side's entries could be compared.
     """
 
     kind: str
@@ -64,41 +64,41 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worthwhile(sample: Sample) -> bool:
-    """Whether a server at work, as a sample found it, has two sides that could drift apart."""
+    """Whether a sample is of a busy server with two sides that may differ."""
     setup = setup_of(sample)
     return not sample.quiet and setup is not None and bool(setup.multimodal)
 
 
 def undecided(comparison: Comparison) -> Iterator[Note]:
-    """Why nothing at all was decided about front end and engine; nothing where something was."""
-    told = [note for note in notes(comparison) if note.code in PARTLY]
-    yield from told if not any(each.judged for each in mirrors(comparison)) else ()
+    """Why no entry of front end and engine could be compared; nothing if some could."""
+    if not any(mirror.judged for mirror in mirrors(comparison)):
+        yield from (note for note in notes(comparison) if note.code in PARTLY)
 
 
 def mirrors(comparison: Comparison) -> Iterator[Pair]:
-    yield from (each for each in pairs(comparison) if each.kind == "mm-lru")
+    """Front end and engine, if one mirrors the other."""
+    yield from (found for found in pairs(comparison) if found.kind == "mm-lru")
 
 
 def drift(comparison: Comparison) -> list[Finding]:
-    """What differs, worst first; what scheduler and worker differ in must do so in every look."""
-    *earlier, last = (list(encoders(sample(each))) for each in comparison.looks)
-    seen = [{(each.code, each.subject) for each in look} for look in earlier]
-    found = [each for each in last if all((each.code, each.subject) in look for look in seen)]
+    """What differs, worst first; scheduler and worker must differ in every look."""
+    *earlier, last = (list(encoders(sample(look))) for look in comparison.looks)
+    found = lasting(earlier, last)
     if (reduced := provable(comparison)) is not None:
         found += mirrored(reduced)
-    return sorted(found, key=lambda each: -each.severity.rank)
+    return sorted(found, key=lambda finding: -finding.severity.rank)
 
 
 def sample(look: Look) -> Sample:
-    """A look as `diagnose.caches` takes it."""
+    """A look as a sample for `diagnose.caches`."""
     return Sample(taken_at=0.0, processes=[look.front, *look.engines])
 
 
 def provable(comparison: Comparison) -> Sample | None:
-    """The last look without those entries that requests in flight may explain.
+    """The last look without the entries that requests in flight may explain.
 
     Returns:
-        None where there is nothing to judge, or nothing that can be judged.
+        None if there is nothing to compare, or nothing that can be compared.
     """
     earlier, later = pair(sample(comparison.looks[0])), pair(sample(comparison.looks[-1]))
     after, end = front(comparison.after), front(comparison.end)
@@ -108,11 +108,11 @@ def provable(comparison: Comparison) -> Sample | None:
     (process, now), (engine, back) = later
     used = end.queries - then.queries
     if used < 0:
-        return None  # it was reset meanwhile
+        return None  # the cache was reset in between
     order = after.order or []
-    calm = set(order[: max(len(order) - used, 0)])
+    unused = set(order[: max(len(order) - used, 0)])
     beyond = set(back.order or ()).difference(then.order or (), now.order or (), order)
-    judged = calm | beyond if calm or not used else set()
+    judged = unused | beyond if unused or not used else set()
     return Sample(
         taken_at=0.0,
         processes=[
@@ -125,8 +125,8 @@ def provable(comparison: Comparison) -> Sample | None:
 def front(process: ProcessCaches | None) -> LruCache | None:
     """The front end's mirrored cache."""
     caches = process.caches if process else []
-    lrus = (each for each in caches if isinstance(each, LruCache))
-    return next((each for each in lrus if each.kind == "mm-lru"), None)
+    lrus = (cache for cache in caches if isinstance(cache, LruCache))
+    return next((cache for cache in lrus if cache.kind == "mm-lru"), None)
 
 
 def only(cache: LruCache, keys: set[str]) -> LruCache:
@@ -138,9 +138,9 @@ def only(cache: LruCache, keys: set[str]) -> LruCache:
 
 
 def pairs(comparison: Comparison) -> Iterator[Pair]:
-    """The sides that there are to compare."""
-    whole = sample(comparison.looks[-1])
-    if (sides := pair(whole)) is not None:
+    """The sides that can be compared."""
+    last = sample(comparison.looks[-1])
+    if (sides := pair(last)) is not None:
         (one, sent), (other, held) = sides
         reduced = provable(comparison)
         judged = pair(reduced) if reduced is not None else None
@@ -151,18 +151,18 @@ def pairs(comparison: Comparison) -> Iterator[Pair]:
             judged=len(judged[0][1].order or ()) if judged else 0,
             ordered=True,
         )
-    setup = setup_of(whole)
+    setup = setup_of(last)
     if setup is not None and setup.encoder_connector:
         return
-    for process, cache in schedulers(whole):
-        for worker, outputs in workers_of(process, whole):
+    for process, cache in schedulers(last):
+        for worker, outputs in workers_of(process, last):
             keys = cache.passing if isinstance(cache, EncoderDecoderCache) else list(cache.cached)
-            told = isinstance(cache, EncoderCache) and runs_encoder(outputs, setup)
+            comparable = isinstance(cache, EncoderCache) and runs_encoder(outputs, setup)
             yield both(
                 "encoder",
                 ("scheduler", process, keys),
                 ("worker", worker, outputs.keys),
-                judged=len(keys) if told else 0,
+                judged=len(keys) if comparable else 0,
             )
 
 
@@ -191,31 +191,30 @@ def both(
 
 
 def notes(comparison: Comparison) -> list[Note]:
-    """What there is not to compare, and what can't be told."""
-    last = comparison.looks[-1]
-    whole = sample(last)
-    told = kind(setup_of(whole))
-    if pair(whole) is None:
-        return told
+    """What is not there to compare, and what could not be compared."""
+    last = sample(comparison.looks[-1])
+    found = kind(setup_of(last))
+    if pair(last) is None:
+        return found
     if not comparison.settled:
-        told.append(
+        found.append(
             Note(
                 "unsettled",
-                f"a request has been with the front end for {comparison.waited_s:.1f} s without "
-                "reaching the engine: what P0 and P1 differ in may be its doing, and was not "
-                "judged",
+                f"a request has been in the front end for {comparison.waited_s:.1f} s without "
+                "reaching the engine: P0 and P1 were not compared, because it may explain what "
+                "differs",
             )
         )
     elif provable(comparison) is None:
-        told.append(Note("reset", "the caches were reset meanwhile: P0 and P1 were not judged"))
+        found.append(Note("reset", "the caches were reset in between: P0 and P1 were not compared"))
     else:
-        (each, *_) = pairs(comparison)
-        if each.judged < each.entries[0]:
-            told.append(
+        (front_end, *_) = pairs(comparison)
+        if front_end.judged < front_end.entries[0]:
+            found.append(
                 Note(
                     "in-use",
-                    f"{each.entries[0] - each.judged} of P0's {each.entries[0]} entries may have "
-                    "been used meanwhile, and were not judged",
+                    f"{front_end.entries[0] - front_end.judged} of P0's {front_end.entries[0]} "
+                    "entries were not compared, because requests may have used them in between",
                 )
             )
-    return told
+    return found

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a server, worst first; pure, from one snapshot."""
+"""All findings of a server, worst first; pure, from one snapshot."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from ..protocol.pasted import Pasted
 from ..protocol.server import Look, ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
 from . import caches, compares, memory, progress, server, stacks
+from .facts import from_metrics
 from .findings import Finding, Severity
 from .signatures import catalogue
 
-# Among the equally bad the cause comes before what only shows it.
-SHOWS = {"engine.no-progress": 1, "engine.unreached": 1, "api.silent": 1, "canary.failed": 2}
-# What says less about the same, by what says more.
+# Of two findings with one severity the cause comes before the symptom: a higher number comes later.
+SYMPTOMS = {"engine.no-progress": 1, "engine.unreached": 1, "api.silent": 1, "canary.failed": 2}
+# A finding hides those that say less about the same thing.
 HIDES = {
     "engine.missing": {"stack.engine-core-missing", "api.unhealthy", "process.ended"},
     "process.ended": {"process.dead"},
@@ -34,12 +35,12 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """The answer.
+    """The result of a diagnosis.
 
     Args:
         findings: worst first.
         stalls: what has stopped.
-        explanation: what the stacks say; None where there are none.
+        explanation: what the stacks say; None without stacks.
     """
 
     findings: tuple[Finding, ...]
@@ -53,8 +54,8 @@ def checks() -> list[Check]:
     rules += [rule for rule in server.CATALOGUE.values() if rule not in rules]
     found = [Check(rule.code, rule.severity, rule.title) for rule in rules]
     found += [Check(s.code, s.severity, s.title) for s in catalogue() if s.hang]
-    found.append(Check("stack.crash", Severity.ERROR, "a traceback ends a process"))
-    return sorted(found, key=lambda each: each.code)
+    found.append(Check("stack.crash", Severity.ERROR, "a traceback shows why a process ended"))
+    return sorted(found, key=lambda check: check.code)
 
 
 def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -> Diagnosis:
@@ -62,7 +63,7 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
 
     Args:
         snapshot: of a server, live or from a bundle.
-        patience_s: how long a server may show no sign while requests are there.
+        patience_s: seconds that a server may make no progress while requests are pending.
     """
     explained = explanation(snapshot, patience_s)
     stopped = stalled(snapshot, explained, patience_s)
@@ -79,7 +80,7 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
 def explanation(
     snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S
 ) -> stacks.Explanation | None:
-    """What the stacks say, with the figures that were taken beside them; None without stacks."""
+    """What the stacks say, together with the figures of the looks; None without stacks."""
     return explain(snapshot.stacks, snapshot.looks, patience_s) if snapshot.stacks else None
 
 
@@ -88,12 +89,12 @@ def explain(
     looks: Sequence[Look],
     patience_s: float = progress.PATIENCE_S,
 ) -> stacks.Explanation:
-    """What stacks of all processes say, and looks that were taken beside them."""
+    """What the stacks of all processes say, together with the figures of the looks."""
     pasted = Pasted(tuple(samples), complete=True)
     known = facts(looks, patience_s)
     alone = stacks.explain(pasted)
-    # The gauge of running requests keeps its value when the last one is aborted; an idle engine
-    # that was seen three times is surer. Deferred requests are what it waits for without a sign.
+    # The gauge of running requests keeps its value when the last request is aborted, so stacks that
+    # show an idle engine count more. An engine that waits for deferred requests looks idle, too.
     if alone.verdict == "idle" and not engines(looks) and known.get("deferred", "0") == "0":
         return alone
     return stacks.explain(pasted, known)
@@ -106,10 +107,10 @@ def engines(looks: Sequence[Look]) -> list[Beat]:
 
 
 def facts(looks: Sequence[Look], patience_s: float) -> dict[str, str]:
-    """Figures for the stacks' signatures; an agent's are fresh, the metrics' may be stale."""
+    """Facts for the stacks' signatures; an agent's are fresh, those of metrics may be stale."""
     if not looks:
         return {}
-    found = stacks.figures(looks[0].metrics, looks[-1].metrics, looks[-1].at_s - looks[0].at_s)
+    found = from_metrics(looks[0].metrics, looks[-1].metrics, looks[-1].at_s - looks[0].at_s)
     if beats := engines(looks):
         found["running"] = str(sum(beat.running or 0 for beat in beats))
         found["waiting"] = str(sum(beat.waiting or 0 for beat in beats))
@@ -121,12 +122,12 @@ def facts(looks: Sequence[Look], patience_s: float) -> dict[str, str]:
 
 
 def pace(looks: Sequence[Look]) -> dict[str, str]:
-    """For how long the engine stands still that does so longest, and whether it takes steps."""
-    telling = [p for p in progress.living(looks[-1]) if p.age_s < progress.LATE_S]
-    still = {p.pid: p.beat.still_s for p in telling if p.beat.still_s is not None}
+    """How long the slowest engine has made no progress, and whether its steps go on."""
+    fresh = [pulse for pulse in progress.living(looks[-1]) if pulse.age_s < progress.LATE_S]
+    still = {pulse.pid: pulse.beat.still_s for pulse in fresh if pulse.beat.still_s is not None}
     if not still or len(looks) < 2:
         return {}
-    slowest = max(telling, key=lambda pulse: still.get(pulse.pid, -1.0))
+    slowest = max(fresh, key=lambda pulse: still.get(pulse.pid, -1.0))
     steps = "moving" if progress.stepping(looks, slowest) else "frozen"
     return {"steps": steps, "still": f"{still[slowest.pid]:.0f}"}
 
@@ -134,29 +135,33 @@ def pace(looks: Sequence[Look]) -> dict[str, str]:
 def stalled(
     snapshot: ServerSnapshot, explained: stacks.Explanation | None, patience_s: float
 ) -> list[progress.Stall]:
-    """What has stopped; a doubtful one as far as stacks and agents bear it out."""
+    """What has stopped; a doubtful stall counts only if stacks and agents confirm it."""
     verdict = explained.verdict if explained else None
-    answered = {progress.named(each) for each in snapshot.told}
+    answered = {progress.process_name(told) for told in snapshot.told}
     found = progress.stalls(snapshot.looks, patience_s)
-    return [each for each in found if each.stands(verdict, answered)]
+    return [stall for stall in found if stall.is_confirmed(verdict, answered)]
 
 
 def stalls(found: Sequence[progress.Stall]) -> Iterator[Finding]:
     rules = {rule.code: rule for rule in progress.RULES}
-    for each in found:
-        yield rules[each.code].at(each.subject, each.evidence)
+    for stall in found:
+        yield rules[stall.code].at(stall.subject, stall.evidence)
 
 
 def hung(explained: stacks.Explanation | None) -> Iterator[Finding]:
-    """What the stacks prove: a signature that work fits, too, is none."""
-    for each in explained.findings if explained else ():
-        if each.hang and each.confidence != "possible":
-            yield each
+    """The hangs that the stacks show; a possible one is none, because work looks the same."""
+    for finding in explained.findings if explained else ():
+        if finding.hang and finding.confidence != "possible":
+            yield finding
 
 
 def ranked(found: Sequence[Finding]) -> list[Finding]:
-    """Each once, worst first; the cause before what only shows it."""
-    here = {each.code for each in found}
-    hidden = {code for each in here for code in HIDES.get(each, ())}
-    once = {(each.code, each.subject): each for each in found if each.code not in hidden}
-    return sorted(once.values(), key=lambda each: (-each.severity.rank, SHOWS.get(each.code, 0)))
+    """Every finding once, worst first; the cause before its symptoms."""
+    hidden = {code for finding in found for code in HIDES.get(finding.code, ())}
+    once = {
+        (finding.code, finding.subject): finding for finding in found if finding.code not in hidden
+    }
+    return sorted(
+        once.values(),
+        key=lambda finding: (-finding.severity.rank, SYMPTOMS.get(finding.code, 0)),
+    )

@@ -10,7 +10,7 @@ import msgspec
 
 
 class Severity(StrEnum):
-    """How bad: worth knowing, worth a look, broken."""
+    """How bad a finding is: good to know, may cause trouble, broken."""
 
     INFO = "info"
     WARNING = "warning"
@@ -28,10 +28,11 @@ class Finding(msgspec.Struct, frozen=True):
         code: a stable word, such as ``mm-cache.ghost-keys``.
         severity: how bad it is.
         subject: what it is about, such as ``P1 mm-lru of engine 123``.
-        title: what it is, in a line.
+        title: what is wrong, in one line.
         evidence: what was seen, with figures.
         next: what to do.
-        reference: where upstream deals with it, empty where nowhere.
+        page: the name that ``vllmops help`` takes for its page: its code.
+        reference: a public report or pull request; empty without one.
     """
 
     code: str
@@ -40,12 +41,13 @@ class Finding(msgspec.Struct, frozen=True):
     title: str
     evidence: str
     next: str
+    page: str
     reference: str = ""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of finding; `at` makes one. The fields are those of `Finding`."""
+    """A kind of finding. The fields are those of `Finding`."""
 
     code: str
     severity: Severity
@@ -54,11 +56,20 @@ class Rule:
     reference: str = ""
 
     def at(self, subject: str, evidence: str) -> Finding:
+        """A finding of this kind."""
         return Finding(
-            self.code, self.severity, subject, self.title, evidence, self.next, self.reference
+            code=self.code,
+            severity=self.severity,
+            subject=subject,
+            title=self.title,
+            evidence=evidence,
+            next=self.next,
+            page=self.code,
+            reference=self.reference,
         )
 
 
 def worst(findings: Iterable[Finding]) -> Severity | None:
-    """The highest severity among findings, None where there are none."""
-    return max((each.severity for each in findings), key=lambda each: each.rank, default=None)
+    """The highest severity among findings; None without findings."""
+    severities = (finding.severity for finding in findings)
+    return max(severities, key=lambda severity: severity.rank, default=None)

@@ -1,7 +1,7 @@
-"""Whether a server has stopped getting on; pure, from looks at it.
+"""Whether a server makes no progress; pure, from looks at it.
 
-``/health`` and the gauge of running requests tell nothing of it: the first makes no round trip to
-the engine, the second keeps its last value when nobody counts any more.
+``/health`` and the gauge of running requests can't show it: ``/health`` makes no round trip to the
+engine, and the gauge keeps its last value when the engine stops.
 """
 
 from __future__ import annotations
@@ -14,62 +14,63 @@ import msgspec
 from ..protocol.server import Look, Pulse, Told
 from .findings import Rule, Severity
 
-# The longest that a healthy server keeps requests without a sign: a step, with some to spare.
+# The longest time that a healthy server makes no progress with requests pending: a step, and more.
 PATIENCE_S = 10.0
-# Metrics count a prompt's tokens when the last of them is through: they want more patience.
+# Metrics count a prompt's tokens when all of them are processed, so they need more patience.
 METRICS_FACTOR = 3.0
 # A beat is due every second, and a busy machine may be late with it.
 LATE_S = 3.0
 SAME_BEAT_S = 0.1
-# Pictures are fetched and decoded before the engine hears of a request.
+# The API server fetches and decodes images before it gives a request to the engine.
 RENDERING_S = 5.0
-# An engine that is dead stays so: this is for a server that is just being taken down.
+# A dead engine stays dead; this leaves time to a server that is just shutting down.
 UNHEALTHY_S = 3.0
 DEAD = {"", "Z"}  # states of a process
 VITAL = {"launcher", "api", "engine", "worker", "coordinator"}
-STACKS = "see which code it is stuck in: vllmops stacks dump --explain"
+STACKS = "vllmops stacks dump --explain names the code that is stuck"
 
 NO_PROGRESS = Rule(
     "engine.no-progress",
     Severity.ERROR,
-    "requests are there, and none gets a token further",
+    "requests are pending but no tokens are produced",
     STACKS,
 )
 UNREACHED = Rule(
     "engine.unreached",
     Severity.ERROR,
-    "requests have been handed to the engine and have not come to its scheduler",
+    "requests left the API server and did not reach the scheduler",
     STACKS,
 )
 NO_PYTHON = Rule(
     "process.no-python",
     Severity.ERROR,
-    "a process runs no Python any more",
-    "it is stopped, or native code keeps the GIL: vllmops stacks dump --native tells which",
+    "a process no longer runs Python",
+    "it is stopped, or native code holds the GIL: vllmops stacks dump --native shows which",
 )
 API_SILENT = Rule(
     "api.silent",
     Severity.ERROR,
-    "the API server answers nothing, /health neither",
-    "its event loop is blocked, or the process is stopped: vllmops stacks dump --explain",
+    "the API server answers nothing, not even /health",
+    "its event loop is blocked, or the process is stopped: vllmops stacks dump --explain "
+    "shows which",
 )
 RENDERING = Rule(
     "api.no-progress",
     Severity.ERROR,
-    "a request is stuck in the API server and does not come to the engine",
+    "a request is stuck in the API server and does not reach the engine",
     STACKS,
 )
 ENDED = Rule(
     "process.ended",
     Severity.ERROR,
-    "a process of the server has ended, and the others live on",
-    "its last words: vllmops logs; then vllmops restart",
+    "a process of the server has ended, but others are still alive",
+    "vllmops logs shows its last lines; then vllmops restart",
 )
 UNHEALTHY = Rule(
     "api.unhealthy",
     Severity.ERROR,
     "/health says that the engine is dead",
-    "vllmops logs --process engine; then vllmops restart",
+    "vllmops logs --process engine shows its last lines; then vllmops restart",
 )
 RULES = (NO_PROGRESS, UNREACHED, NO_PYTHON, API_SILENT, RENDERING, ENDED, UNHEALTHY)
 
@@ -80,12 +81,12 @@ class Stall(msgspec.Struct, frozen=True):
     Args:
         code: of the rule.
         subject: what has stopped.
-        since_s: for how long it is known to have, in seconds.
+        since_s: for how many seconds at least.
         evidence: what was seen.
-        doubt: what else it may be: ``idle``, where figures may be stale, and ``work``, which may
-            take as long, so that stacks must be asked; ``writing``, where only the heartbeat's
-            file may be, so that the agent must.
-        mark: the same for as long as such a doubt is about the same.
+        doubt: what else it may be. ``idle``: the figures may be stale. ``work``: work may take as
+            long. The stacks decide both. ``writing``: only the heartbeat's file may be late; the
+            agent's answer decides.
+        mark: stays the same while the stall is the same one.
     """
 
     code: str
@@ -95,12 +96,12 @@ class Stall(msgspec.Struct, frozen=True):
     doubt: Literal["", "idle", "work", "writing"] = ""
     mark: str = ""
 
-    def stands(self, verdict: str | None, answered: Collection[str]) -> bool:
-        """Whether it counts.
+    def is_confirmed(self, verdict: str | None, answered: Collection[str]) -> bool:
+        """Whether it is a stall, by what else is known.
 
         Args:
-            verdict: what the stacks say, None where there are none.
-            answered: the processes whose agents answered, as `named`.
+            verdict: what the stacks say; None without stacks.
+            answered: the processes whose agents answered, as `process_name` gives them.
         """
         match self.doubt:
             case "idle":
@@ -116,33 +117,33 @@ def stalls(looks: Sequence[Look], patience_s: float = PATIENCE_S) -> list[Stall]
     """What has stopped, by the last look.
 
     Args:
-        looks: in their order; the more, the longer what agents can't tell can be seen back.
-        patience_s: how long a server may show no sign while requests are there.
+        looks: oldest first; what an agent does not report needs older looks.
+        patience_s: seconds that a server may make no progress while requests are pending.
 
     Returns:
-        The most telling first; empty too where a compiler runs, whose end is waited for.
+        The most certain first; nothing while a compiler runs, because its end is waited for.
     """
     if not looks or any(look.compilers for look in looks[-2:]):
         return []
     mute = [*silent(looks, patience_s)]
     found = [*frozen(looks, patience_s), *mute, *ended(looks, patience_s)]
     found += unhealthy(looks, patience_s)
-    # Where the front end does not read answers, what it has handed over seems to be on the way.
+    # A silent API server reads no responses, so finished requests still count as handed over.
     found += [] if mute else unreached(looks, patience_s)
-    found += pythonless(looks, patience_s, bool(found))
-    found += waylaid(looks, patience_s)
+    found += without_python(looks, patience_s, bool(found))
+    found += stuck_rendering(looks, patience_s)
     if not any(pulse.beat.still_s is not None for pulse in looks[-1].pulses):
         found += counted(looks, patience_s * METRICS_FACTOR)
     return found
 
 
 def suspicious(looks: Sequence[Look]) -> bool:
-    """Whether a longer look could show a stall: something waits, and has not moved."""
+    """Whether a longer look could show a stall: requests are pending and nothing has moved."""
     return bool(stalls(looks, patience_s=0.0)) and len(looks) > 1
 
 
 def at_work(pulses: Sequence[Pulse]) -> bool:
-    """Whether every process gives signs, and its engines get on: who asks them gets an answer."""
+    """Whether heartbeats are fresh and engines make progress, so that agents will answer."""
     engines = [pulse for pulse in pulses if pulse.beat.still_s is not None]
     return bool(engines) and all(
         pulse.age_s < LATE_S and pulse.age_s + (pulse.beat.still_s or 0.0) < LATE_S
@@ -151,43 +152,43 @@ def at_work(pulses: Sequence[Pulse]) -> bool:
 
 
 def living(look: Look) -> list[Pulse]:
-    """The heartbeats of processes that live; one's file may outlive it."""
+    """The heartbeats of live processes; a heartbeat's file may outlive its process."""
     dead = {process.pid for process in look.processes if process.state in DEAD}
     return [pulse for pulse in look.pulses if pulse.pid not in dead]
 
 
 def frozen(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
-    """Engines whose requests stand still, by their own word."""
+    """Engines that report no progress with their requests."""
     for pulse in living(looks[-1]):
         beat = pulse.beat
         if not beat.still_s or pulse.age_s >= LATE_S:
-            continue  # a late one says nothing of now
+            continue  # a late heartbeat does not tell the present
         still_s = beat.still_s + pulse.age_s
         if still_s >= patience_s:
             evidence = (
-                f"{beat.running} running and {beat.waiting} waiting, none a token further for "
+                f"{beat.running} running and {beat.waiting} waiting requests, no token for "
                 f"{still_s:.0f} s; step {beat.current_step}"
             )
             if stepping(looks, pulse):
-                evidence += ", and steps go on: they schedule nothing"
-            yield Stall(NO_PROGRESS.code, named(pulse), still_s, evidence)
+                evidence += "; steps go on but schedule nothing"
+            yield Stall(NO_PROGRESS.code, process_name(pulse), still_s, evidence)
 
 
 def stepping(looks: Sequence[Look], pulse: Pulse) -> bool:
-    """Whether an engine's steps go on although its requests stand still."""
-    # The beat that saw the last token is left out: its step may have been on the way.
+    """Whether an engine's steps go on although its requests make no progress."""
+    # The heartbeat of the last token is left out: its step may not have been counted yet.
     began_s = looks[-1].at_s - pulse.age_s - (pulse.beat.still_s or 0.0) + SAME_BEAT_S
     steps = {
-        each.beat.current_step
+        earlier.beat.current_step
         for look in looks
-        for each in look.pulses
-        if each.pid == pulse.pid and look.at_s - each.age_s >= began_s
+        for earlier in look.pulses
+        if earlier.pid == pulse.pid and look.at_s - earlier.age_s >= began_s
     }
     return len(steps) > 1
 
 
 def unreached(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
-    """Requests between the front end and the engine, and none of them arrives."""
+    """Requests that left the API server and do not arrive in the engine."""
     since_s = lasting(looks, on_the_way)
     if since_s is None or since_s < patience_s:
         return
@@ -196,49 +197,49 @@ def unreached(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
     engines = [pulse for pulse in pulses if pulse.beat.still_s is not None]
     yield Stall(
         UNREACHED.code,
-        ", ".join(map(named, engines)),
+        ", ".join(map(process_name, engines)),
         since_s,
-        f"{handed} handed over by the API server; none running, none waiting for {since_s:.0f} s",
-        # Other engines, on other machines perhaps, may have them.
+        f"the API server has handed over {handed} requests; for {since_s:.0f} s the scheduler has "
+        "none running and none waiting",
+        # Other engines, perhaps on other machines, may have them.
         doubt="idle" if any("_DP" in process.title for process in looks[-1].processes) else "",
         mark=repr(on_the_way(looks[-1])),
     )
 
 
 def on_the_way(look: Look) -> object:
-    """What the front end has handed over while the engines have nothing; None where it is not so.
+    """What the API server has handed over while the engines have no request; None otherwise.
 
-    Requests that end make room for others: only where their number and the engines' steps stay
-    are they taken for the same.
+    Two looks are about the same requests only if their number and the engines' steps are the same.
     """
     engines = [pulse.beat for pulse in look.pulses if pulse.beat.still_s is not None]
     handed = sum(pulse.beat.handed or 0 for pulse in look.pulses)
     if not engines or not handed or any(beat.running or beat.waiting for beat in engines):
         return None
     if any(pulse.age_s >= LATE_S for pulse in look.pulses):
-        return None  # what it says is not of now
+        return None  # a late heartbeat does not tell the present
     return handed, tuple(beat.current_step for beat in engines)
 
 
 def silent(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
-    """API servers that do not answer: by their agents' word, or by ``/health``."""
-    told = False
+    """API servers that do not answer: their agents say so, or ``/health`` does not answer."""
+    reported = False
     for pulse in living(looks[-1]):
         blocked_s = pulse.beat.loop_s or 0.0
         if blocked_s and blocked_s >= patience_s and pulse.age_s < LATE_S:
-            told = True
+            reported = True
             evidence = f"its event loop has run nothing for {blocked_s:.0f} s"
-            yield Stall(API_SILENT.code, named(pulse), blocked_s, evidence)
+            yield Stall(API_SILENT.code, process_name(pulse), blocked_s, evidence)
     since_s = lasting(looks, lambda look: "silent" if look.health == 0 else None)
     apis = [process for process in looks[-1].processes if process.role == "api"]
-    if since_s is not None and since_s >= patience_s and apis and not told:
+    if since_s is not None and since_s >= patience_s and apis and not reported:
         subject = ", ".join(f"api {process.pid}" for process in apis)
-        evidence = f"/health takes connections, and has not answered for {since_s:.0f} s"
+        evidence = f"/health accepts connections and has not answered for {since_s:.0f} s"
         yield Stall(API_SILENT.code, subject, since_s, evidence)
 
 
 def unhealthy(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
-    """API servers whose engine is dead, by their own word."""
+    """API servers that report a dead engine."""
     asked = [look for look in looks if look.health is not None]
     since_s = lasting(asked, lambda look: look.health == 503 or None) if asked else None
     if since_s is not None and since_s >= min(patience_s, UNHEALTHY_S):
@@ -248,7 +249,7 @@ def unhealthy(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
 
 
 def ended(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
-    """Processes that are dead while an API server lives on; in an orderly end it follows soon."""
+    """Dead processes of a live API server; in a clean shutdown the API server ends soon, too."""
 
     def dead(look: Look) -> object:
         alive = [process for process in look.processes if process.state not in DEAD]
@@ -262,31 +263,31 @@ def ended(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
         yield Stall(ENDED.code, subject, since_s, f"dead for {since_s:.0f} s")
 
 
-def waylaid(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
-    """Requests that an API server keeps; a picture that comes slowly looks the same."""
+def stuck_rendering(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+    """Requests that stay in an API server; a slow download of an image looks the same."""
     for pulse in living(looks[-1]):
         since_s, blocked_s = pulse.beat.rendering_s or 0.0, pulse.beat.loop_s or 0.0
         if since_s >= max(patience_s, RENDERING_S) and max(blocked_s, pulse.age_s) < LATE_S:
             yield Stall(
                 RENDERING.code,
-                named(pulse),
+                process_name(pulse),
                 since_s,
-                f"an HTTP request came {since_s:.0f} s ago and has not come to the engine",
+                f"an HTTP request arrived {since_s:.0f} s ago and has not reached the engine",
                 doubt="work",
                 mark=f"{pulse.pid} {pulse.beat.monotonic - since_s:.2f}",
             )
 
 
-def pythonless(looks: Sequence[Look], patience_s: float, stuck: bool) -> Iterator[Stall]:
-    """Processes whose heartbeat has ended while they live.
+def without_python(looks: Sequence[Look], patience_s: float, stuck: bool) -> Iterator[Stall]:
+    """Live processes whose heartbeat has stopped.
 
-    An engine that is idle and stopped holds up nobody yet; told by `diagnose.server`, it is no
-    stall. An API server holds up whoever comes.
+    An idle engine without a heartbeat delays no request yet: it is a finding of `diagnose.server`
+    and no stall. An API server without one delays every request.
 
     Args:
-        looks: in their order.
+        looks: oldest first.
         patience_s: as in `stalls`.
-        stuck: whether something else shows that work is held up.
+        stuck: whether something else has stopped.
     """
     pulses = living(looks[-1])
     work = stuck or any(
@@ -296,7 +297,7 @@ def pythonless(looks: Sequence[Look], patience_s: float, stuck: bool) -> Iterato
         if (work or pulse.role == "api") and pulse.age_s >= max(patience_s, LATE_S):
             yield Stall(
                 NO_PYTHON.code,
-                named(pulse),
+                process_name(pulse),
                 pulse.age_s,
                 late(pulse),
                 doubt="writing",
@@ -305,13 +306,13 @@ def pythonless(looks: Sequence[Look], patience_s: float, stuck: bool) -> Iterato
 
 
 def late(pulse: Pulse) -> str:
-    """How long ago a process last gave a sign."""
-    return f"its last heartbeat is {pulse.age_s:.0f} s old, one a second is due"
+    """How old a process's last heartbeat is, in words."""
+    return f"its last heartbeat is {pulse.age_s:.0f} s old; one per second is expected"
 
 
 def counted(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
-    """Without agents: the counters stand still while requests are said to be there."""
-    since_s = lasting(looks, standing)
+    """Without agents: the counters do not change while the metrics show pending requests."""
+    since_s = lasting(looks, counters)
     if since_s is None or since_s < patience_s:
         return
     last = looks[-1].metrics
@@ -320,15 +321,15 @@ def counted(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
         NO_PROGRESS.code,
         "the server",
         since_s,
-        f"{last.running or 0:.0f} running and {last.waiting or 0:.0f} waiting by its metrics, and "
-        f"for {since_s:.0f} s none of its counters moved",
+        f"its metrics show {last.running or 0:.0f} running and {last.waiting or 0:.0f} waiting "
+        f"requests, and its counters have not changed for {since_s:.0f} s",
         doubt="idle",
-        mark=repr(standing(looks[-1])),
+        mark=repr(counters(looks[-1])),
     )
 
 
-def standing(look: Look) -> object:
-    """Where the counters stand while work is pending; None where none is, or all sleep."""
+def counters(look: Look) -> object:
+    """The counters while requests are pending; None without such requests, or in sleep mode."""
     found = look.metrics
     if found is None or not (found.running or found.waiting) or found.awake == 0:
         return None
@@ -336,17 +337,18 @@ def standing(look: Look) -> object:
 
 
 def lasting(looks: Sequence[Look], sign: Callable[[Look], object]) -> float | None:
-    """For how many seconds up to the last look a sign has been the same and not None."""
-    wanted = sign(looks[-1])
-    if wanted is None:
+    """For how many seconds a sign has been what it is in the last look; None if it is None now."""
+    current = sign(looks[-1])
+    if current is None:
         return None
-    since = looks[-1].at_s
+    since_s = looks[-1].at_s
     for look in reversed(looks):
-        if sign(look) != wanted:
+        if sign(look) != current:
             break
-        since = look.at_s
-    return looks[-1].at_s - since
+        since_s = look.at_s
+    return looks[-1].at_s - since_s
 
 
-def named(pulse: Pulse | Told) -> str:
+def process_name(pulse: Pulse | Told) -> str:
+    """Role and pid, as findings name a process."""
     return f"{pulse.role} {pulse.pid}"

@@ -1,7 +1,7 @@
 """What is wrong with a server besides its caches, stacks and memory; pure, from a snapshot.
 
-Every rule names something that is wrong on no healthy server: low figures alone, such as a cache
-that no request can hit, are shown and never judged.
+A healthy server breaks none of these rules. A low figure alone, such as a cache without hits, is
+shown and is no finding.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..protocol.patches import State
-from ..protocol.server import Disk, Leftover, ProcessState, ServerSnapshot
+from ..protocol.server import Disk, Leftover, ProcessState, ServerSnapshot, Unseen
 from .findings import Finding, Rule, Severity
-from .progress import NO_PYTHON, PATIENCE_S, UNHEALTHY, late, named
+from .progress import NO_PYTHON, PATIENCE_S, UNHEALTHY, late, process_name
 from .stacks import STOPPED
 
 INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
@@ -19,206 +19,217 @@ GIB = 1 << 30
 FULL_SHARE = 0.05
 FULL_BYTES = GIB
 LEFT_AGE_S = 60.0
-TOLD = 3  # leftovers that are told one by one
-TELLING = 5  # requests, answers: fewer in an interval prove nothing
+SHOWN_LEFTOVERS = 3
+ENOUGH = 5  # requests or responses: fewer in an interval prove nothing
+# Codes of what could not be seen: an agent that is there and broken, or of another version; stacks
+# that nobody may read. An absent agent is no defect.
+AGENT_BROKEN = {"agent.timeout", "agent.broken", "agent.mismatch", "agent.unsafe"}
+AGENT_OTHER_VERSION = {"agent.older", "agent.newer"}
+NO_STACKS = {
+    "pyspy.missing",
+    "pyspy.unusable",
+    "stacks.ptrace-scope",
+    "stacks.other-user",
+    "stacks.no-capability",
+    "stacks.seccomp",
+    "stacks.refused",
+}
 
 ENGINE_MISSING = Rule(
     "engine.missing",
     ERROR,
-    "the API server lives, its engine does not",
-    "its last words: vllmops logs --process engine; then vllmops restart",
+    "the API server is alive, but its engine is gone",
+    "vllmops logs --process engine shows its last lines; then vllmops restart",
     "https://github.com/vllm-project/vllm/issues/39863",
 )
 WORKER_MISSING = Rule(
     "worker.missing",
     ERROR,
-    "fewer workers than the server was started with",
-    "its last words: vllmops logs --process worker; then vllmops restart",
+    "fewer workers are alive than the server started with",
+    "vllmops logs --process worker shows their last lines; then vllmops restart",
 )
 DEAD_CHILD = Rule(
     "process.dead",
     ERROR,
     "a process of the server is dead, and its parent has not noticed",
-    "its last words: vllmops logs; then vllmops restart",
+    "vllmops logs shows its last lines; then vllmops restart",
 )
 UNINTERRUPTIBLE = Rule(
     "process.uninterruptible",
     WARNING,
     "a process waits in the kernel and can't be interrupted",
-    "a driver or a network file system does not answer: dmesg tells more, and no signal helps",
+    "a driver or a network file system does not answer: dmesg shows more; no signal helps",
 )
 ORPHANS = Rule(
     "process.orphaned",
     WARNING,
-    "processes are left of a server that is gone",
-    "they keep their memory, a GPU's too: kill them",
+    "processes of a dead server are left",
+    "they hold memory, also GPU memory: check that nobody uses them, then vllmops stop PID",
     "https://github.com/vllm-project/vllm/issues/55510",
 )
 FAILED = Rule(
     "server.failed",
     ERROR,
-    "the server does not come up",
+    "the server did not start",
     "vllmops logs shows why",
 )
 AGENT = Rule(
     "agent.silent",
     WARNING,
     "an agent does not answer as it should",
-    "vllmops restart loads it anew",
+    "vllmops restart loads the agent again",
 )
 AGENT_VERSION = Rule(
     "agent.version",
     INFO,
-    "the server runs another vllmops than this one",
-    "restart it when it suits, so that both are the same",
+    "server and command line have different versions of vllmops",
+    "restart the server when it suits you, so that both have the same version",
 )
 AGENT_PROBLEM = Rule(
     "agent.problem",
     INFO,
-    "an agent can't do all it should in this vLLM",
-    "what it can't see is missing here; the server is not affected",
+    "an agent can't do everything in this vLLM",
+    "what the agent can't see is missing here; the server is not affected",
 )
 PATCH_FAILED = Rule(
     "patch.failed",
     WARNING,
     "a patch could not be applied",
-    "vllmops patches list; the server runs as vLLM wrote it",
+    "vllmops patches list shows the reason; the server runs vLLM's own code",
 )
 DEFECT_PRESENT = Rule(
     "patch.off",
     WARNING,
-    "this vLLM has a defect, and its patch is off",
-    "vllmops restart without --no-patch, or vllmops attach --patch; vllmops patches show ID",
+    "this vLLM has a known defect, and its patch is off",
+    "vllmops restart without --no-patch, or vllmops attach --patch; vllmops patches show ID "
+    "explains the defect",
 )
 KNOWN_DEFECT = Rule(
     "vllm.known-defect",
     WARNING,
-    "this version of vLLM is known to have a defect",
-    "a newer vLLM, or vllmops attach --patch",
+    "this version of vLLM has a known defect",
+    "use a newer vLLM, or vllmops attach --patch",
 )
 SHM = Rule(
     "machine.shm-leftovers",
     INFO,
-    "shared memory is left of processes that are gone",
-    "it takes memory until it is removed: vllmops doctor --clean-shm",
+    "shared memory of dead processes is left",
+    "it uses memory until it is removed: vllmops doctor --clean-shm",
     "https://github.com/vllm-project/vllm/issues/51579",
 )
-DISK = Rule("machine.disk", WARNING, "a file system is nearly full", "make room on it")
+DISK = Rule(
+    "machine.disk",
+    WARNING,
+    "a file system is nearly full",
+    "free space on it",
+)
 MEMORY = Rule(
     "machine.memory",
     WARNING,
-    "hardly any memory is left",
-    "the kernel kills the largest process when it runs out: vllmops ps tells who has it",
+    "almost no memory is left",
+    "when memory runs out, the kernel kills the largest process; vllmops ps shows which "
+    "process uses how much",
 )
 GPU_MEMORY = Rule(
     "gpu.bad-memory",
     ERROR,
-    "a GPU has memory that can't be corrected",
-    "take it out of service; nvidia-smi -q -d ECC",
+    "a GPU has uncorrectable memory errors",
+    "take the GPU out of service; nvidia-smi -q -d ECC shows details",
 )
-GPU_BRAKED = Rule(
+GPU_THROTTLED = Rule(
     "gpu.throttled",
     WARNING,
-    "a GPU is braked by heat or power",
-    "nvidia-smi -q -d PERFORMANCE,TEMPERATURE",
+    "heat or power limits a GPU",
+    "nvidia-smi -q -d PERFORMANCE,TEMPERATURE shows which; check cooling and power limit",
 )
 SEVERAL_STORES = Rule(
     "responses.store-in-memory",
     WARNING,
-    "several API servers keep Responses each in its own memory",
-    "a follow-up, a retrieval or a cancellation finds its response by chance: one API server, or a "
-    "store that they share",
+    "several API servers keep responses, each in its own memory",
+    "a follow-up, a retrieval or a cancellation finds its response only by chance: use one "
+    "API server, or a store that they share (vllmops serve --store)",
     "https://github.com/vllm-project/vllm/pull/34738",
 )
 NO_KEY = Rule(
     "security.no-api-key",
     WARNING,
-    "whoever reaches this machine can use the server: it wants no API key",
+    "anybody who reaches this machine can use the server",
     "start it with VLLM_API_KEY set, or with --host 127.0.0.1",
 )
 DEV_ROUTES = Rule(
     "security.dev-routes",
     ERROR,
-    "whoever reaches this machine can put the server to sleep, or empty its caches",
+    "anybody who reaches this machine can put the server to sleep or empty its caches",
     "start it without VLLM_SERVER_DEV_MODE, or with --host 127.0.0.1",
 )
 WEAK_KEY = Rule(
     "security.signing-key",
     ERROR,
     "the key that signs conversation state is weak",
-    "64 random hex digits at least: vllmops keygen",
+    "use at least 64 random hex digits: vllmops keygen",
 )
 PYSPY = Rule(
     "tools.py-spy",
     WARNING,
-    "stacks can't be read, and will be missing when something hangs",
-    "vllmops stacks dump tells what it needs",
-)
-# Errors of the trial that hold for every process until somebody changes something.
-NO_STACKS = frozenset(
-    {
-        "pyspy.missing",
-        "pyspy.unusable",
-        "stacks.no-capability",
-        "stacks.other-user",
-        "stacks.ptrace-scope",
-        "stacks.refused",
-        "stacks.seccomp",
-    }
+    "stacks can't be read, so a hang can't be explained",
+    "vllmops stacks dump shows what is missing",
 )
 CANARY = Rule(
     "canary.failed",
     ERROR,
     "a request for one token was not answered",
-    "vllmops stacks dump --explain",
+    "vllmops stacks dump --explain names what is stuck",
 )
-CANARY_SLOW = Rule(
+CANARY_LATE = Rule(
     "canary.late",
     WARNING,
-    "a request for one token was not answered in time, and others were",
-    "it waits behind them: vllmops status shows how many",
+    "a request for one token timed out while other requests made progress",
+    "it waits behind the others: vllmops status shows how many; add replicas, or send fewer "
+    "requests at once",
 )
 KV_PRESSURE = Rule(
     "kv-cache.pressure",
     WARNING,
-    "the KV cache is full, and requests wait for room",
-    "fewer requests at once (--max-num-seqs), a shorter --max-model-len, or more memory for it "
-    "(--gpu-memory-utilization)",
+    "the KV cache is full and requests wait",
+    "run fewer requests at once (--max-num-seqs), lower --max-model-len, or give the cache "
+    "more memory (--gpu-memory-utilization)",
 )
 PREEMPTIONS = Rule(
     "kv-cache.preemptions",
     WARNING,
-    "requests are thrown out of the KV cache and computed again",
-    "as for kv-cache.pressure; each preemption repeats work",
+    "requests are preempted: removed from the KV cache and computed again",
+    "each preemption repeats work: run fewer requests at once (--max-num-seqs), lower "
+    "--max-model-len, or give the cache more memory (--gpu-memory-utilization)",
 )
 QUEUEING = Rule(
     "latency.queueing",
     WARNING,
-    "requests spend most of their time waiting to be scheduled",
-    "more replicas, or fewer requests at once from the clients",
+    "requests spend most of their time in the queue",
+    "add replicas, or send fewer requests at once",
 )
 FIRST_TOKEN = Rule(
     "latency.first-token",
     WARNING,
-    "the time to the first token is mostly spent outside the engine",
-    "the API server is the bottleneck: tokenizing, media, its event loop; --api-server-count",
+    "most of the time to the first token is spent outside the engine",
+    "the API server is the bottleneck (tokenizing, media, event loop): raise --api-server-count",
 )
 NEXT_TOKEN = Rule(
     "latency.next-token",
     WARNING,
-    "the time from token to token is mostly spent outside the engine",
-    "the API server is the bottleneck: detokenizing, parsers, its event loop; --api-server-count",
+    "most of the time between tokens is spent outside the engine",
+    "the API server is the bottleneck (detokenizing, parsers, event loop): raise "
+    "--api-server-count",
 )
 ERRORS = Rule(
     "requests.errors",
     ERROR,
-    "requests fail by the server's own fault",
+    "requests fail because of server errors",
     "vllmops logs shows the errors",
 )
 CATALOGUE = {rule.code: rule for rule in list(vars().values()) if isinstance(rule, Rule)}
 
-# Defects that a version is known by, where nothing in the process can be asked: the first version
-# without it. Run in the wheels of the versions on both sides.
+# Known defects, and the first version without each; for a server that no agent can probe. The
+# versions on both sides were tested.
 DEFECTS = (
     ("encoder-decoder-free-order", "0.14.1", "https://github.com/vllm-project/vllm/pull/32789"),
     ("request-hash-cycle", "0.16.0", "https://github.com/vllm-project/vllm/pull/34183"),
@@ -234,32 +245,33 @@ def diagnose(snapshot: ServerSnapshot) -> list[Finding]:
 def missing(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Processes that should be there."""
     if snapshot.state == "failed":
-        yield FAILED.at(snapshot.server, snapshot.stage or "it is over")
+        yield FAILED.at(snapshot.server, snapshot.stage or "its state is failed")
         return
     if not snapshot.looks or snapshot.state == "starting":
         return
     last = snapshot.looks[-1]
     roles = [process.role for process in last.processes if process.state not in {"", "Z"}]
     apis = [process for process in last.processes if process.role == "api"]
-    # With multiprocessing off the engine lives in the API server.
+    # Without multiprocessing the engine runs inside the API server.
     inside = any(
-        each.role == "api" and each.engine.current_step is not None for each in snapshot.told
+        told.role == "api" and told.engine.current_step is not None for told in snapshot.told
     )
     if apis and last.health and "engine" not in roles and not inside:
-        seen = f"api {apis[0].pid} is there, no EngineCore below it"
+        evidence = f"api {apis[0].pid} has no EngineCore process below it"
         if last.health == 503 or len(roles) == len(apis):
-            yield ENGINE_MISSING.at(snapshot.server, seen)
+            yield ENGINE_MISSING.at(snapshot.server, evidence)
     elif last.health == 503:
         yield UNHEALTHY.at(", ".join(map(called, apis)), "/health answers 503")
-    if "engine" in roles and (wanted := workers(snapshot)) > (here := roles.count("worker")) > 0:
-        yield WORKER_MISSING.at(snapshot.server, f"{here} workers of {wanted}")
+    expected, alive = workers(snapshot), roles.count("worker")
+    if "engine" in roles and expected > alive > 0:
+        yield WORKER_MISSING.at(snapshot.server, f"{alive} of {expected} workers are alive")
     for process in last.processes:
         if process.state == "Z":
-            yield DEAD_CHILD.at(called(process), "a zombie")
+            yield DEAD_CHILD.at(called(process), "state Z: a zombie")
 
 
 def workers(snapshot: ServerSnapshot) -> int:
-    """How many workers the server was started with, 0 where it can't be told."""
+    """How many workers the server was started with; 0 if unknown."""
     samples = snapshot.caches.samples if snapshot.caches else []
     for process in samples[-1].processes if samples else ():
         setup = process.setup
@@ -269,7 +281,7 @@ def workers(snapshot: ServerSnapshot) -> int:
 
 
 def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    """Processes that can't run: in two looks, for one may catch any."""
+    """Processes that can't run, in both of the last two looks: one look may catch any process."""
     if len(snapshot.looks) < 2:
         return
     earlier = {process.pid: process.state for process in snapshot.looks[-2].processes}
@@ -279,51 +291,49 @@ def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
         if process.state == "T":
             yield STOPPED.at(called(process), f"state T; kill -CONT {process.pid} lets it go on")
         elif process.state == "D":
-            yield UNINTERRUPTIBLE.at(called(process), "state D in both looks")
-    # Where an agent answers, its file can't be written: a disk is full, say.
+            yield UNINTERRUPTIBLE.at(called(process), "state D in two looks")
+    # If the agent answers, only its heartbeat file is late: the disk may be full.
     answered = {told.pid for told in snapshot.told}
     for pulse in snapshot.looks[-1].pulses:
         if pulse.age_s >= PATIENCE_S and pulse.pid not in answered:
-            yield NO_PYTHON.at(named(pulse), late(pulse))
+            yield NO_PYTHON.at(process_name(pulse), late(pulse))
 
 
 def orphaned(snapshot: ServerSnapshot) -> Iterator[Finding]:
     for process in snapshot.machine.orphans:
-        yield ORPHANS.at(
-            called(process), f"its server is gone, it has {size(process.rss_bytes or 0)}"
-        )
+        memory = size(process.rss_bytes or 0)
+        yield ORPHANS.at(called(process), f"its server is gone; it holds {memory}")
 
 
 def agents(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    """Agents that are there and are not as they should be; an absent one is no defect."""
-    for each in snapshot.unseen:
-        if each.code in {"agent.timeout", "agent.broken", "agent.mismatch", "agent.unsafe"}:
-            yield AGENT.at(each.part, each.why)
-        elif each.code in {"agent.older", "agent.newer"}:
-            yield AGENT_VERSION.at(each.part, each.why)
+    """Agents that are there and do not work as they should."""
+    for unseen in snapshot.unseen:
+        if unseen.code in AGENT_BROKEN:
+            yield AGENT.at(unseen.part, unseen.why)
+        elif unseen.code in AGENT_OTHER_VERSION:
+            yield AGENT_VERSION.at(unseen.part, unseen.why)
     versions: dict[str, list[str]] = {}
     for told in snapshot.told:
         if told.hello.agent != snapshot.vllmops:
-            versions.setdefault(told.hello.agent, []).append(f"{told.role} {told.pid}")
+            versions.setdefault(told.hello.agent, []).append(process_name(told))
         for problem in told.hello.problems:
-            yield AGENT_PROBLEM.at(f"{told.role} {told.pid}", problem)
-    for version, where in versions.items():
-        yield AGENT_VERSION.at(
-            ", ".join(where), f"vllmops {version} there, {snapshot.vllmops} here"
-        )
+            yield AGENT_PROBLEM.at(process_name(told), problem)
+    for version, names in versions.items():
+        evidence = f"server: vllmops {version}; command line: vllmops {snapshot.vllmops}"
+        yield AGENT_VERSION.at(", ".join(names), evidence)
 
 
 def patched(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    """Patches that are not on, and what the version alone tells where no agent does."""
+    """Patches that are not on; without an agent, the defects that the version is known for."""
     states: dict[tuple[str, str, str], list[str]] = {}
     for process in snapshot.patches:
         for verdict in process.patches:
             if verdict.state in {State.FAILED, State.OFF} and verdict.present is not False:
                 key = (verdict.id, verdict.state, verdict.reason or "")
                 states.setdefault(key, []).append(f"{process.role} {process.pid}")
-    for (name, state, reason), where in states.items():
+    for (patch, state, reason), names in states.items():
         rule = PATCH_FAILED if state == State.FAILED else DEFECT_PRESENT
-        yield rule.at(", ".join(where), f"{name}: {reason or state}")
+        yield rule.at(", ".join(names), f"{patch}: {reason or state}")
     if snapshot.patches or not snapshot.vllm_version:
         return
     from packaging.version import InvalidVersion, Version  # noqa: PLC0415 - slow, and seldom needed
@@ -332,20 +342,20 @@ def patched(snapshot: ServerSnapshot) -> Iterator[Finding]:
         version = Version(snapshot.vllm_version)
     except InvalidVersion:
         return
-    for name, fixed, reference in DEFECTS:
-        if version < Version(fixed):
-            evidence = f"vLLM {snapshot.vllm_version} has {name}, gone in {fixed}"
+    for patch, fixed_in, reference in DEFECTS:
+        if version < Version(fixed_in):
+            evidence = f"vLLM {snapshot.vllm_version} has {patch}, fixed in {fixed_in}"
             yield KNOWN_DEFECT.at(snapshot.server, f"{evidence}; {reference}")
 
 
 def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    """What the server stands on."""
+    """Shared memory, disks, memory and GPUs of the machine."""
     found = snapshot.machine
-    left = [each for each in found.leftovers if each.age_s >= LEFT_AGE_S]
+    left = [segment for segment in found.leftovers if segment.age_s >= LEFT_AGE_S]
     if left:
         yield SHM.at("/dev/shm", "; ".join(leftover(left)))  # noqa: S108 - the kernel's own place
     for disk in found.disks:
-        if short(disk):
+        if nearly_full(disk):
             yield DISK.at(disk.path, f"{disk.use}: {size(disk.free)} of {size(disk.total)} free")
     if found.memory_available < FULL_SHARE * found.memory_total:
         yield MEMORY.at(
@@ -356,66 +366,65 @@ def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
         if gpu.bad_memory:
             yield GPU_MEMORY.at(subject, f"{gpu.bad_memory} uncorrected errors")
         if gpu.throttled:
-            yield GPU_BRAKED.at(subject, f"{gpu.celsius} °C, {gpu.watts} W")
+            yield GPU_THROTTLED.at(subject, f"{gpu.celsius} °C, {gpu.watts} W")
 
 
 def leftover(left: Sequence[Leftover]) -> Iterator[str]:
-    """What segments are left, the largest first, and how far it is known that nobody uses them."""
-    yield f"{len(left)} segments, {size(sum(each.bytes for each in left))}"
-    largest = sorted(left, key=lambda each: -each.bytes)[:TOLD]
-    for each in largest:
-        yield f"{each.name}: {size(each.bytes)}, of {each.owner}, {each.age_s / 60:.0f} min old"
-    doubt = next((each.doubt for each in left if each.doubt), "")
+    """What is left, the largest segments first, and how certain it is that nobody uses them."""
+    yield f"{len(left)} segments, {size(sum(segment.bytes for segment in left))}"
+    for segment in sorted(left, key=lambda segment: -segment.bytes)[:SHOWN_LEFTOVERS]:
+        minutes = segment.age_s / 60
+        yield f"{segment.name}: {size(segment.bytes)}, of {segment.owner}, {minutes:.0f} min old"
+    doubt = next((segment.doubt for segment in left if segment.doubt), "")
     yield (
-        f"no process is seen to map or open them; {doubt}"
+        f"no process that vllmops can see maps or opens them; {doubt}"
         if doubt
-        else ("no process of this machine maps or opens them")
+        else "no process of this machine maps or opens them"
     )
 
 
-def short(disk: Disk) -> bool:
-    """Whether a file system has next to nothing left; a large one may be nearly full for years."""
+def nearly_full(disk: Disk) -> bool:
+    """Whether little is left in share and in bytes: a large disk may be nearly full for years."""
     return disk.free < FULL_SHARE * disk.total and disk.free < FULL_BYTES
 
 
 def guarded(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Who can reach the server, and what they can do."""
     guard = snapshot.guard
-    where = ", ".join(guard.addresses)
+    addresses = ", ".join(guard.addresses)
     if guard.exposed and guard.open:
-        yield NO_KEY.at(where, "/v1/models answered without a key")
+        yield NO_KEY.at(addresses, "/v1/models answers without an API key")
     if guard.exposed and guard.dev_routes:
-        yield DEV_ROUTES.at(where, "vLLM's development routes are there, and ask for no key")
+        yield DEV_ROUTES.at(addresses, "vLLM's development routes are on and need no API key")
     if guard.signing_key == "weak":
-        yield WEAK_KEY.at(
-            "VLLM_RESPONSES_STATE_SIGNING_KEY", "not hex, or fewer than 64 digits of it"
-        )
+        yield WEAK_KEY.at("VLLM_RESPONSES_STATE_SIGNING_KEY", "not hex, or fewer than 64 digits")
     apis = [told for told in snapshot.told if told.role == "api"]
     if guard.store == "memory" and len(apis) > 1:
-        yield SEVERAL_STORES.at(
-            ", ".join(f"api {told.pid}" for told in apis), "no store is shared between them"
-        )
+        yield SEVERAL_STORES.at(", ".join(map(process_name, apis)), "they share no store")
 
 
 def tools(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    for each in snapshot.unseen:
-        if each.code in NO_STACKS:
-            yield PYSPY.at(each.part, each.why)
+    """Stacks that can't be read; processes that are refused for one reason are one finding."""
+    refused: dict[str, list[Unseen]] = {}
+    for unseen in snapshot.unseen:
+        if unseen.code in NO_STACKS:
+            refused.setdefault(unseen.code, []).append(unseen)
+    for parts in refused.values():
+        yield PYSPY.at(", ".join(unseen.part for unseen in parts), parts[0].why)
 
 
 def canary(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    bird = snapshot.canary
-    if bird is None or bird.outcome in {"answered", "unable"}:
+    result = snapshot.canary
+    if result is None or result.outcome in {"answered", "unable"}:
         return
     tokens = [look.metrics.tokens for look in snapshot.looks if look.metrics]
-    moved = len({count for count in tokens if count is not None}) > 1
-    late_only = bird.outcome == "timeout" and moved
-    rule = CANARY_SLOW if late_only else CANARY
-    yield rule.at(snapshot.url or snapshot.server, f"{bird.detail} ({bird.seconds:.1f} s)")
+    moving = len({count for count in tokens if count is not None}) > 1
+    rule = CANARY_LATE if result.outcome == "timeout" and moving else CANARY
+    yield rule.at(snapshot.url or snapshot.server, f"{result.detail} ({result.seconds:.1f} s)")
 
 
 def traffic(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    """What the metrics say of the time between the first look and the last."""
+    """What the metrics say about the time between the first look and the last."""
     with_metrics = [look for look in snapshot.looks if look.metrics]
     if len(with_metrics) < 2:
         return
@@ -423,33 +432,33 @@ def traffic(snapshot: ServerSnapshot) -> Iterator[Finding]:
     assert first is not None
     assert last is not None
     seconds = with_metrics[-1].at_s - with_metrics[0].at_s
-    where = snapshot.url or snapshot.server
+    subject = snapshot.url or snapshot.server
 
     def grown(name: str) -> float:
-        was, now = getattr(first, name), getattr(last, name)
-        return 0.0 if was is None or now is None else max(now - was, 0.0)
+        before, after = getattr(first, name), getattr(last, name)
+        return 0.0 if before is None or after is None else max(after - before, 0.0)
 
     def mean(name: str) -> float | None:
         count = grown(f"{name}_n")
-        return grown(f"{name}_s") / count if count >= TELLING else None
+        return grown(f"{name}_s") / count if count >= ENOUGH else None
 
     full = all((look.metrics.kv_cache_usage or 0) > 0.95 for look in with_metrics if look.metrics)
     if full and last.waiting:
         yield KV_PRESSURE.at(
-            where, f"{last.kv_cache_usage:.0%} in use, {last.waiting:.0f} requests wait"
+            subject, f"{last.kv_cache_usage:.0%} in use, {last.waiting:.0f} requests wait"
         )
-    if (thrown := grown("preemptions")) >= TELLING:
-        yield PREEMPTIONS.at(where, f"{thrown:.0f} in {seconds:.1f} s")
+    if (preempted := grown("preemptions")) >= ENOUGH:
+        yield PREEMPTIONS.at(subject, f"{preempted:.0f} in {seconds:.1f} s")
     queue, prefill, first_token = mean("queue"), mean("prefill"), mean("first")
     between, decode = mean("between"), grown("decode_s")
-    whole = mean("whole")
-    if queue is not None and whole and queue > 0.5 * whole and queue > 1.0:
-        yield QUEUEING.at(where, f"{queue:.1f} s of {whole:.1f} s for each request")
+    total = mean("whole")
+    if queue is not None and total and queue > 0.5 * total and queue > 1.0:
+        yield QUEUEING.at(subject, f"{queue:.1f} s of {total:.1f} s for each request")
     if first_token and queue is not None and prefill is not None:
         rest = first_token - queue - prefill
         if rest > 0.5 * first_token and rest > 1.0:
             yield FIRST_TOKEN.at(
-                where,
+                subject,
                 f"{first_token:.2f} s, of which {queue:.2f} s in the queue and {prefill:.2f} s of "
                 "prefill",
             )
@@ -457,13 +466,13 @@ def traffic(snapshot: ServerSnapshot) -> Iterator[Finding]:
     if between and decode and between > 0.2:
         engine = decode / tokens
         if engine < 0.5 * between:
-            yield NEXT_TOKEN.at(where, f"{between:.2f} s, of which {engine:.2f} s in the engine")
-    wrong, answers = grown("errors"), grown("answers")
-    broken, ended = grown("failed"), grown("finished")
-    if wrong and wrong >= FULL_SHARE * answers:
-        yield ERRORS.at(where, f"{wrong:.0f} of {answers:.0f} answers had a status from 500 up")
-    elif broken and broken >= FULL_SHARE * ended:
-        yield ERRORS.at(where, f"{broken:.0f} of {ended:.0f} requests ended with an error")
+            yield NEXT_TOKEN.at(subject, f"{between:.2f} s, of which {engine:.2f} s in the engine")
+    errors, responses = grown("errors"), grown("answers")
+    failed, finished = grown("failed"), grown("finished")
+    if errors and errors >= FULL_SHARE * responses:
+        yield ERRORS.at(subject, f"{errors:.0f} of {responses:.0f} responses have a 5xx status")
+    elif failed and failed >= FULL_SHARE * finished:
+        yield ERRORS.at(subject, f"{failed:.0f} of {finished:.0f} requests ended with an error")
 
 
 CHECKS: tuple[Callable[[ServerSnapshot], Iterator[Finding]], ...] = (
@@ -481,9 +490,10 @@ CHECKS: tuple[Callable[[ServerSnapshot], Iterator[Finding]], ...] = (
 
 
 def called(process: ProcessState) -> str:
+    """How findings name a process."""
     return f"{process.title.removeprefix('VLLM::') or process.role} {process.pid}"
 
 
 def size(count: float) -> str:
-    """Bytes for a person, as evidence has them."""
+    """Bytes for a person."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"

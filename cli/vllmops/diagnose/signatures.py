@@ -1,4 +1,4 @@
-"""The catalogue of stack signatures: the types of ``stacks.toml``, and what reads it."""
+"""The catalogue of stack signatures: the types of ``stacks.toml``, and its reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from ..protocol.stacks import Frame
 from .findings import Severity
 
-CACHED = 1 << 14  # frames and patterns: dumps repeat themselves
+CACHED = 1 << 14  # frames and patterns: dumps repeat the same frames
 
 Confidence = Literal["possible", "likely", "sure"]
 
@@ -22,15 +22,16 @@ class ThreadPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         roles: of the processes to look at.
-        frames: in this order from the innermost out, others may lie between. Each is a function,
-            bare or as ``Class.function``, or several with ``|``; ``function@end/of/path.py``
-            demands the file, too; ``*`` is any. A thread's name counts as its outermost frame.
+        frames: in this order from the innermost outwards; others may lie between. Each is a
+            function, bare or as ``Class.function``, or several with ``|``;
+            ``function@end/of/path.py`` also demands the file; ``*`` is any function. A thread's
+            name counts as its outermost frame.
         without: functions that the thread must not have.
-        within: how far from the innermost frame the first one may be, 0 for anywhere.
-        state: ``active`` or ``idle``, empty for either.
+        within: the first frame must be among so many innermost ones; 0 for anywhere.
+        state: ``active`` or ``idle``; empty for either.
         who: whether some process must have such a thread, every process, or none.
-        frozen: whether such a thread must be at the same frames in all samples.
-        gil: whether it must hold the GIL; no dump but py-spy's tells.
+        frozen: whether the thread must be at the same frames in all samples.
+        gil: whether the thread must hold the GIL; only py-spy's dumps show this.
     """
 
     roles: tuple[str, ...]
@@ -44,19 +45,19 @@ class ThreadPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way in which a signature shows.
+    """One form of a signature.
 
     Args:
-        threads: all of them must hold.
-        confidence: where enough samples show it.
-        samples: how many make enough; with fewer it stays ``possible``, because work looks the
+        threads: patterns that must all match.
+        confidence: if enough samples show it.
+        samples: how many are enough; with fewer it is only ``possible``, because work looks the
             same.
         lacks: roles that no process may have.
-        complete: whether all processes of the server must be known to be there.
+        complete: whether the dump must hold all processes of the server.
         facts: figures that must not contradict, such as ``waiting = ">0"``; a frozen progress
             corroborates.
-        needs: facts without which nothing is said.
-        corroborate: whether stacks alone are never enough, a fact or a log line must agree.
+        needs: facts that must be known.
+        corroborate: whether a fact or a log line must agree, because stacks alone are not enough.
     """
 
     threads: tuple[ThreadPattern, ...]
@@ -74,16 +75,16 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
 
     Args:
         id: stable; the finding's code is ``stack.ID``.
-        title: what is wrong, in a line.
+        title: what is wrong, in one line.
         severity: of a finding that is at least likely.
-        cause: why it comes to this.
-        references: where it was reported.
-        next: the way out.
+        cause: why it happens.
+        references: public reports and pull requests.
+        next: what to do.
         sure: what would make it sure.
-        cases: one of them must hold.
-        fixed_in: vLLM's version, empty where none is known.
+        cases: one of them must match.
+        fixed_in: version of vLLM; empty if none is known.
         logs: patterns of log lines that corroborate.
-        hides: ids of signatures that say less about the same.
+        hides: ids of signatures that say less about the same thing.
         hang: whether something is stuck.
     """
 
@@ -118,10 +119,10 @@ def catalogue() -> tuple[Signature, ...]:
 
 @functools.cache
 def alternatives(pattern: str) -> tuple[tuple[str, str, str], ...]:
-    """The class, the function and the file, as far as they are told, of each alternative."""
+    """Class, function and file of each alternative; empty what it does not name."""
     found = []
-    for each in pattern.split("|"):
-        name, _, file = each.partition("@")
+    for alternative in pattern.split("|"):
+        name, _, file = alternative.partition("@")
         owner, _, function = name.rpartition(".")
         found.append((owner, function, file))
     return tuple(found)
@@ -130,21 +131,21 @@ def alternatives(pattern: str) -> tuple[tuple[str, str, str], ...]:
 @functools.cache
 def functions(patterns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
     """The bare names of the functions that each pattern names."""
-    return tuple(frozenset(name for _, name, _ in alternatives(each)) for each in patterns)
+    return tuple(frozenset(name for _, name, _ in alternatives(pattern)) for pattern in patterns)
 
 
 def is_called(frame: Frame, pattern: str) -> bool:
-    """Whether a frame is one that a pattern names, in any version's spelling."""
+    """Whether a pattern names a frame, in the spelling of any version."""
     return pattern == "*" or _is_called(frame.function, frame.short_file, pattern)
 
 
 @functools.lru_cache(CACHED)
 def _is_called(name: str, path: str, pattern: str) -> bool:
     owner, _, function = bare(name).rpartition(".")
-    for wanted_owner, wanted, file in alternatives(pattern):
-        if function != wanted:
+    for class_, method, file in alternatives(pattern):
+        if function != method:
             continue
-        if wanted_owner and owner and wanted_owner != owner.rpartition(".")[2]:
+        if class_ and owner and class_ != owner.rpartition(".")[2]:
             continue
         if not file or _ends(path, file):
             return True
@@ -158,21 +159,21 @@ def bare(function: str) -> str:
         return function
     depth = 0
     kept: list[str] = []
-    for sign in function:
-        if sign in "(<" and kept:
+    for character in function:
+        if character in "(<" and kept:
             depth += 1
-        elif sign in ")>":
+        elif character in ")>":
             depth -= 1
         elif depth <= 0:
-            kept.append(sign)
+            kept.append(character)
     words = "".join(kept).split()
     return words[-1].rpartition("::")[2] if words else function
 
 
-def _ends(path: str, wanted: str) -> bool:
-    """Whether a path ends as wanted, as far as it is told: ``…/core.py`` ends as ``a/core.py``."""
+def _ends(path: str, end: str) -> bool:
+    """Whether a path ends so, as far as it is shown: ``…/core.py`` may end with ``a/core.py``."""
     have = [part for part in path.replace("\\", "/").split("/") if part]
-    want = wanted.split("/")
+    want = end.split("/")
     while len(have) < len(want) or (have and have[0].strip(".…") == "" and len(want) > 1):
         if have and have[0].strip(".…") == "":
             have = have[1:]

@@ -1,4 +1,4 @@
-"""Student's t for whole degrees of freedom, where SciPy would take 200 MB."""
+"""Student's t for whole degrees of freedom: SciPy would add 200 MB to the install."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ MOST_STEPS = 50
 
 @lru_cache(4096)
 def quantile(confidence: float, freedom: int) -> float:
-    """The t that a variable of Student's stays within, on both sides of 0.
+    """The two-sided quantile of Student's t distribution.
 
     Args:
-        confidence: the probability that it does, between 0 and 1.
+        confidence: the probability that a variable lies between -t and t; between 0 and 1.
         freedom: degrees of freedom, 1 or more.
     """
-    # Newton's method on t = sqrt(freedom) * tan(angle). The probability grows with the angle, ever
-    # more slowly, and the normal quantile lies below: so no step goes too far.
+    # Newton's method on t = sqrt(freedom) * tan(angle). The probability grows ever more slowly with
+    # the angle, and the start, the normal quantile, is too small: so no step goes too far.
     angle = math.atan(NormalDist().inv_cdf((1 + confidence) / 2) / math.sqrt(freedom))
-    steepest = 2 / math.sqrt(math.pi)
-    steepest *= math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+    slope = 2 / math.sqrt(math.pi)
+    slope *= math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     for _ in range(MOST_STEPS):
-        lacking = confidence - probability(angle, freedom)
-        step = lacking / (steepest * math.cos(angle) ** (freedom - 1))
+        missing = confidence - probability(angle, freedom)
+        step = missing / (slope * math.cos(angle) ** (freedom - 1))
         angle += step
         if abs(step) < ENOUGH:
             break
@@ -33,7 +33,7 @@ def quantile(confidence: float, freedom: int) -> float:
 
 
 def probability(angle: float, freedom: int) -> float:
-    """That it stays within the angle's t: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """That a variable lies within the angle's t: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
     term, total = cosine if odd else 1.0, 0.0

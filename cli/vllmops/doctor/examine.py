@@ -1,4 +1,4 @@
-"""Looks at a server from all sides at once, and longer where something seems to stand still."""
+"""Take a snapshot of a server: all parts at once, and longer if something seems to be stuck."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from ..rpc import agent
 from ..stacks import pyspy
 from ..vllm_api import http
 
-# Hardly longer than the second in which the server is looked at in any case.
+# Hardly longer than the second that an examination takes in any case.
 COMPARE = CompareRequest(apart_s=0.2, timeout_s=1.2)
-COMPARE_LONGER = "vllmops cache compare waits for longer"
-SIDES = "drift between the sides of caches"
+COMPARE_LONGER = "vllmops cache compare waits longer"
+SIDES = "differences between the sides of caches"
 LOOK_S = 1.0
 LEAST_S = 0.5  # for a sample of the stacks
 CANARY_S = 15.0
@@ -67,16 +67,16 @@ STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 @dataclass(frozen=True)
 class Options:
-    """How thoroughly to look.
+    """How thorough an examination is.
 
     Args:
         interval_s: seconds between the first look and the second, at least.
-        patience_s: how long a server may show no sign while requests are there.
-        samples: of stacks, where something seems to hang.
+        patience_s: seconds that a server may make no progress while requests are pending.
+        samples: of stacks, if something seems to hang.
         apart_s: seconds between them.
-        always: whether to take them all in any case.
+        always: whether to take all samples in any case.
         canary: whether to send one request for one token.
-        stacks_s: seconds for the stacks, all samples together.
+        stacks_s: seconds for all samples of stacks together.
     """
 
     interval_s: float = 1.0
@@ -89,40 +89,40 @@ class Options:
 
 
 def take(
-    server: Server, options: Options | None = None, tell: Callable[[str], None] = lambda _: None
+    server: Server, options: Options | None = None, show: Callable[[str], None] = lambda _: None
 ) -> ServerSnapshot:
-    """A snapshot of a server; what can't be had is told in it.
+    """A snapshot of a server; it names the parts that could not be seen.
 
     Args:
         server: as discovery found it.
-        options: how thoroughly.
-        tell: is told what is waited for.
+        options: how thorough.
+        show: takes what the examination waits for, in words.
     """
-    return Examination(server, options or Options(), tell).run()
+    return Examination(server, options or Options(), show).run()
 
 
 class Examination:
-    """One look at one server.
+    """The examination of one server.
 
     Args:
         server: as discovery found it.
-        options: how thoroughly.
-        tell: is told what is waited for.
-        looks: that were taken before, and belong to it.
-        began: when the first of them was, by the monotonic clock.
+        options: how thorough.
+        show: takes what the examination waits for, in words.
+        looks: earlier looks that belong to it.
+        began: when the first look was taken, by the monotonic clock.
     """
 
     def __init__(
         self,
         server: Server,
         options: Options,
-        tell: Callable[[str], None],
+        show: Callable[[str], None],
         looks: Sequence[Look] = (),
         began: float | None = None,
     ) -> None:
         self.server = server
         self.options = options
-        self.tell = tell
+        self.show = show
         self.taken_at = time.time()
         self.began = time.monotonic() if began is None else began
         self.until_sampled = time.monotonic() + options.stacks_s
@@ -131,8 +131,8 @@ class Examination:
         self.unseen: list[Unseen] = []
 
     def run(self) -> ServerSnapshot:
-        with ThreadPoolExecutor(9) as pool:  # for each a thread
-            bird = pool.submit(canary, self.server) if self.options.canary else None
+        with ThreadPoolExecutor(9) as pool:  # a thread for each task
+            probe = pool.submit(canary, self.server) if self.options.canary else None
             parts = Parts(pool, self.server)
             sample = pool.submit(self.sample)
             self.look()
@@ -141,11 +141,11 @@ class Examination:
             self.look()
             if self.options.always or self.seems_stuck():
                 self.longer(pool)
-            while bird and not bird.done():
-                self.tell("waiting for an answer to one request for one token")
+            while probe and not probe.done():
+                self.show("waiting for the response to one request for one token")
                 time.sleep(LOOK_S)
                 self.look()
-            return self.snapshot(parts, bird.result() if bird else None)
+            return self.snapshot(parts, probe.result() if probe else None)
 
     @property
     def age(self) -> float:
@@ -176,53 +176,55 @@ class Examination:
                 )
 
     def patience_s(self) -> float:
-        """How long the next sample may take: half of what is left of their time, the last all.
+        """Seconds for the next sample: half of the time that is left; all of it for the last one.
 
-        On a busy machine the first takes longest, and only with all of them some hangs are sure.
+        On a busy machine the first sample takes longest, and some hangs need all samples.
         """
         more = max(self.options.samples - len(self.samples) - 1, 0)
         left_s = self.until_sampled - time.monotonic() - more * self.options.apart_s
         return max(left_s / 2 if more else left_s, LEAST_S)
 
     def miss(self, what: Unseen) -> None:
+        """Keep what could not be seen, once."""
         if what not in self.unseen:
             self.unseen.append(what)
 
     def seems_stuck(self) -> bool:
-        """Whether it takes a longer look to tell."""
+        """Whether only a longer examination can decide."""
         if progress.suspicious(self.looks):
             return True
         if not self.samples:
             return False
-        told = stacks.explain(Pasted(tuple(self.samples), complete=True))
-        return told.verdict in {"hang", "maybe"}
+        explained = stacks.explain(Pasted(tuple(self.samples), complete=True))
+        return explained.verdict in {"hang", "maybe"}
 
     def longer(self, pool: ThreadPoolExecutor) -> None:
-        """More stacks, and more looks for as long as a server may show no sign."""
+        """Take more stacks, and looks for as long as a healthy server may make no progress."""
         taken = pool.submit(self.further) if self.samples else None
         while (taken and not taken.done()) or self.undecided():
-            self.tell("something seems to stand still; looking for some seconds whether it does")
+            self.show("something seems to be stuck; watching it for some seconds")
             time.sleep(LOOK_S / 2)
             self.look()
         if taken:
             taken.result()
 
     def further(self) -> None:
+        """Take the samples that are left."""
         for _ in range(self.options.samples - len(self.samples)):
             time.sleep(self.options.apart_s)
             self.sample()
 
     def undecided(self) -> bool:
-        """Whether something has not moved, and not yet for long enough."""
+        """Whether something has made no progress, but not for long enough yet."""
         patience_s = self.options.patience_s
         found = progress.stalls(self.looks, patience_s)
         return not found and self.age < 1.5 * patience_s and progress.suspicious(self.looks[-3:])
 
     def so_far(self, why: str) -> ServerSnapshot:
-        """What has been seen by now.
+        """What has been seen until now.
 
         Args:
-            why: it is not seen to the end, in words.
+            why: why the examination ends early, in words.
         """
         server, record = self.server, self.server.record
         rest = [Unseen("agents, caches, patches and machine", "cut-short", why)]
@@ -242,18 +244,20 @@ class Examination:
             unseen=(*self.unseen, *(rest if server.processes else [])),
         )
 
-    def snapshot(self, parts: Parts, bird: Canary | None) -> ServerSnapshot:
+    def snapshot(self, parts: Parts, probe: Canary | None) -> ServerSnapshot:
         server, record = self.server, self.server.record
         told, silent = parts.agents.result()
         patches = parts.patches.result()
         held = parts.caches.result()
         compared = parts.comparisons.result()
-        for each in silent:
-            self.miss(Unseen(f"agent of {each.role} {each.pid}", each.code, each.why, each.hint))
-        for part in parts.unseen:
-            self.miss(part)
+        for agent_ in silent:
+            part = f"agent of {agent_.role} {agent_.pid}"
+            self.miss(Unseen(part, agent_.code, agent_.why, agent_.hint))
+        for unseen in parts.unseen:
+            self.miss(unseen)
         began = min((process.create_time for process in server.processes), default=None)
-        version = next((each.hello.vllm_version for each in told if each.hello.vllm_version), None)
+        versions = (answer.hello.vllm_version for answer in told)
+        version = next(filter(None, versions), None)
         return ServerSnapshot(
             taken_at=self.taken_at,
             vllmops=__version__,
@@ -273,13 +277,13 @@ class Examination:
             memory=None if began is None else memory.newest(server.label, began),
             guard=parts.guard.result(),
             machine=parts.machine.result(),
-            canary=bird,
+            canary=probe,
             unseen=tuple(self.unseen),
         )
 
 
 class Parts:
-    """What is asked for beside the looks, all at once."""
+    """The parts that are asked for besides the looks, all at once."""
 
     def __init__(self, pool: ThreadPoolExecutor, server: Server) -> None:
         self.server = server
@@ -302,39 +306,40 @@ class Parts:
         try:
             return caches.take(caches.Agents(self.server))
         except VllmopsError:
-            return None  # who did not tell is told with the agents
+            return None  # `agents` names who did not answer
 
     def compared(self) -> tuple[Comparison, ...]:
-        """Both sides of its caches, where it is at work and they can't be judged as they are.
+        """Both sides of the caches of a busy server, which one snapshot can't compare.
 
-        The engine is asked between two steps; one that may hang is not.
+        The engine is asked between two steps; an engine that may hang is not asked.
         """
         found = self.caches.result()
         sample = found.samples[-1] if found else None
-        # Who did not tell is told with the agents.
+        # `agents` names who did not answer.
         if sample is None or sample.silent or not judge.worthwhile(sample):
             return ()
         if not progress.at_work(list(pulses(self.server))):
-            why = "the engine is in a long step, or hangs: it is not asked"
+            why = "the engine is in a long step or hangs, so it was not asked"
             self.unseen.append(Unseen(SIDES, "compare.standing", why))
             return ()
         try:
-            told, silent = compares.take(self.server, COMPARE)
+            compared, silent = compares.take(self.server, COMPARE)
         except VllmopsError as error:
             late = error.code == "compare.timeout"
-            why = "the engine's steps are too long to be waited for" if late else error.message
+            why = "the engine's steps take too long to wait for" if late else error.message
             hint = COMPARE_LONGER if late else error.hint
             self.unseen.append(Unseen(SIDES, error.code, why, hint))
             return ()
-        for each in silent:
-            self.unseen.append(Unseen(f"{SIDES} of api {each.pid}", "compare.silent", each.why))
-        for note in dict.fromkeys(note for each in told for note in judge.undecided(each)):
+        for api in silent:
+            self.unseen.append(Unseen(f"{SIDES} of api {api.pid}", "compare.silent", api.why))
+        notes = (note for comparison in compared for note in judge.undecided(comparison))
+        for note in dict.fromkeys(notes):
             self.unseen.append(Unseen(SIDES, f"compare.{note.code}", note.text, COMPARE_LONGER))
-        return tuple(told)
+        return tuple(compared)
 
 
 def told(process: Process) -> Told:
-    """What a process's agent says; raises as `agent.reach` does."""
+    """What a process's agent reports; raises as `agent.reach` does."""
     reached = agent.reach(process)
     return Told(
         role=process.role.value,
@@ -349,9 +354,9 @@ def look(server: Server, began: float, *, web: bool = True) -> Look:
     """What changes from moment to moment; costs next to nothing without `web`.
 
     Args:
-        server: whose.
-        began: when the first look was, by the monotonic clock.
-        web: whether to ask it for ``/metrics`` and ``/health`` too.
+        server: to look at.
+        began: when the first look was taken, by the monotonic clock.
+        web: whether to ask for ``/metrics`` and ``/health``, too.
     """
     at_s = time.monotonic() - began
     metrics = health = None
@@ -403,7 +408,7 @@ def state(process: Process) -> ProcessState:
 
 
 def compilers(server: Server) -> Iterator[str]:
-    """Compilers that run below the server's processes, which wait for them."""
+    """The names of compilers that run below the server's processes."""
     queue = [process.pid for process in server.processes]
     for pid in queue:
         with suppress(OSError):
@@ -418,7 +423,7 @@ def compilers(server: Server) -> Iterator[str]:
 
 
 def machine(server: Server) -> Machine:
-    """What a server stands on."""
+    """Memory, disks, shared memory and GPUs of the machine, and processes of dead servers."""
     table = processes.table()
     free = psutil.virtual_memory()
     total, available = free.total, free.available
@@ -435,9 +440,9 @@ def machine(server: Server) -> Machine:
 
 
 def container(server: Server) -> tuple[int, int] | None:
-    """What a server's control group may use and has left, in bytes; None without a limit.
+    """A control group's memory limit and what is left of it, in bytes; None without a limit.
 
-    Page cache that nobody needs counts as left: the kernel drops it first.
+    Inactive page cache counts as left, because the kernel drops it first.
     """
     try:
         lines = Path(f"/proc/{server.pid}/cgroup").read_text().splitlines()
@@ -454,15 +459,15 @@ def container(server: Server) -> tuple[int, int] | None:
 
 
 def disks() -> Iterator[Disk]:
-    """The file systems that matter, each once."""
+    """The file systems that matter, every one once."""
     seen = set()
     for path, use in (
         (home(), "state and logs"),
-        (Path("/tmp"), "temporary files"),  # noqa: S108 - where others put them
+        (Path("/tmp"), "temporary files"),  # noqa: S108 - where other programs write them
         (shm.SHM, "shared memory"),
     ):
         with suppress(OSError):
-            place = next(each for each in (path, *path.parents) if each.exists())
+            place = next(parent for parent in (path, *path.parents) if parent.exists())
             device = place.stat().st_dev
             if device not in seen:
                 seen.add(device)
@@ -471,14 +476,15 @@ def disks() -> Iterator[Disk]:
 
 
 def leftovers() -> Iterator[Leftover]:
-    """Segments of the kinds that vLLM makes, that no live process uses."""
+    """Segments of the kinds that vLLM makes and that no live process uses."""
     found = shm.nobodys()
-    for each in found.segments:
-        yield Leftover(each.name, each.bytes, each.age_s, user(each.uid), found.doubt)
+    for segment in found.segments:
+        owner = user(segment.uid)
+        yield Leftover(segment.name, segment.bytes, segment.age_s, owner, found.doubt)
 
 
 def orphans(table: processes.Table) -> Iterator[ProcessState]:
-    """Processes of servers that are gone: a live one's have a Python process above them."""
+    """Processes of dead servers: those of a live one have a Python process above them."""
     for pid in sorted(roots(table)):
         seen = table[pid]
         role = processes.titled(seen.words)
@@ -488,7 +494,7 @@ def orphans(table: processes.Table) -> Iterator[ProcessState]:
 
 
 def guard(server: Server) -> Guard:
-    """Who can reach a server, and what keeps them."""
+    """Who can reach a server, and what protects it."""
     environment = agent.environ(server.pid) if server.pid else {}
     addresses = tuple(listening(server))
     exposed = any(not loopback(address) for address in addresses) if addresses else None
@@ -497,7 +503,7 @@ def guard(server: Server) -> Guard:
         addresses=addresses,
         exposed=exposed,
         open=http.code(f"{server.url}/v1/models") == 200 if exposed else None,
-        # A known path answers another method with 405.
+        # A path that exists answers another method with 405.
         dev_routes=http.code(f"{server.url}/reset_mm_cache", "OPTIONS") == 405 if exposed else None,
         signing_key=None if not environment else "absent" if not key else strength(key),
         store=None if not environment else "memory" if environment.get(STORE) == "1" else "none",
@@ -505,7 +511,7 @@ def guard(server: Server) -> Guard:
 
 
 def strength(key: str) -> str:
-    """Whether a signing key is as vLLM's proposal wants it: 32 bytes in hex."""
+    """Whether a signing key is strong: 32 bytes in hex, as vLLM's proposal demands."""
     is_hex = all(digit in "0123456789abcdefABCDEF" for digit in key)
     return "strong" if is_hex and len(key) >= KEY_DIGITS else "weak"
 
@@ -514,9 +520,10 @@ def listening(server: Server) -> Iterator[str]:
     """The addresses that a server listens on, with its port."""
     for process in server.of(Role.API, Role.LAUNCHER):
         with suppress(psutil.Error):
-            for each in psutil.Process(process.pid).net_connections("tcp"):
-                if each.status == psutil.CONN_LISTEN and each.laddr.port == server.port:
-                    yield f"{each.laddr.ip}:{each.laddr.port}"
+            for connection in psutil.Process(process.pid).net_connections("tcp"):
+                address = connection.laddr
+                if connection.status == psutil.CONN_LISTEN and address.port == server.port:
+                    yield f"{address.ip}:{address.port}"
             return
 
 
@@ -527,5 +534,5 @@ def loopback(address: str) -> bool:
 def canary(server: Server) -> Canary:
     """Send one request for one token."""
     if not server.url:
-        return Canary("unable", 0.0, "its address is not known")
+        return Canary("unable", 0.0, "the server's address is not known")
     return http.one_token(server.url, CANARY_S)

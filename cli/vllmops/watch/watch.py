@@ -348,7 +348,7 @@ class Watch:
 def stands(stall: Stall, snapshot: ServerSnapshot, told: doctor.Diagnosis) -> bool:
     """Whether a stall counts, now that stacks and agents have been asked."""
     verdict = told.explanation.verdict if told.explanation else None
-    return stall.stands(verdict, {progress.named(each) for each in snapshot.told})
+    return stall.is_confirmed(verdict, {progress.process_name(told) for told in snapshot.told})
 
 
 def cause(found: Sequence[Stall], told: doctor.Diagnosis) -> Finding:

@@ -1,0 +1,78 @@
+"""Facts that stacks do not show: pending requests, and whether tokens are produced."""
+
+from __future__ import annotations
+
+import re
+
+from ..protocol.metrics import Metrics
+
+PACES = ("progress", "steps")  # frozen or moving
+FACTS = ("running", "waiting", "deferred", "kv_usage", "still", *PACES)
+# A long prompt's tokens are counted when all of them are processed.
+FROZEN_S = 30.0
+# For a text without blanks, because the lines of a log may be wrapped anywhere.
+STATS = re.compile(
+    r"(?:Engine(?P<id>\d+):)?Avgpromptthroughput:(?P<prompt>[\d.]+)tokens/s,"
+    r"Avggenerationthroughput:(?P<generation>[\d.]+)tokens/s,"
+    r"Running:(?P<running>\d+)reqs,Waiting:(?P<waiting>\d+)reqs"
+    r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?KVcacheusage:(?P<kv>[\d.]+)%"
+)
+
+
+def from_log(log: str) -> dict[str, str]:
+    """Facts from the last figures in vLLM's log, which is given without blanks."""
+    lines = list(STATS.finditer(log))
+    if not lines:
+        return {}
+    last = lines[-1]
+    facts = {"running": last["running"], "waiting": last["waiting"], "kv_usage": last["kv"]}
+    facts["deferred"] = last["deferred"] or "0"
+    if not _is_still(last):
+        facts["progress"] = "moving"
+    else:
+        # A request may have arrived just before one line; by the next it has made progress.
+        latest = [line for line in lines if line["id"] == last["id"]][-2:]
+        if len(latest) == 2 and all(_is_still(line) and _is_pending(line) for line in latest):
+            facts["progress"] = "frozen"
+    return facts
+
+
+def _is_still(line: re.Match[str]) -> bool:
+    return float(line["prompt"]) == 0 and float(line["generation"]) == 0
+
+
+def _is_pending(line: re.Match[str]) -> bool:
+    return any(int(line[name] or 0) for name in ("running", "waiting", "deferred"))
+
+
+def from_metrics(before: Metrics | None, after: Metrics | None, seconds: float) -> dict[str, str]:
+    """Facts from metrics; a number of requests only if it is the same before and after."""
+    if before is None or after is None:
+        return {}
+    facts = {}
+    for name, was, now in (
+        ("running", before.running, after.running),
+        ("waiting", before.waiting, after.waiting),
+        ("deferred", before.deferred, after.deferred),
+    ):
+        if now is not None and was == now:
+            facts[name] = f"{now:g}"
+    if after.kv_cache_usage is not None:
+        facts["kv_usage"] = f"{100 * after.kv_cache_usage:g}"
+    if before.tokens is not None and after.tokens is not None:
+        if after.tokens != before.tokens:
+            facts["progress"] = "moving"
+        elif seconds >= FROZEN_S and (after.running or after.waiting):
+            facts["progress"] = "frozen"
+    return facts
+
+
+def agrees(value: str, condition: str) -> bool:
+    """Whether a fact meets a condition: ``>0``, ``=0``, ``<1``, or a word."""
+    if condition[0] not in "><=":
+        return value == condition
+    try:
+        number, limit = float(value), float(condition[1:])
+    except ValueError:
+        return False
+    return {">": number > limit, "<": number < limit, "=": number == limit}[condition[0]]

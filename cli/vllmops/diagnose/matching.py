@@ -1,0 +1,332 @@
+"""Which signatures of the catalogue some stacks match, and how certain that is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..protocol.pasted import Pasted
+from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
+from .facts import agrees
+from .signatures import Case, Confidence, Signature, ThreadPattern, bare, functions, is_called
+
+RANKS: tuple[Confidence, ...] = ("possible", "likely", "sure")
+SHOWN_FRAMES = 6
+ARROW = " < "  # from a frame to its caller
+LOG_SHOWN = 200
+GONE = {"stacks.gone", "stacks.zombie"}
+# The other figures are the same in a server that works.
+PROOF = {"progress", "still"}
+
+
+class Scene:
+    """All that is known of a server.
+
+    Args:
+        pasted: the stacks.
+        facts: figures, by the names in `facts.FACTS`.
+        log: the text around the stacks, without blanks.
+
+    Attributes:
+        functions: the functions of each thread; most threads have none of a pattern's.
+    """
+
+    def __init__(self, pasted: Pasted, facts: Mapping[str, str], log: str) -> None:
+        self.pasted = pasted
+        self.facts = facts
+        self.log = log
+        threads = (t for s in pasted.samples for p in s.processes for t in p.threads)
+        self.functions = {id(thread): frozenset(_functions(thread)) for thread in threads}
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A thread that matches a pattern, and the frames that do."""
+
+    process: ProcessStacks
+    thread: Thread
+    frames: tuple[Frame, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The thread, in any sample; threads of a process without id and name are the same."""
+        return (self.process.pid or self.process.title, self.thread.tid or self.thread.name)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A signature that matches.
+
+    Args:
+        signature: of the catalogue.
+        confidence: how certain it is.
+        lines: the evidence.
+        subject: the processes with the threads that match.
+        doubts: why it is no more than possible.
+    """
+
+    signature: Signature
+    confidence: Confidence
+    lines: tuple[str, ...]
+    subject: str
+    doubts: tuple[str, ...] = ()
+
+
+def match_signature(signature: Signature, scene: Scene) -> Hit | None:
+    """The most certain of a signature's cases that match; None if none does."""
+    hits = [hit for case in signature.cases if (hit := _match_case(signature, case, scene))]
+    return max(hits, key=lambda hit: RANKS.index(hit.confidence), default=None)
+
+
+def _match_case(signature: Signature, case: Case, scene: Scene) -> Hit | None:
+    pasted = scene.pasted
+    facts = _facts(case, scene.facts)
+    samples = _samples(case, pasted)
+    if facts is None or not samples or _has_extra_process(case, pasted.samples[-1]):
+        return None
+    spots = _lasting_spots(case, samples, scene)
+    if spots is None:
+        return None
+    logs = [words for words in signature.logs if re.search(words.replace(" ", ""), scene.log)]
+    corroborated = bool(logs) or not PROOF.isdisjoint(facts)
+    doubts = tuple(_doubts(case, pasted, len(samples), spots, corroborated=corroborated))
+    lines = [_evidence(spot) for spot in spots]
+    lines += _absences(case, samples[-1])
+    if len(samples) > 1:
+        lines.append(f"the same in {len(samples)} of {len(pasted.samples)} samples")
+    lines += [f"log: {_log_line(words, pasted.text)}" for words in logs]
+    lines += [f"{name} is {value}" for name, value in facts.items()]
+    return Hit(
+        signature,
+        "possible" if doubts else _confidence(case, len(samples), corroborated=corroborated),
+        tuple(lines),
+        ", ".join(dict.fromkeys(label(spot.process) for spot in spots)),
+        doubts,
+    )
+
+
+def _facts(case: Case, facts: Mapping[str, str]) -> dict[str, str] | None:
+    """The facts that a case names; None if one contradicts it, or one that it needs is missing."""
+    known = {name: facts[name] for name in case.facts if name in facts}
+    contradicted = not all(agrees(value, case.facts[name]) for name, value in known.items())
+    return None if contradicted or not facts.keys() >= set(case.needs) else known
+
+
+def _samples(case: Case, pasted: Pasted) -> list[StacksSnapshot]:
+    """The samples that can show a case: those with a process of each role that it needs.
+
+    One process may have been dumped once and the others three times. None are enough where the
+    case is about the GIL and needs more: in most dumps of a process at work some thread holds it.
+    """
+    needed = [pattern.roles for pattern in case.threads if pattern.who == "some"]
+    found = [
+        sample
+        for sample in pasted.samples
+        if all(any(_may_be(process, roles) for process in sample.processes) for roles in needed)
+    ]
+    about_gil = any(pattern.gil for pattern in case.threads)
+    return [] if about_gil and len(found) < case.samples else found
+
+
+def _has_extra_process(case: Case, sample: StacksSnapshot) -> bool:
+    """Whether a process lives that must be missing."""
+    return any(process.role in case.lacks and not _is_gone(process) for process in sample.processes)
+
+
+def _confidence(case: Case, samples: int, *, corroborated: bool) -> Confidence:
+    """How certain a case without doubts is: one rank up if a fact, a log or more samples agree."""
+    more = corroborated or (case.samples == 1 and samples >= 3)
+    return RANKS[min(RANKS.index(case.confidence) + more, len(RANKS) - 1)]
+
+
+def _doubts(
+    case: Case, pasted: Pasted, samples: int, spots: Sequence[Spot], *, corroborated: bool
+) -> Iterator[str]:
+    """Why a case is no more than possible."""
+    if samples < case.samples and not corroborated:
+        dumps = "one dump" if samples == 1 else f"{samples} dumps"
+        yield (
+            f"{dumps} can't tell this from work: take {max(3, case.samples)} some seconds apart "
+            "into one file"
+        )
+    if case.corroborate and not corroborated:
+        yield "stacks alone can't tell this from work: a figure or a log line must agree"
+    if case.complete and not (pasted.complete or corroborated):
+        yield "some of the server's processes may be missing here"
+    if any(spot.process.role == "other" for spot in spots):
+        yield "the dump does not show which process it is of"
+    if any(pattern.who != "some" for pattern in case.threads) and _is_part(pasted):
+        yield "some threads seem to be missing here"
+
+
+def _is_part(pasted: Pasted) -> bool:
+    """Whether somebody seems to have cut a dump: each process has at most one thread, no ids."""
+    return all(
+        len(process.threads) < 2
+        and all(not thread.frames or thread.tid is None for thread in process.threads)
+        for process in pasted.samples[-1].processes
+    )
+
+
+def _lasting_spots(
+    case: Case, samples: Sequence[StacksSnapshot], scene: Scene
+) -> list[Spot] | None:
+    """The threads that match in all samples, as in the last one; None if a pattern fails."""
+    kept: list[Spot] = []
+    for pattern in case.threads:
+        found = [list(_spots(pattern, sample, scene)) for sample in samples]
+        match pattern.who:
+            case "none":
+                if any(found):
+                    return None
+            case "every":
+                if not all(
+                    _is_in_every(pattern, sample, spots)
+                    for sample, spots in zip(samples, found, strict=True)
+                ):
+                    return None
+                kept += found[-1]
+            case "some":
+                *earlier, last = found
+                lasting = [
+                    spot for spot in last if all(_again(pattern, spot, spots) for spots in earlier)
+                ]
+                if not lasting:
+                    return None
+                kept += lasting
+    return kept
+
+
+def _is_in_every(pattern: ThreadPattern, sample: StacksSnapshot, spots: Sequence[Spot]) -> bool:
+    """Whether every process of the pattern's roles that was read has a thread that matches."""
+    matching = {id(spot.process) for spot in spots}
+    return all(
+        id(process) in matching
+        for process in sample.processes
+        if process.role in pattern.roles and process.threads
+    )
+
+
+def _again(pattern: ThreadPattern, spot: Spot, earlier: Sequence[Spot]) -> bool:
+    """Whether an earlier sample has the same thread; of a frozen one, at the same places."""
+    return any(
+        before.key == spot.key
+        and (not pattern.frozen or places(before.thread) == places(spot.thread))
+        for before in earlier
+    )
+
+
+def places(thread: Thread) -> list[tuple[str, int | None]]:
+    """Where a thread is: function and line of each frame."""
+    return [(frame.function, frame.line) for frame in thread.frames]
+
+
+def _spots(pattern: ThreadPattern, sample: StacksSnapshot, scene: Scene) -> Iterator[Spot]:
+    """The threads of a sample that match a pattern."""
+    names = functions(pattern.frames)
+    for process in sample.processes:
+        if not _may_be(process, pattern.roles):
+            continue
+        for thread in process.threads:
+            if pattern.state and thread.state != pattern.state:
+                continue
+            if pattern.gil and not thread.owns_gil:
+                continue
+            if any(any_of.isdisjoint(scene.functions[id(thread)]) for any_of in names):
+                continue
+            if (frames := _matching_frames(pattern, thread)) is not None:
+                yield Spot(process, thread, frames)
+
+
+def _may_be(process: ProcessStacks, roles: Sequence[str]) -> bool:
+    """Whether a process may have one of some roles; a dump without a title may be of any."""
+    return process.role in roles or (process.role == "other" and not process.title)
+
+
+def _matching_frames(pattern: ThreadPattern, thread: Thread) -> tuple[Frame, ...] | None:
+    """The frames that a pattern names, innermost first; None if the thread does not match."""
+    frames = _frames(thread)
+    patterns = iter(pattern.frames)
+    current = next(patterns)
+    found: list[Frame] = []
+    for depth, frame in enumerate(frames):
+        if not found and pattern.within and depth >= pattern.within:
+            return None
+        if is_called(frame, current):
+            found.append(frame)
+            following = next(patterns, None)
+            if following is None:
+                break
+            current = following
+    else:
+        return None
+    if pattern.without:
+        excluded = "|".join(pattern.without)
+        if any(is_called(frame, excluded) for frame in frames):
+            return None
+    return tuple(found)
+
+
+def _functions(thread: Thread) -> Iterator[str]:
+    """The bare names of a thread's functions, and ``*``, which matches any."""
+    yield "*"
+    for frame in _frames(thread):
+        yield bare(frame.function).rpartition(".")[2]
+
+
+def _frames(thread: Thread) -> tuple[Frame, ...]:
+    """A thread's frames; Python names a thread after the outermost one: Thread-1 (work)."""
+    if "(" not in thread.name:
+        return thread.frames
+    return (*thread.frames, Frame(thread.name.rpartition("(")[2].rstrip(")"), "", ""))
+
+
+def _is_gone(process: ProcessStacks) -> bool:
+    return process.error is not None and process.error.code in GONE
+
+
+def _evidence(spot: Spot) -> str:
+    shown = list(spot.thread.frames[:SHOWN_FRAMES])
+    shown += [frame for frame in spot.frames if frame.file and frame not in shown]
+    steps = ARROW.join(map(place, shown))
+    return f"{label(spot.process)}, {spot.thread.name} ({spot.thread.state}): {steps}"
+
+
+def _absences(case: Case, sample: StacksSnapshot) -> Iterator[str]:
+    """What a case demands to be missing, and is."""
+    for pattern in case.threads:
+        if pattern.who == "none":
+            for process in sample.processes:
+                if process.role in pattern.roles:
+                    yield (
+                        f"{label(process)}: no {pattern.frames[0].partition('|')[0]} "
+                        f"in its {len(process.threads)} threads"
+                    )
+    for role in case.lacks:
+        others = [process for process in sample.processes if process.role != role]
+        yield f"no {role} process among: {', '.join(map(label, others))}"
+        for process in sample.processes:
+            if process.role == role and process.error:
+                yield f"{label(process)}: {process.error.message}"
+
+
+def _log_line(words: str, text: str) -> str:
+    """The log line that holds some words; the words alone if the line was cut."""
+    found = re.search(f"^.*{words}.*$", text, re.MULTILINE)
+    return found[0].strip()[:LOG_SHOWN] if found else words
+
+
+def place(frame: Frame) -> str:
+    """A frame for a person: function, file and line."""
+    file = frame.short_file.replace("\\", "/").rpartition("/")[2]
+    where = file + (f":{frame.line}" if frame.line else "")
+    return f"{frame.function} ({where})" if where else frame.function
+
+
+def label(process: ProcessStacks) -> str:
+    """How findings name a process."""
+    name = process.title.removeprefix("VLLM::") or (
+        "a process" if process.role == "other" else process.role
+    )
+    return f"{name} {process.pid}" if process.pid else name
