@@ -55,6 +55,7 @@ Codes = Annotated[
         help="A check's code, or its first word; may be given several times.",
         show_default=False,
         autocompletion=codes,
+        rich_help_panel="Checks",
     ),
 ]
 
@@ -75,7 +76,10 @@ def doctor(
     only: Codes = None,
     skip: Codes = None,
     list_: Annotated[
-        bool, typer.Option("--list", help="Name every check, and look at nothing.")
+        bool,
+        typer.Option(
+            "--list", help="Name every check, and look at nothing.", rich_help_panel="Checks"
+        ),
     ] = False,
     interval: Annotated[
         float, typer.Option(parser=seconds(0.1), help="Seconds over which metrics are compared.")
@@ -86,12 +90,15 @@ def doctor(
             "--canary",
             help="Send one request for one token, too, with VLLM_API_KEY if the server is yours or"
             " root's.",
+            rich_help_panel="Active checks",
         ),
     ] = False,
     clean_shm: Annotated[
         bool,
         typer.Option(
-            "--clean-shm", help="Remove shared memory that is proven to be nobody's; nothing else."
+            "--clean-shm",
+            help="Remove shared memory that is proven to be nobody's; nothing else.",
+            rich_help_panel="Active checks",
         ),
     ] = False,
     json_: Json = False,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -142,15 +142,21 @@ TargetArgument = Annotated[
     str | None,
     typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name, callback=named),
 ]
-AdminToken = Annotated[
-    Path | None,
-    typer.Option(
+
+
+def admin_token_option(panel: str | None = None) -> Any:
+    """The option ``--admin-token``, in a panel of the help."""
+    return typer.Option(
         "--admin-token",
         readable=False,
         metavar="FILE",
         envvar=PLACE,
         show_envvar=False,  # its name is too long for a narrow terminal
-        help="A file, as keygen writes it: who has a copy may change the server's keys from afar.",
+        help="File with the admin token, as keygen writes it. Whoever has the token can change the"
+        " server's keys remotely.",
         show_default=False,
-    ),
-]
+        rich_help_panel=panel,
+    )
+
+
+AdminToken = Annotated[Path | None, admin_token_option()]
