@@ -14,6 +14,7 @@ import psutil
 from ..errors import needs_linux
 from ..protocol import identity
 from ..protocol.identity import Identity, age_s, boot_id
+from .proc import directory
 from .shape import shape
 
 
@@ -209,7 +210,7 @@ def absolute(pid: int, path: str) -> str:
     if os.path.isabs(path):
         return path
     try:
-        return os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
+        return os.path.join(directory(pid), path)
     except OSError:
         return path
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import proc
+
 FILES = ("status", "stat", "limits", "cgroup", "wchan", "io", "oom_score", "schedstat")
 # These wait for the process's memory map, which one that hangs in the kernel may hold for ever.
 SLOW = ("smaps_rollup",)
@@ -15,7 +17,7 @@ THREADS = 512
 
 def sections(pid: int) -> Iterator[str]:
     """The facts, one section after the other, those that may take long last."""
-    place = Path(f"/proc/{pid}")
+    place = proc.folder(pid)
     for name in FILES:
         yield section(name, read(place / name))
     yield section("file descriptors", descriptors(place))

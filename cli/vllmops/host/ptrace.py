@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import VllmopsError
+from ..home import user
+from .proc import status
 
 CAP_SYS_PTRACE = 1 << 19
 
@@ -125,19 +127,3 @@ def refusal(pid: int, rights: Rights, command: str = "stacks dump") -> VllmopsEr
         + ("we don't have it" if reachable else "this container doesn't have it"),
         as_root if reachable else grant,
     )
-
-
-def user(uid: int) -> str:
-    """A user for a person; in containers many have no name."""
-    try:
-        import pwd  # noqa: PLC0415 - Windows has none
-
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
-
-
-def status(process: str) -> dict[str, str]:
-    """The fields of ``/proc/<process>/status``; a thread is ``PID/task/TID``."""
-    text = Path(f"/proc/{process}/status").read_text()
-    return {name: value.strip() for name, _, value in (x.partition(":") for x in text.splitlines())}

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from . import proc
+
 SHM = Path("/dev/shm")  # noqa: S108 - the kernel's own place
 # What Python's multiprocessing, torch and vLLM call theirs.
 NAMES = re.compile(r"psm_\w+|sem\.mp-\w+|torch_\d+_\d+_\d+|vllm[\w.-]*")
@@ -74,16 +76,16 @@ def files_of(pid: int) -> set[File]:
     """
     device = SHM.stat().st_dev
     words = b"%02x" % os.major(device), b"%02x" % os.minor(device)
-    maps = Path(f"/proc/{pid}/maps").read_bytes()
+    maps = (proc.folder(pid) / "maps").read_bytes()
     used = {
         (device, int(inode))
         for major, minor, inode, _ in MAPPING.findall(maps)
         if (major, minor) == words
     }
     names = set(os.listdir(SHM))
-    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+    for descriptor in os.listdir(proc.folder(pid) / "fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            link = f"/proc/{pid}/fd/{descriptor}"
+            link = proc.folder(pid) / "fd" / descriptor
             # In whichever place it is mounted there, it has its name. Others are not asked for
             # what they are: a file on a network that hangs would never answer.
             if os.path.basename(os.readlink(link)).removesuffix(" (deleted)") in names:
@@ -103,7 +105,7 @@ def used_by(pid: int) -> set[str]:
         used = files_of(pid)
         names |= {each.name for each in segments() if each.file in used}
         place = os.fsencode(SHM) + b"/"
-        for *_, path in MAPPING.findall(Path(f"/proc/{pid}/maps").read_bytes()):
+        for *_, path in MAPPING.findall((proc.folder(pid) / "maps").read_bytes()):
             if path.startswith(place) and path.endswith(DELETED):
                 names.add(os.fsdecode(path.removeprefix(place).removesuffix(DELETED)))
     return names
