@@ -73,7 +73,7 @@ def test_a_typed_model_replaces_the_demo_of_the_file(lab: Any) -> None:
         ("port = 70000", "port: '70000' is not a whole number from 1 to 65535"),
         ("detach = 1", "detach must be a boolean, not an integer"),
         ("name = 1979-05-27", "name must be a string, not a date or time"),
-        ("store-ttl = 'soon'", "store-ttl: 'soon' is no duration"),
+        ("store-ttl = 'soon'", "store-ttl: 'soon' is not a duration"),
         ("carrier = 'v1'", "carrier: 'v1' is not one of"),
         ("no-patch = 'x'", "no-patch must be an array, not a string"),
         ("vllm-arguments = [1]", "vllm-arguments[0] must be a string, not an integer"),

@@ -36,21 +36,21 @@ class Part(StrEnum):
 def logs(
     name: TargetArgument = None,
     target: Target = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines.")] = False,
     lines: Annotated[
         int | None,
-        typer.Option("--lines", "-n", parser=count(0), help="The last so many lines only."),
+        typer.Option("--lines", "-n", parser=count(0), help="Show only the last N lines."),
     ] = None,
     part: Annotated[
-        Part | None, typer.Option("--process", help="Lines of one kind of process only.")
+        Part | None, typer.Option("--process", help="Show only lines of one kind of process.")
     ] = None,
     json_: Json = False,
 ) -> Result:
-    """Show the log of an instance, its rotated parts included, also after it has ended."""
+    """Show the log of an instance, including its rotated parts, even after it has ended."""
     if json_ and follow:
         raise VllmopsError(
             "usage",
-            "--json prints one envelope: it does not go with --follow",
+            "--json prints one envelope: do not use it with --follow",
             exit_code=Exit.USAGE,
         )
     folder = Folder(instance_name(name or target))
@@ -79,7 +79,7 @@ def instance_name(target: str | None) -> str:
     if server.name is None:
         raise VllmopsError(
             "logs.none",
-            f"vllmops did not start {server.label}, and does not have its output",
+            f"vllmops did not start {server.label}, so it does not have its output",
             f"see where pid {server.pid} writes: ls -l /proc/{server.pid}/fd/1",
         )
     return server.name

@@ -79,7 +79,7 @@ def duration(text: str) -> float:
     if not TINIEST_S <= length <= CENTURY_S:
         raise VllmopsError(
             "usage",
-            f"{text!r} is no duration",
+            f"{text!r} is not a duration",
             "write it as 15m, 36h or 30d, up to 36500d",
             exit_code=Exit.USAGE,
         )
@@ -89,7 +89,7 @@ def duration(text: str) -> float:
 def to_write(path: Path | None) -> Path | None:
     """A callback for an option that names a file to write; ``-`` is none: stdout has the result."""
     if path is not None and str(path) == STDIN:
-        raise typer.BadParameter("it wants the name of a file, and - is none.")
+        raise typer.BadParameter("give the name of a file: - is not one.")
     return path
 
 
@@ -124,7 +124,7 @@ def named(ctx: typer.Context, param: typer.CallbackParam, target: str | None) ->
     return target
 
 
-HELP = "Instance name, pid or URL of a server; not needed where only one runs."
+HELP = "Instance name, pid or URL of a server; not needed if only one runs."
 
 Target = Annotated[
     str | None,

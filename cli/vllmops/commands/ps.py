@@ -62,11 +62,11 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
 @command
 def ps(
     every: Annotated[
-        bool, typer.Option("--all", "-a", help="Instances that stopped or failed, too.")
+        bool, typer.Option("--all", "-a", help="Also show instances that stopped or failed.")
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """List every vLLM server of this machine, also those that vllmops did not start."""
+    """List every vLLM server on this machine, including those that vllmops did not start."""
     servers = find()
     rows = [row(server) for server in servers]
     shown = [
@@ -76,12 +76,12 @@ def ps(
     ]
     faults = registry_faults()
     for name in reclaim(servers):
-        say(f"{name} was unsupervised; it is under supervision again")
+        say(f"{name} had no supervisor; a new one has started")
     for fault in faults:
         say(f"warning: {fault.message}; hint: {fault.hint}")
     failed = [one.name for one in rows if one.state == State.FAILED and one not in shown]
     if failed:
-        say(f"failed: {', '.join(filter(None, failed))}; vllmops ps --all tells more")
+        say(f"failed: {', '.join(filter(None, failed))}; vllmops ps --all shows why")
     data = {
         "instances": shown,
         "faults": [{"code": f.code, "message": f.message, "hint": f.hint} for f in faults],
@@ -106,8 +106,8 @@ def row(server: Server) -> InstanceRow:
         [p for p in server.processes if p.role in WITH_AGENT],
         lambda process: agent.reach(process, timeout_s=AGENT_TIMEOUT_S),
     )
-    agents = {each.process.pid: "answers" for each in told}
-    agents |= {each.pid: each.code.removeprefix("agent.") for each in silent}
+    agents = {answer.process.pid: "answers" for answer in told}
+    agents |= {failure.pid: failure.code.removeprefix("agent.") for failure in silent}
     record = server.record
     return InstanceRow(
         name=server.name,

@@ -318,8 +318,8 @@ def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
     """
     if any(word.startswith(f"{keys.SIGNING_KEY}=") for word in env):
         raise usage(
-            f"--env {keys.SIGNING_KEY} would show the key to whoever sees the command: "
-            "export it before, or name a --keyring"
+            f"--env {keys.SIGNING_KEY} would show the key to everybody who sees the command: "
+            "export it before, or use --keyring"
         )
     source = keys.source({**os.environ, **added_by(env)}, keyring)
     if source.path is None or source.path != keys.default_path() or source.path.exists():
@@ -346,8 +346,8 @@ def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
     # Another serve may have come first.
     ring = keys.change(path, lambda ring: ring if ring.keys else ring.add(key), create=True)
     if ring.find(key.kid):
-        what = "seals what clients carry; without one: --keyring none"
-        said(f"made a key, {key.kid}, in {path}: it {what}", quiet=quiet)
+        what = "protects client-held conversation state; to use no key: --keyring none"
+        said(f"created the key {key.kid} in {path}: it {what}", quiet=quiet)
 
 
 def governed(admin_token: Path | None) -> list[str]:
@@ -390,7 +390,7 @@ def stored(
         VllmopsError: ``usage``.
     """
     if url == "":
-        raise usage("--store '' is no store; --store none keeps no responses")
+        raise usage("--store must not be empty; --store none stores no responses")
     added = {
         settings.STORE: url,
         settings.MAX_SIZE: max_size,
@@ -413,7 +413,9 @@ def check_store(order: launch.Order) -> None:
     found = settings.backend(environment)
     several = option(order.arguments, "--api-server-count") not in {None, "1"}
     if several and found.url.startswith("memory:"):
-        raise usage("memory:// is of one process: with several API servers take another --store")
+        raise usage(
+            "memory:// works for one process only: with several API servers use another --store"
+        )
     asyncio.run(tried(ResponseStore(found, deadline_s=STORE_TIMEOUT_S)))
 
 
@@ -423,8 +425,8 @@ async def tried(store: ResponseStore) -> None:
         if store.opened:
             with suppress(*store.backend.unavailable, TimeoutError):
                 async with asyncio.timeout(STORE_TIMEOUT_S):
-                    for each in await store.backend.caveats():
-                        say(f"the store: {each}")
+                    for caveat in await store.backend.caveats():
+                        say(f"the store: {caveat}")
 
 
 def place(
@@ -444,7 +446,7 @@ def place(
     """
     for word in filter(None, (model, name, host, *env, *behind)):
         if not_utf8(word):
-            raise usage(f"{word!r} is not UTF-8: the instance's record could not keep it")
+            raise usage(f"{word!r} is not UTF-8: the record of the instance can't contain it")
     if (model is None) == (demo is None) or model == "":
         raise usage("give either a MODEL or --demo text|vision|audio")
     if port is not None and not 1 <= port <= 65535:
@@ -462,9 +464,9 @@ def place(
     # vLLM takes the last one, so what stands behind -- counts; two that differ are a slip.
     behind_host, behind_port = option(behind, "--host"), option(behind, "--port")
     if behind_host and host and behind_host != host:
-        raise usage(f"--host {host} and, behind --, --host {behind_host}: give one")
+        raise usage(f"--host {host} and, after --, --host {behind_host}: give one")
     if behind_port and port and behind_port != str(port):
-        raise usage(f"--port {port} and, behind --, --port {behind_port}: give one")
+        raise usage(f"--port {port} and, after --, --port {behind_port}: give one")
     if behind_port and behind_port.isdigit():
         port = int(behind_port)
     return launch.Order(
@@ -636,7 +638,7 @@ class LogFollower:
             except OSError:
                 return
             except Exception as error:
-                say(f"the log is shown no further: {type(error).__name__}: {error}")
+                say(f"the log can't be shown any more: {type(error).__name__}: {error}")
                 say(f"  vllmops logs -f {self.name}")
                 return
 
@@ -675,7 +677,7 @@ def summary(record: Record) -> list[RenderableType]:
     watch = [f"  watch:       vllmops logs --process watch {record.name}"]
     return [
         Text.assemble((record.name, "bold"), " is ready", *where, took),
-        *(["  headless: its API server is another one's"] if record.headless else []),
+        *(["  headless: its API server is on another node"] if record.headless else []),
         f"  log:         vllmops logs -f {record.name}",
         *(watch if record.watch is not None else ()),
         f"  look inside: vllmops cache inspect -t {record.name}",

@@ -37,7 +37,7 @@ class CacheUse(msgspec.Struct, frozen=True):
 @app.command(epilog="Example: vllmops status demo")
 @command
 def status(name: TargetArgument = None, target: Target = None, json_: Json = False) -> Result:
-    """One screen on one server: processes, requests, cache use, patches."""
+    """Show one server on one screen: processes, requests, cache use, patches."""
     server = resolve(name or target)
     seen = row(server)
     engines, _ = agent.side_by_side(
@@ -113,12 +113,12 @@ def screen(
         )
     facts.add_row("patches", patches(patched))
     if seen.supervised is False:
-        facts.add_row("supervision", "its supervisor had died; another has just taken over")
+        facts.add_row("supervision", "its supervisor had died; a new one has started")
     elif seen.supervised is None:
         facts.add_row("supervision", "none: vllmops did not start it")
     if record and record.watch is not None:
         running = Folder(record.name).watched()
-        facts.add_row("watch", "on" if running else "not running yet, or not any more")
+        facts.add_row("watch", "on" if running else "not running")
     return [*listing([seen]), "", facts]
 
 
@@ -131,7 +131,7 @@ def requests(engines: list[EngineState], metrics: Metrics | None) -> str:
         return f"{running} running, {waiting} waiting"
     if metrics and metrics.running is not None:
         return f"{metrics.running:.0f} running, {metrics.waiting or 0:.0f} waiting (metrics)"
-    return "unknown: neither an agent nor /metrics answers"
+    return "unknown: no agent answers, and /metrics does not either"
 
 
 def kv_cache(engines: list[EngineState], metrics: Metrics | None) -> str:

@@ -25,7 +25,7 @@ restart_app = typer_app()
 
 Timeout = Annotated[
     float,
-    typer.Option(parser=seconds(), help="Seconds that requests in flight get to finish."),
+    typer.Option(parser=seconds(), help="Seconds for requests in flight to finish."),
 ]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requests in flight.")]
 
@@ -41,8 +41,8 @@ def stop(
 ) -> Result:
     """Drain a server, then stop it: every process, its port, its shared memory.
 
-    Requests in flight finish within --timeout seconds, new ones get 503; then the whole tree
-    goes. It works on a server that vllmops did not start, too.
+    New requests get 503. Requests in flight have --timeout seconds to finish; then every process
+    is stopped. It also works on a server that vllmops did not start.
     """
     server = resolve(name or target, strangers=False)
     wait_s = 0.0 if force else timeout
@@ -89,7 +89,7 @@ def restart(
 ) -> Result:
     """Stop an instance as `stop` does, and start it again with the recorded command.
 
-    An instance that has stopped or failed is started again, too, detached.
+    An instance that has stopped or failed is also started again, detached.
     """
     record = recorded(name or target)
     folder = Folder(record.name)
@@ -112,7 +112,7 @@ def restart(
             raise
         record = stay(fresh, over, detach=True, log=False, quiet=json_)
     if record.state is State.STOPPED:
-        raise VllmopsError("restart.stopped", f"{record.name} was stopped in the meantime")
+        raise VllmopsError("restart.stopped", f"{record.name} was stopped while it started")
     return Result(instance(record), lambda: summary(record))
 
 
@@ -151,8 +151,8 @@ def started(folder: Folder, record: Record) -> Session | None:
             launch.check_socket(record.uds)
         folder.write(launch.again(record))
     except (VllmopsError, OSError) as error:
-        for each in held:
-            os.close(each)
+        for descriptor in held:
+            os.close(descriptor)
         raise launch.full(error) if isinstance(error, OSError) else error from None
     return Session(folder, start_supervisor(folder, lock, NOTHING, launch=True, port=port))
 
@@ -171,7 +171,7 @@ def recorded(target: str | None) -> Record:
     if server.record is None:
         raise VllmopsError(
             "restart.stranger",
-            f"vllmops did not start {server.label}, and has no command to start it with",
+            f"vllmops did not start {server.label}, so it does not know the command to start it",
             f"vllmops stop {server.label}, then vllmops serve {server.model or 'MODEL'}",
         )
     return server.record

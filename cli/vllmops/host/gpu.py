@@ -22,7 +22,7 @@ class Gpus:
         try:
             pynvml.nvmlInit()
             count = pynvml.nvmlDeviceGetCount()
-            self.handles = [pynvml.nvmlDeviceGetHandleByIndex(each) for each in range(count)]
+            self.handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except pynvml.NVMLError:
             self.handles = []
 
@@ -36,8 +36,8 @@ class Gpus:
         for handle in self.handles:
             try:
                 by_gpu.append(self.nvml.nvmlDeviceGetMemoryInfo(handle).used)
-                for each in self.nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                    by_pid[each.pid] += each.usedGpuMemory or 0
+                for process in self.nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    by_pid[process.pid] += process.usedGpuMemory or 0
             except self.nvml.NVMLError:
                 continue  # some virtual GPUs tell neither
         return by_gpu, {pid: count for pid, count in by_pid.items() if count}

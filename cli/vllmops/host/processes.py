@@ -185,7 +185,10 @@ def still_known(known: Iterable[Process], seen: Sequence[Process]) -> tuple[Proc
     A process that is being killed loses its command line, and so its role, before it is a zombie.
     """
     vital = {process.pid: process for process in known if process.role in VITAL}
-    now = [vital.get(each.pid, each) if each.role is Role.OTHER else each for each in seen]
+    now = [
+        vital.get(process.pid, process) if process.role is Role.OTHER else process
+        for process in seen
+    ]
     pids = {process.pid for process in seen}
     return (*now, *(process for pid, process in vital.items() if pid not in pids))
 
@@ -221,7 +224,7 @@ def listens_on(pid: int, path: str) -> bool:
         own = {str(s.laddr) for s in psutil.Process(pid).net_connections("unix") if s.laddr}
     except psutil.Error:
         return False
-    return os.path.realpath(path) in {os.path.realpath(absolute(pid, each)) for each in own}
+    return os.path.realpath(path) in {os.path.realpath(absolute(pid, address)) for address in own}
 
 
 def listening_ports(pid: int) -> list[int]:

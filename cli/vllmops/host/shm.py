@@ -103,7 +103,7 @@ def used_by(pid: int) -> set[str]:
     names: set[str] = set()
     with contextlib.suppress(OSError):
         used = files_of(pid)
-        names |= {each.name for each in segments() if each.file in used}
+        names |= {segment.name for segment in segments() if segment.file in used}
         place = os.fsencode(SHM) + b"/"
         for *_, path in MAPPING.findall((proc.folder(pid) / "maps").read_bytes()):
             if path.startswith(place) and path.endswith(DELETED):
@@ -121,12 +121,12 @@ def sweep(names: Iterable[str]) -> list[str]:
     """
     wanted = set(names)
     uid = os.geteuid()
-    left = {each for each in segments() if each.name in wanted and each.uid == uid}
+    left = {segment for segment in segments() if segment.name in wanted and segment.uid == uid}
     try:
         used = in_use(left)
     except OSError:  # no file can be opened, say: then nothing is known
         return []
-    return remove(each for each in left if each.file not in used)
+    return remove(segment for segment in left if segment.file not in used)
 
 
 def in_use(among: Iterable[Segment]) -> set[File]:
@@ -141,12 +141,12 @@ def in_use(among: Iterable[Segment]) -> set[File]:
 def remove(doomed: Iterable[Segment]) -> list[str]:
     """Unlink segments, each if its name is still that file's; returns the names of those."""
     removed = []
-    for each in sorted(doomed, key=lambda segment: segment.name):
+    for segment in sorted(doomed, key=lambda segment: segment.name):
         with contextlib.suppress(OSError):
-            at = (SHM / each.name).lstat()
-            if (at.st_dev, at.st_ino) == each.file:
-                (SHM / each.name).unlink()
-                removed.append(each.name)
+            at = (SHM / segment.name).lstat()
+            if (at.st_dev, at.st_ino) == segment.file:
+                (SHM / segment.name).unlink()
+                removed.append(segment.name)
     return removed
 
 
@@ -172,9 +172,9 @@ def nobodys(wanted: Callable[[Segment], bool] = lambda _: True) -> Nobodys:
     """
     uid = os.geteuid()
     left = [
-        each
-        for each in segments()
-        if NAMES.fullmatch(each.name) and uid in (0, each.uid) and wanted(each)
+        segment
+        for segment in segments()
+        if NAMES.fullmatch(segment.name) and uid in (0, segment.uid) and wanted(segment)
     ]
     if not left:
         return Nobodys()
@@ -190,10 +190,10 @@ def nobodys(wanted: Callable[[Segment], bool] = lambda _: True) -> Nobodys:
             # virtual machines, nothing could ever be removed.
             hidden += [pid] if pid != 1 else []
             continue
-        left = [each for each in left if each.file not in used]
+        left = [segment for segment in left if segment.file not in used]
     if hidden and not doubt:
         who = f"pid {hidden[0]}" + (f" and {len(hidden) - 1} more" if hidden[1:] else "")
-        doubt = f"{who} can't be looked into, and may use it: run it as root"
+        doubt = f"{who} can't be inspected and may use it: run as root"
     return Nobodys(tuple(left), doubt)
 
 
@@ -201,10 +201,10 @@ def out_of_sight() -> str:
     """Why there may be processes that ``/proc`` does not show here; empty where it shows all."""
     try:
         if os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE:
-            return "this is a container: processes outside may share its memory; run it outside"
+            return "this is a container: processes outside may use its memory; run it on the host"
         os.stat("/proc/1/stat")
     except OSError:
-        return "/proc hides the processes of other users (hidepid): run it as root"
+        return "/proc hides the processes of other users (hidepid): run as root"
     return ""
 
 
@@ -215,11 +215,12 @@ def clean() -> tuple[Nobodys, list[Segment]]:
         What is left, and what was removed.
     """
     found = nobodys()
-    old = {each.file for each in found.segments if each.age_s >= OLD_S}
+    old = {segment.file for segment in found.segments if segment.age_s >= OLD_S}
     if found.doubt or not old:
         return found, []
     # Once more: somebody may have opened one since that process was looked into.
-    again = nobodys(lambda each: each.file in old and each.age_s >= OLD_S)
-    removed = [] if again.doubt else remove(again.segments)
-    left = tuple(each for each in found.segments if each.name not in removed)
-    return Nobodys(left, again.doubt), [each for each in found.segments if each.name in removed]
+    again = nobodys(lambda segment: segment.file in old and segment.age_s >= OLD_S)
+    names = [] if again.doubt else remove(again.segments)
+    left = tuple(segment for segment in found.segments if segment.name not in names)
+    removed = [segment for segment in found.segments if segment.name in names]
+    return Nobodys(left, again.doubt), removed

@@ -49,7 +49,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         for seconds in (self.stop, self.restart):
             if seconds is not None and not 0 <= seconds < math.inf:
-                raise ValueError(f"{seconds} is no number of seconds")
+                raise ValueError(f"{seconds} is not a number of seconds")
 
 
 NOTHING = Request()
@@ -183,9 +183,9 @@ def silent(folder: Folder) -> VllmopsError:
     """A supervisor that is there and does nothing: it was stopped, say."""
     return VllmopsError(
         "supervisor.silent",
-        f"the supervisor of {folder.name!r} does not come to an end",
-        f"{LET_GO.format(name=folder.name)}; the next command starts another supervisor, and goes"
-        " on",
+        f"the supervisor of {folder.name!r} does not finish",
+        f"{LET_GO.format(name=folder.name)}; the next command starts another"
+        " supervisor, which continues",
         exit_code=Exit.TIMED_OUT,
     )
 
@@ -204,7 +204,7 @@ def connect(folder: Folder, request: Request = NOTHING) -> Control:
         try:
             connection.connect(str(folder.control))
             if (uid := peer(connection)) != os.geteuid():
-                raise PermissionError(errno.EPERM, f"{user(uid)} answers there")
+                raise PermissionError(errno.EPERM, f"{user(uid)} answers at this address")
         except OSError as error:
             connection.close()
             if time.monotonic() < deadline:
@@ -214,7 +214,8 @@ def connect(folder: Folder, request: Request = NOTHING) -> Control:
                 "supervisor.unreachable",
                 f"the supervisor of {folder.name!r} does not answer at {folder.control}:"
                 f" {error.strerror}",
-                f"kill it and try again, the server runs on: {LET_GO.format(name=folder.name)}",
+                "kill the supervisor and try again; the server keeps running: "
+                f"{LET_GO.format(name=folder.name)}",
                 exit_code=Exit.NOT_FOUND,
             ) from error
         control = Control(connection)

@@ -66,7 +66,7 @@ def of(server: Server) -> Interpreter:
     except OSError as error:
         raise VllmopsError(
             "interpreter.unreadable",
-            f"the interpreter of pid {server.pid} can't be told: {error.strerror}",
+            f"the interpreter of pid {server.pid} can't be found: {error.strerror}",
             "run vllmops as the user who started the server",
             exit_code=Exit.NOT_AUTHORISED,
         ) from error
@@ -138,7 +138,7 @@ class Run:
             code = self.popen.wait(max(until - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             self.end()
-            raise VllmopsError("interpreter.late", "not done in time") from None
+            raise VllmopsError("interpreter.late", "not finished in time") from None
         if code:
             lines = read(self.complaint).strip().splitlines() or [f"exit code {code}"]
             raise VllmopsError("interpreter.failed", lines[-1][:TOLD])

@@ -69,13 +69,13 @@ HINTS = (
     ),
     (
         re.compile(r"unrecognized arguments|expected one argument|invalid choice|argument -"),
-        "what stands behind -- goes to vLLM: see its `vllm serve --help=all`",
+        "arguments after -- go to vLLM: see `vllm serve --help=all`",
     ),
     (
         re.compile(r"out of memory|OutOfMemory", re.IGNORECASE),
-        "give it less: -- --gpu-memory-utilization 0.8, or a smaller --max-model-len",
+        "use less memory: -- --gpu-memory-utilization 0.8, or a smaller --max-model-len",
     ),
-    (re.compile(r"[Aa]ddress already in use"), "take another port: vllmops serve --port N"),
+    (re.compile(r"[Aa]ddress already in use"), "use another port: vllmops serve --port N"),
     (
         re.compile(r"Repo id must be|not a valid model identifier|LocalEntryNotFound|OfflineMode"),
         "MODEL is a directory with a config.json, or a hub id such as Qwen/Qwen3-0.6B",
@@ -303,7 +303,7 @@ class Rotation:
         self.keep = keep
         self.due = 0.0  # monotonic
         self.wait_s = FIRST_WAIT_S
-        hint(path, keep)
+        repair(path, keep)
 
     def look(self) -> str:
         """Rotate if it is time to; returns what hinders that, in words, where it is new."""
@@ -348,18 +348,18 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
             copy.replace(aside(path, 1))
             os.truncate(log.fileno(), 0)
         except OSError:
-            hint(path, keep)
+            repair(path, keep)
             raise
     return True
 
 
-def hint(path: Path, keep: int) -> None:
+def repair(path: Path, keep: int) -> None:
     """Put in order what a rotation left that was cut short: no part twice, none out of reach."""
     with contextlib.suppress(OSError):
         copying(path).unlink(missing_ok=True)
         if begins_with(path, aside(path, 1)):
             aside(path, 1).unlink()
-        parts = [each for number in range(1, keep + 1) if (each := aside(path, number)).exists()]
+        parts = [part for number in range(1, keep + 1) if (part := aside(path, number)).exists()]
         for number, part in enumerate(parts, 1):
             if part != aside(path, number):
                 part.replace(aside(path, number))

@@ -187,7 +187,7 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
     told = shown(target) if "://" in target else target
     raise VllmopsError(
         "target.unknown",
-        f"no running vLLM server is {told!r}; {choices(servers)}",
+        f"no running vLLM server matches {told!r}; {choices(servers)}",
         "vllmops ps --all",
         exit_code=Exit.NOT_FOUND,
     )
@@ -216,8 +216,8 @@ def only(candidates: Sequence[Server], servers: Sequence[Server]) -> Server:
     if servers:
         raise VllmopsError(
             "target.ambiguous",
-            f"name a server; {choices(servers)}",
-            f"--target {servers[0].label}, say",
+            f"several servers run: name one; {choices(servers)}",
+            f"for example --target {servers[0].label}",
             exit_code=Exit.USAGE,
         )
     raise VllmopsError(
@@ -230,7 +230,7 @@ def only(candidates: Sequence[Server], servers: Sequence[Server]) -> Server:
 
 def choices(servers: Sequence[Server]) -> str:
     if not servers:
-        return "none runs on this machine"
+        return "no server runs on this machine"
     return "running: " + ", ".join(server.label for server in servers)
 
 
@@ -257,9 +257,9 @@ def is_local(asked: str, listening: str) -> bool:
 
 def over(record: Record) -> VllmopsError:
     if record.state is State.FAILED and record.failure:
-        what = f"{record.name!r} does not run: it failed: {record.failure.cause}"
+        what = f"{record.name!r} is not running: it failed: {record.failure.cause}"
     else:
-        what = f"{record.name!r} does not run: it is {record.state}"
+        what = f"{record.name!r} is not running: it is {record.state}"
     return VllmopsError(
         "target.over",
         what,

@@ -106,7 +106,7 @@ class Supervisor:
         self.scanned = 0.0
         self.watch_due = 0.0
         self.unsaved = False
-        self.trouble = Trouble("the supervisor has met what it did not expect, and goes on", log)
+        self.trouble = Trouble("the supervisor continues after an unexpected error", log)
         self.up: set[int] = set()
         self.socket: int | None = None  # the inode of the control socket
         self.housekept = 0.0
@@ -121,7 +121,7 @@ class Supervisor:
             self.folder.control.chmod(0o600)
             self.socket = self.folder.control.lstat().st_ino
         except OSError as error:  # a full disk: what was asked for at birth still works
-            log(f"no control socket: {error}")
+            log(f"the control socket can't be created: {error}")
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not its_own(writer):
@@ -130,7 +130,7 @@ class Supervisor:
         task = asyncio.current_task()
         assert task
         if len(self.clients) >= CLIENTS:  # who only listens, for the longest, comes again
-            for listener in [each for each in self.clients if each not in self.holders][:1]:
+            for listener in [client for client in self.clients if client not in self.holders][:1]:
                 del self.clients[listener]
                 listener.close()
         self.serving.add(task)
@@ -182,7 +182,7 @@ class Supervisor:
             self.unsaved = False
         except OSError as error:
             if not self.unsaved:
-                log(f"record not saved, will try again: {error}")
+                log(f"the record is not saved, trying again: {error}")
             self.unsaved = True
         for writer in list(self.clients) if told else ():
             self.send(writer)
@@ -201,7 +201,7 @@ class Supervisor:
             while not await attempt(self.take_over, self.trouble):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(TICK_S)
         elif not await attempt(self.launch, self.trouble):
-            self.end(State.FAILED, Failure(f"it can't be launched: {self.trouble.last}"))
+            self.end(State.FAILED, Failure(f"the server can't be started: {self.trouble.last}"))
         while not self.record.state.over:
             # A server must not lose its supervisor over one bad look.
             if not await attempt(self.tick, self.trouble):
@@ -263,10 +263,10 @@ class Supervisor:
             self.end(State.STOPPED)
         elif not left:
             await self.take_down()
-            self.end(State.FAILED, Failure("it died while nothing supervised it"))
+            self.end(State.FAILED, Failure("the server died while it had no supervisor"))
         elif not await self.held():
             await self.take_down()
-            self.end(State.FAILED, Failure("the foreground serve that held it died"))
+            self.end(State.FAILED, Failure("the foreground serve died"))
 
     def reused(self) -> bool:
         """Whether the session's number may be another session's by now.
@@ -328,7 +328,7 @@ class Supervisor:
             if inode(folder.lock_file) != os.fstat(self.lock).st_ino:
                 lock = folder.lock()
                 if lock is None:
-                    log("another supervisor holds it now")
+                    log("another supervisor has taken over")
                     raise SystemExit(0)
                 os.close(self.lock)
                 self.lock = lock
@@ -355,7 +355,7 @@ class Supervisor:
         try:
             watcher.start(self.folder, self.record.watch)
         except OSError as error:
-            log(f"no watch: {error}")
+            log(f"the watch can't be started: {error}")
 
     def healthy(self) -> bool:
         """Whether it is ready, as a server of its shape is."""
@@ -418,7 +418,7 @@ class Supervisor:
             name = signal.Signals(-code).name
             return Failure(f"{Role.API} (pid {self.record.session}) was killed by {name}")
         if asked and not any("EngineDeadError" in line for line in said):
-            return Failure("vLLM was told to stop by a signal, not by vllmops", "APIServer")
+            return Failure("vLLM was stopped by a signal that vllmops did not send", "APIServer")
         if failure := logs.failure(said):
             return failure
         dead = [p for p in dead if code is None or p.pid != self.record.session]

@@ -44,9 +44,9 @@ def drain(
         hurry: whether to wait no longer.
     """
     refusing = close_gates(tree)
-    how = "draining" if refusing else "draining (no agent: new requests are still taken)"
+    how = "draining" if refusing else "draining (no agent: new requests are still accepted)"
     if not of(tree, Role.API):
-        how = "draining (no API server here: new requests still come)"
+        how = "draining (no API server here: new requests still arrive)"
     vital = [process for process in tree if process.role in VITAL]
     deadline = time.monotonic() + seconds
     left: int | None = None
@@ -115,7 +115,7 @@ class Remains:
         if not self.unkillable:
             return ""
         pids = ", ".join(str(process.pid) for process in self.unkillable)
-        return f"not even SIGKILL ends pid {pids}: see `cat /proc/PID/stack`, or reboot"
+        return f"SIGKILL does not end pid {pids}: see `cat /proc/PID/stack`, or reboot"
 
 
 def take_down(
