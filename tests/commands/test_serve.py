@@ -420,7 +420,7 @@ def test_ready_then_ended_from_outside(lab: Any) -> None:
     lab.kill(record.session, signal.SIGTERM)  # vLLM itself exits 0 then
     out, err = serve.communicate(timeout=30)
     assert serve.returncode == 1
-    assert "told to stop by a signal" in err
+    assert "stopped by a signal" in err
     assert "a is ready at" in err
     assert "(APIServer" in out
     lab.nothing_left(record)

@@ -55,8 +55,8 @@ def logs(
         )
     folder = Folder(instance_name(name or target))
     tail = Tail(folder.log)
-    said = select([*rotated(folder.log), *tail.lines()], part)
-    chosen = list(said if lines is None else deque(said, maxlen=lines))
+    selected = select([*rotated(folder.log), *tail.lines()], part)
+    chosen = list(selected if lines is None else deque(selected, maxlen=lines))
     if follow:
         show(*map(Verbatim, chosen))
         while running(folder):
@@ -68,7 +68,7 @@ def logs(
 
 
 def instance_name(target: str | None) -> str:
-    """The instance's name, of one that has ended, too.
+    """The name of an instance, even if it has ended.
 
     Raises:
         VllmopsError: ``logs.none`` for a server that vllmops did not start.
@@ -86,7 +86,7 @@ def instance_name(target: str | None) -> str:
 
 
 def rotated(path: Path) -> Iterator[str]:
-    """The lines that were put aside in this run, oldest first."""
+    """The lines of the rotated parts of this run, oldest first."""
     number = 1
     while aside(path, number).exists():
         number += 1

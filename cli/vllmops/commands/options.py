@@ -1,4 +1,4 @@
-"""Options that several commands share, and what completes them."""
+"""Options that several commands share, and their completion."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def size_(value: object) -> int:
 
 
 def refused(parse: Callable[[], T]) -> T:
-    """What is parsed; where it can't be, Typer's error, which names the option."""
+    """Call a parser; its error becomes one of Typer, which names the option."""
     try:
         return parse()
     except ValueError as error:
@@ -87,7 +87,7 @@ def duration(text: str) -> float:
 
 
 def to_write(path: Path | None) -> Path | None:
-    """A callback for an option that names a file to write; ``-`` is none: stdout has the result."""
+    """A callback for an option that names a file to write; ``-`` is refused."""
     if path is not None and str(path) == STDIN:
         raise typer.BadParameter("give the name of a file: - is not one.")
     return path
@@ -101,10 +101,10 @@ def running_names(incomplete: str) -> list[str]:
 
 
 def every_name(incomplete: str) -> list[str]:
-    """Names of all instances, those that are over included, for completion."""
+    """Names of all instances, including those that have ended, for completion."""
     from ..instances.record import folders  # noqa: PLC0415
 
-    with suppress(VllmopsError):  # nobody has asked for anything yet
+    with suppress(VllmopsError):  # a completion prints no errors
         return [f.name for f in folders() if f.name.startswith(incomplete)]
     return []
 
@@ -117,7 +117,7 @@ def patch_ids(incomplete: str) -> list[str]:
 
 
 def named(ctx: typer.Context, param: typer.CallbackParam, target: str | None) -> str | None:
-    """A target that was typed, if it can be one; what the environment has may not be needed."""
+    """Check a target that was typed; one from the environment may not be needed."""
     source = param.name and ctx.get_parameter_source(param.name)
     if target is not None and source and source.name == "COMMANDLINE":
         parsed(target)
@@ -137,7 +137,7 @@ Target = Annotated[
         callback=named,
     ),
 ]
-# Not from the environment: the option below it is, and an argument stands before both.
+# Without an environment variable: an argument would win over --target.
 TargetArgument = Annotated[
     str | None,
     typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name, callback=named),

@@ -1,4 +1,4 @@
-"""``vllmops ps``: every vLLM server of this machine."""
+"""``vllmops ps``: every vLLM server on this machine."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def registry_faults() -> list[VllmopsError]:
 
 
 def row(server: Server) -> InstanceRow:
-    """What there is to say of one server; asks its agents and, of a stranger, its health."""
-    told, silent = agent.side_by_side(
+    """The row of one server; asks its agents and, if vllmops did not start it, its health."""
+    answers, silent = agent.side_by_side(
         [p for p in server.processes if p.role in WITH_AGENT],
         lambda process: agent.reach(process, timeout_s=AGENT_TIMEOUT_S),
     )
-    agents = {answer.process.pid: "answers" for answer in told}
+    agents = {answer.process.pid: "answers" for answer in answers}
     agents |= {failure.pid: failure.code.removeprefix("agent.") for failure in silent}
     record = server.record
     return InstanceRow(
@@ -131,7 +131,7 @@ def row(server: Server) -> InstanceRow:
 
 
 def state(server: Server) -> str:
-    """The state as its supervisor tells it, and a stranger's as its ``/health`` does."""
+    """The state from the supervisor, or from ``/health`` if vllmops did not start the server."""
     if server.record:
         alive = server.processes or pending(server)
         return server.record.state if server.record.state.over or alive else "died"
@@ -166,7 +166,7 @@ def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
         if shown:
             shown.append("")
         shown.append(head)
-        # A stranger's words: a line break in them would pass for a line of ours.
+        # Text from a foreign process: a line break in it would look like a line of vllmops.
         words = printable(f"{address(one)}  {one.model or ''}", lines=False)
         shown.append(Text(f"  {words}", overflow="fold"))
         if one.failure:

@@ -1,4 +1,4 @@
-"""``vllmops serve``: start a vLLM server and keep hold of it."""
+"""``vllmops serve``: start a vLLM server and supervise it."""
 
 from __future__ import annotations
 
@@ -279,14 +279,14 @@ def serve(
 def watching(
     watch: bool, command: str | None, webhook: str | None, repair: bool, restart: bool
 ) -> tuple[str, ...] | None:
-    """What `vllmops watch` is to be given, None where it is not to run.
+    """The arguments of `vllmops watch`, None if it is not to run.
 
     Raises:
         VllmopsError: as `Hook` and `Webhook` do.
     """
     words: list[str] = []
     if command or webhook:
-        from ..watch.messenger import Hook, Webhook  # noqa: PLC0415 - slow, and seldom needed
+        from ..watch.messenger import Hook, Webhook  # noqa: PLC0415 - slow, and rarely needed
 
         if command:
             Hook(command)
@@ -300,7 +300,7 @@ def watching(
 
 
 def unpatched(ids: Sequence[str]) -> list[str]:
-    """What ``--no-patch`` adds to the environment.
+    """The environment variables for ``--no-patch``.
 
     Raises:
         VllmopsError: ``patch.unknown``.
@@ -311,7 +311,7 @@ def unpatched(ids: Sequence[str]) -> list[str]:
 
 
 def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
-    """What the keys add to the environment: where they are, never what they are.
+    """The environment variables for keys: where they are, never the keys themselves.
 
     Raises:
         VllmopsError: ``usage``, or whatever is wrong with the keyring or the key in use.
@@ -328,13 +328,13 @@ def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
 
 
 def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
-    """Make the keyring of this home, with one key, where a server is to have it and there is none.
+    """Create the default keyring, with one key, if the server uses it and it does not exist.
 
-    What clients carry works at once then, and all servers of this home open each other's.
+    So client-held conversation state works at once, and is valid on all servers of this home.
 
     Args:
         environment: of the server.
-        quiet: whether to say nothing of it.
+        quiet: whether to print nothing.
 
     Raises:
         VllmopsError: as `keys.change`.
@@ -343,7 +343,7 @@ def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
     if environment.get(keys.PLACE) != str(path) or path.exists():
         return
     key = Key.of(fresh(), Status.PRIMARY, time.time())
-    # Another serve may have come first.
+    # Another serve may have created it meanwhile.
     ring = keys.change(path, lambda ring: ring if ring.keys else ring.add(key), create=True)
     if ring.find(key.kid):
         what = "protects client-held conversation state; to use no key: --keyring none"
@@ -351,7 +351,7 @@ def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
 
 
 def governed(admin_token: Path | None) -> list[str]:
-    """What the admin token adds to the environment: where it is, never what it is.
+    """The environment variable for the admin token: where it is, never the token itself.
 
     Raises:
         VllmopsError: as `admin.token` does.
@@ -363,9 +363,10 @@ def governed(admin_token: Path | None) -> list[str]:
 
 
 def carried(form: settings.Format | None, ttl: str | None, env: Sequence[str]) -> list[str]:
-    """What the options of carriers add to the environment.
+    """The environment variables for carriers.
 
-    Their time also where it comes from ours: `vllmops keys rotate` reads it in the record.
+    The lifetime is included even if it comes from this environment: `vllmops keys rotate` reads it
+    from the record.
 
     Raises:
         VllmopsError: ``usage``.
@@ -377,14 +378,14 @@ def carried(form: settings.Format | None, ttl: str | None, env: Sequence[str]) -
 
 
 def added_by(env: Sequence[str]) -> dict[str, str]:
-    """What ``--env`` adds, as far as it is in order."""
+    """The variables that ``--env`` sets; malformed ones are left out."""
     return dict(word.split("=", 1) for word in env if "=" in word)
 
 
 def stored(
     url: str | None, max_size: int | None, max_per_key: int | None, ttl: str | None
 ) -> list[str]:
-    """What the options of the store add to the environment.
+    """The environment variables for the store.
 
     Raises:
         VllmopsError: ``usage``.
@@ -401,7 +402,7 @@ def stored(
 
 
 def check_store(order: launch.Order) -> None:
-    """Refuse a store, or carriers, that can't be; a store that is merely down may come up later.
+    """Refuse wrong settings of store or carriers; a store that is only down may come up later.
 
     Raises:
         VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
@@ -416,11 +417,11 @@ def check_store(order: launch.Order) -> None:
         raise usage(
             "memory:// works for one process only: with several API servers use another --store"
         )
-    asyncio.run(tried(ResponseStore(found, deadline_s=STORE_TIMEOUT_S)))
+    asyncio.run(try_store(ResponseStore(found, deadline_s=STORE_TIMEOUT_S)))
 
 
-async def tried(store: ResponseStore) -> None:
-    """Open it, and say how it could lose what it has acknowledged."""
+async def try_store(store: ResponseStore) -> None:
+    """Open a store, and print how it could lose responses that it has acknowledged."""
     async with store:
         if store.opened:
             with suppress(*store.backend.unavailable, TimeoutError):
@@ -461,7 +462,7 @@ def place(
         arguments = (*demos.serve_arguments(demo), *behind)
         environment = {**demos.serve_environment(), **environment}
     assert model
-    # vLLM takes the last one, so what stands behind -- counts; two that differ are a slip.
+    # vLLM takes the last value, so arguments after -- win; two different values are a mistake.
     behind_host, behind_port = option(behind, "--host"), option(behind, "--port")
     if behind_host and host and behind_host != host:
         raise usage(f"--host {host} and, after --, --host {behind_host}: give one")
@@ -578,7 +579,7 @@ class Display:
 
 
 class Signals:
-    """Turns Ctrl-C and SIGTERM into a drained stop, and a second one into a stop at once.
+    """Turns Ctrl-C and SIGTERM into a stop with a drain, and a second one into an immediate stop.
 
     A closed terminal (SIGHUP) is not caught: the supervisor sees that the holder has gone.
     """
@@ -618,7 +619,7 @@ class LogFollower:
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def start(self) -> None:
-        """Begin, once, with what comes from now on in a terminal, with all of it in a pipe."""
+        """Start once: from new lines in a terminal, from the first line in a pipe."""
         if self.thread.ident is None:
             if sys.stdout.isatty():
                 self.tail.lines()
@@ -647,7 +648,7 @@ class LogFollower:
 
 
 def instance(record: Record) -> dict[str, Any]:
-    """An instance for ``--json``, which is kept in logs: without secrets."""
+    """An instance for ``--json``: without secrets, since such output is often stored in logs."""
     from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
@@ -669,7 +670,7 @@ def instance(record: Record) -> dict[str, Any]:
 
 
 def summary(record: Record) -> list[RenderableType]:
-    """What a person wants to know of a server that has just come up."""
+    """What a person needs to know about a server that has just become ready."""
     from rich.text import Text  # noqa: PLC0415
 
     took = f" after {span(record.ready_s)}" if record.ready_s is not None else ""
@@ -686,7 +687,7 @@ def summary(record: Record) -> list[RenderableType]:
 
 
 def failed(record: Record, folder: Folder) -> VllmopsError:
-    """Why it failed: the cause first, then where to read on."""
+    """Why an instance failed: the cause first, then where to read more."""
     why = record.failure or Failure("unknown")
     who = f"{why.process}, " if why.process else ""
     return VllmopsError(
@@ -698,7 +699,7 @@ def failed(record: Record, folder: Folder) -> VllmopsError:
 
 
 def shell_lines(record: Record) -> list[Verbatim]:
-    """The command as one would paste it into a shell; what is secret in it is to be put in."""
+    """The command to paste into a shell; secrets are redacted and must be filled in."""
     from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()

@@ -50,7 +50,7 @@ def stop(
         if server.record is None:
             note = stop_stranger(server, wait_s, progress)
             data = {"name": None, "pid": server.pid, "state": "stopped", "note": note}
-            return Result(data, lambda: [told(server.label, note)])
+            return Result(data, lambda: [stopped(server.label, note)])
         session = Session(Folder(server.record.name), connect(Folder(server.record.name)))
         session.send(Request(stop=wait_s))
         record = server.record
@@ -59,11 +59,11 @@ def stop(
                 progress.update(f"{record.name}: {record.note or record.state}")
     if record.state is State.FAILED:
         raise failed(record, Folder(record.name))
-    return Result(instance(record), lambda: [told(record.name, record.note)])
+    return Result(instance(record), lambda: [stopped(record.name, record.note)])
 
 
 def stop_stranger(server: Server, wait_s: float, progress: Progress) -> str:
-    """Stop a server that has no supervisor; returns what became of its requests."""
+    """Stop a server that has no supervisor; returns what happened to its requests."""
     progress.update(f"{server.label}: stopping")
 
     def tell(text: str) -> None:
@@ -74,7 +74,7 @@ def stop_stranger(server: Server, wait_s: float, progress: Progress) -> str:
     return ", ".join(filter(None, (note, str(remains))))
 
 
-def told(name: str, note: str) -> str:
+def stopped(name: str, note: str) -> str:
     return f"{name} has stopped" + (f" ({note})" if note else "")
 
 
@@ -103,7 +103,7 @@ def restart(
     try:
         record = stay(session, record, detach=True, log=False, quiet=json_)
     except VllmopsError as error:
-        # It died just before the request came to its supervisor, which took down what was left.
+        # The server died just before the request; its supervisor has cleaned up.
         over = folder.read()
         if fresh or error.code != "serve.failed" or over is None or over.started_at != before:
             raise
@@ -117,7 +117,7 @@ def restart(
 
 
 def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
-    """An instance that is being taken down, once that is over."""
+    """Wait until an instance is taken down; returns its record."""
     with Progress(time.time(), quiet=quiet) as progress, suppress(VllmopsError):
         session = Session(folder, connect(folder))
         for now in session.records(time.monotonic() + END_S):
@@ -129,7 +129,7 @@ def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
 
 
 def started(folder: Folder, record: Record) -> Session | None:
-    """Start an instance of which nothing runs; None where something does, or where it is held.
+    """Start an instance that has no process; None if it has one, or if another command holds it.
 
     Raises:
         VllmopsError: as `launch.check_port` and `launch.claimed` do, or ``home.full``.
@@ -158,7 +158,7 @@ def started(folder: Folder, record: Record) -> Session | None:
 
 
 def recorded(target: str | None) -> Record:
-    """The record of an instance, one that is over included.
+    """The record of an instance, even if it has ended.
 
     Raises:
         VllmopsError: ``restart.stranger``, or what `resolve` raises.

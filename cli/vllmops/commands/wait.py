@@ -69,7 +69,7 @@ def wait(
 
 
 def look(server: Server, goal: Goal) -> str:
-    """The state to compare with the goal; a stage of starting is told as such.
+    """The state to compare with the goal; while the server starts, its stage.
 
     Raises:
         VllmopsError: ``serve.failed`` where it failed before it was ready.

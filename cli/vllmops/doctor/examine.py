@@ -469,7 +469,7 @@ def disks() -> Iterator[Disk]:
 
 def leftovers() -> Iterator[Leftover]:
     """Segments of the kinds that vLLM makes, that no live process uses."""
-    found = shm.nobodys()
+    found = shm.unused()
     for each in found.segments:
         yield Leftover(each.name, each.bytes, each.age_s, user(each.uid), found.doubt)
 

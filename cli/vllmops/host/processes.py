@@ -121,7 +121,7 @@ def alive(process: Process) -> bool:
     """Whether this very process runs: same pid, same start, no zombie.
 
     Raises:
-        OSError: it can't be told: this process can open no file, say.
+        OSError: it is unknown, for example because this process can open no file.
     """
     try:
         fields = identity.stat(process.pid)
@@ -201,8 +201,8 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
     """
     if parent is not None and seen.words == parent.words:
         return Role.OTHER
-    if told := titled(seen.words):
-        return told
+    if by_title := titled(seen.words):
+        return by_title
     if (arguments := serve_arguments(seen.words)) is not None:
         return Role.LAUNCHER if many_api_servers or shape(arguments).headless else Role.API
     return Role.OTHER

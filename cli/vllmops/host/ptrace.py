@@ -1,4 +1,4 @@
-"""Why the kernel did not let us read another process, and the way out.
+"""Why the kernel did not let us read another process, and what to do.
 
 The rules are those of ptrace(2), "Ptrace access mode checking", and of Yama.
 """
@@ -65,7 +65,7 @@ def refusal(pid: int, rights: Rights, command: str = "stacks dump") -> VllmopsEr
     Args:
         pid: process id.
         rights: ours over it.
-        command: what was wanted.
+        command: that was typed.
 
     Returns:
         One of ``stacks.ptrace-scope``, ``stacks.other-user``, ``stacks.no-capability``,

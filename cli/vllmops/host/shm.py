@@ -3,8 +3,8 @@
 vLLM's processes share ``psm_*`` segments and ``sem.mp-*`` semaphores. Python's resource tracker
 unlinks them when a server ends in order, and nobody does when it is killed (vLLM #51579, #54002).
 
-A process is known to use a file by the file's device and inode. The name does not tell: who makes
-a semaphore maps it under another name, which is gone by the time the semaphore has its own.
+A process uses a file if it maps or holds its device and inode. The name does not show this: the
+creator of a semaphore maps it under a temporary name.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def sweep(names: Iterable[str]) -> list[str]:
     Args:
         names: of segments that were a server's.
     """
-    wanted = set(names)
+    own = set(names)
     uid = os.geteuid()
-    left = {segment for segment in segments() if segment.name in wanted and segment.uid == uid}
+    left = {segment for segment in segments() if segment.name in own and segment.uid == uid}
     try:
         used = in_use(left)
     except OSError:  # no file can be opened, say: then nothing is known
@@ -151,7 +151,7 @@ def remove(doomed: Iterable[Segment]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Nobodys:
+class Unused:
     """Segments that nobody uses, as far as can be seen.
 
     Args:
@@ -164,20 +164,20 @@ class Nobodys:
     doubt: str = ""
 
 
-def nobodys(wanted: Callable[[Segment], bool] = lambda _: True) -> Nobodys:
+def unused(include: Callable[[Segment], bool] = lambda _: True) -> Unused:
     """The segments of vLLM's kinds that no live process uses: of this user, for root of anybody.
 
     Args:
-        wanted: which of them.
+        include: which of them.
     """
     uid = os.geteuid()
     left = [
         segment
         for segment in segments()
-        if NAMES.fullmatch(segment.name) and uid in (0, segment.uid) and wanted(segment)
+        if NAMES.fullmatch(segment.name) and uid in (0, segment.uid) and include(segment)
     ]
     if not left:
-        return Nobodys()
+        return Unused()
     doubt = out_of_sight()
     hidden = []
     for pid in psutil.pids():
@@ -194,7 +194,7 @@ def nobodys(wanted: Callable[[Segment], bool] = lambda _: True) -> Nobodys:
     if hidden and not doubt:
         who = f"pid {hidden[0]}" + (f" and {len(hidden) - 1} more" if hidden[1:] else "")
         doubt = f"{who} can't be inspected and may use it: run as root"
-    return Nobodys(tuple(left), doubt)
+    return Unused(tuple(left), doubt)
 
 
 def out_of_sight() -> str:
@@ -208,19 +208,19 @@ def out_of_sight() -> str:
     return ""
 
 
-def clean() -> tuple[Nobodys, list[Segment]]:
-    """Remove what is proven to be nobody's, and has been so for a while.
+def clean() -> tuple[Unused, list[Segment]]:
+    """Remove segments that are proven to be unused, and have been for a while.
 
     Returns:
         What is left, and what was removed.
     """
-    found = nobodys()
+    found = unused()
     old = {segment.file for segment in found.segments if segment.age_s >= OLD_S}
     if found.doubt or not old:
         return found, []
     # Once more: somebody may have opened one since that process was looked into.
-    again = nobodys(lambda segment: segment.file in old and segment.age_s >= OLD_S)
+    again = unused(lambda segment: segment.file in old and segment.age_s >= OLD_S)
     names = [] if again.doubt else remove(again.segments)
     left = tuple(segment for segment in found.segments if segment.name not in names)
     removed = [segment for segment in found.segments if segment.name in names]
-    return Nobodys(left, again.doubt), removed
+    return Unused(left, again.doubt), removed

@@ -1,4 +1,4 @@
-"""The Python that a server runs in, asked in its stead: its packages, vLLM's collect_env."""
+"""The Python that a server runs in, used to ask for its packages and for vLLM's collect_env."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Run:
     """
 
     def __init__(self, interpreter: Interpreter, words: Sequence[str]) -> None:
-        # Files, not pipes: what is late and can't be killed keeps nobody waiting.
+        # Files, not pipes: nobody waits for a process that is late and can't be killed.
         self.out = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as it runs
         self.complaint = tempfile.TemporaryFile()  # noqa: SIM115
         uid, gid = interpreter.owner or (None, None)

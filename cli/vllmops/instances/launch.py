@@ -1,4 +1,4 @@
-"""From what a person asked for to an instance about to start: checks, command, name and port."""
+"""Prepare the start of an instance: checks, command, name and port."""
 
 from __future__ import annotations
 
@@ -145,9 +145,9 @@ def check_model(model: str) -> None:
                 f"{path} is a directory without a config.json",
                 "give the directory that has the model's config.json",
             )
-        wanted = path / MODEL_FILES[0] if (path / MODEL_FILES[0]).is_file() else path
-        if not os.access(wanted, os.R_OK):
-            raise PermissionError(13, "Permission denied", str(wanted))
+        config = path / MODEL_FILES[0] if (path / MODEL_FILES[0]).is_file() else path
+        if not os.access(config, os.R_OK):
+            raise PermissionError(13, "Permission denied", str(config))
     except PermissionError as error:
         raise VllmopsError(
             "model.unreadable",
@@ -197,7 +197,7 @@ def another(host: str, port: int, claimed: set[int]) -> VllmopsError:
 
 
 def bind(host: str, port: int, *, strict: bool = False) -> OSError | None:
-    """Try to listen; returns what hinders it.
+    """Try to listen; returns the error, None if it works.
 
     Args:
         host: the address.
@@ -266,7 +266,7 @@ def take_port(host: str, claimed: set[int]) -> tuple[int, int]:
 
 
 def command(order: Order, port: int | None) -> tuple[str, ...]:
-    """The exact command; what stands behind ``--`` comes last, so that it wins.
+    """The exact command; arguments after ``--`` come last, so that they win.
 
     -P: a ``vllm`` in the working directory, a checkout say, is not the one that is installed.
     """
@@ -391,9 +391,9 @@ def full(error: OSError) -> VllmopsError:
 
 def folder_for(order: Order) -> tuple[Folder, int]:
     """The instance's folder and its lock; a name that was not asked for gets a number."""
-    wanted = order.name or suggestion(order)
+    name = order.name or suggestion(order)
     for number in range(1, 1000):
-        folder = named(wanted if number == 1 else f"{wanted[:58]}-{number}")
+        folder = named(name if number == 1 else f"{name[:58]}-{number}")
         folder.path.mkdir(mode=0o700, exist_ok=True)
         lock = folder.lock()
         if lock is not None:
@@ -404,8 +404,8 @@ def folder_for(order: Order) -> tuple[Folder, int]:
             break
     raise VllmopsError(
         "name.taken",
-        f"an instance named {wanted!r} is already running",
-        f"use another --name, or vllmops stop {wanted}",
+        f"an instance named {name!r} is already running",
+        f"use another --name, or vllmops stop {name}",
     )
 
 

@@ -1,8 +1,8 @@
-"""Holds one instance: starts it, watches all its processes, and takes it down without a rest.
+"""Supervises one instance: starts it, watches all its processes, and takes it down completely.
 
-One process per instance, in a session of its own. It dies alone: the server's output goes to a
-file and not through it, so that serving goes on, and the next command starts another one, which
-takes over what runs.
+One process per instance, in a session of its own. If it dies, the server keeps running, because
+its output goes to a file and not through the supervisor. The next command starts another
+supervisor, which takes over.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def log(text: str) -> None:
 
 
 def its_own(writer: asyncio.StreamWriter) -> bool:
-    """Whether it is this user, or root, who has connected."""
+    """Whether the client belongs to this user or to root."""
     connection = writer.get_extra_info("socket")
     return peer(connection) in {0, os.geteuid()}
 
@@ -176,7 +176,7 @@ class Supervisor:
         changed = msgspec.structs.replace(self.record, **changes)
         if changed == self.record and not self.unsaved:
             return
-        told, self.record = changed != self.record, changed
+        differs, self.record = changed != self.record, changed
         try:
             self.folder.write(self.record)
             self.unsaved = False
@@ -184,7 +184,7 @@ class Supervisor:
             if not self.unsaved:
                 log(f"the record is not saved, trying again: {error}")
             self.unsaved = True
-        for writer in list(self.clients) if told else ():
+        for writer in list(self.clients) if differs else ():
             self.send(writer)
 
     # -- life --------------------------------------------------------------------------------
@@ -251,8 +251,8 @@ class Supervisor:
         )
 
     async def take_over(self) -> None:
-        """Go on where a supervisor died; finish what has no one to hold it any more."""
-        for line in self.tail.lines():  # what was said before is past, but who is up still is
+        """Continue where a supervisor died; take the server down if nobody holds it any more."""
+        for line in self.tail.lines():  # only for the processes that are up
             self.note_up(line)
         left = [process for process in self.record.processes if alive(process)]
         log(f"taking over {self.record.name}: {len(left)} processes")
@@ -317,7 +317,7 @@ class Supervisor:
             await self.obey(await asyncio.wait_for(self.requests.get(), TICK_S))
 
     async def keep_house(self) -> None:
-        """Make again what somebody deleted: its folder, record, lock and control socket."""
+        """Create again what somebody deleted: the folder, record, lock and control socket."""
         now = time.monotonic()
         if now - self.housekept < HOUSE_S:
             return
@@ -346,7 +346,7 @@ class Supervisor:
                 log(hindrance)
 
     def watch(self) -> None:
-        """See to it that it is watched, if that is wished."""
+        """Start a watch if the record asks for one and none runs."""
         now = time.monotonic()
         if self.record.watch is None or now < self.watch_due:
             return
@@ -358,7 +358,7 @@ class Supervisor:
             log(f"the watch can't be started: {error}")
 
     def healthy(self) -> bool:
-        """Whether it is ready, as a server of its shape is."""
+        """Whether the server is ready."""
         record = self.record
         if record.headless:
             return readiness.engines_up(record.processes, self.up)
@@ -383,7 +383,7 @@ class Supervisor:
             self.up.add(up)
 
     def scan(self) -> tuple[Process, ...]:
-        """Take stock of the tree; what has died stays listed until somebody has noticed."""
+        """Take stock of the tree; a dead process stays listed until its death is handled."""
         known = self.record.processes
         table = processes.table()
         roots = [process.pid for process in known if alive(process)]
@@ -407,27 +407,29 @@ class Supervisor:
         self.publish(state=State.STOPPING, note="a process has died")
         await self.take_down()
         self.look()
-        said = [line for moment, line in self.recent if moment >= since]
-        self.end(State.FAILED, self.why(said, dead, code, asked=asked))
+        lines = [line for moment, line in self.recent if moment >= since]
+        self.end(State.FAILED, self.why(lines, dead, code, asked=asked))
 
     def why(
-        self, said: Sequence[str], dead: Sequence[Process], code: int | None, *, asked: bool
+        self, lines: Sequence[str], dead: Sequence[Process], code: int | None, *, asked: bool
     ) -> Failure:
         """The cause, by the root's exit code, by the log's last words, by who is missing."""
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return Failure(f"{Role.API} (pid {self.record.session}) was killed by {name}")
-        if asked and not any("EngineDeadError" in line for line in said):
+        if asked and not any("EngineDeadError" in line for line in lines):
             return Failure("vLLM was stopped by a signal that vllmops did not send", "APIServer")
-        if failure := logs.failure(said):
+        if failure := logs.failure(lines):
             return failure
         dead = [p for p in dead if code is None or p.pid != self.record.session]
         if dead:
             names = ", ".join(f"{p.role} (pid {p.pid})" for p in dead)
             return Failure(f"{names} died without an error in the log: killed, or out of memory?")
-        if echo := logs.failure(said, echoes=True):
+        if echo := logs.failure(lines, echoes=True):
             return echo
-        last = next((logs.parse(line).text for line in reversed(said) if line.strip()), "no output")
+        last = next(
+            (logs.parse(line).text for line in reversed(lines) if line.strip()), "no output"
+        )
         return Failure(f"vLLM exited with status {code}: {last}")
 
     async def obey(self, ending: Ending) -> None:

@@ -1,4 +1,4 @@
-"""Taking a server down: drained if wished, then every process, then what they shared."""
+"""Take a server down: an optional drain, then every process, then their shared memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drain(
     tell: Callable[[str], None],
     hurry: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Refuse new requests and wait for those in flight; returns what became of them.
+    """Refuse new requests and wait for those in flight; returns what happened to them.
 
     Args:
         tree: the server's processes.
@@ -60,7 +60,7 @@ def drain(
 
 
 def close_gates(tree: Sequence[Process]) -> bool:
-    """Make every API server refuse new requests with 503; False where one can't be told to."""
+    """Make every API server refuse new requests with 503; False if one can't be reached."""
     gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True))
     return bool(gates) and None not in gates
 
@@ -101,7 +101,7 @@ def ask(processes: Sequence[Process], question: Callable[[agent.Agent], T]) -> l
 
 @dataclass(frozen=True)
 class Remains:
-    """What taking a server down left to tell.
+    """The result of taking a server down.
 
     Args:
         removed: segments that were removed.
@@ -121,7 +121,7 @@ class Remains:
 def take_down(
     tree: Sequence[Process], session: int | None = None, segments: Iterable[str] = ()
 ) -> Remains:
-    """End every process of a tree, gently first, and remove what they shared.
+    """End every process of a tree, with SIGTERM first, and remove its shared memory.
 
     Args:
         tree: the processes, root first.
@@ -129,7 +129,7 @@ def take_down(
         segments: names in ``/dev/shm`` that they were seen to use.
     """
     shared = set(segments)
-    # An API server that lives ends its engine and workers in order; orphans are told themselves.
+    # An API server that lives ends its engine and workers in order; orphans get their own signal.
     first = [p for p in tree[:1] if p.role in {Role.API, Role.LAUNCHER} and alive(p)] or tree
     look(survivors(tree, session), shared)
     deadline = time.monotonic() + EXIT_GRACE_S
@@ -162,7 +162,7 @@ def look(seen: Iterable[Process], shared: set[str]) -> None:
 
 
 def survivors(tree: Sequence[Process], session: int | None) -> list[Process]:
-    """What is left of a tree, told by its members and by their session."""
+    """The live processes of a tree, by its members and by their session."""
     table = processes.table()
     found = {process.pid: process for process in tree if alive(process)}
     for pid in members(table, session):
