@@ -466,7 +466,7 @@ def log(server: Server) -> str:
     """
     if server.record:
         return shortened(Folder(server.record.name).log)
-    places = [proc.folder(server.pid) / f"fd/{number}" for number in OUTPUTS]
+    places = [proc.folder(str(server.pid)) / f"fd/{number}" for number in OUTPUTS]
     uid = agent.owner(server.processes[0]) if server.processes else None
     whole = {place.resolve(): shortened(place, uid) for place in places if readable(place, uid)}
     if not whole:

@@ -25,6 +25,7 @@ from ..host.gpu import Gpus
 from ..host.processes import Process, Role
 from ..instances.servers import Server, roots
 from ..memory import record as memory
+from ..protocol import identity
 from ..protocol.caches import CacheSnapshot, Silent
 from ..protocol.compares import CompareRequest, Comparison
 from ..protocol.pasted import Pasted
@@ -386,7 +387,7 @@ def state(process: Process) -> ProcessState:
         role=process.role.value, pid=process.pid, create_time=process.create_time, title=title
     )
     try:
-        fields = proc.stat(process.pid)
+        fields = identity.stat(process.pid)
     except OSError:
         return known
     return ProcessState(

@@ -276,7 +276,7 @@ def _held(pid: int, states: str = "tTD") -> str:
     """
     try:
         for task in proc.threads(pid):
-            letter = proc.stat(f"{pid}/task/{task}")[0]
+            letter = identity.stat(f"{pid}/task/{task}")[0]
             match letter if letter in states else "":
                 case "t":
                     tracer = proc.status(f"{pid}/task/{task}")["TracerPid"]
