@@ -116,12 +116,12 @@ def test_where_responses_are_kept(lab: Any) -> None:
     ("words", "message"),
     [
         (("--store", "nonsense"), "is no store"),
-        (("--store-ttl", "soon"), "is no duration"),
-        (("--carrier-ttl", "soon"), "is no duration"),
+        (("--store-ttl", "soon"), "is not a duration"),
+        (("--carrier-ttl", "soon"), "is not a duration"),
         (("--carrier-ttl", "40000d"), "up to 36500d"),
         (("--carrier", "v1"), "v2"),
         (("--env", "VLLMOPS_CARRIER=v1"), "VLLMOPS_CARRIER"),
-        (("--store", "memory://", "--", "--api-server-count", "2"), "of one process"),
+        (("--store", "memory://", "--", "--api-server-count", "2"), "works for one process only"),
         (("--env", "VLLM_RESPONSES_STORE_BACKEND=a.B"), "No module named 'a'"),
     ],
 )
@@ -422,7 +422,7 @@ def test_ready_then_ended_from_outside(lab: Any) -> None:
     lab.kill(record.session, signal.SIGTERM)  # vLLM itself exits 0 then
     out, err = serve.communicate(timeout=30)
     assert serve.returncode == 1
-    assert "told to stop by a signal" in err
+    assert "stopped by a signal" in err
     assert "a is ready at" in err
     assert "(APIServer" in out
     lab.nothing_left(record)

@@ -34,7 +34,7 @@ def test_one_without_a_supervisor(lab: Any) -> None:
     lab.kill_supervisor("a")
     answer = lab.vllmops("status", "a")
     assert answer.code == 0
-    assert "its supervisor had died; another has just taken over" in answer.out
+    assert "its supervisor had died; a new one has started" in answer.out
 
 
 def test_one_that_vllmops_did_not_start(lab: Any) -> None:
@@ -49,7 +49,7 @@ def test_one_that_vllmops_did_not_start(lab: Any) -> None:
     answer = lab.vllmops("status", str(engine))
     assert answer.code == 0
     assert "orphaned" in answer.out
-    assert "unknown: neither an agent nor /metrics answers" in answer.out
+    assert "unknown: no agent answers, and /metrics does not either" in answer.out
 
 
 def test_targets_that_are_none(lab: Any) -> None:

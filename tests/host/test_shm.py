@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from vllmops.host import shm
-from vllmops.host.shm import SHM, clean, nobodys, sweep, used_by
+from vllmops.host.shm import SHM, clean, sweep, unused, used_by
 
 HOLD = """
 import mmap, os, sys
@@ -187,11 +187,11 @@ def test_a_young_one_and_one_of_another_kind_stay(
     other = SHM / f"PostgreSQL.{os.getpid()}"
     other.touch()
     try:
-        assert segment in {each.name for each in nobodys().segments}
+        assert segment in {each.name for each in unused().segments}
         _, removed = clean()
         assert segment not in {each.name for each in removed}
         monkeypatch.setattr(shm, "OLD_S", 0.0)
-        names = {each.name for each in nobodys().segments}
+        names = {each.name for each in unused().segments}
         assert other.name not in names
         assert segment in names
     finally:
@@ -231,6 +231,6 @@ def test_another_user_can_prove_nothing(segment: str, hidepid: str) -> None:
     hide = f'mount -t proc -o hidepid={hidepid} proc /proc && exec "$@"'
     lower = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
     said = isolated(how=["unshare", "--mount", "sh", "-c", hide, "sh", *lower])
-    assert "run it as root" in said
+    assert "run as root" in said
     assert ("hidepid" in said) == (hidepid == "2")
     assert (SHM / segment).exists()

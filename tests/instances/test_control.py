@@ -11,9 +11,9 @@ from vllmops.instances.control import Request
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf"), -1.0])
 def test_seconds_are_finite(seconds: float) -> None:
     """JSON would make no request of them: the client would wait for ever for an end."""
-    with pytest.raises(ValueError, match="no number of seconds"):
+    with pytest.raises(ValueError, match="not a number of seconds"):
         Request(stop=seconds)
-    with pytest.raises(ValueError, match="no number of seconds"):
+    with pytest.raises(ValueError, match="not a number of seconds"):
         Request(restart=seconds)
 
 

@@ -249,7 +249,7 @@ def test_many_homes_at_once_get_different_ports(home: Path) -> None:
         pipes.append(ours)
     taken = [pipe.recv() for pipe in pipes if pipe.poll(20)]
     error = refusal("port.taken", reserve, Order("M", port=taken[0][1]))
-    assert "another instance's" in error.message
+    assert "belongs to another instance" in error.message
     for pipe in pipes:
         pipe.send(None)
     assert len(taken) == 12

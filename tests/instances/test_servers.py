@@ -319,4 +319,4 @@ def test_labels() -> None:
     tree = (Process(Role.API, 5, 1),)
     assert Server("a", tree).label == "a"
     assert Server(None, tree).label == "5"
-    assert servers.choices([]) == "none runs on this machine"
+    assert servers.choices([]) == "no server runs on this machine"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from vllmops.errors import Exit, VllmopsError
+from vllmops.host import proc
 from vllmops.host.processes import Process, Role
 from vllmops.protocol.engine import Answer
 from vllmops.rpc import agent
@@ -265,7 +266,7 @@ def test_home_where_a_title_hides_the_environment(spawn: Spawn, tmp_path: Path) 
         )
     )
     process = Process(Role.WORKER, pid, 0)
-    until(lambda: agent.environ(pid) == {})
+    until(lambda: proc.environment(pid) == {})
     assert agent.socket_path(process) == tmp_path / "theirs" / "agents" / f"{pid}.sock"
 
 

@@ -14,7 +14,8 @@ from tempfile import TemporaryDirectory
 import vllmops
 
 from ..errors import Exit, VllmopsError
-from ..host import ptrace
+from ..home import user
+from ..host import proc, ptrace
 from ..host.processes import Process, alive
 from ..protocol.stacks import Options
 from ..rpc import agent
@@ -85,12 +86,11 @@ def plan(process: Process) -> Plan:
         if uid != os.geteuid():
             raise VllmopsError(
                 "attach.other-user",
-                f"{agent.name(process)} belongs to {ptrace.user(uid)}, and you are "
-                f"{ptrace.user(os.geteuid())}",
-                f"sudo -u {ptrace.user(uid)} vllmops attach -t {process.pid}",
+                f"{agent.name(process)} belongs to {user(uid)}, and you are {user(os.geteuid())}",
+                f"sudo -u {user(uid)} vllmops attach -t {process.pid}",
                 exit_code=Exit.NOT_AUTHORISED,
             )
-        state = ptrace.status(str(process.pid))["State"]
+        state = proc.status(str(process.pid))["State"]
         if state[0] in STATES:
             raise VllmopsError(
                 "attach.state",
@@ -273,6 +273,6 @@ def traced_by(process: Process) -> int:
     """The pid of whoever traces a process or one of its threads; 0 where nobody does."""
     with suppress(OSError):
         for tid in inject.Target(process.pid).tids():
-            if tracer := int(ptrace.status(f"{process.pid}/task/{tid}")["TracerPid"]):
+            if tracer := int(proc.status(f"{process.pid}/task/{tid}")["TracerPid"]):
                 return tracer
     return 0

@@ -27,7 +27,7 @@ from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S
 from ..doctor import examine
 from ..errors import VllmopsError
-from ..host import procfacts
+from ..host import proc, procfacts
 from ..instances import interpreter, logs
 from ..instances.record import Folder
 from ..instances.servers import Server
@@ -396,7 +396,7 @@ def options(seconds: float, patience_s: float = PATIENCE_S) -> examine.Options:
 def known_secrets(server: Server) -> Iterator[str]:
     """What is secret for certain: in environments, on command lines, and in the files they name."""
     yield from secrets({"VLLM_API_KEY": os.environ.get("VLLM_API_KEY", "")}, ())
-    started = [(agent.environ(p.pid), interpreter.words_of(p.pid)) for p in server.processes]
+    started = [(proc.environment(p.pid), proc.command_line(p.pid)) for p in server.processes]
     if record := server.record:
         started.append((record.environment, list(record.command)))
         yield from secrets({}, record.watch or ())
@@ -466,7 +466,7 @@ def log(server: Server) -> str:
     """
     if server.record:
         return shortened(Folder(server.record.name).log)
-    places = [Path(f"/proc/{server.pid}/fd/{number}") for number in OUTPUTS]
+    places = [proc.folder(str(server.pid)) / f"fd/{number}" for number in OUTPUTS]
     uid = agent.owner(server.processes[0]) if server.processes else None
     whole = {place.resolve(): shortened(place, uid) for place in places if readable(place, uid)}
     if not whole:
@@ -507,10 +507,10 @@ def configuration(server: Server) -> dict[str, Any]:
     return {
         "server": server.label,
         "pid": server.pid,
-        "command": list(map(printable, interpreter.words_of(server.pid))) if server.pid else [],
+        "command": list(map(printable, proc.command_line(server.pid))) if server.pid else [],
         "environment": {
             printable(name): printable(value)
-            for name, value in (agent.environ(server.pid) if server.pid else {}).items()
+            for name, value in (proc.environment(server.pid) if server.pid else {}).items()
         },
         # Its processes are told elsewhere, without their command lines.
         "record": msgspec.to_builtins(

@@ -55,6 +55,7 @@ Codes = Annotated[
         help="A check's code, or the first word of codes; may be given several times.",
         show_default=False,
         autocompletion=codes,
+        rich_help_panel="Checks",
     ),
 ]
 
@@ -78,7 +79,10 @@ def doctor(
     only: Codes = None,
     skip: Codes = None,
     list_: Annotated[
-        bool, typer.Option("--list", help="List every check, and examine nothing.")
+        bool,
+        typer.Option(
+            "--list", help="List every check, and examine nothing.", rich_help_panel="Checks"
+        ),
     ] = False,
     interval: Annotated[
         float, typer.Option(parser=seconds(0.1), help="Seconds over which metrics are compared.")
@@ -89,6 +93,7 @@ def doctor(
             "--canary",
             help="Also send one request for one token, with VLLM_API_KEY if the server is yours or"
             " root's.",
+            rich_help_panel="Active checks",
         ),
     ] = False,
     clean_shm: Annotated[
@@ -96,6 +101,7 @@ def doctor(
         typer.Option(
             "--clean-shm",
             help="Remove shared memory that is proven to be unused, and do nothing else.",
+            rich_help_panel="Active checks",
         ),
     ] = False,
     json_: Json = False,

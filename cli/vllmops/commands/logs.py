@@ -36,27 +36,27 @@ class Part(StrEnum):
 def logs(
     name: TargetArgument = None,
     target: Target = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines.")] = False,
     lines: Annotated[
         int | None,
-        typer.Option("--lines", "-n", parser=count(0), help="The last so many lines only."),
+        typer.Option("--lines", "-n", parser=count(0), help="Show only the last N lines."),
     ] = None,
     part: Annotated[
-        Part | None, typer.Option("--process", help="Lines of one kind of process only.")
+        Part | None, typer.Option("--process", help="Show only lines of one kind of process.")
     ] = None,
     json_: Json = False,
 ) -> Result:
-    """Show the log of an instance, its rotated parts included, also after it has ended."""
+    """Show the log of an instance, including its rotated parts, even after it has ended."""
     if json_ and follow:
         raise VllmopsError(
             "usage",
-            "--json prints one envelope: it does not go with --follow",
+            "--json prints one envelope: do not use it with --follow",
             exit_code=Exit.USAGE,
         )
     folder = Folder(instance_name(name or target))
     tail = Tail(folder.log)
-    said = select([*rotated(folder.log), *tail.lines()], part)
-    chosen = list(said if lines is None else deque(said, maxlen=lines))
+    selected = select([*rotated(folder.log), *tail.lines()], part)
+    chosen = list(selected if lines is None else deque(selected, maxlen=lines))
     if follow:
         show(*map(Verbatim, chosen))
         while running(folder):
@@ -68,7 +68,7 @@ def logs(
 
 
 def instance_name(target: str | None) -> str:
-    """The instance's name, of one that has ended, too.
+    """The name of an instance, even if it has ended.
 
     Raises:
         VllmopsError: ``logs.none`` for a server that vllmops did not start.
@@ -79,14 +79,14 @@ def instance_name(target: str | None) -> str:
     if server.name is None:
         raise VllmopsError(
             "logs.none",
-            f"vllmops did not start {server.label}, and does not have its output",
+            f"vllmops did not start {server.label}, so it does not have its output",
             f"see where pid {server.pid} writes: ls -l /proc/{server.pid}/fd/1",
         )
     return server.name
 
 
 def rotated(path: Path) -> Iterator[str]:
-    """The lines that were put aside in this run, oldest first."""
+    """The lines of the rotated parts of this run, oldest first."""
     number = 1
     while aside(path, number).exists():
         number += 1

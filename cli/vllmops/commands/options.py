@@ -1,4 +1,4 @@
-"""Options that several commands share, and what completes them."""
+"""Options that several commands share, and their completion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -59,7 +59,7 @@ def size_(value: object) -> int:
 
 
 def refused(parse: Callable[[], T]) -> T:
-    """What is parsed; where it can't be, Typer's error, which names the option."""
+    """Call a parser; its error becomes one of Typer, which names the option."""
     try:
         return parse()
     except ValueError as error:
@@ -79,7 +79,7 @@ def duration(text: str) -> float:
     if not TINIEST_S <= length <= CENTURY_S:
         raise VllmopsError(
             "usage",
-            f"{text!r} is no duration",
+            f"{text!r} is not a duration",
             "write it as 15m, 36h or 30d, up to 36500d",
             exit_code=Exit.USAGE,
         )
@@ -87,9 +87,9 @@ def duration(text: str) -> float:
 
 
 def to_write(path: Path | None) -> Path | None:
-    """A callback for an option that names a file to write; ``-`` is none: stdout has the result."""
+    """A callback for an option that names a file to write; ``-`` is refused."""
     if path is not None and str(path) == STDIN:
-        raise typer.BadParameter("it wants the name of a file, and - is none.")
+        raise typer.BadParameter("give the name of a file: - is not one.")
     return path
 
 
@@ -101,10 +101,10 @@ def running_names(incomplete: str) -> list[str]:
 
 
 def every_name(incomplete: str) -> list[str]:
-    """Names of all instances, those that are over included, for completion."""
+    """Names of all instances, including those that have ended, for completion."""
     from ..instances.record import folders  # noqa: PLC0415
 
-    with suppress(VllmopsError):  # nobody has asked for anything yet
+    with suppress(VllmopsError):  # a completion prints no errors
         return [f.name for f in folders() if f.name.startswith(incomplete)]
     return []
 
@@ -117,14 +117,14 @@ def patch_ids(incomplete: str) -> list[str]:
 
 
 def named(ctx: typer.Context, param: typer.CallbackParam, target: str | None) -> str | None:
-    """A target that was typed, if it can be one; what the environment has may not be needed."""
+    """Check a target that was typed; one from the environment may not be needed."""
     source = param.name and ctx.get_parameter_source(param.name)
     if target is not None and source and source.name == "COMMANDLINE":
         parsed(target)
     return target
 
 
-HELP = "Instance name, pid or URL of a server; not needed where only one runs."
+HELP = "Instance name, pid or URL of a server; not needed if only one runs."
 
 Target = Annotated[
     str | None,
@@ -137,20 +137,26 @@ Target = Annotated[
         callback=named,
     ),
 ]
-# Not from the environment: the option below it is, and an argument stands before both.
+# Without an environment variable: an argument would win over --target.
 TargetArgument = Annotated[
     str | None,
     typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name, callback=named),
 ]
-AdminToken = Annotated[
-    Path | None,
-    typer.Option(
+
+
+def admin_token_option(panel: str | None = None) -> Any:
+    """The option ``--admin-token``, in a panel of the help."""
+    return typer.Option(
         "--admin-token",
         readable=False,
         metavar="FILE",
         envvar=PLACE,
         show_envvar=False,  # its name is too long for a narrow terminal
-        help="A file, as keygen writes it: who has a copy may change the server's keys from afar.",
+        help="File with the admin token, as keygen writes it. Whoever has the token can change the"
+        " server's keys remotely.",
         show_default=False,
-    ),
-]
+        rich_help_panel=panel,
+    )
+
+
+AdminToken = Annotated[Path | None, admin_token_option()]

@@ -1,4 +1,4 @@
-"""``vllmops ps``: every vLLM server of this machine."""
+"""``vllmops ps``: every vLLM server on this machine."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
 @command
 def ps(
     every: Annotated[
-        bool, typer.Option("--all", "-a", help="Instances that stopped or failed, too.")
+        bool, typer.Option("--all", "-a", help="Also show instances that stopped or failed.")
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """List every vLLM server of this machine, also those that vllmops did not start."""
+    """List every vLLM server on this machine, including those that vllmops did not start."""
     servers = find()
     rows = [row(server) for server in servers]
     shown = [
@@ -76,12 +76,12 @@ def ps(
     ]
     faults = registry_faults()
     for name in reclaim(servers):
-        say(f"{name} was unsupervised; it is under supervision again")
+        say(f"{name} had no supervisor; a new one has started")
     for fault in faults:
         say(f"warning: {fault.message}; hint: {fault.hint}")
     failed = [one.name for one in rows if one.state == State.FAILED and one not in shown]
     if failed:
-        say(f"failed: {', '.join(filter(None, failed))}; vllmops ps --all tells more")
+        say(f"failed: {', '.join(filter(None, failed))}; vllmops ps --all shows why")
     data = {
         "instances": shown,
         "faults": [{"code": f.code, "message": f.message, "hint": f.hint} for f in faults],
@@ -101,13 +101,13 @@ def registry_faults() -> list[VllmopsError]:
 
 
 def row(server: Server) -> InstanceRow:
-    """What there is to say of one server; asks its agents and, of a stranger, its health."""
-    told, silent = agent.side_by_side(
+    """The row of one server; asks its agents and, if vllmops did not start it, its health."""
+    answers, silent = agent.side_by_side(
         [p for p in server.processes if p.role in WITH_AGENT],
         lambda process: agent.reach(process, timeout_s=AGENT_TIMEOUT_S),
     )
-    agents = {each.process.pid: "answers" for each in told}
-    agents |= {each.pid: each.code.removeprefix("agent.") for each in silent}
+    agents = {answer.process.pid: "answers" for answer in answers}
+    agents |= {failure.pid: failure.code.removeprefix("agent.") for failure in silent}
     record = server.record
     return InstanceRow(
         name=server.name,
@@ -131,7 +131,7 @@ def row(server: Server) -> InstanceRow:
 
 
 def state(server: Server) -> str:
-    """The state as its supervisor tells it, and a stranger's as its ``/health`` does."""
+    """The state from the supervisor, or from ``/health`` if vllmops did not start the server."""
     if server.record:
         alive = server.processes or pending(server)
         return server.record.state if server.record.state.over or alive else "died"
@@ -166,7 +166,7 @@ def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
         if shown:
             shown.append("")
         shown.append(head)
-        # A stranger's words: a line break in them would pass for a line of ours.
+        # Text from a foreign process: a line break in it would look like a line of vllmops.
         words = printable(f"{address(one)}  {one.model or ''}", lines=False)
         shown.append(Text(f"  {words}", overflow="fold"))
         if one.failure:

@@ -1,4 +1,4 @@
-"""``vllmops serve``: start a vLLM server and keep hold of it."""
+"""``vllmops serve``: start a vLLM server and supervise it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ from ..numbers import MOST
 from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..store import settings
 from ..store.store import ResponseStore
+from . import serve_config
 from .keyring import said
-from .options import AdminToken, count, duration, patch_ids, time_
+from .options import admin_token_option, count, duration, patch_ids, time_
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -46,15 +47,22 @@ STORE_TIMEOUT_S = 10.0
 
 
 class PassThrough(TyperCommand):
-    """Keeps what stands behind ``--`` away from our own parser."""
+    """Keeps the arguments after ``--``, which are vLLM's, away from this parser."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
-        ctx.meta[BEHIND] = tuple(args[cut + 1 :])
-        return super().parse_args(ctx, args[:cut])
+        behind = ctx.meta[BEHIND] = tuple(args[cut + 1 :])
+        rest = super().parse_args(ctx, args[:cut])
+        serve_config.command_line_wins(ctx, behind)
+        return rest
 
 
 app = typer_app()
+
+INSTANCE = "Instance"
+RESPONSES = "Responses"
+CARRIERS = "Carriers and keys"
+WATCH = "Watch"
 
 
 @app.command(
@@ -67,61 +75,107 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL [-- VLLM ARGUMENTS]", help="Directory of a model, or its hub id."
+            metavar="MODEL [-- VLLM ARGUMENTS]", help="Directory of a model, or its Hub ID."
         ),
     ] = None,
-    demo: Annotated[
-        demos.Kind | None,
-        typer.Option(
-            metavar="KIND",
-            help="Build a tiny random-weight model, of text, vision or audio, and serve it.",
-        ),
-    ] = None,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", "-d", help="Return once the server is ready; it keeps running."),
+    ] = False,
     name: Annotated[
-        str | None, typer.Option(help="Name of the instance; made from the model's otherwise.")
+        str | None, typer.Option(help="Name of the instance [made from the model's name].")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[
         int | None,
         typer.Option(
-            parser=count(1, 65535), help="Port to listen on; a free one from 8000 otherwise."
+            parser=count(1, 65535), help="Port to listen on [the first free one from 8000]."
         ),
     ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return once it is ready; it goes on serving.")
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            is_eager=True,
+            readable=False,
+            callback=serve_config.load,
+            help="Read options and vLLM arguments from this TOML file; the command line wins.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only print the exact command and environment."),
     ] = False,
+    toml: Annotated[
+        bool,
+        typer.Option("--toml", help="With --dry-run: print a file for --config instead."),
+    ] = False,
+    demo: Annotated[
+        demos.Kind | None,
+        typer.Option(
+            metavar="KIND",
+            help="Build and serve a tiny model with random weights: text, vision or audio.",
+            rich_help_panel=INSTANCE,
+        ),
+    ] = None,
     env: Annotated[
-        list[str] | None, typer.Option(metavar="K=V", help="Environment for vLLM; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="K=V",
+            help="Environment variable for vLLM; repeatable.",
+            rich_help_panel=INSTANCE,
+        ),
     ] = None,
     no_patch: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ID",
-            help="Leave a defect of vLLM's as it is, see `vllmops patches list`; repeatable.",
+            help="Do not apply this patch, see `vllmops patches list`; repeatable.",
             autocompletion=patch_ids,
+            rich_help_panel=INSTANCE,
         ),
     ] = None,
+    quiet: Annotated[
+        bool,
+        typer.Option(
+            "--quiet",
+            "-q",
+            help="Do not show the log in the foreground.",
+            rich_help_panel=INSTANCE,
+        ),
+    ] = False,
     store: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where responses are kept: memory://, sqlite:///FILE, postgresql://, redis://, or"
-            " none [a file of the instance's].",
+            help="Where responses are stored: memory://, sqlite:///FILE, postgresql://, redis://,"
+            " or none [a file of the instance].",
+            rich_help_panel=RESPONSES,
         ),
     ] = None,
     store_max_size: Annotated[
-        int | None, typer.Option(parser=count(1, MOST), help="Responses that are kept [10000].")
+        int | None,
+        typer.Option(
+            parser=count(1, MOST),
+            help="Maximum number of stored responses [10000].",
+            rich_help_panel=RESPONSES,
+        ),
     ] = None,
     store_max_per_key: Annotated[
         int | None,
-        typer.Option(parser=count(1, MOST), help="Those that one API key keeps of them [all]."),
+        typer.Option(
+            parser=count(1, MOST),
+            help="Maximum number of stored responses per API key [no limit].",
+            rich_help_panel=RESPONSES,
+        ),
     ] = None,
     store_ttl: Annotated[
         str | None,
         typer.Option(
             parser=time_,
             metavar="TIME",
-            help="How long one is kept after its last use, such as 12h [30d].",
+            help="How long a response is stored after its last use, such as 12h [30d].",
+            rich_help_panel=RESPONSES,
         ),
     ] = None,
     keyring: Annotated[
@@ -129,65 +183,77 @@ def serve(
         typer.Option(
             metavar="FILE",
             help="The keyring, or none [VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME, which is"
-            " made].",
+            " created].",
             show_default=False,
+            rich_help_panel=CARRIERS,
         ),
     ] = None,
     carrier: Annotated[
         settings.Format | None,
         typer.Option(
-            metavar="FORM",
-            help="How conversations are sealed that clients keep: v2, encrypted and padded, or"
-            " signed-v1, for all to read [v2].",
+            metavar="FORMAT",
+            help="Carrier format: v2 (encrypted) or signed-v1 (readable) [v2].",
+            rich_help_panel=CARRIERS,
         ),
     ] = None,
     carrier_ttl: Annotated[
         str | None,
         typer.Option(
-            parser=time_, metavar="TIME", help="For how long one is taken back, such as 12h [30d]."
+            parser=time_,
+            metavar="TIME",
+            help="How long a carrier is accepted, such as 12h [30d].",
+            rich_help_panel=CARRIERS,
         ),
     ] = None,
-    admin_token: AdminToken = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the exact command and environment only.")
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Do not follow the log in the foreground.")
-    ] = False,
+    admin_token: Annotated[Path | None, admin_token_option(CARRIERS)] = None,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Run `vllmops watch` beside it; it writes to the log."),
+        typer.Option(
+            "--watch",
+            help="Also run `vllmops watch`; it writes to the server's log.",
+            rich_help_panel=WATCH,
+        ),
     ] = False,
     watch_exec: Annotated[
-        str | None, typer.Option(metavar="CMD", help="Watch it, with --exec CMD.")
+        str | None,
+        typer.Option(metavar="CMD", help="Watch with --exec CMD.", rich_help_panel=WATCH),
     ] = None,
     watch_webhook: Annotated[
-        str | None, typer.Option(metavar="URL", help="Watch it, with --webhook URL.")
+        str | None,
+        typer.Option(metavar="URL", help="Watch with --webhook URL.", rich_help_panel=WATCH),
     ] = None,
     watch_repair: Annotated[
-        bool, typer.Option("--watch-repair", help="Watch it, with --repair.")
+        bool, typer.Option("--watch-repair", help="Watch with --repair.", rich_help_panel=WATCH)
     ] = False,
     watch_restart: Annotated[
-        bool, typer.Option("--watch-restart", help="Watch it, with --restart.")
+        bool, typer.Option("--watch-restart", help="Watch with --restart.", rich_help_panel=WATCH)
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """Launch a vLLM server and keep hold of all its processes.
+    """Start a vLLM server and supervise all its processes.
 
-    It stays in the foreground; when it ends, in whatever way, nothing of the server survives.
-    With --detach the server goes on, and `vllmops stop` ends it. Everything behind -- goes to
-    vLLM untouched.
+    It stays in the foreground; when it ends, for whatever reason, the server ends too.
+    With --detach the server keeps running, and `vllmops stop` ends it. Everything after -- goes to
+    vLLM unchanged.
     """
-    kept = stored(store, store_max_size, store_max_per_key, store_ttl)
-    env = [*(env or []), *unpatched(no_patch or []), *kept]
+    if toml and not dry_run:
+        raise usage("--toml prints a file for --config: use it together with --dry-run")
+    file = serve_config.loaded(ctx)
+    given = [*file.env, *(env or [])]
+    behind = (*file.arguments, *ctx.meta[BEHIND])
+    limits = stored(store, store_max_size, store_max_per_key, store_ttl)
+    env = [*given, *unpatched(no_patch or []), *limits]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
-    order = place(model, demo, name, host, port, detach, env, ctx.meta[BEHIND])
-    beside = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
-    order = dataclasses.replace(order, watch=beside)
+    order = place(model, demo, name, host, port, detach, env, behind)
+    watcher = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
+    order = dataclasses.replace(order, watch=watcher)
     if dry_run:
         settings.check({**os.environ, **order.environment})
         planned = launch.preview(order)
-        return Result(instance(planned), lambda: shell_lines(planned))
+        if not toml:
+            return Result(instance(planned), lambda: shell_lines(planned))
+        text = serve_config.written(ctx, given, behind)
+        return Result({**instance(planned), "config": text}, lambda: [Verbatim(text)])
     launch.check(order)
     check_store(order)
     if line := namesake.warning():
@@ -213,14 +279,14 @@ def serve(
 def watching(
     watch: bool, command: str | None, webhook: str | None, repair: bool, restart: bool
 ) -> tuple[str, ...] | None:
-    """What `vllmops watch` is to be given, None where it is not to run.
+    """The arguments of `vllmops watch`, None if it is not to run.
 
     Raises:
         VllmopsError: as `Hook` and `Webhook` do.
     """
     words: list[str] = []
     if command or webhook:
-        from ..watch.messenger import Hook, Webhook  # noqa: PLC0415 - slow, and seldom needed
+        from ..watch.messenger import Hook, Webhook  # noqa: PLC0415 - slow, and rarely needed
 
         if command:
             Hook(command)
@@ -234,7 +300,7 @@ def watching(
 
 
 def unpatched(ids: Sequence[str]) -> list[str]:
-    """What ``--no-patch`` adds to the environment.
+    """The environment variables for ``--no-patch``.
 
     Raises:
         VllmopsError: ``patch.unknown``.
@@ -245,15 +311,15 @@ def unpatched(ids: Sequence[str]) -> list[str]:
 
 
 def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
-    """What the keys add to the environment: where they are, never what they are.
+    """The environment variables for keys: where they are, never the keys themselves.
 
     Raises:
         VllmopsError: ``usage``, or whatever is wrong with the keyring or the key in use.
     """
     if any(word.startswith(f"{keys.SIGNING_KEY}=") for word in env):
         raise usage(
-            f"--env {keys.SIGNING_KEY} would show the key to whoever sees the command: "
-            "export it before, or name a --keyring"
+            f"--env {keys.SIGNING_KEY} would show the key to everybody who sees the command: "
+            "export it before, or use --keyring"
         )
     source = keys.source({**os.environ, **added_by(env)}, keyring)
     if source.path is None or source.path != keys.default_path() or source.path.exists():
@@ -262,13 +328,13 @@ def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
 
 
 def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
-    """Make the keyring of this home, with one key, where a server is to have it and there is none.
+    """Create the default keyring, with one key, if the server uses it and it does not exist.
 
-    What clients carry works at once then, and all servers of this home open each other's.
+    So client-held conversation state works at once, and is valid on all servers of this home.
 
     Args:
         environment: of the server.
-        quiet: whether to say nothing of it.
+        quiet: whether to print nothing.
 
     Raises:
         VllmopsError: as `keys.change`.
@@ -277,15 +343,15 @@ def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
     if environment.get(keys.PLACE) != str(path) or path.exists():
         return
     key = Key.of(fresh(), Status.PRIMARY, time.time())
-    # Another serve may have come first.
+    # Another serve may have created it meanwhile.
     ring = keys.change(path, lambda ring: ring if ring.keys else ring.add(key), create=True)
     if ring.find(key.kid):
-        what = "seals what clients carry; without one: --keyring none"
-        said(f"made a key, {key.kid}, in {path}: it {what}", quiet=quiet)
+        what = "protects client-held conversation state; to use no key: --keyring none"
+        said(f"created the key {key.kid} in {path}: it {what}", quiet=quiet)
 
 
 def governed(admin_token: Path | None) -> list[str]:
-    """What the admin token adds to the environment: where it is, never what it is.
+    """The environment variable for the admin token: where it is, never the token itself.
 
     Raises:
         VllmopsError: as `admin.token` does.
@@ -297,9 +363,10 @@ def governed(admin_token: Path | None) -> list[str]:
 
 
 def carried(form: settings.Format | None, ttl: str | None, env: Sequence[str]) -> list[str]:
-    """What the options of carriers add to the environment.
+    """The environment variables for carriers.
 
-    Their time also where it comes from ours: `vllmops keys rotate` reads it in the record.
+    The lifetime is included even if it comes from this environment: `vllmops keys rotate` reads it
+    from the record.
 
     Raises:
         VllmopsError: ``usage``.
@@ -311,20 +378,20 @@ def carried(form: settings.Format | None, ttl: str | None, env: Sequence[str]) -
 
 
 def added_by(env: Sequence[str]) -> dict[str, str]:
-    """What ``--env`` adds, as far as it is in order."""
+    """The variables that ``--env`` sets; malformed ones are left out."""
     return dict(word.split("=", 1) for word in env if "=" in word)
 
 
 def stored(
     url: str | None, max_size: int | None, max_per_key: int | None, ttl: str | None
 ) -> list[str]:
-    """What the options of the store add to the environment.
+    """The environment variables for the store.
 
     Raises:
         VllmopsError: ``usage``.
     """
     if url == "":
-        raise usage("--store '' is no store; --store none keeps no responses")
+        raise usage("--store must not be empty; --store none stores no responses")
     added = {
         settings.STORE: url,
         settings.MAX_SIZE: max_size,
@@ -335,7 +402,7 @@ def stored(
 
 
 def check_store(order: launch.Order) -> None:
-    """Refuse a store, or carriers, that can't be; a store that is merely down may come up later.
+    """Refuse wrong settings of store or carriers; a store that is only down may come up later.
 
     Raises:
         VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
@@ -347,18 +414,20 @@ def check_store(order: launch.Order) -> None:
     found = settings.backend(environment)
     several = option(order.arguments, "--api-server-count") not in {None, "1"}
     if several and found.url.startswith("memory:"):
-        raise usage("memory:// is of one process: with several API servers take another --store")
-    asyncio.run(tried(ResponseStore(found, deadline_s=STORE_TIMEOUT_S)))
+        raise usage(
+            "memory:// works for one process only: with several API servers use another --store"
+        )
+    asyncio.run(try_store(ResponseStore(found, deadline_s=STORE_TIMEOUT_S)))
 
 
-async def tried(store: ResponseStore) -> None:
-    """Open it, and say how it could lose what it has acknowledged."""
+async def try_store(store: ResponseStore) -> None:
+    """Open a store, and print how it could lose responses that it has acknowledged."""
     async with store:
         if store.opened:
             with suppress(*store.backend.unavailable, TimeoutError):
                 async with asyncio.timeout(STORE_TIMEOUT_S):
-                    for each in await store.backend.caveats():
-                        say(f"the store: {each}")
+                    for caveat in await store.backend.caveats():
+                        say(f"the store: {caveat}")
 
 
 def place(
@@ -378,7 +447,7 @@ def place(
     """
     for word in filter(None, (model, name, host, *env, *behind)):
         if not_utf8(word):
-            raise usage(f"{word!r} is not UTF-8: the instance's record could not keep it")
+            raise usage(f"{word!r} is not UTF-8: the record of the instance can't contain it")
     if (model is None) == (demo is None) or model == "":
         raise usage("give either a MODEL or --demo text|vision|audio")
     if port is not None and not 1 <= port <= 65535:
@@ -393,12 +462,12 @@ def place(
         arguments = (*demos.serve_arguments(demo), *behind)
         environment = {**demos.serve_environment(), **environment}
     assert model
-    # vLLM takes the last one, so what stands behind -- counts; two that differ are a slip.
+    # vLLM takes the last value, so arguments after -- win; two different values are a mistake.
     behind_host, behind_port = option(behind, "--host"), option(behind, "--port")
     if behind_host and host and behind_host != host:
-        raise usage(f"--host {host} and, behind --, --host {behind_host}: give one")
+        raise usage(f"--host {host} and, after --, --host {behind_host}: give one")
     if behind_port and port and behind_port != str(port):
-        raise usage(f"--port {port} and, behind --, --port {behind_port}: give one")
+        raise usage(f"--port {port} and, after --, --port {behind_port}: give one")
     if behind_port and behind_port.isdigit():
         port = int(behind_port)
     return launch.Order(
@@ -426,57 +495,91 @@ def usage(message: str) -> VllmopsError:
 
 
 def stay(
-    session: Session, record: Record, *, detach: bool, log: bool, quiet: bool = False
+    session: Session, before: Record, *, detach: bool, log: bool, quiet: bool = False
 ) -> Record:
-    """Show how an instance comes up, and stay with it to its end, or, detached, until ready.
+    """Show how an instance starts, and wait until it ends, or, with `detach`, until it is ready.
 
     Args:
-        session: the instance's.
-        record: as it was before this start.
-        detach: whether to leave it once it is ready.
-        log: whether to follow its log; else only what a watch says in it.
-        quiet: whether to show nothing at all.
+        session: of the instance.
+        before: its record before this start.
+        detach: whether to leave the instance once it is ready.
+        log: whether to show its log; otherwise only the lines of its watch.
+        quiet: whether to show nothing.
+
+    Returns:
+        The last record.
 
     Raises:
         VllmopsError: ``serve.failed``, or ``interrupted`` after Ctrl-C.
     """
-    folder, before = session.folder, record.started_at
-    told = not (detach or quiet) and (log or record.watch is not None)
-    follower = LogFollower(folder, whole=log) if told else None
-    terminal = sys.stderr.isatty()
-    with Signals(session) as signals, Progress(time.time(), quiet=quiet) as progress:
-        for seen in session.records():
-            record = seen
-            fresh = record.started_at != before
-            if follower and fresh and not terminal:  # a service's log is wanted whole
-                follower.start()
-            if record.state is State.READY and fresh and detach and not signals.count:
-                session.close()
-                return record
-            if record.state is State.READY and fresh and progress.text:
-                progress.stop()
-                if not quiet:
-                    show(*summary(record), stderr=True)
-                if follower:
-                    progress.plain = True
-                    follower.start()
+    record = before
+    follower = None
+    if not detach and not quiet and (log or before.watch is not None):
+        follower = LogFollower(session.folder, all_lines=log)
+    with Display(follower, quiet=quiet) as display, Signals(session) as signals:
+        for record in session.records():
+            started = record.started_at != before.started_at
+            if started:
+                display.started()
+            if started and record.state is State.READY:
+                if detach and not signals.count:
+                    session.close()
+                    return record
+                display.ready(record)
             elif record.state in {State.STARTING, State.STOPPING}:
-                stopping = record.state is State.STOPPING
-                progress.update(
-                    f"{record.name}: {record.note or (record.state if stopping else record.stage)}"
-                )
-    if follower:
-        follower.stop()
+                display.update(record)
     if record.state is State.FAILED:
-        raise failed(record, folder)
+        raise failed(record, session.folder)
     if signals.interrupted:
         message = f"{record.name} has stopped" + (f" ({record.note})" if record.note else "")
         raise VllmopsError("interrupted", message, exit_code=Exit.INTERRUPTED)
     return record
 
 
+class Display:
+    """What a person sees of an instance: its progress, then a summary, then its log.
+
+    Args:
+        follower: shows the log; None to show none.
+        quiet: whether to show nothing.
+    """
+
+    def __init__(self, follower: LogFollower | None, *, quiet: bool) -> None:
+        self.follower = follower
+        self.progress = Progress(time.time(), quiet=quiet)
+        self.terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+        if self.follower:
+            self.follower.stop()
+
+    def started(self) -> None:
+        """The supervisor has begun this start: a service gets the log from its first line."""
+        if self.follower and not self.terminal:
+            self.follower.start()
+
+    def update(self, record: Record) -> None:
+        """Show how far a start or a stop is."""
+        state = record.state if record.state is State.STOPPING else record.stage
+        self.progress.update(f"{record.name}: {record.note or state}")
+
+    def ready(self, record: Record) -> None:
+        """Replace the progress, if any is shown, by a summary, and begin with the log."""
+        if not self.progress.text:
+            return
+        self.progress.stop()
+        show(*summary(record), stderr=True)
+        if self.follower:
+            self.progress.plain = True
+            self.follower.start()
+
+
 class Signals:
-    """Turns Ctrl-C and SIGTERM into a drained stop, and a second one into a stop at once.
+    """Turns Ctrl-C and SIGTERM into a stop with a drain, and a second one into an immediate stop.
 
     A closed terminal (SIGHUP) is not caught: the supervisor sees that the holder has gone.
     """
@@ -501,17 +604,22 @@ class Signals:
 
 
 class LogFollower:
-    """Copies a server's log to stdout as it grows; where not whole, what a watch says in it."""
+    """Copies new lines of a server's log to stdout.
 
-    def __init__(self, folder: Folder, *, whole: bool) -> None:
-        self.whole = whole
+    Args:
+        folder: of the instance.
+        all_lines: whether to copy every line; otherwise only those of its watch.
+    """
+
+    def __init__(self, folder: Folder, *, all_lines: bool) -> None:
+        self.all_lines = all_lines
         self.name = folder.name
         self.tail = logs.Tail(folder.log)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def start(self) -> None:
-        """Begin, once, with what comes from now on in a terminal, with all of it in a pipe."""
+        """Start once: from new lines in a terminal, from the first line in a pipe."""
         if self.thread.ident is None:
             if sys.stdout.isatty():
                 self.tail.lines()
@@ -527,20 +635,20 @@ class LogFollower:
         while not last:
             last = self.ended.wait(LOG_POLL_S)
             try:
-                show(*map(Verbatim, filter(self.wanted, self.tail.lines())))
+                show(*map(Verbatim, filter(self.shows, self.tail.lines())))
             except OSError:
                 return
             except Exception as error:
-                say(f"the log is shown no further: {type(error).__name__}: {error}")
+                say(f"the log can't be shown any more: {type(error).__name__}: {error}")
                 say(f"  vllmops logs -f {self.name}")
                 return
 
-    def wanted(self, line: str) -> bool:
-        return self.whole or logs.parse(line).process == logs.WATCH
+    def shows(self, line: str) -> bool:
+        return self.all_lines or logs.parse(line).process == logs.WATCH
 
 
 def instance(record: Record) -> dict[str, Any]:
-    """An instance for ``--json``, which is kept in logs: without secrets."""
+    """An instance for ``--json``: without secrets, since such output is often stored in logs."""
     from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
@@ -562,7 +670,7 @@ def instance(record: Record) -> dict[str, Any]:
 
 
 def summary(record: Record) -> list[RenderableType]:
-    """What a person wants to know of a server that has just come up."""
+    """What a person needs to know about a server that has just become ready."""
     from rich.text import Text  # noqa: PLC0415
 
     took = f" after {span(record.ready_s)}" if record.ready_s is not None else ""
@@ -570,7 +678,7 @@ def summary(record: Record) -> list[RenderableType]:
     watch = [f"  watch:       vllmops logs --process watch {record.name}"]
     return [
         Text.assemble((record.name, "bold"), " is ready", *where, took),
-        *(["  headless: its API server is another one's"] if record.headless else []),
+        *(["  headless: its API server is on another node"] if record.headless else []),
         f"  log:         vllmops logs -f {record.name}",
         *(watch if record.watch is not None else ()),
         f"  look inside: vllmops cache inspect -t {record.name}",
@@ -579,7 +687,7 @@ def summary(record: Record) -> list[RenderableType]:
 
 
 def failed(record: Record, folder: Folder) -> VllmopsError:
-    """Why it failed: the cause first, then where to read on."""
+    """Why an instance failed: the cause first, then where to read more."""
     why = record.failure or Failure("unknown")
     who = f"{why.process}, " if why.process else ""
     return VllmopsError(
@@ -591,7 +699,7 @@ def failed(record: Record, folder: Folder) -> VllmopsError:
 
 
 def shell_lines(record: Record) -> list[Verbatim]:
-    """The command as one would paste it into a shell; what is secret in it is to be put in."""
+    """The command to paste into a shell; secrets are redacted and must be filled in."""
     from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()

@@ -1,4 +1,4 @@
-"""``vllmops status``: one screen on one server."""
+"""``vllmops status``: one server on one screen."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CacheUse(msgspec.Struct, frozen=True):
 @app.command(epilog="Example: vllmops status demo")
 @command
 def status(name: TargetArgument = None, target: Target = None, json_: Json = False) -> Result:
-    """One screen on one server: processes, requests, cache use, patches."""
+    """Show one server on one screen: processes, requests, cache use, patches."""
     server = resolve(name or target)
     seen = row(server)
     engines, _ = agent.side_by_side(
@@ -60,8 +60,10 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
 def patch_states(server: Server) -> dict[str, list[str]]:
     """The patches in each state, by id; one that differs between processes is in several."""
     states: dict[str, list[str]] = {}
-    told, _ = agent.side_by_side(server.of(*ROLES), lambda process: agent.reach(process).patches())
-    for answer in told:
+    answers, _ = agent.side_by_side(
+        server.of(*ROLES), lambda process: agent.reach(process).patches()
+    )
+    for answer in answers:
         for verdict in answer.patches:
             if verdict.id not in states.setdefault(verdict.state, []):
                 states[verdict.state].append(verdict.id)
@@ -69,11 +71,11 @@ def patch_states(server: Server) -> dict[str, list[str]]:
 
 
 def uses(server: Server) -> list[CacheUse]:
-    """How full the multimodal caches are, as far as agents tell."""
+    """How full the multimodal caches are, as far as agents report it."""
     found = []
     asked = server.of(Role.API, Role.ENGINE)
-    told, _ = agent.side_by_side(asked, lambda process: agent.reach(process).caches())
-    for answer in told:
+    answers, _ = agent.side_by_side(asked, lambda process: agent.reach(process).caches())
+    for answer in answers:
         for cache in answer.caches:
             if isinstance(cache, LruCache):
                 used = (cache.entries, cache.bytes)
@@ -113,25 +115,25 @@ def screen(
         )
     facts.add_row("patches", patches(patched))
     if seen.supervised is False:
-        facts.add_row("supervision", "its supervisor had died; another has just taken over")
+        facts.add_row("supervision", "its supervisor had died; a new one has started")
     elif seen.supervised is None:
         facts.add_row("supervision", "none: vllmops did not start it")
     if record and record.watch is not None:
         running = Folder(record.name).watched()
-        facts.add_row("watch", "on" if running else "not running yet, or not any more")
+        facts.add_row("watch", "on" if running else "not running")
     return [*listing([seen]), "", facts]
 
 
 def requests(engines: list[EngineState], metrics: Metrics | None) -> str:
-    """Running and waiting; the engine's own word where it gives it, since metrics lag a hang."""
-    told = [engine for engine in engines if engine.running is not None]
-    if told:
-        running = sum(engine.running or 0 for engine in told)
-        waiting = sum(engine.waiting or 0 for engine in told)
+    """Running and waiting requests; from the engine if it answers, since metrics lag a hang."""
+    known = [engine for engine in engines if engine.running is not None]
+    if known:
+        running = sum(engine.running or 0 for engine in known)
+        waiting = sum(engine.waiting or 0 for engine in known)
         return f"{running} running, {waiting} waiting"
     if metrics and metrics.running is not None:
         return f"{metrics.running:.0f} running, {metrics.waiting or 0:.0f} waiting (metrics)"
-    return "unknown: neither an agent nor /metrics answers"
+    return "unknown: no agent answers, and /metrics does not either"
 
 
 def kv_cache(engines: list[EngineState], metrics: Metrics | None) -> str:
@@ -142,10 +144,10 @@ def kv_cache(engines: list[EngineState], metrics: Metrics | None) -> str:
 
 
 def patches(states: dict[str, list[str]]) -> str:
-    """How many patches are in which state; what is not as it should be, by name."""
+    """How many patches are in each state; those in a bad state by name."""
     well = State.APPLIED, State.FIXED
-    told = [
+    parts = [
         f"{len(ids)} {state}" if state in well else f"{state}: {', '.join(ids)}"
         for state, ids in states.items()
     ]
-    return "; ".join(told) or "unknown: no agent answers"
+    return "; ".join(parts) or "unknown: no agent answers"

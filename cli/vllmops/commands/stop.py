@@ -25,7 +25,7 @@ restart_app = typer_app()
 
 Timeout = Annotated[
     float,
-    typer.Option(parser=seconds(), help="Seconds that requests in flight get to finish."),
+    typer.Option(parser=seconds(), help="Seconds for requests in flight to finish."),
 ]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requests in flight.")]
 
@@ -41,8 +41,8 @@ def stop(
 ) -> Result:
     """Drain a server, then stop it: every process, its port, its shared memory.
 
-    Requests in flight finish within --timeout seconds, new ones get 503; then the whole tree
-    goes. It works on a server that vllmops did not start, too.
+    New requests get 503. Requests in flight have --timeout seconds to finish; then every process
+    is stopped. It also works on a server that vllmops did not start.
     """
     server = resolve(name or target, strangers=False)
     wait_s = 0.0 if force else timeout
@@ -50,7 +50,7 @@ def stop(
         if server.record is None:
             note = stop_stranger(server, wait_s, progress)
             data = {"name": None, "pid": server.pid, "state": "stopped", "note": note}
-            return Result(data, lambda: [told(server.label, note)])
+            return Result(data, lambda: [stopped(server.label, note)])
         session = Session(Folder(server.record.name), connect(Folder(server.record.name)))
         session.send(Request(stop=wait_s))
         record = server.record
@@ -59,11 +59,11 @@ def stop(
                 progress.update(f"{record.name}: {record.note or record.state}")
     if record.state is State.FAILED:
         raise failed(record, Folder(record.name))
-    return Result(instance(record), lambda: [told(record.name, record.note)])
+    return Result(instance(record), lambda: [stopped(record.name, record.note)])
 
 
 def stop_stranger(server: Server, wait_s: float, progress: Progress) -> str:
-    """Stop a server that has no supervisor; returns what became of its requests."""
+    """Stop a server that has no supervisor; returns what happened to its requests."""
     progress.update(f"{server.label}: stopping")
 
     def tell(text: str) -> None:
@@ -74,7 +74,7 @@ def stop_stranger(server: Server, wait_s: float, progress: Progress) -> str:
     return ", ".join(filter(None, (note, str(remains))))
 
 
-def told(name: str, note: str) -> str:
+def stopped(name: str, note: str) -> str:
     return f"{name} has stopped" + (f" ({note})" if note else "")
 
 
@@ -89,7 +89,7 @@ def restart(
 ) -> Result:
     """Stop an instance as `stop` does, and start it again with the recorded command.
 
-    An instance that has stopped or failed is started again, too, detached.
+    An instance that has stopped or failed is also started again, detached.
     """
     record = recorded(name or target)
     folder = Folder(record.name)
@@ -103,7 +103,7 @@ def restart(
     try:
         record = stay(session, record, detach=True, log=False, quiet=json_)
     except VllmopsError as error:
-        # It died just before the request came to its supervisor, which took down what was left.
+        # The server died just before the request; its supervisor has cleaned up.
         over = folder.read()
         if fresh or error.code != "serve.failed" or over is None or over.started_at != before:
             raise
@@ -112,12 +112,12 @@ def restart(
             raise
         record = stay(fresh, over, detach=True, log=False, quiet=json_)
     if record.state is State.STOPPED:
-        raise VllmopsError("restart.stopped", f"{record.name} was stopped in the meantime")
+        raise VllmopsError("restart.stopped", f"{record.name} was stopped while it started")
     return Result(instance(record), lambda: summary(record))
 
 
 def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
-    """An instance that is being taken down, once that is over."""
+    """Wait until an instance is taken down; returns its record."""
     with Progress(time.time(), quiet=quiet) as progress, suppress(VllmopsError):
         session = Session(folder, connect(folder))
         for now in session.records(time.monotonic() + END_S):
@@ -129,7 +129,7 @@ def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
 
 
 def started(folder: Folder, record: Record) -> Session | None:
-    """Start an instance of which nothing runs; None where something does, or where it is held.
+    """Start an instance that has no process; None if it has one, or if another command holds it.
 
     Raises:
         VllmopsError: as `launch.check_port` and `launch.claimed` do, or ``home.full``.
@@ -151,14 +151,14 @@ def started(folder: Folder, record: Record) -> Session | None:
             launch.check_socket(record.uds)
         folder.write(launch.again(record))
     except (VllmopsError, OSError) as error:
-        for each in held:
-            os.close(each)
+        for descriptor in held:
+            os.close(descriptor)
         raise launch.full(error) if isinstance(error, OSError) else error from None
     return Session(folder, start_supervisor(folder, lock, NOTHING, launch=True, port=port))
 
 
 def recorded(target: str | None) -> Record:
-    """The record of an instance, one that is over included.
+    """The record of an instance, even if it has ended.
 
     Raises:
         VllmopsError: ``restart.stranger``, or what `resolve` raises.
@@ -171,7 +171,7 @@ def recorded(target: str | None) -> Record:
     if server.record is None:
         raise VllmopsError(
             "restart.stranger",
-            f"vllmops did not start {server.label}, and has no command to start it with",
+            f"vllmops did not start {server.label}, so it does not know the command to start it",
             f"vllmops stop {server.label}, then vllmops serve {server.model or 'MODEL'}",
         )
     return server.record

@@ -36,13 +36,13 @@ def wait(
     goal: Annotated[Goal, typer.Option("--for", help="What to wait for.")] = Goal.READY,
     timeout: Annotated[
         float | None,
-        typer.Option(parser=seconds(), help="Seconds to wait at most; for ever otherwise."),
+        typer.Option(parser=seconds(), help="Maximum seconds to wait [no limit]."),
     ] = None,
     json_: Json = False,
 ) -> Result:
-    """Wait until a server is ready, or until nothing of it is left.
+    """Wait until a server is ready, or until it has stopped.
 
-    Exit code 3 when the time is up, 1 when it failed.
+    The exit code is 3 if the time is up, and 1 if the server failed.
     """
     try:
         server = resolve(name or target)
@@ -69,7 +69,7 @@ def wait(
 
 
 def look(server: Server, goal: Goal) -> str:
-    """The state to compare with the goal; a stage of starting is told as such.
+    """The state to compare with the goal; while the server starts, its stage.
 
     Raises:
         VllmopsError: ``serve.failed`` where it failed before it was ready.

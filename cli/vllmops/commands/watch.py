@@ -40,14 +40,22 @@ def watch(
     *,
     target: Target = None,
     interval: Annotated[
-        float, typer.Option(parser=seconds(0.1), help="Seconds between looks.")
+        float,
+        typer.Option(parser=seconds(0.1), help="Seconds between looks.", rich_help_panel="Stalls"),
     ] = INTERVAL_S,
     checks: Annotated[
-        int, typer.Option(parser=count(), help="Looks in a row in which nothing moves.")
+        int,
+        typer.Option(
+            parser=count(), help="Looks in a row in which nothing moves.", rich_help_panel="Stalls"
+        ),
     ] = CHECKS,
     patience: Annotated[
         float,
-        typer.Option(parser=seconds(1), help="Seconds without a token that are no stall yet."),
+        typer.Option(
+            parser=seconds(1),
+            help="Seconds without a token that are no stall yet.",
+            rich_help_panel="Stalls",
+        ),
     ] = PATIENCE_S,
     once: Annotated[
         bool, typer.Option("--once", help="End with the first stall: exit code 1.")
@@ -69,18 +77,33 @@ def watch(
             help="Run this with each event: VLLMOPS_EVENT, VLLMOPS_TEXT, VLLMOPS_BUNDLE and more "
             "in its environment, JSON on its input.",
             show_default=False,
+            rich_help_panel="Actions",
         ),
     ] = None,
     webhook: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Post each event there as JSON.", show_default=False),
+        typer.Option(
+            metavar="URL",
+            help="Post each event there as JSON.",
+            show_default=False,
+            rich_help_panel="Actions",
+        ),
     ] = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Repair what is proved to be broken, and can be.")
+        bool,
+        typer.Option(
+            "--repair",
+            help="Repair what is proved to be broken, and can be.",
+            rich_help_panel="Actions",
+        ),
     ] = False,
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Restart a stalled instance, once the evidence is kept."),
+        typer.Option(
+            "--restart",
+            help="Restart a stalled instance, once the evidence is kept.",
+            rich_help_panel="Actions",
+        ),
     ] = False,
     out: Annotated[
         Path | None,

@@ -37,7 +37,7 @@ def model_dir(kind: Kind) -> Path:
     if kind is Kind.AUDIO and not find_spec("av"):
         raise VllmopsError(
             "demo.no-sound",
-            "the audio demo model needs PyAV, without which vLLM refuses every sound",
+            "the audio demo model needs PyAV: vLLM can't decode audio without it",
             "pip install 'vllmops-cli[audio]'",
         )
     place = own(home() / "demo" / f"{kind}-{RECIPE}")
@@ -71,9 +71,11 @@ def not_built(kind: Kind, place: Path, why: str) -> VllmopsError:
     if "No module named" in why:
         hint = "pip install 'vllmops-cli[gpu]', or without a GPU 'vllmops-cli[cpu]'"
     elif "Errno" in why or "os error" in why:
-        hint = f"{place.parent} must be writable, with 10 MB free; VLLMOPS_HOME moves it"
+        hint = (
+            f"{place.parent} must be writable and have 10 MB free; VLLMOPS_HOME sets another place"
+        )
     else:
-        hint = f"see the whole of it: {shlex.join(builder(kind, place))}"
+        hint = f"to see the full error, run: {shlex.join(builder(kind, place))}"
     return VllmopsError("demo.not-built", f"the {kind} demo model was not built: {why}", hint)
 
 

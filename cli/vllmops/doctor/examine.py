@@ -20,11 +20,12 @@ from ..diagnose import compares as judge
 from ..diagnose import progress, stacks
 from ..errors import VllmopsError
 from ..home import home, user
-from ..host import processes, shm
+from ..host import proc, processes, shm
 from ..host.gpu import Gpus
 from ..host.processes import Process, Role
 from ..instances.servers import Server, roots
 from ..memory import record as memory
+from ..protocol import identity
 from ..protocol.caches import CacheSnapshot, Silent
 from ..protocol.compares import CompareRequest, Comparison
 from ..protocol.pasted import Pasted
@@ -391,10 +392,9 @@ def state(process: Process) -> ProcessState:
         role=process.role.value, pid=process.pid, create_time=process.create_time, title=title
     )
     try:
-        stat = Path(f"/proc/{process.pid}/stat").read_text()
+        fields = identity.stat(process.pid)
     except OSError:
         return known
-    fields = stat.rpartition(")")[2].split()
     return ProcessState(
         role=known.role,
         pid=known.pid,
@@ -412,12 +412,10 @@ def compilers(server: Server) -> Iterator[str]:
     queue = [process.pid for process in server.processes]
     for pid in queue:
         with suppress(OSError):
-            for task in os.listdir(f"/proc/{pid}/task"):
-                children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-                queue += [int(child) for child in children if int(child) not in queue]
+            queue += [child for child in proc.children(pid) if child not in queue]
     for pid in queue:
         with suppress(OSError):
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            name = proc.name(pid)
             if name in COMPILERS:
                 yield name
 
@@ -444,14 +442,14 @@ def container(server: Server) -> tuple[int, int] | None:
 
     Inactive page cache counts as left, because the kernel drops it first.
     """
+    group = proc.cgroup(server.pid) if server.pid else None
+    if group is None:
+        return None
     try:
-        lines = Path(f"/proc/{server.pid}/cgroup").read_text().splitlines()
-        path = next(line.partition("::")[2] for line in lines if line.startswith("0::"))
-        group = Path("/sys/fs/cgroup") / path.lstrip("/")
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, StopIteration, ValueError):
+    except (OSError, ValueError):
         return None
     if not limit.isdigit():
         return None
@@ -477,7 +475,7 @@ def disks() -> Iterator[Disk]:
 
 def leftovers() -> Iterator[Leftover]:
     """Segments of the kinds that vLLM makes and that no live process uses."""
-    found = shm.nobodys()
+    found = shm.unused()
     for segment in found.segments:
         owner = user(segment.uid)
         yield Leftover(segment.name, segment.bytes, segment.age_s, owner, found.doubt)
@@ -495,7 +493,7 @@ def orphans(table: processes.Table) -> Iterator[ProcessState]:
 
 def guard(server: Server) -> Guard:
     """Who can reach a server, and what protects it."""
-    environment = agent.environ(server.pid) if server.pid else {}
+    environment = proc.environment(server.pid) if server.pid else {}
     addresses = tuple(listening(server))
     exposed = any(not loopback(address) for address in addresses) if addresses else None
     key = environment.get(KEY)

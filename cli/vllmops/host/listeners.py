@@ -31,11 +31,11 @@ def distrust(url: str) -> str:
             return ""
         found = listeners(port)
         if others := found - {0, os.geteuid()}:
-            return f"the process that listens on port {port} is {user(min(others))}'s"
+            return f"the process that listens on port {port} belongs to {user(min(others))}"
         if found or not answers(parts.hostname or "", port):
             return ""  # where nobody listens, nothing can be sent
-        return f"it can't be told whose process listens on port {port}"
-    return f"{url} is no address"
+        return f"the owner of the process on port {port} is unknown"
+    return f"{url} is not an address"
 
 
 def here(host: str, port: int) -> bool:
@@ -46,12 +46,12 @@ def here(host: str, port: int) -> bool:
         return False
     own = {
         plain(address.address)
-        for each in psutil.net_if_addrs().values()
-        for address in each
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
         if address.family in {socket.AF_INET, socket.AF_INET6}
     }
     named = {plain(str(address[0])) for *_, address in found}
-    return any(each.is_loopback or each.is_unspecified or each in own for each in named)
+    return any(address.is_loopback or address.is_unspecified or address in own for address in named)
 
 
 def answers(host: str, port: int) -> bool:

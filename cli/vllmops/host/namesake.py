@@ -22,7 +22,7 @@ def warning() -> str:
     if not found:
         return ""
     return (
-        f"another program is called {COMMAND}, too: {', '.join(found)}; "
+        f"another program is also called {COMMAND}: {', '.join(found)}; "
         f"{sys.executable} -m vllmops runs this one"
     )
 

@@ -1,8 +1,8 @@
 """Port numbers that this user's instances have taken, whichever home they are of.
 
-Who listens on a port is told by binding. A server listens only once its model is loaded, and two
-that share a port (SO_REUSEPORT, with several API servers) are told nothing even then. Of other
-users binding alone is asked: what else they say of a port would let them keep it from us.
+Binding shows whether somebody listens on a port. But a server listens only once its model is
+loaded, and two servers that share a port (SO_REUSEPORT, with several API servers) get no error even
+then. Claims of other users do not count: they could block ports with them.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import psutil
 from ..errors import needs_linux
 from ..protocol import identity
 from ..protocol.identity import Identity, age_s, boot_id
+from .proc import directory
 from .shape import shape
 
 
@@ -120,7 +121,7 @@ def alive(process: Process) -> bool:
     """Whether this very process runs: same pid, same start, no zombie.
 
     Raises:
-        OSError: it can't be told: this process can open no file, say.
+        OSError: it is unknown, for example because this process can open no file.
     """
     try:
         fields = identity.stat(process.pid)
@@ -184,7 +185,10 @@ def still_known(known: Iterable[Process], seen: Sequence[Process]) -> tuple[Proc
     A process that is being killed loses its command line, and so its role, before it is a zombie.
     """
     vital = {process.pid: process for process in known if process.role in VITAL}
-    now = [vital.get(each.pid, each) if each.role is Role.OTHER else each for each in seen]
+    now = [
+        vital.get(process.pid, process) if process.role is Role.OTHER else process
+        for process in seen
+    ]
     pids = {process.pid for process in seen}
     return (*now, *(process for pid, process in vital.items() if pid not in pids))
 
@@ -197,8 +201,8 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
     """
     if parent is not None and seen.words == parent.words:
         return Role.OTHER
-    if told := titled(seen.words):
-        return told
+    if by_title := titled(seen.words):
+        return by_title
     if (arguments := serve_arguments(seen.words)) is not None:
         return Role.LAUNCHER if many_api_servers or shape(arguments).headless else Role.API
     return Role.OTHER
@@ -209,7 +213,7 @@ def absolute(pid: int, path: str) -> str:
     if os.path.isabs(path):
         return path
     try:
-        return os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
+        return os.path.join(directory(pid), path)
     except OSError:
         return path
 
@@ -220,7 +224,7 @@ def listens_on(pid: int, path: str) -> bool:
         own = {str(s.laddr) for s in psutil.Process(pid).net_connections("unix") if s.laddr}
     except psutil.Error:
         return False
-    return os.path.realpath(path) in {os.path.realpath(absolute(pid, each)) for each in own}
+    return os.path.realpath(path) in {os.path.realpath(absolute(pid, address)) for address in own}
 
 
 def listening_ports(pid: int) -> list[int]:

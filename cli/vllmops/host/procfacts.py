@@ -1,4 +1,4 @@
-"""What the kernel tells of a process: the facts that stacks of Python code leave out."""
+"""What the kernel knows about a process: the facts that Python stacks leave out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+from . import proc
 
 FILES = ("status", "stat", "limits", "cgroup", "wchan", "io", "oom_score", "schedstat")
 # These wait for the process's memory map, which one that hangs in the kernel may hold for ever.
@@ -15,7 +17,7 @@ THREADS = 512
 
 def sections(pid: int) -> Iterator[str]:
     """The facts, one section after the other, those that may take long last."""
-    place = Path(f"/proc/{pid}")
+    place = proc.folder(pid)
     for name in FILES:
         yield section(name, read(place / name))
     yield section("file descriptors", descriptors(place))
@@ -37,7 +39,7 @@ def read(path: Path) -> str:
 
 
 def descriptors(place: Path) -> str:
-    """How many files of which kind are open; their names may tell what users sent."""
+    """How many files of each kind are open; their names could contain what users sent."""
     kinds: Counter[str] = Counter()
     try:
         names = os.listdir(place / "fd")
@@ -49,8 +51,8 @@ def descriptors(place: Path) -> str:
         except OSError:
             continue  # closed meanwhile
         kinds["/".join(target.split("/")[:2]) if "/" in target else target.partition(":")[0]] += 1
-    told = "\n".join(f"{count:6} {kind}" for kind, count in kinds.most_common())
-    return f"{len(names):6} open\n{told}"
+    lines = "\n".join(f"{count:6} {kind}" for kind, count in kinds.most_common())
+    return f"{len(names):6} open\n{lines}"
 
 
 def threads(place: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Why the kernel did not let us read another process, and the way out.
+"""Why the kernel did not let us read another process, and what to do.
 
 The rules are those of ptrace(2), "Ptrace access mode checking", and of Yama.
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import VllmopsError
+from ..home import user
+from .proc import status
 
 CAP_SYS_PTRACE = 1 << 19
 
@@ -66,7 +68,7 @@ def refusal(
     Args:
         pid: process id.
         rights: ours over it.
-        command: what was wanted.
+        command: that was typed.
 
     Returns:
         One of ``stacks.ptrace-scope``, ``stacks.other-user``, ``stacks.no-capability``,
@@ -128,19 +130,3 @@ def refusal(
         + ("we don't have it" if reachable else "this container doesn't have it"),
         as_root if reachable else grant,
     )
-
-
-def user(uid: int) -> str:
-    """A user for a person; in containers many have no name."""
-    try:
-        import pwd  # noqa: PLC0415 - Windows has none
-
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
-
-
-def status(process: str) -> dict[str, str]:
-    """The fields of ``/proc/<process>/status``; a thread is ``PID/task/TID``."""
-    text = Path(f"/proc/{process}/status").read_text()
-    return {name: value.strip() for name, _, value in (x.partition(":") for x in text.splitlines())}

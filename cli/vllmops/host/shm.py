@@ -3,8 +3,8 @@
 vLLM's processes share ``psm_*`` segments and ``sem.mp-*`` semaphores. Python's resource tracker
 unlinks them when a server ends in order, and nobody does when it is killed (vLLM #51579, #54002).
 
-A process is known to use a file by the file's device and inode. The name does not tell: who makes
-a semaphore maps it under another name, which is gone by the time the semaphore has its own.
+A process uses a file if it maps or holds its device and inode. The name does not show this: the
+creator of a semaphore maps it under a temporary name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from . import proc
 
 SHM = Path("/dev/shm")  # noqa: S108 - the kernel's own place
 # What Python's multiprocessing, torch and vLLM call theirs.
@@ -74,16 +76,16 @@ def files_of(pid: int) -> set[File]:
     """
     device = SHM.stat().st_dev
     words = b"%02x" % os.major(device), b"%02x" % os.minor(device)
-    maps = Path(f"/proc/{pid}/maps").read_bytes()
+    maps = (proc.folder(pid) / "maps").read_bytes()
     used = {
         (device, int(inode))
         for major, minor, inode, _ in MAPPING.findall(maps)
         if (major, minor) == words
     }
     names = set(os.listdir(SHM))
-    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+    for descriptor in os.listdir(proc.folder(pid) / "fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            link = f"/proc/{pid}/fd/{descriptor}"
+            link = proc.folder(pid) / "fd" / descriptor
             # In whichever place it is mounted there, it has its name. Others are not asked for
             # what they are: a file on a network that hangs would never answer.
             if os.path.basename(os.readlink(link)).removesuffix(" (deleted)") in names:
@@ -101,9 +103,9 @@ def used_by(pid: int) -> set[str]:
     names: set[str] = set()
     with contextlib.suppress(OSError):
         used = files_of(pid)
-        names |= {each.name for each in segments() if each.file in used}
+        names |= {segment.name for segment in segments() if segment.file in used}
         place = os.fsencode(SHM) + b"/"
-        for *_, path in MAPPING.findall(Path(f"/proc/{pid}/maps").read_bytes()):
+        for *_, path in MAPPING.findall((proc.folder(pid) / "maps").read_bytes()):
             if path.startswith(place) and path.endswith(DELETED):
                 names.add(os.fsdecode(path.removeprefix(place).removesuffix(DELETED)))
     return names
@@ -117,14 +119,14 @@ def sweep(names: Iterable[str]) -> list[str]:
     Args:
         names: of segments that were a server's.
     """
-    wanted = set(names)
+    own = set(names)
     uid = os.geteuid()
-    left = {each for each in segments() if each.name in wanted and each.uid == uid}
+    left = {segment for segment in segments() if segment.name in own and segment.uid == uid}
     try:
         used = in_use(left)
     except OSError:  # no file can be opened, say: then nothing is known
         return []
-    return remove(each for each in left if each.file not in used)
+    return remove(segment for segment in left if segment.file not in used)
 
 
 def in_use(among: Iterable[Segment]) -> set[File]:
@@ -139,17 +141,17 @@ def in_use(among: Iterable[Segment]) -> set[File]:
 def remove(doomed: Iterable[Segment]) -> list[str]:
     """Unlink segments, each if its name is still that file's; returns the names of those."""
     removed = []
-    for each in sorted(doomed, key=lambda segment: segment.name):
+    for segment in sorted(doomed, key=lambda segment: segment.name):
         with contextlib.suppress(OSError):
-            at = (SHM / each.name).lstat()
-            if (at.st_dev, at.st_ino) == each.file:
-                (SHM / each.name).unlink()
-                removed.append(each.name)
+            at = (SHM / segment.name).lstat()
+            if (at.st_dev, at.st_ino) == segment.file:
+                (SHM / segment.name).unlink()
+                removed.append(segment.name)
     return removed
 
 
 @dataclass(frozen=True)
-class Nobodys:
+class Unused:
     """Segments that nobody uses, as far as can be seen.
 
     Args:
@@ -162,20 +164,20 @@ class Nobodys:
     doubt: str = ""
 
 
-def nobodys(wanted: Callable[[Segment], bool] = lambda _: True) -> Nobodys:
+def unused(include: Callable[[Segment], bool] = lambda _: True) -> Unused:
     """The segments of vLLM's kinds that no live process uses: of this user, for root of anybody.
 
     Args:
-        wanted: which of them.
+        include: which of them.
     """
     uid = os.geteuid()
     left = [
-        each
-        for each in segments()
-        if NAMES.fullmatch(each.name) and uid in (0, each.uid) and wanted(each)
+        segment
+        for segment in segments()
+        if NAMES.fullmatch(segment.name) and uid in (0, segment.uid) and include(segment)
     ]
     if not left:
-        return Nobodys()
+        return Unused()
     doubt = out_of_sight()
     hidden = []
     for pid in psutil.pids():
@@ -188,36 +190,37 @@ def nobodys(wanted: Callable[[Segment], bool] = lambda _: True) -> Nobodys:
             # virtual machines, nothing could ever be removed.
             hidden += [pid] if pid != 1 else []
             continue
-        left = [each for each in left if each.file not in used]
+        left = [segment for segment in left if segment.file not in used]
     if hidden and not doubt:
         who = f"pid {hidden[0]}" + (f" and {len(hidden) - 1} more" if hidden[1:] else "")
-        doubt = f"{who} can't be looked into, and may use it: run it as root"
-    return Nobodys(tuple(left), doubt)
+        doubt = f"{who} can't be inspected and may use it: run as root"
+    return Unused(tuple(left), doubt)
 
 
 def out_of_sight() -> str:
     """Why there may be processes that ``/proc`` does not show here; empty where it shows all."""
     try:
         if os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE:
-            return "this is a container: processes outside may share its memory; run it outside"
+            return "this is a container: processes outside may use its memory; run it on the host"
         os.stat("/proc/1/stat")
     except OSError:
-        return "/proc hides the processes of other users (hidepid): run it as root"
+        return "/proc hides the processes of other users (hidepid): run as root"
     return ""
 
 
-def clean() -> tuple[Nobodys, list[Segment]]:
-    """Remove what is proven to be nobody's, and has been so for a while.
+def clean() -> tuple[Unused, list[Segment]]:
+    """Remove segments that are proven to be unused, and have been for a while.
 
     Returns:
         What is left, and what was removed.
     """
-    found = nobodys()
-    old = {each.file for each in found.segments if each.age_s >= OLD_S}
+    found = unused()
+    old = {segment.file for segment in found.segments if segment.age_s >= OLD_S}
     if found.doubt or not old:
         return found, []
     # Once more: somebody may have opened one since that process was looked into.
-    again = nobodys(lambda each: each.file in old and each.age_s >= OLD_S)
-    removed = [] if again.doubt else remove(again.segments)
-    left = tuple(each for each in found.segments if each.name not in removed)
-    return Nobodys(left, again.doubt), [each for each in found.segments if each.name in removed]
+    again = unused(lambda segment: segment.file in old and segment.age_s >= OLD_S)
+    names = [] if again.doubt else remove(again.segments)
+    left = tuple(segment for segment in found.segments if segment.name not in names)
+    removed = [segment for segment in found.segments if segment.name in names]
+    return Unused(left, again.doubt), removed

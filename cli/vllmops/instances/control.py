@@ -1,8 +1,9 @@
 """The supervisor's control socket, seen from a command.
 
 A client sends one JSON line per request and gets the instance's record, one JSON line each time it
-changes, until the supervisor ends. A client that said it holds the instance takes it down when
-it goes, in whatever way: that is how a foreground ``serve`` takes its server with it.
+changes, until the supervisor ends. If a client that holds the instance
+disconnects, for whatever reason, the supervisor takes the server down: so a server ends with its
+foreground ``serve``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LET_GO = "pkill -9 -f 'vllmops.instances.supervisor {name} '"
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client wants.
+    """A request to a supervisor.
 
     Args:
         hold: take the server down when this connection ends.
@@ -49,7 +50,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         for seconds in (self.stop, self.restart):
             if seconds is not None and not 0 <= seconds < math.inf:
-                raise ValueError(f"{seconds} is no number of seconds")
+                raise ValueError(f"{seconds} is not a number of seconds")
 
 
 NOTHING = Request()
@@ -89,7 +90,7 @@ class Control:
 
 
 class Session:
-    """An instance seen to its end: where its supervisor dies, it gets a successor.
+    """Follows an instance to its end: if its supervisor dies, another one is started.
 
     Args:
         folder: the instance.
@@ -180,12 +181,12 @@ def start_supervisor(
 
 
 def silent(folder: Folder) -> VllmopsError:
-    """A supervisor that is there and does nothing: it was stopped, say."""
+    """The error of a supervisor that runs but does nothing, for example because it is stopped."""
     return VllmopsError(
         "supervisor.silent",
-        f"the supervisor of {folder.name!r} does not come to an end",
-        f"{LET_GO.format(name=folder.name)}; the next command starts another supervisor, and goes"
-        " on",
+        f"the supervisor of {folder.name!r} does not finish",
+        f"{LET_GO.format(name=folder.name)}; the next command starts another"
+        " supervisor, which continues",
         exit_code=Exit.TIMED_OUT,
     )
 
@@ -204,7 +205,7 @@ def connect(folder: Folder, request: Request = NOTHING) -> Control:
         try:
             connection.connect(str(folder.control))
             if (uid := peer(connection)) != os.geteuid():
-                raise PermissionError(errno.EPERM, f"{user(uid)} answers there")
+                raise PermissionError(errno.EPERM, f"{user(uid)} answers at this address")
         except OSError as error:
             connection.close()
             if time.monotonic() < deadline:
@@ -214,7 +215,8 @@ def connect(folder: Folder, request: Request = NOTHING) -> Control:
                 "supervisor.unreachable",
                 f"the supervisor of {folder.name!r} does not answer at {folder.control}:"
                 f" {error.strerror}",
-                f"kill it and try again, the server runs on: {LET_GO.format(name=folder.name)}",
+                "kill the supervisor and try again; the server keeps running: "
+                f"{LET_GO.format(name=folder.name)}",
                 exit_code=Exit.NOT_FOUND,
             ) from error
         control = Control(connection)
@@ -223,7 +225,7 @@ def connect(folder: Folder, request: Request = NOTHING) -> Control:
 
 
 def adopt(folder: Folder, request: Request = NOTHING) -> Control | None:
-    """Take an instance under supervision again whose supervisor has died; None if it lives."""
+    """Start a supervisor for an instance whose supervisor has died; None if it lives."""
     try:
         record = folder.read()
         lock = folder.lock() if record and not record.state.over else None

@@ -1,4 +1,4 @@
-"""The Python that a server runs in, asked in its stead: its packages, vLLM's collect_env."""
+"""The Python that a server runs in, used to ask for its packages and for vLLM's collect_env."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import Exit, VllmopsError
-from ..rpc import agent
+from ..host import proc
 from .servers import Server
 
 NICENESS = 19
@@ -44,16 +44,6 @@ class Interpreter:
     owner: tuple[int, int] | None = None
 
 
-def words_of(pid: int) -> list[str]:
-    """A process's command line; empty where it can't be read, or where a title is in its place."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-    except OSError:
-        return []
-    found = [os.fsdecode(word) for word in words]
-    return [] if found[0].startswith("VLLM::") else found
-
-
 def of(server: Server) -> Interpreter:
     """The interpreter of a server, or of one that is over.
 
@@ -70,23 +60,22 @@ def of(server: Server) -> Interpreter:
             {**os.environ, **record.environment},
             record.directory,
         )
-    place = Path(f"/proc/{server.pid}")
     try:
-        exe, directory = os.readlink(place / "exe"), os.readlink(place / "cwd")
-        owner = unlike_root(place)
+        exe, directory = proc.executable(server.pid), proc.directory(server.pid)
+        owner = proc.other_than_root(server.pid)
     except OSError as error:
         raise VllmopsError(
             "interpreter.unreadable",
-            f"the interpreter of pid {server.pid} can't be told: {error.strerror}",
+            f"the interpreter of pid {server.pid} can't be found: {error.strerror}",
             "run vllmops as the user who started the server",
             exit_code=Exit.NOT_AUTHORISED,
         ) from error
-    environment = agent.environ(server.pid)
+    environment = proc.environment(server.pid)
     if not environment:
         environment = {**os.environ, **(record.environment if record else {})}
-    name = next(iter(words_of(server.pid)), exe)
+    name = next(iter(proc.command_line(server.pid)), exe)
     # By its entry in /proc: a package manager may have replaced the file.
-    program = str(place / "exe")
+    program = str(proc.folder(server.pid) / "exe")
     return Interpreter(
         program,
         name if "/" not in name else os.path.join(directory, name),
@@ -94,20 +83,6 @@ def of(server: Server) -> Interpreter:
         directory if Path(directory).is_dir() else "/",
         owner if os.geteuid() == 0 else None,
     )
-
-
-def unlike_root(place: Path) -> tuple[int, int] | None:
-    """Uid and gid of a process that is not root's alone, by its folder in ``/proc``; else None.
-
-    Not by who owns that folder, which is root where a user has started a program that has root's
-    rights (set-user-id): its environment is that user's, and so is what it makes Python import.
-
-    Raises:
-        OSError: it can't be read.
-    """
-    lines = dict(line.partition(":\t")[::2] for line in (place / "status").read_text().splitlines())
-    pairs = zip(lines["Uid"].split(), lines["Gid"].split(), strict=True)
-    return next(((int(uid), int(gid)) for uid, gid in pairs if uid != "0"), None)
 
 
 class Run:
@@ -122,7 +97,7 @@ class Run:
     """
 
     def __init__(self, interpreter: Interpreter, words: Sequence[str]) -> None:
-        # Files, not pipes: what is late and can't be killed keeps nobody waiting.
+        # Files, not pipes: nobody waits for a process that is late and can't be killed.
         self.out = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as it runs
         self.complaint = tempfile.TemporaryFile()  # noqa: SIM115
         uid, gid = interpreter.owner or (None, None)
@@ -163,7 +138,7 @@ class Run:
             code = self.popen.wait(max(until - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             self.end()
-            raise VllmopsError("interpreter.late", "not done in time") from None
+            raise VllmopsError("interpreter.late", "not finished in time") from None
         if code:
             lines = read(self.complaint).strip().splitlines() or [f"exit code {code}"]
             raise VllmopsError("interpreter.failed", lines[-1][:TOLD])

@@ -53,7 +53,8 @@ class Holdings:
 
     def of(self, path: Path) -> Holdings:
         """Those that follow one ring, and those that may."""
-        return Holdings([each for each in self.told if follows(each.keys, path)], self.silent)
+        told = [holding for holding in self.told if follows(holding.keys, path)]
+        return Holdings(told, self.silent)
 
 
 def ask(*, ring: Path | None = None, reload: bool = False) -> Holdings:
@@ -76,11 +77,11 @@ def ask(*, ring: Path | None = None, reload: bool = False) -> Holdings:
     answers, silent = agent.side_by_side(servers, told)
     by_pid = {process.pid: server for process, server in servers.items()}
     return Holdings(
-        [each for each in answers if each and each.keys.source != "none"],
+        [holding for holding in answers if holding and holding.keys.source != "none"],
         [
-            (by_pid[each.pid].label, each)
-            for each in silent
-            if each.code not in KEYLESS and may_follow(by_pid[each.pid], ring)
+            (by_pid[process.pid].label, process)
+            for process in silent
+            if process.code not in KEYLESS and may_follow(by_pid[process.pid], ring)
         ],
     )
 

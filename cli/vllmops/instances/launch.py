@@ -1,4 +1,4 @@
-"""From what a person asked for to an instance about to start: checks, command, name and port."""
+"""Prepare the start of an instance: checks, command, name and port."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def check_socket(path: str) -> None:
     if len(os.fsencode(path)) > UNIX_PATH_BYTES:
         problem = f"it has more than {UNIX_PATH_BYTES} bytes"
     elif not place.parent.is_dir():
-        problem = f"{place.parent} is no directory"
+        problem = f"{place.parent} is not a directory"
     elif not os.access(place.parent, os.W_OK | os.X_OK):
-        problem = f"{place.parent} can't be written by this user"
+        problem = f"{place.parent} is not writable for this user"
     elif listens(path):
         problem = "another server listens on it"
     elif place.exists() and not place.is_socket():
-        problem = "it is a file"
+        problem = "it is not a socket"
     if problem:
         raise VllmopsError(
             "uds.unusable",
@@ -145,9 +145,9 @@ def check_model(model: str) -> None:
                 f"{path} is a directory without a config.json",
                 "give the directory that has the model's config.json",
             )
-        wanted = path / MODEL_FILES[0] if (path / MODEL_FILES[0]).is_file() else path
-        if not os.access(wanted, os.R_OK):
-            raise PermissionError(13, "Permission denied", str(wanted))
+        config = path / MODEL_FILES[0] if (path / MODEL_FILES[0]).is_file() else path
+        if not os.access(config, os.R_OK):
+            raise PermissionError(13, "Permission denied", str(config))
     except PermissionError as error:
         raise VllmopsError(
             "model.unreadable",
@@ -172,7 +172,7 @@ def check_port(host: str, port: int) -> None:
     raise VllmopsError(
         "port.taken",
         f"nothing can listen on {host}:{port}: {problem.strerror}{holder(port)}",
-        f"take a free one: --port {free_port(host, set())}, or leave --port out",
+        f"use a free port: --port {free_port(host, set())}, or omit --port",
     )
 
 
@@ -191,13 +191,13 @@ def claimed(host: str, port: int) -> int:
 def another(host: str, port: int, claimed: set[int]) -> VllmopsError:
     return VllmopsError(
         "port.taken",
-        f"port {port} is another instance's, which is starting{holder(port)}",
-        f"take a free one: --port {free_port(host, claimed)}",
+        f"port {port} belongs to another instance, which is starting{holder(port)}",
+        f"use a free port: --port {free_port(host, claimed)}",
     )
 
 
 def bind(host: str, port: int, *, strict: bool = False) -> OSError | None:
-    """Try to listen; returns what hinders it.
+    """Try to listen; returns the error, None if it works.
 
     Args:
         host: the address.
@@ -219,7 +219,8 @@ def bind(host: str, port: int, *, strict: bool = False) -> OSError | None:
 def lingering(port: int) -> bool:
     """Whether connections are known that have, or had, a port."""
     with contextlib.suppress(psutil.Error):
-        return any(each.laddr and each.laddr.port == port for each in psutil.net_connections("tcp"))
+        addresses = (connection.laddr for connection in psutil.net_connections("tcp"))
+        return any(address and address.port == port for address in addresses)
     return False
 
 
@@ -231,7 +232,7 @@ def holder(port: int) -> str:
             if found.status == psutil.CONN_LISTEN and address and address.port == port:
                 if found.pid is None:
                     break
-                return f" ({psutil.Process(found.pid).name()}, pid {found.pid}, has it)"
+                return f" ({psutil.Process(found.pid).name()}, pid {found.pid}, uses it)"
     pids = [server.pid for server in find() if server.processes and server.port == port]
     return f" (a vLLM server, pid {pids[0]}, was started with it)" if pids else ""
 
@@ -265,7 +266,7 @@ def take_port(host: str, claimed: set[int]) -> tuple[int, int]:
 
 
 def command(order: Order, port: int | None) -> tuple[str, ...]:
-    """The exact command; what stands behind ``--`` comes last, so that it wins.
+    """The exact command; arguments after ``--`` come last, so that they win.
 
     -P: a ``vllm`` in the working directory, a checkout say, is not the one that is installed.
     """
@@ -277,12 +278,12 @@ def command(order: Order, port: int | None) -> tuple[str, ...]:
 
 
 def environment(order: Order, name: str) -> dict[str, str]:
-    """What is added to the environment: the caller's requests, our home, our plug-in, a store."""
+    """What is added to the environment: the options of `serve`, the home, the plug-in, a store."""
     added = {"VLLMOPS_HOME": str(home()), **order.environment}
-    requests = {**os.environ, **added}
-    if requests.get(STORE) or not requests.get(CLASS):
+    merged = {**os.environ, **added}
+    if merged.get(STORE) or not merged.get(CLASS):
         # Written down, so that a restart from another shell finds the same.
-        added[STORE] = requests.get(STORE) or f"sqlite:///{named(name).path}/responses.db"
+        added[STORE] = merged.get(STORE) or f"sqlite:///{named(name).path}/responses.db"
     allowed = added.get("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS"))
     if allowed is not None:
         kept = [name for name in allowed.split(",") if name]
@@ -384,15 +385,15 @@ def full(error: OSError) -> VllmopsError:
     return VllmopsError(
         "home.full",
         f"the state directory {home()} can't be written: {error.strerror}",
-        "free some space there, or set VLLMOPS_HOME to another place",
+        "free some space there, or set VLLMOPS_HOME to another directory",
     )
 
 
 def folder_for(order: Order) -> tuple[Folder, int]:
     """The instance's folder and its lock; a name that was not asked for gets a number."""
-    wanted = order.name or suggestion(order)
+    name = order.name or suggestion(order)
     for number in range(1, 1000):
-        folder = named(wanted if number == 1 else f"{wanted[:58]}-{number}")
+        folder = named(name if number == 1 else f"{name[:58]}-{number}")
         folder.path.mkdir(mode=0o700, exist_ok=True)
         lock = folder.lock()
         if lock is not None:
@@ -403,8 +404,8 @@ def folder_for(order: Order) -> tuple[Folder, int]:
             break
     raise VllmopsError(
         "name.taken",
-        f"an instance named {wanted!r} runs already",
-        f"choose another --name, or vllmops stop {wanted}",
+        f"an instance named {name!r} is already running",
+        f"use another --name, or vllmops stop {name}",
     )
 
 

@@ -30,7 +30,7 @@ STAGES = ("launching", "launched", "loading weights", "profiling", "warming up",
 LINE = re.compile(
     r"^\((?P<process>[\w.-]+) pid=(?P<pid>\d+)\) (?:(?P<level>[A-Z]+) \S+ \S+ \[[^]]*\] ?)?"
 )
-# What a watch says stands in the server's log, under this name.
+# A watch writes to the server's log under this name.
 WATCH = "Watch"
 UVICORN = re.compile(r"^(INFO|WARNING|ERROR):\s")
 NAMES = {
@@ -69,13 +69,13 @@ HINTS = (
     ),
     (
         re.compile(r"unrecognized arguments|expected one argument|invalid choice|argument -"),
-        "what stands behind -- goes to vLLM: see its `vllm serve --help=all`",
+        "arguments after -- go to vLLM: see `vllm serve --help=all`",
     ),
     (
         re.compile(r"out of memory|OutOfMemory", re.IGNORECASE),
-        "give it less: -- --gpu-memory-utilization 0.8, or a smaller --max-model-len",
+        "use less memory: -- --gpu-memory-utilization 0.8, or a smaller --max-model-len",
     ),
-    (re.compile(r"[Aa]ddress already in use"), "take another port: vllmops serve --port N"),
+    (re.compile(r"[Aa]ddress already in use"), "use another port: vllmops serve --port N"),
     (
         re.compile(r"Repo id must be|not a valid model identifier|LocalEntryNotFound|OfflineMode"),
         "MODEL is a directory with a config.json, or a hub id such as Qwen/Qwen3-0.6B",
@@ -123,12 +123,12 @@ def stage(raw: str) -> str | None:
 
 
 def failure(raw_lines: Iterable[str], *, echoes: bool = False) -> Failure | None:
-    """Why a server failed, by the log's last lines: the last error that is no echo of another.
+    """Why a server failed, by the log's last lines: the last error that does not repeat another.
 
     Args:
         raw_lines: the log.
         echoes: whether what parents say of their children ("Engine core initialization failed. See
-            root cause above") counts where nothing else was said.
+            root cause above") counts if there is no other error.
     """
     causes = list(errors([parse(raw) for raw in raw_lines]))
     own = [cause for cause in causes if not ECHOES.search(cause.cause)]
@@ -139,10 +139,10 @@ def errors(lines: Sequence[Line]) -> Iterator[Failure]:
     """Every exception of a traceback, and every complaint of an argument parser, in order."""
     for index, line in enumerate(lines):
         if usage := USAGE_ERROR.match(line.text):
-            yield told(usage["message"], line.process)
+            yield explained(usage["message"], line.process)
         if death := WORKER_DIED.search(line.text):
             name = signal.Signals(int(death["signal"])).name
-            yield told(f"{death['name']} was killed by {name}", death["name"])
+            yield explained(f"{death['name']} was killed by {name}", death["name"])
         if line.level == "WARNING" or "Traceback (most recent call last)" not in line.text:
             continue
         if index and "Failed to load plugin" in lines[index - 1].text:
@@ -153,7 +153,7 @@ def errors(lines: Sequence[Line]) -> Iterator[Failure]:
         for number, other in enumerate(same):
             if other.text[:1] not in {" ", "\t", ""}:
                 if RAISED.match(other.text):
-                    yield told(message(other.text, same[number + 1 :]), line.process)
+                    yield explained(message(other.text, same[number + 1 :]), line.process)
                 break
 
 
@@ -169,7 +169,7 @@ def message(first: str, following: Sequence[Line]) -> str:
     return PYDANTIC_TAIL.sub("", " ".join(text)).strip()
 
 
-def told(cause: str, process: str) -> Failure:
+def explained(cause: str, process: str) -> Failure:
     hint = next((hint for sign, hint in HINTS if sign.search(cause)), "")
     return Failure(cause=cause, process=process, hint=hint)
 
@@ -303,10 +303,10 @@ class Rotation:
         self.keep = keep
         self.due = 0.0  # monotonic
         self.wait_s = FIRST_WAIT_S
-        hint(path, keep)
+        repair(path, keep)
 
     def look(self) -> str:
-        """Rotate if it is time to; returns what hinders that, in words, where it is new."""
+        """Rotate if it is time to; returns a new problem as text, or an empty string."""
         now = time.monotonic()
         if now < self.due:
             return ""
@@ -348,18 +348,18 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
             copy.replace(aside(path, 1))
             os.truncate(log.fileno(), 0)
         except OSError:
-            hint(path, keep)
+            repair(path, keep)
             raise
     return True
 
 
-def hint(path: Path, keep: int) -> None:
-    """Put in order what a rotation left that was cut short: no part twice, none out of reach."""
+def repair(path: Path, keep: int) -> None:
+    """Clean up after an interrupted rotation: no part twice, no gap in the numbers."""
     with contextlib.suppress(OSError):
         copying(path).unlink(missing_ok=True)
         if begins_with(path, aside(path, 1)):
             aside(path, 1).unlink()
-        parts = [each for number in range(1, keep + 1) if (each := aside(path, number)).exists()]
+        parts = [part for number in range(1, keep + 1) if (part := aside(path, number)).exists()]
         for number, part in enumerate(parts, 1):
             if part != aside(path, number):
                 part.replace(aside(path, number))

@@ -1,4 +1,4 @@
-"""Whether a server is ready: by what it listens on, or, headless, by how far its engines are."""
+"""Whether a server is ready: by its port or socket, or, if it is headless, by its engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKER_UP = re.compile(r"Loading weights took|Model loading took|Warming up|Grap
 def serves(
     tree: Sequence[Process], url: str | None, *, port: int | None = None, uds: str | None = None
 ) -> bool:
-    """Whether a server answers: it, and not another one that was faster to take the place.
+    """Whether a server answers, and not another one that took its address first.
 
     Args:
         tree: its processes.
@@ -41,7 +41,7 @@ def serves(
     )
 
 
-def engines_up(tree: Sequence[Process], told: Collection[int] = ()) -> bool:
+def engines_up(tree: Sequence[Process], up: Collection[int] = ()) -> bool:
     """Whether every engine of a headless server has what it needs to work.
 
     An engine begins to load after the handshake with its API server's node, so one that is up has
@@ -49,13 +49,13 @@ def engines_up(tree: Sequence[Process], told: Collection[int] = ()) -> bool:
 
     Args:
         tree: the server's processes.
-        told: pids whose log lines said so, for those without an agent.
+        up: pids whose log lines announce it, for processes without an agent.
     """
     engines = [process for process in tree if process.role is Role.ENGINE]
     if engines:
-        return all(process.pid in told or schedules(process) for process in engines)
+        return all(process.pid in up or schedules(process) for process in engines)
     workers = [process for process in tree if process.role is Role.WORKER]
-    return bool(workers) and all(process.pid in told for process in workers)
+    return bool(workers) and all(process.pid in up for process in workers)
 
 
 def schedules(engine: Process) -> bool:

@@ -130,7 +130,7 @@ def roots(table: processes.Table) -> set[int]:
 
 
 def stranger(table: processes.Table, pid: int) -> Server:
-    """A server that vllmops did not start, told by its command line and its sockets."""
+    """A server that vllmops did not start, by its command line and its sockets."""
     arguments = processes.serve_arguments(table[pid].words)
     if arguments is None:
         return Server(name=None, processes=processes.tree(table, [pid]))
@@ -171,30 +171,30 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
     """
     if target is None:
         target = os.environ.get("VLLMOPS_TARGET") or None
-    wanted = parsed(target) if target is not None else None
+    asked = parsed(target) if target is not None else None
     every = find()
     reclaim(every)
     servers = [server for server in every if server.processes or pending(server)]
-    if target is None or wanted is None:
+    if target is None or asked is None:
         own = [server for server in servers if server.record]
         return only(own or (servers if strangers else []), servers)
     for server in servers:
-        if names(server, wanted):
+        if names(server, asked):
             return server
     for server in every:
         if server.name == target and server.record:
             raise over(server.record)
-    told = shown(target) if "://" in target else target
+    label = shown(target) if "://" in target else target
     raise VllmopsError(
         "target.unknown",
-        f"no running vLLM server is {told!r}; {choices(servers)}",
+        f"no running vLLM server matches {label!r}; {choices(servers)}",
         "vllmops ps --all",
         exit_code=Exit.NOT_FOUND,
     )
 
 
 def reclaim(servers: Sequence[Server]) -> list[str]:
-    """Take those under supervision again whose supervisor has died; returns their names."""
+    """Start new supervisors for instances whose supervisor has died; returns their names."""
     names = []
     for server in servers:
         if server.name and server.supervised is False:
@@ -206,7 +206,7 @@ def reclaim(servers: Sequence[Server]) -> list[str]:
 
 
 def pending(server: Server) -> bool:
-    """Whether it has no process yet but is about to."""
+    """Whether a server has no process yet but will have one soon."""
     return bool(server.supervised and server.record and not server.record.state.over)
 
 
@@ -216,8 +216,8 @@ def only(candidates: Sequence[Server], servers: Sequence[Server]) -> Server:
     if servers:
         raise VllmopsError(
             "target.ambiguous",
-            f"name a server; {choices(servers)}",
-            f"--target {servers[0].label}, say",
+            f"several servers run: name one; {choices(servers)}",
+            f"for example --target {servers[0].label}",
             exit_code=Exit.USAGE,
         )
     raise VllmopsError(
@@ -230,7 +230,7 @@ def only(candidates: Sequence[Server], servers: Sequence[Server]) -> Server:
 
 def choices(servers: Sequence[Server]) -> str:
     if not servers:
-        return "none runs on this machine"
+        return "no server runs on this machine"
     return "running: " + ", ".join(server.label for server in servers)
 
 
@@ -257,9 +257,9 @@ def is_local(asked: str, listening: str) -> bool:
 
 def over(record: Record) -> VllmopsError:
     if record.state is State.FAILED and record.failure:
-        what = f"{record.name!r} does not run: it failed: {record.failure.cause}"
+        what = f"{record.name!r} is not running: it failed: {record.failure.cause}"
     else:
-        what = f"{record.name!r} does not run: it is {record.state}"
+        what = f"{record.name!r} is not running: it is {record.state}"
     return VllmopsError(
         "target.over",
         what,

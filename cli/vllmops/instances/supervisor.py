@@ -1,8 +1,8 @@
-"""Holds one instance: starts it, watches all its processes, and takes it down without a rest.
+"""Supervises one instance: starts it, watches all its processes, and takes it down completely.
 
-One process per instance, in a session of its own. It dies alone: the server's output goes to a
-file and not through it, so that serving goes on, and the next command starts another one, which
-takes over what runs.
+One process per instance, in a session of its own. If it dies, the server keeps running, because
+its output goes to a file and not through the supervisor. The next command starts another
+supervisor, which takes over.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def log(text: str) -> None:
 
 
 def its_own(writer: asyncio.StreamWriter) -> bool:
-    """Whether it is this user, or root, who has connected."""
+    """Whether the client belongs to this user or to root."""
     connection = writer.get_extra_info("socket")
     return peer(connection) in {0, os.geteuid()}
 
@@ -106,7 +106,7 @@ class Supervisor:
         self.scanned = 0.0
         self.watch_due = 0.0
         self.unsaved = False
-        self.trouble = Trouble("the supervisor has met what it did not expect, and goes on", log)
+        self.trouble = Trouble("the supervisor continues after an unexpected error", log)
         self.up: set[int] = set()
         self.socket: int | None = None  # the inode of the control socket
         self.housekept = 0.0
@@ -121,7 +121,7 @@ class Supervisor:
             self.folder.control.chmod(0o600)
             self.socket = self.folder.control.lstat().st_ino
         except OSError as error:  # a full disk: what was asked for at birth still works
-            log(f"no control socket: {error}")
+            log(f"the control socket can't be created: {error}")
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not its_own(writer):
@@ -130,7 +130,7 @@ class Supervisor:
         task = asyncio.current_task()
         assert task
         if len(self.clients) >= CLIENTS:  # who only listens, for the longest, comes again
-            for listener in [each for each in self.clients if each not in self.holders][:1]:
+            for listener in [client for client in self.clients if client not in self.holders][:1]:
                 del self.clients[listener]
                 listener.close()
         self.serving.add(task)
@@ -176,15 +176,15 @@ class Supervisor:
         changed = msgspec.structs.replace(self.record, **changes)
         if changed == self.record and not self.unsaved:
             return
-        told, self.record = changed != self.record, changed
+        differs, self.record = changed != self.record, changed
         try:
             self.folder.write(self.record)
             self.unsaved = False
         except OSError as error:
             if not self.unsaved:
-                log(f"record not saved, will try again: {error}")
+                log(f"the record is not saved, trying again: {error}")
             self.unsaved = True
-        for writer in list(self.clients) if told else ():
+        for writer in list(self.clients) if differs else ():
             self.send(writer)
 
     # -- life --------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Supervisor:
             while not await attempt(self.take_over, self.trouble):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(TICK_S)
         elif not await attempt(self.launch, self.trouble):
-            self.end(State.FAILED, Failure(f"it can't be launched: {self.trouble.last}"))
+            self.end(State.FAILED, Failure(f"the server can't be started: {self.trouble.last}"))
         while not self.record.state.over:
             # A server must not lose its supervisor over one bad look.
             if not await attempt(self.tick, self.trouble):
@@ -251,8 +251,8 @@ class Supervisor:
         )
 
     async def take_over(self) -> None:
-        """Go on where a supervisor died; finish what has no one to hold it any more."""
-        for line in self.tail.lines():  # what was said before is past, but who is up still is
+        """Continue where a supervisor died; take the server down if nobody holds it any more."""
+        for line in self.tail.lines():  # only for the processes that are up
             self.note_up(line)
         left = [process for process in self.record.processes if alive(process)]
         log(f"taking over {self.record.name}: {len(left)} processes")
@@ -263,10 +263,10 @@ class Supervisor:
             self.end(State.STOPPED)
         elif not left:
             await self.take_down()
-            self.end(State.FAILED, Failure("it died while nothing supervised it"))
+            self.end(State.FAILED, Failure("the server died while it had no supervisor"))
         elif not await self.held():
             await self.take_down()
-            self.end(State.FAILED, Failure("the foreground serve that held it died"))
+            self.end(State.FAILED, Failure("the foreground serve died"))
 
     def reused(self) -> bool:
         """Whether the session's number may be another session's by now.
@@ -317,7 +317,7 @@ class Supervisor:
             await self.obey(await asyncio.wait_for(self.requests.get(), TICK_S))
 
     async def keep_house(self) -> None:
-        """Make again what somebody deleted: its folder, record, lock and control socket."""
+        """Create again what somebody deleted: the folder, record, lock and control socket."""
         now = time.monotonic()
         if now - self.housekept < HOUSE_S:
             return
@@ -328,7 +328,7 @@ class Supervisor:
             if inode(folder.lock_file) != os.fstat(self.lock).st_ino:
                 lock = folder.lock()
                 if lock is None:
-                    log("another supervisor holds it now")
+                    log("another supervisor has taken over")
                     raise SystemExit(0)
                 os.close(self.lock)
                 self.lock = lock
@@ -346,7 +346,7 @@ class Supervisor:
                 log(hindrance)
 
     def watch(self) -> None:
-        """See to it that it is watched, if that is wished."""
+        """Start a watch if the record asks for one and none runs."""
         now = time.monotonic()
         if self.record.watch is None or now < self.watch_due:
             return
@@ -355,10 +355,10 @@ class Supervisor:
         try:
             watcher.start(self.folder, self.record.watch)
         except OSError as error:
-            log(f"no watch: {error}")
+            log(f"the watch can't be started: {error}")
 
     def healthy(self) -> bool:
-        """Whether it is ready, as a server of its shape is."""
+        """Whether the server is ready."""
         record = self.record
         if record.headless:
             return readiness.engines_up(record.processes, self.up)
@@ -383,7 +383,7 @@ class Supervisor:
             self.up.add(up)
 
     def scan(self) -> tuple[Process, ...]:
-        """Take stock of the tree; what has died stays listed until somebody has noticed."""
+        """Take stock of the tree; a dead process stays listed until its death is handled."""
         known = self.record.processes
         table = processes.table()
         roots = [process.pid for process in known if alive(process)]
@@ -407,27 +407,29 @@ class Supervisor:
         self.publish(state=State.STOPPING, note="a process has died")
         await self.take_down()
         self.look()
-        said = [line for moment, line in self.recent if moment >= since]
-        self.end(State.FAILED, self.why(said, dead, code, asked=asked))
+        lines = [line for moment, line in self.recent if moment >= since]
+        self.end(State.FAILED, self.why(lines, dead, code, asked=asked))
 
     def why(
-        self, said: Sequence[str], dead: Sequence[Process], code: int | None, *, asked: bool
+        self, lines: Sequence[str], dead: Sequence[Process], code: int | None, *, asked: bool
     ) -> Failure:
         """The cause, by the root's exit code, by the log's last words, by who is missing."""
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return Failure(f"{Role.API} (pid {self.record.session}) was killed by {name}")
-        if asked and not any("EngineDeadError" in line for line in said):
-            return Failure("vLLM was told to stop by a signal, not by vllmops", "APIServer")
-        if failure := logs.failure(said):
+        if asked and not any("EngineDeadError" in line for line in lines):
+            return Failure("vLLM was stopped by a signal that vllmops did not send", "APIServer")
+        if failure := logs.failure(lines):
             return failure
         dead = [p for p in dead if code is None or p.pid != self.record.session]
         if dead:
             names = ", ".join(f"{p.role} (pid {p.pid})" for p in dead)
             return Failure(f"{names} died without an error in the log: killed, or out of memory?")
-        if echo := logs.failure(said, echoes=True):
+        if echo := logs.failure(lines, echoes=True):
             return echo
-        last = next((logs.parse(line).text for line in reversed(said) if line.strip()), "no output")
+        last = next(
+            (logs.parse(line).text for line in reversed(lines) if line.strip()), "no output"
+        )
         return Failure(f"vLLM exited with status {code}: {last}")
 
     async def obey(self, ending: Ending) -> None:

@@ -1,4 +1,4 @@
-"""Taking a server down: drained if wished, then every process, then what they shared."""
+"""Take a server down: an optional drain, then every process, then their shared memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drain(
     tell: Callable[[str], None],
     hurry: Callable[[], bool] = lambda: False,
 ) -> str:
-    """Refuse new requests and wait for those in flight; returns what became of them.
+    """Refuse new requests and wait for those in flight; returns what happened to them.
 
     Args:
         tree: the server's processes.
@@ -45,9 +45,9 @@ def drain(
         hurry: whether to wait no longer.
     """
     refusing = close_gates(tree)
-    how = "draining" if refusing else "draining (no agent: new requests are still taken)"
+    how = "draining" if refusing else "draining (no agent: new requests are still accepted)"
     if not of(tree, Role.API):
-        how = "draining (no API server here: new requests still come)"
+        how = "draining (no API server here: new requests still arrive)"
     vital = [process for process in tree if process.role in VITAL]
     deadline = time.monotonic() + seconds
     left: int | None = None
@@ -61,7 +61,7 @@ def drain(
 
 
 def close_gates(tree: Sequence[Process]) -> bool:
-    """Make every API server refuse new requests with 503; False where one can't be told to."""
+    """Make every API server refuse new requests with 503; False if one can't be reached."""
     gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True))
     return bool(gates) and None not in gates
 
@@ -102,7 +102,7 @@ def ask(processes: Sequence[Process], question: Callable[[agent.Agent], T]) -> l
 
 @dataclass(frozen=True)
 class Remains:
-    """What taking a server down left to tell.
+    """The result of taking a server down.
 
     Args:
         removed: segments that were removed.
@@ -116,13 +116,13 @@ class Remains:
         if not self.unkillable:
             return ""
         pids = ", ".join(str(process.pid) for process in self.unkillable)
-        return f"not even SIGKILL ends pid {pids}: see `cat /proc/PID/stack`, or reboot"
+        return f"SIGKILL does not end pid {pids}: see `cat /proc/PID/stack`, or reboot"
 
 
 def take_down(
     tree: Sequence[Process], session: int | None = None, segments: Iterable[str] = ()
 ) -> Remains:
-    """End every process of a tree, gently first, and remove what they shared.
+    """End every process of a tree, with SIGTERM first, and remove its shared memory.
 
     Args:
         tree: the processes, root first.
@@ -130,7 +130,7 @@ def take_down(
         segments: names in ``/dev/shm`` that they were seen to use.
     """
     shared = set(segments)
-    # An API server that lives ends its engine and workers in order; orphans are told themselves.
+    # An API server that lives ends its engine and workers in order; orphans get their own signal.
     first = [p for p in tree[:1] if p.role in {Role.API, Role.LAUNCHER} and alive(p)] or tree
     look(survivors(tree, session), shared)
     deadline = time.monotonic() + EXIT_GRACE_S
@@ -163,7 +163,7 @@ def look(seen: Iterable[Process], shared: set[str]) -> None:
 
 
 def survivors(tree: Sequence[Process], session: int | None) -> list[Process]:
-    """What is left of a tree, told by its members and by their session."""
+    """The live processes of a tree, by its members and by their session."""
     table = processes.table()
     found = {process.pid: process for process in tree if alive(process)}
     for pid in members(table, session):

@@ -1,4 +1,4 @@
-"""``vllmops watch`` beside an instance: one at a time, which outlives the supervisor's death."""
+"""``vllmops watch`` for an instance: one at a time; it survives the death of the supervisor."""
 
 from __future__ import annotations
 

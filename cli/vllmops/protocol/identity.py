@@ -39,8 +39,8 @@ def of(pid: int) -> Identity:
     return Identity(pid, int(stat(pid)[19]), boot_id())
 
 
-def stat(pid: int) -> list[str]:
-    """Fields 3 and on of ``/proc/PID/stat``; raises as `of`."""
+def stat(pid: int | str) -> list[str]:
+    """Fields 3 and on of ``/proc/PID/stat``, also of a thread, ``PID/task/TID``; raises as `of`."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except FileNotFoundError as error:

@@ -21,6 +21,7 @@ from ..codes import ErrorCode
 from ..errors import Exit, VllmopsError
 from ..files import peer, read_private
 from ..home import home, user
+from ..host import proc
 from ..host.processes import Process
 from ..protocol.caches import ProcessCaches, Silent
 from ..protocol.compares import CompareRequest, Comparison
@@ -381,57 +382,33 @@ def state_home(process: Process) -> Path:
     """
     uid, pid = owner(process), process.pid
     for _ in range(ANCESTORS):
-        environment = environ(pid)
+        environment = proc.environment(pid)
         if environment.keys() & {"VLLMOPS_HOME", "HOME", "PATH"}:
             break
         # setproctitle writes over the environment that the kernel shows: ask the parent, whose
         # environment vLLM handed down.
-        pid = parent(pid)
+        pid = proc.parent(pid)
     else:
         return home()
     if chosen := environment.get("VLLMOPS_HOME"):
         # What may be read of a process need not include where it is.
-        absolute = os.path.isabs(chosen)
-        return Path(chosen) if absolute else Path(os.readlink(f"/proc/{pid}/cwd")) / chosen
+        return Path(chosen if os.path.isabs(chosen) else os.path.join(proc.directory(pid), chosen))
     state = environment.get("XDG_STATE_HOME")
-    return Path(state or Path(environment.get("HOME") or home_of(uid)) / ".local/state") / "vllmops"
-
-
-def environ(pid: int) -> dict[str, str]:
-    """A process's environment, empty where it can't be read."""
-    try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    pairs = (os.fsdecode(word).partition("=") for word in words if b"=" in word)
-    return {key: value for key, _, value in pairs}
-
-
-def parent(pid: int) -> int:
-    """The parent's pid, 0 where there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    return (
+        Path(state or Path(environment.get("HOME") or proc.home_of(uid)) / ".local/state")
+        / "vllmops"
+    )
 
 
 def owner(process: Process) -> int:
     """The uid that the process runs as."""
     try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
+        # The effective one, as the agent has it.
+        return proc.effective_uid(process.pid)
     except OSError as error:
         raise VllmopsError(
             "agent.gone", f"{name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
         ) from error
-    # The effective one, as the agent has it.
-    return next(int(line.split()[2]) for line in status.splitlines() if line.startswith("Uid:"))
-
-
-def home_of(uid: int) -> str:
-    """A user's home directory."""
-    import pwd  # noqa: PLC0415
-
-    return pwd.getpwuid(uid).pw_dir
 
 
 def safe(process: Process, path: Path, uid: int) -> None:

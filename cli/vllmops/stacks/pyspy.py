@@ -7,7 +7,6 @@ dies, by whatever, the kernel lets the process run on. So killing a py-spy that 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
@@ -21,8 +20,9 @@ import msgspec
 import psutil
 
 from ..errors import VllmopsError
+from ..host import proc
 from ..host.processes import Process
-from ..host.ptrace import refusal, rights, status
+from ..host.ptrace import refusal, rights
 from ..protocol import identity
 from ..protocol.files import DAMAGE
 from ..protocol.stacks import Frame, Local, Options, Problem, ProcessStacks, StacksSnapshot, Thread
@@ -275,19 +275,17 @@ def _held(pid: int, states: str = "tTD") -> str:
         states: the kernel's letters of those that count.
     """
     try:
-        for task in sorted(os.listdir(f"/proc/{pid}/task")):
-            # Not all of its status: there are hundreds of threads, and the kernel takes its time.
-            with open(f"/proc/{pid}/task/{task}/stat", "rb", buffering=0) as file:
-                letter = file.read().rpartition(b") ")[2][:1].decode()
+        for task in proc.threads(pid):
+            letter = identity.stat(f"{pid}/task/{task}")[0]
             match letter if letter in states else "":
                 case "t":
-                    tracer = status(f"{pid}/task/{task}")["TracerPid"]
+                    tracer = proc.status(f"{pid}/task/{task}")["TracerPid"]
                     return f"it is being debugged by pid {tracer}"
                 case "T":
                     return f"{STOPPED}, and kill -CONT {pid} lets it go on"
                 case "D":
                     return f"thread {task} is in a system call that can't be interrupted"
-    except (OSError, KeyError):
+    except (OSError, LookupError):
         pass  # gone, or not Linux
     return ""
 

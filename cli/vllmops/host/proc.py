@@ -1,0 +1,122 @@
+"""The one place that reads what ``/proc`` tells of other processes.
+
+`protocol.identity` reads ``stat`` also for the agent, which does not import this package.
+psutil is used where it gives the same. It does not for a command line that setproctitle has
+changed (psutil splits it at spaces), nor for an environment with an empty entry (it stops there).
+A thread of a process is ``PID/task/TID``.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ..protocol.identity import stat
+
+ROOT = Path("/proc")
+
+
+def folder(pid: int | str) -> Path:
+    """The folder of a process, or of a thread."""
+    return ROOT / str(pid)
+
+
+def status(pid: int | str) -> dict[str, str]:
+    """The fields of ``status``; raises OSError."""
+    lines = (folder(pid) / "status").read_text().splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def effective_uid(pid: int | str) -> int:
+    """The uid whose rights a process has; raises OSError."""
+    return int(status(pid)["Uid"].split()[1])
+
+
+def other_than_root(pid: int) -> tuple[int, int] | None:
+    """Uid and gid of a process that has any other than root's; None if all are root's.
+
+    The owner of the process's folder does not show this: it is root where a user has started a
+    program that has root's rights (set-user-id). The environment is still the user's, and so is
+    the code that it makes Python import.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    fields = status(pid)
+    pairs = zip(fields["Uid"].split(), fields["Gid"].split(), strict=True)
+    return next(((int(uid), int(gid)) for uid, gid in pairs if uid != "0"), None)
+
+
+def parent(pid: int) -> int:
+    """The parent's pid, 0 where there is none."""
+    try:
+        return int(stat(pid)[1])
+    except OSError:
+        return 0
+
+
+def command_line(pid: int) -> list[str]:
+    """The command line; empty where it can't be read, or where vLLM has put a title there."""
+    try:
+        words = (folder(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return []
+    return [] if words[0].startswith(b"VLLM::") else [os.fsdecode(word) for word in words]
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment at the start of a process; empty where it can't be read."""
+    try:
+        words = (folder(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(word).partition("=") for word in words if b"=" in word)
+    return {name: value for name, _, value in pairs}
+
+
+def executable(pid: int) -> str:
+    """The program that a process runs; raises OSError."""
+    return os.readlink(folder(pid) / "exe")
+
+
+def directory(pid: int) -> str:
+    """The working directory of a process; raises OSError."""
+    return os.readlink(folder(pid) / "cwd")
+
+
+def threads(pid: int) -> list[int]:
+    """The ids of the threads of a process, in order; raises OSError."""
+    return sorted(map(int, os.listdir(folder(pid) / "task")))
+
+
+def children(pid: int) -> list[int]:
+    """The pids of the children of a process; raises OSError."""
+    found = []
+    for thread in threads(pid):
+        with suppress(OSError):  # the thread may have ended
+            found += (folder(pid) / f"task/{thread}/children").read_text().split()
+    return list(map(int, found))
+
+
+def name(pid: int) -> str:
+    """The name that the kernel has for a process, 15 bytes at most; raises OSError."""
+    return (folder(pid) / "comm").read_text().strip()
+
+
+def cgroup(pid: int) -> Path | None:
+    """The folder of the control group (version 2) of a process; None without one."""
+    try:
+        lines = (folder(pid) / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    paths = (line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    return next((Path("/sys/fs/cgroup", path) for path in paths), None)
+
+
+def home_of(uid: int) -> str:
+    """A user's home directory; raises KeyError where the user database has no such user."""
+    import pwd  # noqa: PLC0415 - Windows has none
+
+    return pwd.getpwuid(uid).pw_dir

@@ -1,0 +1,42 @@
+"""Options that stand in the help of every command."""
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import typer
+
+from vllmops.app import COMMANDS
+
+MANY = 8
+# Their options have no panels yet.
+WITHOUT = {"memory record", "stacks dump", "responses list"}
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The commands of a tree, each with its full name."""
+    for child, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, f"{name} {child}")
+    if not hasattr(command, "commands"):
+        yield name, command
+
+
+def crowded() -> Iterator[Any]:
+    """Every command with many visible options, and these options."""
+    for noun, entry in COMMANDS.items():
+        module, _, attribute = entry.module.partition(":")
+        app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
+        for name, command in commands(typer.main.get_command(app), noun):
+            options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
+            if len(options) > MANY and name not in WITHOUT:
+                yield pytest.param(options, id=name)
+
+
+@pytest.mark.parametrize("options", list(crowded()))
+def test_the_help_of_a_command_with_many_options_has_panels(options: list[Any]) -> None:
+    panels: dict[str | None, int] = {}
+    for option in options:
+        panels[option.rich_help_panel] = panels.get(option.rich_help_panel, 0) + 1
+    assert len(panels) > 1
+    assert max(panels.values()) <= MANY, "one panel has too many options"
