@@ -7,26 +7,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
 
-from ..agent.patches.registry import PATCHES, known
-from ..caches.inspect import ROLES
-from ..errors import Exit, VllmopsError
-from ..instances.launch import check_installed
-from ..instances.servers import resolve
-from ..output import Json, Progress, Result, command, table, typer_app
-from ..protocol.caches import Silent
-from ..protocol.patches import ProcessPatches, State, Verdict
-from ..rpc import agent
-from .options import Target, patch_ids
+from ...agent.patches.registry import PATCHES
+from ...caches.inspect import ROLES
+from ...errors import Exit, VllmopsError
+from ...instances.launch import check_installed
+from ...instances.servers import resolve
+from ...output import Progress, table
+from ...protocol.caches import Silent
+from ...protocol.patches import ProcessPatches, State, Verdict
+from ...rpc import agent
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-app = typer_app("Defects of vLLM's, and what became of them.")
 
 TIMEOUT_S = 120.0  # to import vLLM; 7 s as a rule
 PROBED: dict[bool | None, tuple[str, str]] = {
@@ -35,56 +31,6 @@ PROBED: dict[bool | None, tuple[str, str]] = {
     None: ("not probed", "yellow"),
 }
 STYLES = {State.FAILED: "bold red", State.OFF: "yellow", State.APPLIED: "green"}
-
-
-@app.callback()
-def patches() -> None:
-    """Defects of vLLM's, and what became of them."""
-
-
-@app.command("list", epilog="Example: vllmops patches list -t demo")
-@command
-def list_(*, target: Target = None, json_: Json = False) -> Result:
-    """Show what became of each patch, process by process.
-
-    Of a running server with --target; of the vLLM in this environment
-    without, where no server is started. A patch is `fixed upstream`,
-    `applied`, `failed` (and why) or `off`; a process that has not loaded
-    the code it is about is left out.
-    """
-    processes, silent = asked(target, verify=False, quiet=json_)
-    return Result(report(processes, silent), lambda: listing(processes, silent))
-
-
-@app.command(epilog="Example: vllmops patches verify -t demo")
-@command
-def verify(*, target: Target = None, json_: Json = False) -> Result:
-    """Run each probe again; exit code 1 where a defect is present.
-
-    Probes work on objects of their own and are safe in production.
-    """
-    processes, silent = asked(target, verify=True, quiet=json_)
-    bad = any(verdict.present for process in processes for verdict in process.patches)
-    return Result(
-        report(processes, silent),
-        lambda: listing(processes, silent, verify=True),
-        Exit.FAILED if bad else Exit.OK,
-    )
-
-
-@app.command(epilog="Example: vllmops patches show mm-lru-stale-eviction")
-@command
-def show(
-    patch: Annotated[
-        str, typer.Argument(metavar="ID", help="The patch.", autocompletion=patch_ids)
-    ],
-    json_: Json = False,
-) -> Result:
-    """Show what a patch is about: the defect, who is hit, what changes."""
-    found = known(patch)
-    names = ("id", "title", "upstream", "hit", "changes", "modules", "live")
-    data = {name: getattr(found, name) for name in names}
-    return Result(data, lambda: facts(data))
 
 
 def asked(
@@ -205,23 +151,3 @@ def state(verdict: Verdict, verify: bool) -> tuple[str, str]:
         return verdict.state, STYLES.get(verdict.state, "")
     said, style = PROBED[verdict.present]
     return f"{said} ({verdict.state})", style
-
-
-def facts(data: dict[str, Any]) -> list[RenderableType]:
-    """What a patch is, for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
-    live = "can be applied" if data["live"] else "can't be applied"
-    shown = table("", "")
-    shown.show_header = False
-    for label, text in (
-        ("defect", data["title"]),
-        ("upstream", data["upstream"]),
-        ("who is hit", data["hit"]),
-        ("changes", data["changes"]),
-        ("in", ", ".join(data["modules"])),
-        ("live", f"{live} to a server that already runs without it"),
-        ("leave out", f"vllmops serve --no-patch {data['id']}"),
-    ):
-        shown.add_row(label, Text(text))
-    return [Text(data["id"], style="bold"), shown]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .. import output
-from ..diagnose.findings import Finding
-from ..diagnose.memory import FLAT, GROWING, OPEN, TOTAL, Trend
-from ..output import size, span
-from ..protocol.memory import MemorySample, ProcessMemory, Recording
-from .findings import lines
+from ... import output
+from ...diagnose.findings import Finding
+from ...diagnose.memory import FLAT, GROWING, OPEN, TOTAL, Trend
+from ...output import size, span
+from ...protocol.memory import MemorySample, ProcessMemory, Recording
+from ..findings import lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

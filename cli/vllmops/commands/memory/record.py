@@ -1,4 +1,4 @@
-"""``vllmops memory``: whether a server's memory grows, and what in it."""
+"""``vllmops memory record``: record the memory of a server's processes."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from .. import output
-from ..bundle import archive
-from ..diagnose import memory as judge
-from ..diagnose.findings import Severity, worst
-from ..errors import Exit, VllmopsError
-from ..instances.servers import resolve
-from ..memory import plot
-from ..memory.record import Recorder, Watch, keep, read
-from ..numbers import MOST
-from ..output import Json, Progress, Result, command, size
-from ..protocol import files
-from ..protocol.memory import MemorySample, Recording, RecordingHead
-from .options import YEAR_S, Target, count, seconds, size_, to_write
-from .recording import notes, shown
-
-app = output.typer_app("Memory of a server's processes over time.")
+from ... import output
+from ...diagnose.findings import Severity
+from ...errors import Exit, VllmopsError
+from ...instances.servers import resolve
+from ...memory import plot
+from ...memory.record import Recorder, Watch, keep
+from ...numbers import MOST
+from ...output import Json, Progress, Result, command, size
+from ...protocol import files
+from ...protocol.memory import MemorySample, RecordingHead
+from ..findings import FailOn
+from ..options import YEAR_S, Target, count, seconds, to_write
+from .result import Plot, Tolerance, result
 
 NICENESS = 10
 ROUNDS = 5
@@ -34,34 +30,7 @@ LEAST_SAMPLES = 20  # by default
 REQUESTS, INPUTS = 40, 4
 UNKEPT = "this recording is not kept for doctor and bundle"
 
-FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot",
-        readable=False,
-        callback=to_write,
-        help="Draw it: a .png or an .svg.",
-        show_default=False,
-    ),
-]
-Tolerance = Annotated[
-    int | None,
-    typer.Option(
-        parser=size_,
-        help="Growth that counts as none, for each round or hour: 500K, 2M, 1G. "
-        "0.1 % of a process's RSS for each round, 1 % for each hour.",
-        show_default=False,
-    ),
-]
 
-
-@app.callback()
-def memory() -> None:
-    """Memory of a server's processes over time."""
-
-
-@app.command(epilog="Example: vllmops memory record -t demo --rounds 5 --load images")
 @command
 def record(
     *,
@@ -134,7 +103,7 @@ def record(
     seed = time.time_ns() // 1000 if seed is None else seed
     ready, built_in = None, False
     if load is not None:
-        from ..memory import loads  # noqa: PLC0415 - brings httpx, which not every recording needs
+        from ...memory import loads  # noqa: PLC0415 - brings httpx, which not every recording needs
 
         built_in = load in loads.KINDS
         ready = loads.prepare(load, server, requests=requests, inputs=inputs, seed=seed)
@@ -184,41 +153,6 @@ def record(
     raise trouble
 
 
-@app.command(epilog="Example: vllmops memory report memory.json --plot memory.svg")
-@command
-def report(
-    file: Annotated[
-        Path, typer.Argument(readable=False, help="What `memory record --save` wrote, or a bundle.")
-    ],
-    *,
-    tolerance: Tolerance = None,
-    plot_: Plot = None,
-    fail_on: FailOn = Severity.ERROR,
-    json_: Json = False,
-) -> Result:
-    """Judge a recording again; it says what `memory record` said."""
-    if plot_:
-        plot.check(plot_)
-    recording = bundled(file) if archive.is_one(file) else read(file)
-    if plot_:
-        plot.draw(recording, plot_)
-    return result(recording, tolerance, fail_on, plot_)
-
-
-def bundled(file: Path) -> Recording:
-    """The recording in a bundle.
-
-    Raises:
-        VllmopsError: as `bundle.load` does, or ``bundle.no-memory``.
-    """
-    from ..bundle import bundle  # noqa: PLC0415 - slow, and seldom needed
-
-    found = bundle.load(file).memory
-    if found is None:
-        raise VllmopsError("bundle.no-memory", f"there is no recording in {file}")
-    return found
-
-
 def kept(label: str, head: RecordingHead) -> files.Journal | None:
     """Where a recording is kept that nobody asked to save; None where it can't be."""
     try:
@@ -254,28 +188,3 @@ def plan(
 
 def usage(message: str, hint: str) -> VllmopsError:
     return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
-
-
-def result(
-    recording: Recording, tolerance_bytes: int | None, fail_on: Severity, plotted: Path | None
-) -> Result:
-    """What both commands show, from a recording that is over."""
-    trends = judge.trends(recording, tolerance_bytes)
-    found = judge.diagnose(recording, trends)
-    highest = worst(found)
-    failed = highest is not None and highest.rank >= fail_on.rank
-    data = {
-        **msgspec.to_builtins(recording.head),
-        "ended_at": recording.end.at if recording.end else None,
-        "cut_short": recording.end.why if recording.end else "it was killed",
-        "samples": recording.samples,
-        "trends": trends,
-        "findings": found,
-        "notes": notes(recording),
-        "plot": str(plotted) if plotted else None,
-    }
-    return Result(
-        data,
-        lambda: list(shown(recording, trends, found)),
-        Exit.FAILED if failed else Exit.OK,
-    )

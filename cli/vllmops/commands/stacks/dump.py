@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import output
-from ..diagnose.findings import Severity
-from ..errors import Exit, VllmopsError
-from ..host.processes import Role
-from ..instances.servers import resolve
-from ..output import Folded, Line, Result, command
-from ..protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
-from ..stacks import pyspy
-from .options import Target, count, seconds, to_write
+from ... import output
+from ...diagnose.findings import Severity
+from ...errors import Exit, VllmopsError
+from ...host.processes import Role
+from ...instances.servers import resolve
+from ...output import Folded, Line, Result, command
+from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
+from ...stacks import pyspy
+from ..findings import FailOn
+from ..options import Target, count, seconds, to_write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SLOW_S = 1.0
 SAMPLES, INTERVAL_S = 3, 2.0
-
-FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
 
 ROLES: dict[str, str] = {
     Role.LAUNCHER: "Launcher",
@@ -36,15 +35,7 @@ ROLES: dict[str, str] = {
     Role.OTHER: "Other process",
 }
 
-app = output.typer_app("Stacks of every process of a server.")
 
-
-@app.callback()
-def stacks() -> None:
-    """Stacks of every process of a server."""
-
-
-@app.command(epilog="Example: vllmops stacks dump -t demo --save stuck.json")
 @command
 def dump(
     *,
@@ -124,7 +115,7 @@ def dump(
             exit_code=Exit.NOT_FOUND,
         )
     if explain_:
-        from .explain import live  # noqa: PLC0415 - slow, and not for a dump
+        from .explanation import live  # noqa: PLC0415 - slow to import, and not needed for a dump
 
         return live(
             server,
@@ -151,7 +142,7 @@ def dump(
         slow.cancel()
     failed = any(each.error for each in snapshot.processes)
     if save:
-        from ..protocol import files  # noqa: PLC0415
+        from ...protocol import files  # noqa: PLC0415
 
         try:
             files.save(save, snapshot)
@@ -163,44 +154,6 @@ def dump(
             raise
         output.say(f"saved to {save}" + (", local variables included" if locals_ else ""))
     return Result(snapshot, lambda: text(snapshot), Exit.FAILED if failed else Exit.OK)
-
-
-@app.command(epilog="Example: vllmops stacks explain stuck.json")
-@command
-def explain(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            readable=False,
-            metavar="[FILE | -]",
-            help="Stacks in any form, or a bundle; - for standard input.",
-            allow_dash=True,
-        ),
-    ] = None,
-    *,
-    fact: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What else is known: running=0, waiting=3, deferred=0, kv_usage=0 (percent), "
-            "progress=frozen or moving (tokens), steps=frozen or moving (the scheduler's), "
-            "still=12 (seconds without a token).",
-            metavar="NAME=VALUE",
-            show_default=False,
-        ),
-    ] = None,
-    fail_on: FailOn = Severity.ERROR,
-    json_: output.Json = False,
-) -> Result:
-    """Say what is stuck, why, and the way out, from stacks.
-
-    It reads what py-spy, faulthandler, gdb and `stacks dump` print or save, of one or more
-    processes, once or several times, as it comes out of logs, terminals and mail. Three dumps some
-    seconds apart in one file tell more than one. What it does not know it says. A bundle is read,
-    too, with the figures that are in it.
-    """
-    from . import explain as explained  # noqa: PLC0415 - slow, and not for a dump
-
-    return explained.explain(file, fact or (), fail_on)
 
 
 def text(snapshot: StacksSnapshot) -> Sequence[RenderableType]:

@@ -1,4 +1,4 @@
-"""``vllmops stacks explain``: what is stuck, from stacks that somebody pasted or saved."""
+"""What `stacks explain` and `stacks dump --explain` read and show."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .. import output
-from ..bundle import archive
-from ..diagnose import stacks as judge
-from ..diagnose.findings import Severity, worst
-from ..diagnose.progress import PATIENCE_S
-from ..errors import Exit, VllmopsError
-from ..files import STDIN, read, spelt
-from ..instances.servers import Server
-from ..numbers import MOST, number
-from ..output import Folded, Line, Result
-from ..protocol import files
-from ..protocol.pasted import Pasted
-from ..protocol.stacks import Options, StacksSnapshot
-from ..stacks import paste, pyspy
-from .findings import STYLES as SEVERITIES
+from ... import output
+from ...bundle import archive
+from ...diagnose import stacks as judge
+from ...diagnose.findings import Severity, worst
+from ...diagnose.progress import PATIENCE_S
+from ...errors import Exit, VllmopsError
+from ...files import STDIN, read, spelt
+from ...instances.servers import Server
+from ...numbers import MOST, number
+from ...output import Folded, Line, Result
+from ...protocol import files
+from ...protocol.pasted import Pasted
+from ...protocol.stacks import Options, StacksSnapshot
+from ...stacks import paste, pyspy
+from ..findings import STYLES as SEVERITIES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +38,7 @@ CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
 
 
-def explain(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result:
+def of_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result:
     """What the command shows of a file.
 
     Args:
@@ -65,8 +65,8 @@ def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
     Raises:
         VllmopsError: as `bundle.load` does, or ``stacks.not-found``.
     """
-    from ..bundle import bundle  # noqa: PLC0415 - slow, and not for a paste
-    from ..diagnose import doctor  # noqa: PLC0415 - the same
+    from ...bundle import bundle  # noqa: PLC0415 - slow, and not for a paste
+    from ...diagnose import doctor  # noqa: PLC0415 - the same
 
     snapshot = bundle.load(file)
     found = doctor.explanation(snapshot)
@@ -105,8 +105,8 @@ def live(
     Raises:
         VllmopsError: ``pyspy.missing`` or ``file.not-written``.
     """
-    from ..diagnose import doctor  # noqa: PLC0415 - the same
-    from ..doctor.examine import look  # noqa: PLC0415 - slow, and not for a file
+    from ...diagnose import doctor  # noqa: PLC0415 - the same
+    from ...doctor.examine import look  # noqa: PLC0415 - slow, and not for a file
 
     began = time.monotonic()
     looks = [look(server, began)]
