@@ -87,7 +87,7 @@ def test_one_that_is_busy(api: Any, run: Any) -> None:
     assert (answer.code, answer.error["code"]) == (3, "reset.partly")
     message = answer.error["message"]
     assert f"only {name(free)} reset the caches" in message
-    assert f"{name(busy)} still had 3 in flight" in message
+    assert f"{name(busy)} still had 3 requests in flight" in message
     assert [row["done"] for row in answer.data["processes"]] == [True, False]
     assert (resets(free), resets(busy)) == (1, 0)
     assert busy.run("out = gate.closed") == "False"

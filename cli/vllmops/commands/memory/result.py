@@ -12,6 +12,7 @@ from ...diagnose import memory as judge
 from ...diagnose.findings import Severity
 from ...output import Result
 from ...protocol.memory import Recording
+from ..findings import exit_code
 from ..options import size_, to_write
 from .view import notes, shown
 
@@ -21,7 +22,7 @@ Plot = Annotated[
         "--plot",
         readable=False,
         callback=to_write,
-        help="Draw it: a .png or an .svg.",
+        help="Draw the recording to this .png or .svg file.",
         show_default=False,
     ),
 ]
@@ -29,8 +30,8 @@ Tolerance = Annotated[
     int | None,
     typer.Option(
         parser=size_,
-        help="Growth that counts as none, for each round or hour: 500K, 2M, 1G. "
-        "0.1 % of a process's RSS for each round, 1 % for each hour.",
+        help="Growth per round or hour that is not reported: 500K, 2M, 1G. "
+        "Default: 0.1 % of a process's RSS per round, 1 % per hour.",
         show_default=False,
     ),
 ]
@@ -39,23 +40,21 @@ Tolerance = Annotated[
 def result(
     recording: Recording, tolerance_bytes: int | None, fail_on: Severity, plotted: Path | None
 ) -> Result:
-    """What both commands show, from a recording that is over."""
+    """What both commands show of a recording that has ended."""
     trends = judge.trends(recording, tolerance_bytes)
-    found = judge.diagnose(recording, trends)
-    highest = worst(found)
-    failed = highest is not None and highest.rank >= fail_on.rank
+    findings = judge.diagnose(recording, trends)
     data = {
         **msgspec.to_builtins(recording.head),
         "ended_at": recording.end.at if recording.end else None,
         "cut_short": recording.end.why if recording.end else "it was killed",
         "samples": recording.samples,
         "trends": trends,
-        "findings": found,
+        "findings": findings,
         "notes": notes(recording),
         "plot": str(plotted) if plotted else None,
     }
     return Result(
         data,
-        lambda: list(shown(recording, trends, found)),
-        Exit.FAILED if failed else Exit.OK,
+        lambda: list(shown(recording, trends, findings)),
+        exit_code(findings, fail_on),
     )

@@ -1,4 +1,4 @@
-"""``vllmops stacks``: what every process of a server is executing."""
+"""``vllmops stacks dump``: what every thread of a server is executing."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def dump(
     locals_: Annotated[
         bool,
         typer.Option(
-            "--locals", help="Show local variables: prompts, images and keys may be among them."
+            "--locals", help="Show local variables; they may include prompts, images and keys."
         ),
     ] = False,
     native: Annotated[
         bool,
         typer.Option(
-            "--native", help="Show C, C++ and Cython frames too; the processes stand still longer."
+            "--native", help="Show C, C++ and Cython frames too; the processes are stopped longer."
         ),
     ] = False,
     nonblocking: Annotated[
         bool,
         typer.Option(
-            "--nonblocking", help="Do not stop the processes; frames may not fit together."
+            "--nonblocking", help="Do not stop the processes; frames may be inconsistent."
         ),
     ] = False,
     save: Annotated[
@@ -66,21 +66,28 @@ def dump(
         typer.Option(
             readable=False,
             callback=to_write,
-            help="Write the snapshot to this file too, in place of what it holds.",
+            help="Write the snapshot to this file as well; an existing file is replaced.",
             show_default=False,
         ),
     ] = None,
     explain_: Annotated[
-        bool, typer.Option("--explain", help="Say what is stuck, why, and the way out, instead.")
+        bool,
+        typer.Option(
+            "--explain", help="Show what is stuck, why, and what to do next, instead of stacks."
+        ),
     ] = False,
     samples: Annotated[
         int | None,
-        typer.Option(parser=count(), help="Dumps to explain.", show_default=str(SAMPLES)),
+        typer.Option(
+            parser=count(), help="With --explain: number of dumps.", show_default=str(SAMPLES)
+        ),
     ] = None,
     interval: Annotated[
         float | None,
         typer.Option(
-            parser=seconds(), help="Seconds between them.", show_default=f"{INTERVAL_S:g}"
+            parser=seconds(),
+            help="With --explain: seconds between dumps.",
+            show_default=f"{INTERVAL_S:g}",
         ),
     ] = None,
     fail_on: FailOn = Severity.ERROR,
@@ -88,21 +95,22 @@ def dump(
 ) -> Result:
     """Show what every thread of every process of a server is executing.
 
-    They are stopped for some milliseconds, all side by side. One that can't be stopped is read
-    while it runs; for one that can't be read you are told why, and the way out, and the exit code
-    is 1. With --explain they are dumped several times, and you are told what is stuck.
+    All processes are stopped at the same time, for some milliseconds. A process that can't be
+    stopped is read while it runs. For a process that can't be read, the reason and a hint are
+    shown, and the exit code is 1. With --explain there are several dumps, and the output says what
+    is stuck.
     """
     if native and nonblocking:
         raise VllmopsError(
             "usage",
-            "--native needs the processes stopped, and --nonblocking forbids it",
-            "leave one of the two out",
+            "--native cannot be combined with --nonblocking: it needs the processes stopped",
+            "leave one of these options out",
             exit_code=Exit.USAGE,
         )
     if not explain_ and (samples is not None or interval is not None):
         raise VllmopsError(
             "usage",
-            "--samples and --interval are for --explain",
+            "--samples and --interval need --explain",
             "vllmops stacks dump --explain",
             exit_code=Exit.USAGE,
         )
@@ -140,14 +148,14 @@ def dump(
         )
     finally:
         slow.cancel()
-    failed = any(each.error for each in snapshot.processes)
+    failed = any(process.error for process in snapshot.processes)
     if save:
         from ...protocol import files  # noqa: PLC0415
 
         try:
             files.save(save, snapshot)
         except VllmopsError as error:
-            # The moment that was caught won't come again: it is shown all the same.
+            # These stacks can't be taken again, so they are shown in any case.
             error.data = snapshot
             if not json_:
                 output.show(*text(snapshot))
@@ -172,7 +180,7 @@ def _lines(snapshot: StacksSnapshot) -> Iterator[Line]:
             yield Line(2, f"error: {process.error.message}", "bold red")
             if process.error.hint:
                 yield Line(2, f"hint: {process.error.hint}")
-        # Pools have many threads that wait at the same place: they are shown as one.
+        # Many threads of a pool wait at the same place; they are shown once.
         alike: dict[Thread, list[str]] = {}
         for thread in process.threads:
             key = Thread("", thread.state, thread.owns_gil, None, thread.frames)

@@ -19,7 +19,7 @@ def explain(
         typer.Argument(
             readable=False,
             metavar="[FILE | -]",
-            help="Stacks in any form, or a bundle; - for standard input.",
+            help="Stacks in any format, or a bundle; - for standard input.",
             allow_dash=True,
         ),
     ] = None,
@@ -27,7 +27,7 @@ def explain(
     fact: Annotated[
         list[str] | None,
         typer.Option(
-            help="What else is known: running=0, waiting=3, deferred=0, kv_usage=0 (percent), "
+            help="What else is known of the server: running=0, waiting=3, deferred=0, kv_usage=0 (percent), "
             "progress=frozen or moving (tokens), steps=frozen or moving (the scheduler's), "
             "still=12 (seconds without a token).",
             metavar="NAME=VALUE",
@@ -37,12 +37,12 @@ def explain(
     fail_on: FailOn = Severity.ERROR,
     json_: Json = False,
 ) -> Result:
-    """Say what is stuck, why, and the way out, from stacks.
+    """Show what is stuck, why, and what to do next, from pasted or saved stacks.
 
-    It reads what py-spy, faulthandler, gdb and `stacks dump` print or save, of one or more
-    processes, once or several times, as it comes out of logs, terminals and mail. Three dumps some
-    seconds apart in one file tell more than one. What it does not know it says. A bundle is read,
-    too, with the figures that are in it.
+    It reads the output of py-spy, faulthandler, gdb and `stacks dump`, also when it comes from a
+    log, a terminal or a mail. One file may hold several processes and several dumps; three dumps
+    some seconds apart say more than one. If no known signature matches, it says so. It also reads
+    a bundle, with the figures in it.
     """
     from . import explanation  # noqa: PLC0415 - slow to import, and not needed for --help
 
