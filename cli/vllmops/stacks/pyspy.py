@@ -125,7 +125,7 @@ def capture(
 
 
 def parse(output: bytes, *, with_locals: bool = False) -> tuple[Thread, ...]:
-    """The threads in the output of ``py-spy dump --json``: the GIL's holder first, then active ones.
+    """The threads in the output of ``py-spy dump --json``: holder of the GIL, active, idle.
 
     Raises:
         VllmopsError: ``stacks.unreadable`` if py-spy 0.4 does not print such output.
@@ -210,7 +210,8 @@ def _confirm(process: Process) -> None:
     if zombie:
         raise VllmopsError(
             "stacks.zombie",
-            f"pid {process.pid} is a zombie: it has ended, and its parent, pid {parent}, did not reap it",
+            f"pid {process.pid} has ended and is a zombie: its parent, pid {parent}, did not reap "
+            "it",
             "vllmops logs shows its last log lines",
         )
 

@@ -26,9 +26,9 @@ from .result import Plot, Tolerance, result
 NICENESS = 10
 ROUNDS = 5
 INTERVAL_S, DURATION_S = 10.0, 300.0
-LEAST_SAMPLES = 20  # by default
+LEAST_SAMPLES = 20  # without --interval
 REQUESTS, INPUTS = 40, 4
-UNKEPT = "this recording is not kept for doctor and bundle"
+UNKEPT = "this recording is not saved for doctor and bundle"
 
 
 @command
@@ -37,7 +37,9 @@ def record(
     target: Target = None,
     rounds: Annotated[
         int | None,
-        typer.Option(parser=count(), help="Rounds of the load.", show_default=str(ROUNDS)),
+        typer.Option(
+            parser=count(), help="Number of rounds of the load.", show_default=str(ROUNDS)
+        ),
     ] = None,
     interval: Annotated[
         float | None,
@@ -48,25 +50,27 @@ def record(
     duration: Annotated[
         float | None,
         typer.Option(
-            parser=seconds(0.1, YEAR_S), help="Seconds in all.", show_default=f"{DURATION_S:g}"
+            parser=seconds(0.1, YEAR_S), help="Seconds to record.", show_default=f"{DURATION_S:g}"
         ),
     ] = None,
     load: Annotated[
         str | None,
         typer.Option(
-            help="images, audio, text, responses, or a command; it gets VLLMOPS_URL, "
+            help="images, audio, text, responses, or a command of yours, which gets VLLMOPS_URL, "
             "VLLMOPS_MODEL and VLLMOPS_ROUND.",
             show_default=False,
         ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(parser=count(), help="Of a built-in load, each round.")
+        int, typer.Option(parser=count(), help="Requests of a built-in load in each round.")
     ] = REQUESTS,
     inputs: Annotated[int, typer.Option(parser=count(), help="Images in each request.")] = INPUTS,
     seed: Annotated[
         int | None,
         typer.Option(
-            parser=count(0, MOST), help="Of a built-in load's inputs; else new.", show_default=False
+            parser=count(0, MOST),
+            help="Seed of a built-in load's inputs; by default a new one.",
+            show_default=False,
         ),
     ] = None,
     tolerance: Tolerance = None,
@@ -75,8 +79,8 @@ def record(
         typer.Option(
             readable=False,
             callback=to_write,
-            help="Write each sample to this file at once; else the newest recording is kept for "
-            "doctor and bundle.",
+            help="Write each sample to this file at once. Without it, the newest recording is kept "
+            "for doctor and bundle.",
             show_default=False,
         ),
     ] = None,
@@ -86,29 +90,29 @@ def record(
 ) -> Result:
     """Record the memory of every process, and judge whether it grows.
 
-    By rounds of a load: a sample while idle, then one after each round.
-    The first round warms up, the others should add nothing. Or by time:
-    a sample every --interval seconds, with the load, if any, running
-    over and over. Without options five rounds with a load, five minutes
-    without.
+    By rounds of a load: one sample while the server is idle, then one
+    after each round. The first round warms the server up; later rounds
+    should add no memory. Or by time: one sample every --interval seconds,
+    while the load, if there is one, runs again and again. The default is
+    five rounds with a load, and five minutes without one.
 
-    A server's API key is taken from VLLM_API_KEY. On this machine it is sent
-    to a process of yours or of root's alone.
+    The server's API key is read from VLLM_API_KEY. On this machine it is
+    sent only to a process of yours or of root.
     """
     rounds, interval, duration = plan(rounds, interval, duration, load)
     if plot_:
         plot.check(plot_)
     server = resolve(target)
-    # Its inputs are new ones unless a seed says otherwise.
+    # Without --seed, each recording has new inputs: none may be in a cache already.
     seed = time.time_ns() // 1000 if seed is None else seed
-    ready, built_in = None, False
+    prepared, built_in = None, False
     if load is not None:
-        from ...memory import loads  # noqa: PLC0415 - brings httpx, which not every recording needs
+        from ...memory import loads  # noqa: PLC0415 - imports httpx, which only a load needs
 
         built_in = load in loads.KINDS
-        ready = loads.prepare(load, server, requests=requests, inputs=inputs, seed=seed)
+        prepared = loads.prepare(load, server, requests=requests, inputs=inputs, seed=seed)
     else:
-        # On a full machine the server's work goes first.
+        # The server's work goes first.
         os.nice(NICENESS)
     head = RecordingHead(
         server=server.label,
@@ -125,36 +129,36 @@ def record(
     watch = Watch(server)
     journal = files.Journal(save, head) if save else kept(server.label, head)
     with Progress(head.started_at, quiet=json_) as progress:
-        # A live line takes more of the machine than recording does.
+        # A live progress line costs more than the recording.
         progress.plain = progress.plain or rounds is None
 
         def tell(what: str, sample: MemorySample) -> None:
-            used = size(sum(each.rss_bytes or 0 for each in sample.processes))
+            used = size(sum(process.rss_bytes or 0 for process in sample.processes))
             progress.update(f"{what}, RSS {used}")
 
-        recorder = Recorder(watch, head, ready, journal, tell)
-        trouble = recorder.run()
-    if trouble and not save and journal and trouble is journal.trouble:
-        output.say(f"{UNKEPT}: {trouble.message}")
-        trouble = None
+        recorder = Recorder(watch, head, prepared, journal, tell)
+        failure = recorder.run()
+    if failure and not save and journal and failure is journal.trouble:
+        output.say(f"{UNKEPT}: {failure.message}")
+        failure = None
     if not recorder.recording.samples:
-        raise trouble or KeyboardInterrupt
-    found = result(recorder.recording, tolerance, fail_on, plot_)
+        raise failure or KeyboardInterrupt
+    shown = result(recorder.recording, tolerance, fail_on, plot_)
     if plot_:
         try:
             plot.draw(recorder.recording, plot_)
         except VllmopsError as error:
-            trouble = trouble or error
-    if trouble is None:
-        return found
-    trouble.data = found.data
+            failure = failure or error
+    if failure is None:
+        return shown
+    failure.data = shown.data
     if not json_:
-        output.show(*found.text())
-    raise trouble
+        output.show(*shown.text())
+    raise failure
 
 
 def kept(label: str, head: RecordingHead) -> files.Journal | None:
-    """Where a recording is kept that nobody asked to save; None where it can't be."""
+    """The file of a recording without --save; None if it can't be written."""
     try:
         return keep(label, head)
     except VllmopsError as error:
@@ -165,7 +169,7 @@ def kept(label: str, head: RecordingHead) -> files.Journal | None:
 def plan(
     rounds: int | None, interval: float | None, duration: float | None, load: str | None
 ) -> tuple[int | None, float | None, float | None]:
-    """The rounds, or the interval and the duration in seconds, by what was typed.
+    """The rounds, or the interval and the duration in seconds, from the options.
 
     Raises:
         VllmopsError: ``usage``.
@@ -173,7 +177,10 @@ def plan(
     if rounds is not None and load is None:
         raise usage("--rounds needs a --load", "--load images, audio, text, responses or a command")
     if rounds is not None and (interval or duration):
-        raise usage("--rounds goes with neither --interval nor --duration", "leave one of them out")
+        raise usage(
+            "--rounds cannot be combined with --interval or --duration",
+            "leave one of these options out",
+        )
     if load is not None and not (interval or duration):
         return rounds or ROUNDS, None, None
     duration = duration or DURATION_S

@@ -21,7 +21,8 @@ from .result import Plot, Tolerance, result
 @command
 def report(
     file: Annotated[
-        Path, typer.Argument(readable=False, help="What `memory record --save` wrote, or a bundle.")
+        Path,
+        typer.Argument(readable=False, help="What `memory record --save` wrote, or a bundle."),
     ],
     *,
     tolerance: Tolerance = None,
@@ -29,7 +30,7 @@ def report(
     fail_on: FailOn = Severity.ERROR,
     json_: Json = False,
 ) -> Result:
-    """Judge a recording again; it says what `memory record` said."""
+    """Judge a saved recording again; the verdict is that of `memory record`."""
     if plot_:
         plot.check(plot_)
     recording = bundled(file) if archive.is_one(file) else read(file)
@@ -44,9 +45,9 @@ def bundled(file: Path) -> Recording:
     Raises:
         VllmopsError: as `bundle.load` does, or ``bundle.no-memory``.
     """
-    from ...bundle import bundle  # noqa: PLC0415 - slow, and seldom needed
+    from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
 
     found = bundle.load(file).memory
     if found is None:
-        raise VllmopsError("bundle.no-memory", f"there is no recording in {file}")
+        raise VllmopsError("bundle.no-memory", f"{file} contains no recording")
     return found

@@ -9,12 +9,12 @@ from .states import asked, listing, report
 
 @command
 def list_(*, target: Target = None, json_: Json = False) -> Result:
-    """Show what became of each patch, process by process.
+    """Show the state of each patch in each process.
 
-    Of a running server with --target; of the vLLM in this environment
-    without, where no server is started. A patch is `fixed upstream`,
-    `applied`, `failed` (and why) or `off`; a process that has not loaded
-    the code it is about is left out.
+    With --target it asks a running server. Without it checks the vLLM in
+    this environment, and starts no server. A patch is `fixed upstream`,
+    `applied`, `failed` (with the reason) or `off`. A process that has not
+    loaded the patched code is left out.
     """
     processes, silent = asked(target, verify=False, quiet=json_)
     return Result(report(processes, silent), lambda: listing(processes, silent))

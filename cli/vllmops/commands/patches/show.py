@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 @command
 def show(
     patch: Annotated[
-        str, typer.Argument(metavar="ID", help="The patch.", autocompletion=patch_ids)
+        str, typer.Argument(metavar="ID", help="The ID of the patch.", autocompletion=patch_ids)
     ],
     json_: Json = False,
 ) -> Result:
-    """Show what a patch is about: the defect, who is hit, what changes."""
-    found = known(patch)
+    """Show a patch: the defect, who is affected, and what the patch changes."""
+    shown = known(patch)
     names = ("id", "title", "upstream", "hit", "changes", "modules", "live")
-    data = {name: getattr(found, name) for name in names}
+    data = {name: getattr(shown, name) for name in names}
     return Result(data, lambda: facts(data))
 
 
 def facts(data: dict[str, Any]) -> list[RenderableType]:
-    """What a patch is, for a person."""
+    """The data of a patch, for a person."""
     from rich.text import Text  # noqa: PLC0415
 
-    live = "can be applied" if data["live"] else "can't be applied"
+    live = "can be loaded" if data["live"] else "can't be loaded"
     shown = table("", "")
     shown.show_header = False
     for label, text in (
         ("defect", data["title"]),
         ("upstream", data["upstream"]),
-        ("who is hit", data["hit"]),
+        ("who is affected", data["hit"]),
         ("changes", data["changes"]),
-        ("in", ", ".join(data["modules"])),
-        ("live", f"{live} to a server that already runs without it"),
+        ("modules", ", ".join(data["modules"])),
+        ("live", f"{live} into a server that runs without it"),
         ("leave out", f"vllmops serve --no-patch {data['id']}"),
     ):
         shown.add_row(label, Text(text))

@@ -1,4 +1,4 @@
-"""``vllmops patches``: which of vLLM's defects are there, and which vllmops has taken away."""
+"""The state of each patch in a server's processes, or in the vLLM of this environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...rpc import agent
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-TIMEOUT_S = 120.0  # to import vLLM; 7 s as a rule
+TIMEOUT_S = 120.0  # to import vLLM; it usually takes 7 s
 PROBED: dict[bool | None, tuple[str, str]] = {
     True: ("defect present", "bold red"),
     False: ("defect absent", "green"),
@@ -36,46 +36,49 @@ STYLES = {State.FAILED: "bold red", State.OFF: "yellow", State.APPLIED: "green"}
 def asked(
     target: str | None, *, verify: bool, quiet: bool
 ) -> tuple[list[ProcessPatches], list[Silent]]:
-    """The patches of a server's processes, and who did not tell; or of this environment.
+    """The patches of a server's processes, or of this environment without a target.
+
+    Returns:
+        The patches by process, and the processes that did not answer.
 
     Raises:
-        VllmopsError: ``patches.no-agent`` where nobody told anything, ``vllm.missing``,
+        VllmopsError: ``patches.no-agent`` if no process answers, ``vllm.missing``,
             ``vllm.broken`` or ``vllm.slow``.
     """
     if target is None:
         return [here(quiet=quiet)], []
     server = resolve(target)
-    told, silent = agent.side_by_side(
+    patches, silent = agent.side_by_side(
         server.of(*ROLES),
         lambda process: agent.reach(process).patches(verify=verify),
     )
-    if not told:
-        whys = "; ".join(dict.fromkeys(each.why for each in silent))
+    if not patches:
+        reasons = "; ".join(dict.fromkeys(process.why for process in silent))
         raise VllmopsError(
             "patches.no-agent",
-            f"no process of {server.label} told its patches: {whys or 'it has none yet'}",
+            f"no process of {server.label} reported its patches: {reasons or 'it has none yet'}",
             f"vllmops restart {server.label}",
             exit_code=Exit.NOT_FOUND,
         )
-    return told, silent
+    return patches, silent
 
 
 def here(*, quiet: bool) -> ProcessPatches:
-    """The patches of the vLLM in this environment, tried in a process of their own."""
+    """The patches of the vLLM in this environment, probed in a separate process."""
     check_installed()
     words = (sys.executable, "-P", "-m", "vllmops.agent.patches")
-    # Nothing of it is a server: it must not bring up an agent.
+    # This process is no server, so it must not start an agent.
     environment = {**os.environ, "VLLMOPS_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         with Progress(time.time(), quiet=quiet) as progress:
-            progress.update("importing vLLM, to try the patches on it")
+            progress.update("importing vLLM to probe it")
             done = subprocess.run(
                 words, env=environment, capture_output=True, check=False, timeout=TIMEOUT_S
             )
     except subprocess.TimeoutExpired as error:
         raise VllmopsError(
             "vllm.slow",
-            f"vLLM was not imported within {TIMEOUT_S:.0f} s",
+            f"the import of vLLM took longer than {TIMEOUT_S:.0f} s",
             f"{sys.executable} -c 'import vllm'",
             exit_code=Exit.TIMED_OUT,
         ) from error
@@ -91,10 +94,10 @@ def here(*, quiet: bool) -> ProcessPatches:
 
 
 def report(processes: Sequence[ProcessPatches], silent: Sequence[Silent]) -> dict[str, Any]:
-    """For ``--json``: by patch, then by process."""
+    """The data for ``--json``: by patch, then by process."""
     rows = []
     for name, patch in PATCHES.items():
-        each = [
+        states = [
             {
                 "role": process.role,
                 "pid": process.pid,
@@ -107,7 +110,7 @@ def report(processes: Sequence[ProcessPatches], silent: Sequence[Silent]) -> dic
             if verdict.id == name
         ]
         rows.append(
-            {"id": name, "upstream": patch.upstream, "title": patch.title, "processes": each}
+            {"id": name, "upstream": patch.upstream, "title": patch.title, "processes": states}
         )
     versions = sorted({process.vllm_version or "unknown" for process in processes})
     seconds = {str(process.pid): process.seconds for process in processes}
@@ -120,12 +123,12 @@ def listing(
     *,
     verify: bool = False,
 ) -> list[RenderableType]:
-    """A line for each patch and state, with the processes that are in it."""
+    """A table with a line for each patch and state, and the processes in that state."""
     from rich.text import Text  # noqa: PLC0415
 
     versions = sorted({process.vllm_version or "unknown version" for process in processes})
     shown = table("patch", "state", "processes")
-    reasons: dict[str, dict[str, None]] = {}  # each with the patches that have it
+    reasons: dict[str, dict[str, None]] = {}  # with the patches that have it
     for name in PATCHES:
         groups: dict[tuple[str, str], list[str]] = {}
         for process in processes:
@@ -136,12 +139,12 @@ def listing(
                 groups.setdefault(state(verdict, verify), []).append(who)
                 if verdict.reason:
                     reasons.setdefault(verdict.reason, {})[name] = None
-        for (word, style), everybody in groups.items():
-            shown.add_row(name, Text(word, style=style), ", ".join(everybody))
+        for (word, style), names in groups.items():
+            shown.add_row(name, Text(word, style=style), ", ".join(names))
         if not groups:
             shown.add_row(name, "no process has loaded it", "")
     notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    notes += [f"{each.role} {each.pid} did not tell: {each.why}" for each in silent]
+    notes += [f"{process.role} {process.pid} did not answer: {process.why}" for process in silent]
     return [f"vLLM {', '.join(versions)}", "", shown, *(Text(note) for note in notes)]
 
 
@@ -149,5 +152,5 @@ def state(verdict: Verdict, verify: bool) -> tuple[str, str]:
     """A state for a person, and its style."""
     if not verify:
         return verdict.state, STYLES.get(verdict.state, "")
-    said, style = PROBED[verdict.present]
-    return f"{said} ({verdict.state})", style
+    result, style = PROBED[verdict.present]
+    return f"{result} ({verdict.state})", style

@@ -10,9 +10,9 @@ from .states import asked, listing, report
 
 @command
 def verify(*, target: Target = None, json_: Json = False) -> Result:
-    """Run each probe again; exit code 1 where a defect is present.
+    """Run each probe again; the exit code is 1 if a defect is present.
 
-    Probes work on objects of their own and are safe in production.
+    Probes use their own objects and are safe in production.
     """
     processes, silent = asked(target, verify=True, quiet=json_)
     bad = any(verdict.present for process in processes for verdict in process.patches)

@@ -27,7 +27,7 @@ def explain(
     fact: Annotated[
         list[str] | None,
         typer.Option(
-            help="What else is known of the server: running=0, waiting=3, deferred=0, kv_usage=0 (percent), "
+            help="What else you know: running=0, waiting=3, deferred=0, kv_usage=0 (percent), "
             "progress=frozen or moving (tokens), steps=frozen or moving (the scheduler's), "
             "still=12 (seconds without a token).",
             metavar="NAME=VALUE",
