@@ -76,7 +76,7 @@ def test_fail_on(vllmops: Any) -> None:
 
 def test_one_dump_of_work_says_what_it_cannot_tell(vllmops: Any) -> None:
     answer = vllmops("stacks", "explain", str(BUSY))
-    assert answer.out.startswith("It may hang, or work: these stacks fit both.")
+    assert answer.out.startswith("The server may hang or work: these stacks fit both.")
     told = " ".join(answer.out.split())
     assert "to be sure: one dump can't tell this from work: take 3 some seconds apart" in told
 

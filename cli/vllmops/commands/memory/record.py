@@ -28,7 +28,7 @@ ROUNDS = 5
 INTERVAL_S, DURATION_S = 10.0, 300.0
 LEAST_SAMPLES = 20  # without --interval
 REQUESTS, INPUTS = 40, 4
-UNKEPT = "this recording is not saved for doctor and bundle"
+UNKEPT = "this recording is not kept for doctor and bundle"
 
 
 @command
