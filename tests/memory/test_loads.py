@@ -84,7 +84,7 @@ def refusal(load: loads.Load) -> VllmopsError:
 
 
 @pytest.mark.parametrize(
-    ("request", "path"),
+    ("kind", "path"),
     [
         ("images", "/v1/chat/completions"),
         ("audio", "/v1/audio/transcriptions"),
@@ -92,16 +92,16 @@ def refusal(load: loads.Load) -> VllmopsError:
         ("responses", "/v1/responses"),
     ],
 )
-def test_no_input_comes_twice(api: Api, request: str, path: str) -> None:
-    load = prepare(request, api)
+def test_no_input_comes_twice(api: Api, kind: str, path: str) -> None:
+    load = prepare(kind, api)
     load.run(1, threading.Event())
     load.run(2, threading.Event())
     assert api.paths == [path] * 12
-    if request == "images":
+    if kind == "images":
         parts = [json.loads(body)["messages"][0]["content"] for body in api.bodies]
         inputs = [part["image_url"]["url"] for some in parts for part in some[:-1]]
         assert len(set(inputs)) == len(inputs) == 24
-    elif request == "audio":
+    elif kind == "audio":
         sounds = [
             body.partition(b"audio/wav\r\n\r\n")[2].split(b"\r\n--")[0] for body in api.bodies
         ]
@@ -187,9 +187,9 @@ def test_a_command_is_ended_when_told(api: Api) -> None:
     assert time.monotonic() - began < 5
 
 
-@pytest.mark.parametrize("request", ["", "no-such-program-here -x", "sh -c 'x"])
-def test_no_command(api: Api, request: str) -> None:
+@pytest.mark.parametrize("load", ["", "no-such-program-here -x", "sh -c 'x"])
+def test_no_command(api: Api, load: str) -> None:
     with pytest.raises(VllmopsError) as caught:
-        prepare(request, api)
+        prepare(load, api)
     assert (caught.value.code, caught.value.exit_code) == ("load.no-command", Exit.USAGE)
     assert "images" in caught.value.hint
