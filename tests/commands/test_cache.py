@@ -148,7 +148,7 @@ def test_a_stopped_process_is_told_and_the_others_shown(engine: Any, spawn: Spaw
     done = inspect("-t", engine.process.pid)
     assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.split())
-    assert f"worker {worker} did not tell: worker {worker} has no agent" in told
+    assert f"worker {worker} did not answer: worker {worker} has no agent" in told
     assert "No findings in what could be read." in told
     assert "LruKeyReplicated" not in done.stdout
 
@@ -290,7 +290,7 @@ def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
     files.save(path, snapshot(silent=[silent], quiet=False))
     done = inspect(path)
     assert done.returncode == 0
-    assert "engine 7 did not tell: nobody listens" in done.stdout
+    assert "engine 7 did not answer: nobody listens" in done.stdout
 
 
 @pytest.mark.parametrize(

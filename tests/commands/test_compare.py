@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vllmops.commands.compare import report, text
+from vllmops.commands.cache.compare import report, text
 from vllmops.host.processes import Role
 from vllmops.protocol.caches import Cache, EncoderCache, ProcessCaches, Silent, WorkerEncoderCache
 from vllmops.protocol.compares import Comparison, Look
@@ -72,7 +72,7 @@ def test_what_a_person_sees() -> None:
     told = shown(data)
     assert "P0: api 10001   P1: engine 10002" in told
     assert "scheduler: engine 10002   worker 10003" in told
-    assert "api 10004 did not tell: nobody listens" in told
+    assert "api 10004 did not answer: nobody listens" in told
     assert "[mm-cache.front-only]" in told
     assert "No drift" not in told
     assert (data["step"], data["in_flight"]["engine"]) == (77, 4)

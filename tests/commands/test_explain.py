@@ -39,7 +39,7 @@ def piped(content: bytes, *options: str) -> subprocess.CompletedProcess[str]:
 def test_what_is_stuck_why_and_the_way_out(vllmops: Any) -> None:
     answer = vllmops("stacks", "explain", str(SPIN))
     assert (answer.code, answer.err) == (1, "")
-    assert answer.out.startswith("It hangs, and this is known.\n")
+    assert answer.out.startswith("The server hangs. The cause is known.\n")
     assert "where: EngineCore 4120\n" in answer.out
     assert "      LRUCache.popitem (cache.py:190)\n" in answer.out
     assert "next: vllmops cache repair" in answer.out
@@ -76,7 +76,7 @@ def test_fail_on(vllmops: Any) -> None:
 
 def test_one_dump_of_work_says_what_it_cannot_tell(vllmops: Any) -> None:
     answer = vllmops("stacks", "explain", str(BUSY))
-    assert answer.out.startswith("It may hang, or work: these stacks fit both.")
+    assert answer.out.startswith("The server may hang or work: these stacks fit both.")
     told = " ".join(answer.out.split())
     assert "to be sure: one dump can't tell this from work: take 3 some seconds apart" in told
 
@@ -84,7 +84,7 @@ def test_one_dump_of_work_says_what_it_cannot_tell(vllmops: Any) -> None:
 def test_what_is_not_known_is_shown(vllmops: Any) -> None:
     answer = vllmops("stacks", "explain", str(STACKS / "healthy-loading.txt"))
     assert answer.code == 0
-    assert answer.out.startswith("Not one I know")
+    assert answer.out.startswith("No known signature matches.")
     assert "Worker_TP0 4200: 2 threads\n" in answer.out
     assert "load_weights (default_loader.py:290)" in answer.out
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from vllmops.commands import explain
+from vllmops.commands.stacks import explanation
 from vllmops.errors import Exit
 
 # What commands import late, a user who may not read this Python's library would not find.
-assert explain
+assert explanation
 
 # Each takes a file where {} is.
 READERS = (

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.commands import reset
+from vllmops.commands.cache import reset
 from vllmops.protocol.resets import ResetRequest
 from vllmops.rpc.agent import reach
 
@@ -86,8 +86,8 @@ def test_one_that_is_busy(api: Any, run: Any) -> None:
     answer = run(free, busy)
     assert (answer.code, answer.error["code"]) == (3, "reset.partly")
     message = answer.error["message"]
-    assert f"reset by {name(free)} only" in message
-    assert f"{name(busy)} still had 3 in flight" in message
+    assert f"only {name(free)} reset the caches" in message
+    assert f"{name(busy)} still had 3 requests in flight" in message
     assert [row["done"] for row in answer.data["processes"]] == [True, False]
     assert (resets(free), resets(busy)) == (1, 0)
     assert busy.run("out = gate.closed") == "False"
@@ -96,7 +96,7 @@ def test_one_that_is_busy(api: Any, run: Any) -> None:
 def test_all_are_busy(api: Any, run: Any) -> None:
     answer = run(api(left=1), api(left=2))
     assert (answer.code, answer.error["code"]) == (3, "reset.busy")
-    assert "nothing was reset" in answer.error["message"]
+    assert "were not reset" in answer.error["message"]
     assert [row["in_flight"] for row in answer.data["processes"]] == [1, 2]
     assert run(api(left=1), words=("--now",)).code == 0
 
@@ -112,14 +112,14 @@ def test_one_that_does_not_answer(
     finally:
         os.kill(stuck.process.pid, signal.SIGCONT)
     assert (answer.code, answer.error["code"]) == (5, "reset.partly")
-    assert f"reset by {name(free)} only" in answer.error["message"]
+    assert f"only {name(free)} reset the caches" in answer.error["message"]
     assert "no engine client" in answer.error["message"]
-    assert "may do it yet" in answer.error["message"]
+    assert "may still reset later" in answer.error["message"]
     silent = {each["pid"]: each["code"] for each in answer.data["silent"]}
     assert silent == {stuck.process.pid: "agent.timeout", other.process.pid: "agent.broken"}
     answer = run(other)
     assert (answer.code, answer.error["code"]) == (5, "agent.broken")
-    assert "nothing was reset" in answer.error["message"]
+    assert "were not reset" in answer.error["message"]
 
 
 def test_none_is_there(run: Any) -> None:

@@ -180,7 +180,7 @@ def test_a_stopped_engine_is_told_and_the_others_shown(vision_server: Any) -> No
         os.kill(engine, signal.SIGCONT)
     told = " ".join(ran.out.split())
     assert ran.code == 0
-    assert f"engine {engine} did not tell" in told
+    assert f"engine {engine} did not answer" in told
     assert "its last heartbeat is" in told
     assert "P0: api" in told
     assert settled(vision_server)["silent"] == []

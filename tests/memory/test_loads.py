@@ -138,7 +138,7 @@ def test_the_api_key(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_that_is_gone_or_names_no_model(api: Api) -> None:
     api.models = b"{}"
-    with pytest.raises(VllmopsError, match="names no model"):
+    with pytest.raises(VllmopsError, match="lists no model"):
         prepare("text", api)
     with pytest.raises(VllmopsError) as caught:
         loads.prepare("text", Server(name="s", processes=()), requests=1, inputs=1, seed=1)
@@ -176,7 +176,7 @@ def test_a_command_gets_to_know_the_server(api: Api, tmp_path: Path) -> None:
 def test_a_command_that_fails(api: Api) -> None:
     error = refusal(prepare(python("import sys; print('a'); sys.exit('no such luck')"), api))
     assert error.code == "load.failed"
-    assert error.message.endswith("ended with 1: no such luck")
+    assert error.message.endswith("ended with exit code 1: no such luck")
 
 
 def test_a_command_is_ended_when_told(api: Api) -> None:

@@ -295,9 +295,9 @@ def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("#!/bin/sh\necho 'Error: no way\n\nCaused by:\n    0: broken' >&2; exit 1\n",
          "stacks.failed", "no way: broken"),
-        ("#!/bin/sh\nexit 1\n", "stacks.failed", "does not say why"),
-        ("#!/bin/sh\necho '[{\"frames\": 1}]'\n", "stacks.unreadable", "not as expected"),
-        ("#!/bin/sh\nprintf '\\377'\n", "stacks.unreadable", "not as expected"),
+        ("#!/bin/sh\nexit 1\n", "stacks.failed", "gives no reason"),
+        ("#!/bin/sh\necho '[{\"frames\": 1}]'\n", "stacks.unreadable", "unknown format"),
+        ("#!/bin/sh\nprintf '\\377'\n", "stacks.unreadable", "unknown format"),
         ("no program\n", "pyspy.unusable", "can't be started"),
     ],
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""A server's multimodal and encoder caches: look, compare, repair."""
+"""A server's multimodal and encoder caches: inspect, compare, repair."""

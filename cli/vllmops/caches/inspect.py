@@ -1,4 +1,4 @@
-"""Takes a server's cache snapshot: all its agents side by side, again where something is found."""
+"""Takes a snapshot of a server's caches; where something looks wrong, takes several samples."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..rpc import agent
 
 SAMPLES = 3
 APART_S = 0.1
-# vLLM loads no plug-in into the others; the launcher of several API servers has no caches.
+# vLLM loads no plug-in into other processes; the launcher of several API servers has no caches.
 ROLES = (Role.API, Role.ENGINE, Role.WORKER)
 
 
 def take(agents: Agents, *, keys: bool = False) -> CacheSnapshot:
     """A snapshot of a server's caches.
 
-    What is broken stays so, what is only half-way through does not: where there are findings, or
-    the two sides of a cache differ, `SAMPLES` samples with all keys are taken.
+    A fault persists; an operation that is half done does not. So where there are findings, or the
+    two sides of a cache differ, the snapshot has `SAMPLES` samples with all keys.
 
     Args:
-        agents: of the server whose caches.
+        agents: the server's.
         keys: whether to list every key of LRU caches in any case.
 
     Raises:
-        VllmopsError: ``cache.no-agent`` or ``cache.no-process`` where nobody told anything.
+        VllmopsError: ``cache.no-agent`` or ``cache.no-process`` if no process answers.
     """
     samples = [agents.sample(keys=keys)]
     if not keys and undecided(samples[0]):
@@ -41,60 +41,60 @@ def take(agents: Agents, *, keys: bool = False) -> CacheSnapshot:
 
 
 class Agents:
-    """The agents of one server, each checked once."""
+    """The agents of one server; each is located and checked once."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
         self.processes = server.of(*ROLES)
-        self.reached: dict[Process, agent.Agent] = {}
+        self.agents: dict[Process, agent.Agent] = {}
 
     def sample(self, *, keys: bool) -> Sample:
         """One sample of all processes."""
-        told, silent = agent.side_by_side(self.processes, partial(self.ask, keys=keys))
-        if not told:
-            raise self.nobody(silent)
+        caches, silent = agent.side_by_side(self.processes, partial(self.ask, keys=keys))
+        if not caches:
+            raise self.no_answer(silent)
         return Sample(
             taken_at=time.time(),
-            processes=told,
+            processes=caches,
             silent=silent,
-            quiet=not silent and self.quiet(told),
+            quiet=not silent and self.quiet(caches),
         )
 
     def ask(self, process: Process, *, keys: bool) -> ProcessCaches:
         """One process's caches."""
-        # Kept only where it answers: one that does not is looked for anew.
-        reached = self.reached.pop(process, None) or agent.reach(process)
-        answer = reached.caches(keys=keys)
-        self.reached[process] = reached
+        # An agent that does not answer is not kept: the next sample locates it again.
+        asked = self.agents.pop(process, None) or agent.reach(process)
+        answer = asked.caches(keys=keys)
+        self.agents[process] = asked
         return answer
 
-    def quiet(self, told: list[ProcessCaches]) -> bool:
-        """Whether nothing was in flight, and nothing has begun since."""
-        if any(process.unfinished for process in told):
+    def quiet(self, processes: list[ProcessCaches]) -> bool:
+        """Whether no request was in flight at the sample, and none has started since."""
+        if any(process.unfinished for process in processes):
             return False
-        for process in told:
+        by_pid = {process.pid: asked for process, asked in self.agents.items()}
+        for process in processes:
             if process.role != Role.API:
                 continue
             if process.in_flight != 0:
                 return False
-            known = next(each for each in self.reached if each.pid == process.pid)
             try:
-                now = self.reached[known].requests()
+                now = by_pid[process.pid].requests()
             except VllmopsError:
                 return False
             if now.in_flight or now.started != process.started:
                 return False
         return True
 
-    def nobody(self, silent: list[Silent]) -> VllmopsError:
-        """No process told anything: one error, with what each one's trouble is."""
+    def no_answer(self, silent: list[Silent]) -> VllmopsError:
+        """The error for a server of which no process answered, with each one's reason."""
         if not silent:
             return VllmopsError(
                 "cache.no-process",
-                f"{self.server.label} has no process that could have a cache yet",
+                f"{self.server.label} has no process with a cache yet",
                 f"vllmops wait {self.server.label} --for ready",
                 exit_code=Exit.NOT_FOUND,
             )
         return agent.nobody(
-            "cache.no-agent", f"no process of {self.server.label} told its caches", silent
+            "cache.no-agent", f"no process of {self.server.label} reported its caches", silent
         )

@@ -1,4 +1,4 @@
-"""Repairs a server's caches: each process its own, then the two sides of the mirrored one."""
+"""Repairs a server's caches: those of each process, then the two sides of the mirrored one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..rpc import agent
 from . import inspect as caches
 
-# A thread that is in the middle of an operation is waited for, some seconds at most.
+# The agent waits some seconds at most for a thread in the middle of an operation.
 TIMEOUT_S = 20.0
 ROUNDS, APART_S = 5, 0.3
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was repaired, and how the caches are now.
+    """What was repaired, and the state of the caches afterwards.
 
     Args:
-        repairs: of the processes that had something to repair.
-        silent: who did not answer, and why.
-        after: the caches, looked at once more.
+        repairs: those of the processes that had a fault.
+        silent: the processes that did not answer, and why.
+        after: a snapshot of the caches, taken after the repair.
     """
 
     repairs: list[ProcessRepair]
@@ -37,37 +37,37 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
     """Repair what is provably wrong, and nothing else.
 
     Args:
-        server: whose caches.
-        dry_run: find only.
+        server: the server whose caches to repair.
+        dry_run: find faults; change nothing.
 
     Raises:
         VllmopsError: ``repair.no-agent``, ``cache.no-agent`` or ``cache.no-process``.
     """
     repairs: list[ProcessRepair] = []
     for _ in range(1 if dry_run else ROUNDS):
-        told, silent = agent.side_by_side(
+        answers, silent = agent.side_by_side(
             server.of(*caches.ROLES), lambda process: ask(process, RepairRequest(dry_run=dry_run))
         )
-        repairs += told
-        if not any(each.caches for each in told):
+        repairs += answers
+        if not any(answer.caches for answer in answers):
             break
-        # A request that had stuck in the front end goes on, and can stick in the engine next.
+        # A request that was stuck in the front end continues, and may get stuck in the engine next.
         time.sleep(APART_S)
     if silent and not repairs:
         raise agent.nobody(
             "repair.no-agent",
-            f"no process of {server.label} can be asked to repair its caches",
+            f"no process of {server.label} can repair its caches",
             silent,
         )
     agents = caches.Agents(server)
     after = caches.take(agents)
-    # Told only of a server with nothing in flight: nobody is about to bring them to the engine.
-    if (beyond := ahead(after)) is not None:
-        pid, keys = beyond
+    # Found only while no request is in flight, so none is about to bring these keys to the engine.
+    if (front_only := ahead(after)) is not None:
+        pid, keys = front_only
         front = next(process for process in server.processes if process.pid == pid)
         repairs.append(ask(front, RepairRequest(dry_run=dry_run, front_only=keys)))
         after = caches.take(agents)
-    return Report([each for each in repairs if each.caches], silent, after)
+    return Report([done for done in repairs if done.caches], silent, after)
 
 
 def ask(process: Process, request: RepairRequest) -> ProcessRepair:

@@ -31,9 +31,9 @@ from ..output import (
 )
 from ..protocol.metrics import Metrics
 from ..protocol.server import ServerSnapshot, Unseen
-from .explain import steps
 from .findings import STYLES
 from .options import Target, seconds
+from .stacks.explanation import steps
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -1,23 +1,36 @@
-"""How commands show findings."""
+"""The option ``--fail-on``, and how commands show findings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
 
-from ..diagnose.findings import Finding, Severity
+import typer
+
+from ..diagnose.findings import Finding, Severity, worst
+from ..errors import Exit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 STYLES = {Severity.INFO: "", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 
+FailOn = Annotated[
+    Severity, typer.Option(help="Exit with code 1 if a finding has this severity or a higher one.")
+]
 
-def lines(found: Sequence[Finding]) -> Iterator[RenderableType]:
-    """Some lines for each finding."""
+
+def exit_code(findings: Iterable[Finding], fail_on: Severity) -> Exit:
+    """FAILED if a finding has the severity ``fail_on`` or a higher one, else OK."""
+    highest = worst(findings)
+    return Exit.FAILED if highest is not None and highest.rank >= fail_on.rank else Exit.OK
+
+
+def lines(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    """The findings for a person, some lines for each."""
     from rich.text import Text  # noqa: PLC0415
 
-    for finding in found:
+    for finding in findings:
         style = STYLES[finding.severity]
         yield Text(f"{finding.severity}: {finding.title} [{finding.code}]", style)
         yield Text(f"  where: {finding.subject}")

@@ -1,4 +1,4 @@
-"""Loads for a recording: built-in ones, with inputs that never come twice, and commands."""
+"""Loads for a recording: built-in ones, whose inputs never repeat, and the user's commands."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from ..vllm_api.http import KEY, key_for
 CONNECTIONS = 32
 TIMEOUT_S = 120.0
 MODELS_TIMEOUT_S = 5.0
-SHOWN = 300  # letters of what the server says
+SHOWN = 300  # characters of the server's error message
 LOOK_S = 0.1
-IMAGE_PIXELS = 224  # as wide as many models' inputs, so that each takes as much memory as usual
+IMAGE_PIXELS = 224  # the input width of many models, so that memory use is typical
 PROMPT_LETTERS = 300
 TOKENS = 16
 
 
 class Load(Protocol):
-    """Something that makes a server work."""
+    """Work for a server."""
 
     def run(self, number: int, stop: threading.Event) -> None:
         """Run one round to its end, or until `stop` is set.
 
         Args:
-            number: of the round, from 1.
-            stop: set from another thread.
+            number: the number of the round, from 1.
+            stop: an event that another thread sets.
 
         Raises:
             VllmopsError: ``load.failed`` or ``load.not-authorised``.
@@ -50,11 +50,11 @@ class Load(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the user's own, run without a shell.
+    """A command of the user, run without a shell.
 
     Args:
-        words: the command.
-        environment: for it, besides ours.
+        words: the command and its arguments.
+        environment: variables in addition to this process's own.
     """
 
     words: list[str]
@@ -62,14 +62,14 @@ class Command:
 
     def run(self, number: int, stop: threading.Event) -> None:
         environment = {**os.environ, **self.environment, "VLLMOPS_ROUND": str(number)}
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as output:
             try:
                 process = subprocess.Popen(
                     self.words,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=said,
+                    stderr=output,
                 )
             except OSError as error:
                 raise failed(f"{self.words[0]} can't be run: {error.strerror}") from error
@@ -79,16 +79,16 @@ class Command:
             finally:
                 end(process)
             if process.returncode and not stop.is_set():
-                said.seek(0)
-                last = said.read().decode(errors="replace").strip().splitlines()[-1:]
+                output.seek(0)
+                last = output.read().decode(errors="replace").strip().splitlines()[-1:]
                 raise failed(
-                    f"{shlex.join(self.words)} ended with {process.returncode}"
+                    f"{shlex.join(self.words)} ended with exit code {process.returncode}"
                     + "".join(f": {line}" for line in last)
                 )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that still runs."""
+    """End a command if it still runs."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -100,15 +100,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Requests that are made here.
+    """Requests that vllmops sends itself.
 
     Args:
         name: one of `KINDS`.
-        url: the server's.
-        model: as the server calls it.
-        requests: in each round.
+        url: the server's URL.
+        model: the model's name on the server.
+        requests: requests in each round.
         inputs: images in each request.
-        seed: the first input's number; each has its own.
+        seed: the number of the first input; every input has a number of its own.
+        client: sends the requests.
     """
 
     name: str
@@ -127,15 +128,15 @@ class BuiltIn:
         def work() -> None:
             while not stop.is_set() and not errors:
                 with taking:
-                    each = next(numbers, None)
-                if each is None:
+                    request = next(numbers, None)
+                if request is None:
                     return
                 try:
-                    self.send(self.seed + each * self.inputs)
-                except Exception as error:  # whatever it is, the load is not what was asked for
+                    self.send(self.seed + request * self.inputs)
+                except Exception as error:  # any error means that the load is not as asked
                     errors.append(error)
 
-        # Daemons: Ctrl-C need not wait for answers.
+        # Daemon threads, so that Ctrl-C does not wait for responses.
         threads = [threading.Thread(target=work, daemon=True) for _ in range(CONNECTIONS)]
         try:
             for thread in threads:
@@ -149,18 +150,18 @@ class BuiltIn:
             raise errors[0]
 
     def send(self, first: int) -> None:
-        """One request."""
-        path, given = KINDS[self.name](self.model, range(first, first + self.inputs))
+        """Send one request; ``first`` is the number of its first input."""
+        path, content = KINDS[self.name](self.model, range(first, first + self.inputs))
         try:
-            answer = self.client.post(f"{self.url}{path}", **given)
+            response = self.client.post(f"{self.url}{path}", **content)
         except httpx.HTTPError as error:
             raise failed(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
-        check(answer, f"--load {self.name}")
+        check(response, f"--load {self.name}")
 
 
 def images(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
-    """A chat about some images."""
-    urls = [f"data:image/png;base64,{coded(png(each, IMAGE_PIXELS))}" for each in numbers]
+    """A chat request with images."""
+    urls = [f"data:image/png;base64,{coded(png(number, IMAGE_PIXELS))}" for number in numbers]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     message = {"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}
     return "/v1/chat/completions", {
@@ -169,9 +170,9 @@ def images(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
 
 
 def audio(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
-    """A transcription of one sound."""
+    """A transcription request with one sound."""
     number = numbers[0]
-    # `wav` has 4,000 pitches; from there on each is a little longer.
+    # `wav` has 4,000 pitches; after those, each sound is a little longer.
     sound = wav(number, 1.0 + number // 4000 % 4000 / 16_000)
     return "/v1/audio/transcriptions", {
         "data": {"model": model, "max_completion_tokens": TOKENS},
@@ -180,14 +181,14 @@ def audio(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
 
 
 def text(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
-    """A completion."""
+    """A completion request."""
     return "/v1/completions", {
         "json": {"model": model, "prompt": prose(numbers[0]), "max_tokens": TOKENS}
     }
 
 
 def responses(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
-    """A response that is stored, where the server stores any."""
+    """A request for a response, which the server stores if it has a store."""
     return "/v1/responses", {
         "json": {
             "model": model,
@@ -211,20 +212,20 @@ def coded(content: bytes) -> str:
 
 
 def prose(number: int) -> str:
-    """Letters and spaces, distinct by a number."""
+    """Letters and spaces, different for each number."""
     letters = random.Random(number).choices("abcdefghijklmnop    ", k=PROMPT_LETTERS)  # noqa: S311
     return "".join(letters)
 
 
 def prepare(request: str, server: Server, *, requests: int, inputs: int, seed: int) -> Load:
-    """The load that a request names.
+    """The load that ``--load`` names.
 
     Args:
         request: one of `KINDS`, or a command.
-        server: for which it is.
-        requests: of a built-in load in each round.
+        server: the server to load.
+        requests: requests of a built-in load in each round.
         inputs: images in each request.
-        seed: of its inputs.
+        seed: the seed of a built-in load's inputs.
 
     Raises:
         VllmopsError: ``load.no-command`` (exit code 2), ``load.no-url``, ``load.failed`` or
@@ -241,7 +242,7 @@ def prepare(request: str, server: Server, *, requests: int, inputs: int, seed: i
 
 
 def words(request: str) -> list[str]:
-    """A command's words.
+    """Split a command into words.
 
     Raises:
         VllmopsError: ``load.no-command``.
@@ -251,7 +252,7 @@ def words(request: str) -> list[str]:
     except ValueError as error:
         raise no_command(request, str(error).lower()) from error
     if not found or not shutil.which(found[0]):
-        raise no_command(request, "there is no such program")
+        raise no_command(request, "no such program")
     return found
 
 
@@ -265,11 +266,11 @@ def no_command(request: str, why: str) -> VllmopsError:
 
 
 def connect(server: Server) -> httpx.Client:
-    """A client with the user's API key, where the server may have it."""
+    """A client that sends the user's API key if `key_for` allows it."""
     return httpx.Client(
         headers=key_for(str(server.url)).headers,
         timeout=TIMEOUT_S,
-        # A proxy for the outside is not for a server on this machine, whose certificate is its own.
+        # The server is on this machine: no proxy, and its certificate may be self-signed.
         trust_env=False,
         verify=False,  # noqa: S501
         mounts=http.MOUNTS,
@@ -277,7 +278,7 @@ def connect(server: Server) -> httpx.Client:
 
 
 def served(client: httpx.Client, server: Server) -> str:
-    """What the server calls its model.
+    """The model's name on the server.
 
     Raises:
         VllmopsError: ``load.no-url``, ``load.failed`` or ``load.not-authorised``.
@@ -286,43 +287,43 @@ def served(client: httpx.Client, server: Server) -> str:
         raise VllmopsError("load.no-url", f"{server.label} has no known address", "vllmops ps")
     url = f"{server.url}/v1/models"
     try:
-        answer = client.get(url, timeout=MODELS_TIMEOUT_S)
+        response = client.get(url, timeout=MODELS_TIMEOUT_S)
     except httpx.HTTPError as error:
         raise failed(f"{url}: {str(error) or type(error).__name__}") from error
-    check(answer, url)
+    check(response, url)
     try:
-        return str(answer.json()["data"][0]["id"])
+        return str(response.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise failed(f"{url} names no model") from error
+        raise failed(f"{url} lists no model") from error
 
 
-def check(answer: httpx.Response, what: str) -> None:
-    """Raise unless it is a success."""
-    if answer.is_success:
+def check(response: httpx.Response, what: str) -> None:
+    """Raise unless the response is a success."""
+    if response.is_success:
         return
-    if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-        withheld = key_for(str(answer.request.url)).withheld
-        why, hint = "has none that it takes", f"{KEY}=… vllmops memory record …"
+    if response.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
+        withheld = key_for(str(response.request.url)).withheld
+        why, hint = f"API key missing or rejected ({KEY})", f"{KEY}=… vllmops memory record …"
         if withheld:
-            why = f"was not sent: {withheld}"
+            why = f"the API key in {KEY} was not sent: {withheld}"
             hint = "run vllmops as the user who started the server"
         raise VllmopsError(
             "load.not-authorised",
-            f"{what}: the server wants an API key, and {KEY} {why}",
+            f"{what}: {why}",
             hint,
             exit_code=Exit.NOT_AUTHORISED,
         )
     try:
-        told = answer.json()
-        why = told.get("error", told).get("message") or answer.text
+        body = response.json()
+        why = body.get("error", body).get("message") or response.text
     except (ValueError, AttributeError, TypeError, RecursionError):
-        why = answer.text
-    raise failed(f"{what}: the server answered {answer.status_code}: {why[:SHOWN]}")
+        why = response.text
+    raise failed(f"{what}: the server answered {response.status_code}: {why[:SHOWN]}")
 
 
 def failed(message: str) -> VllmopsError:
     return VllmopsError(
         "load.failed",
         message,
-        "another --load where the model does not take this one; vllmops status shows the server",
+        "use another --load if the model does not support this one; see vllmops status",
     )

@@ -1,23 +1,28 @@
-"""Plots of recordings, by matplotlib, which not everybody has."""
+"""Plots of recordings; they need matplotlib, which is an extra."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import files
 from ..diagnose.memory import TOTAL
 from ..errors import Exit, VllmopsError
 from ..output import size
-from ..protocol.memory import Recording
+from ..protocol.memory import MemorySample, ProcessMemory, Recording, RecordingHead
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SUFFIXES = (".png", ".svg")
 MIB = 1 << 20
+MOST_MARKED = 50  # samples: with more, a marker at each would hide the line
 
 
 def check(path: Path) -> None:
-    """Raise where a plot could not be written, before anything is recorded for it.
+    """Raise if a plot could not be written, before anything is recorded for it.
 
     Raises:
         VllmopsError: ``plot.format`` (exit code 2), ``plot.no-matplotlib`` or ``plot.not-written``.
@@ -32,7 +37,7 @@ def check(path: Path) -> None:
     if not find_spec("matplotlib"):
         raise VllmopsError(
             "plot.no-matplotlib",
-            "a plot needs matplotlib, which is not installed",
+            "--plot needs matplotlib, which is not installed",
             "pip install 'vllmops-cli[plot]'",
         )
     try:
@@ -42,63 +47,87 @@ def check(path: Path) -> None:
 
 
 def not_written(path: Path, error: OSError) -> VllmopsError:
-    hint = "choose another place with --plot"
+    hint = "choose another file with --plot"
     return files.not_written(path, error, "plot.not-written", hint)
 
 
 def draw(recording: Recording, path: Path) -> None:
-    """Plot how RSS has changed, and the finished requests still alive, where they are counted.
+    """Plot how RSS changes, and below it the finished requests still alive, if they are counted.
 
     Raises:
         VllmopsError: ``plot.not-written``.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    head = recording.head
-    samples = [s for s in recording.samples if all(each.rss_bytes for each in s.processes)]
-    rounds = head.rounds is not None
-    x = [float(s.round or 0) if rounds else (s.taken_at - head.started_at) / 60 for s in samples]
-    counted = any(
-        each.agent and each.agent.requests for sample in samples for each in sample.processes
-    )
+    samples = [s for s in recording.samples if all(part.rss_bytes for part in s.processes)]
+    counted = any(alive(part) is not None for sample in samples for part in sample.processes)
     figure = Figure(figsize=(9, 6.5 if counted else 4.5), layout="constrained")
-    top, *below = figure.subplots(
-        2 if counted else 1, sharex=True, squeeze=False, height_ratios=[3, 1] if counted else [1]
-    )[:, 0]
-    marker = "o" if len(samples) <= 50 else ""
-
-    def resident(name: str, sizes: Sequence[int], color: str | None = None) -> None:
-        # From zero on, growth would hardly be seen beside the weights.
-        since = [(each - sizes[0]) / MIB for each in sizes]
-        label = f"{name}, {size(sizes[-1])} at last"
-        top.plot(x, since, color=color, marker=marker, label=label)
-
-    rows = [[each.rss_bytes or 0 for each in sample.processes] for sample in samples]
-    resident(TOTAL, [sum(row) for row in rows], "black")
-    for number, column in enumerate(zip(*(each.processes for each in samples), strict=True)):
-        name = f"{column[0].role} {column[0].pid}"
-        resident(name, [row[number] for row in rows], f"C{number}")
-        finished = [
-            each.agent.requests.finished_alive if each.agent and each.agent.requests else None
-            for each in column
-        ]
-        if below and any(each is not None for each in finished):
-            known = [float("nan") if each is None else each for each in finished]
-            below[0].plot(x, known, color=f"C{number}", marker=marker)
-    top.set_title(f"Memory of {head.server}" + (f", load: {head.load}" if head.load else ""))
-    top.set_ylabel("RSS since the first sample (MiB)")
-    top.legend()
-    for axes in (top, *below):
-        axes.grid(alpha=0.3)
-    if below:
-        below[0].set_ylabel("finished requests\nstill alive")
-        below[0].set_ylim(bottom=0)
-    lowest = below[0] if below else top
-    lowest.set_xlabel("rounds (0: idle, 1: warm-up)" if rounds else "minutes")
-    if rounds:
-        lowest.xaxis.get_major_locator().set_params(integer=True)
+    heights = [3, 1] if counted else [1]
+    panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    x = positions(recording.head, samples)
+    marker = "o" if len(samples) <= MOST_MARKED else ""
+    draw_rss(panels[0], x, samples, marker)
+    panels[0].set_title(title(recording.head))
+    if counted:
+        draw_finished(panels[1], x, samples, marker)
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    if recording.head.rounds is None:
+        panels[-1].set_xlabel("minutes")
+    else:
+        panels[-1].set_xlabel("rounds (0: idle, 1: warm-up)")
+        panels[-1].xaxis.get_major_locator().set_params(integer=True)
     try:
         with files.written(path) as file:
             figure.savefig(file, dpi=120, format=path.suffix[1:].lower())
     except OSError as error:
         raise not_written(path, error) from error
+
+
+def title(head: RecordingHead) -> str:
+    return f"Memory of {head.server}" + (f", load: {head.load}" if head.load else "")
+
+
+def positions(head: RecordingHead, samples: Sequence[MemorySample]) -> list[float]:
+    """Where samples stand on the x axis: at their round, or at minutes since the start."""
+    if head.rounds is not None:
+        return [float(sample.round or 0) for sample in samples]
+    return [(sample.taken_at - head.started_at) / 60 for sample in samples]
+
+
+def alive(part: ProcessMemory) -> int | None:
+    """Finished requests of a process that are still alive; None if nobody counts them."""
+    requests = part.agent.requests if part.agent else None
+    return requests.finished_alive if requests else None
+
+
+def draw_rss(axes: Axes, x: list[float], samples: Sequence[MemorySample], marker: str) -> None:
+    """A line for the total RSS and one for each process, each since its first sample.
+
+    From zero on, growth would be too small to see beside the model's weights.
+    """
+    if not samples:
+        return
+    table = [[part.rss_bytes or 0 for part in sample.processes] for sample in samples]
+    names = [f"{part.role} {part.pid}" for part in samples[0].processes]
+    lines = [(TOTAL, [sum(row) for row in table], "black")]
+    lines += [
+        (name, [row[number] for row in table], f"C{number}") for number, name in enumerate(names)
+    ]
+    for name, sizes, color in lines:
+        since = [(bytes_ - sizes[0]) / MIB for bytes_ in sizes]
+        label = f"{name}, {size(sizes[-1])} at last"
+        axes.plot(x, since, color=color, marker=marker, label=label)
+    axes.set_ylabel("RSS since the first sample (MiB)")
+    axes.legend()
+
+
+def draw_finished(axes: Axes, x: list[float], samples: Sequence[MemorySample], marker: str) -> None:
+    """A line for each process that counts finished requests which are still alive."""
+    for number, column in enumerate(zip(*(sample.processes for sample in samples), strict=True)):
+        counts = [alive(part) for part in column]
+        if any(count is not None for count in counts):
+            known = [float("nan") if count is None else count for count in counts]
+            axes.plot(x, known, color=f"C{number}", marker=marker)
+    axes.set_ylabel("finished requests\nstill alive")
+    axes.set_ylim(bottom=0)

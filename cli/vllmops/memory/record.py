@@ -1,4 +1,4 @@
-"""Records a server's memory: a sample after each round of a load, or one every so often."""
+"""Records a server's memory: a sample after each round of a load, or one per interval."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from ..rpc import agent
 if TYPE_CHECKING:
     from .loads import Load
 
-# Files and recordings have their times by the clock that people set; a server's start does not.
+# Times of files and recordings follow the wall clock, which may be set; a server's start does not.
 CLOCK_SLACK_S = 2.0
-# For PSS and USS the kernel walks a process's page table, 10 ms for some GB, and an agent that has
-# slept needs as long to wake up where the machine has taken its pages back: not every second.
+# Not every second: for PSS and USS the kernel walks the page table (10 ms for some GB), and an idle
+# agent needs as long to wake up if its pages were reclaimed.
 FULL_S = 60.0
 FULL_TIMES = 5  # at least
-SILENCE_S = 10.0  # for which a silent agent is left in peace
-KEPT = 20  # recordings of processes that are gone
+SILENCE_S = 10.0  # until a silent agent is asked again
+KEPT = 20  # recordings of processes that have ended
 SETTLE_S = 10.0
-SETTLED_S = 0.2  # what the engine lets go of after its last answer
+SETTLED_S = 0.2  # for what the engine frees after its last response
 LOOK_S = 0.1
 RECORDING_BYTES = 1 << 30  # one sample a second for some months
 LINES = msgspec.json.Decoder(MemorySample | End)
 
 
 def kept(label: str) -> Path:
-    """Where the newest recording of a server is kept."""
+    """The file with the newest recording of a server."""
     return own(home() / "memory") / f"{label}.jsonl"
 
 
 def keep(label: str, head: RecordingHead) -> Journal:
-    """Begin the recording that is kept of a server, in place of an older one.
+    """Begin the newest recording of a server; it replaces an older one.
 
     Raises:
         VllmopsError: ``file.not-written``.
@@ -66,11 +66,11 @@ def keep(label: str, head: RecordingHead) -> Journal:
     path = kept(label)
     try:
         make(path.parent)
-        # Two that begin at once would else write into one file.
+        # The lock keeps two recordings that begin at once from writing to one file.
         gate = take(path.parent / ".lock", wait=True)
     except OSError as error:
         raise not_written(path, error) from error
-    assert gate is not None  # it was waited for
+    assert gate is not None  # because of wait=True
     try:
         prune(path.parent)
         return Journal(path, head)
@@ -79,15 +79,15 @@ def keep(label: str, head: RecordingHead) -> Journal:
 
 
 def prune(place: Path) -> None:
-    """Of recordings of processes that are gone, leave the newest."""
-    with suppress(OSError):  # to make room is no condition
+    """Delete the recordings of ended processes, except the newest ones."""
+    with suppress(OSError):  # a recording begins even if nothing can be deleted
         over = sorted(filter(gone, place.glob("*.jsonl")), key=lambda path: path.stat().st_mtime)
         for path in over[:-KEPT]:
             path.unlink()
 
 
 def gone(path: Path) -> bool:
-    """Whether a recording is of a process, not of an instance, and that has ended."""
+    """Whether a recording is of a process that has ended, and not of an instance."""
     label = path.stem
     if not label.isdecimal() or Folder(label).path.exists():
         return False
@@ -98,11 +98,11 @@ def gone(path: Path) -> bool:
 
 
 def newest(label: str, since: float) -> Recording | None:
-    """The newest recording of a server, None where there is none.
+    """The newest recording of a server, None if there is none.
 
     Args:
-        label: the server's.
-        since: when it started, in seconds since the epoch: what is older is another server's.
+        label: the server's label.
+        since: the server's start in seconds since the epoch; an older recording is not its own.
     """
     try:
         path = kept(label)
@@ -128,17 +128,17 @@ def decode(path: Path, content: bytes) -> Recording:
         VllmopsError: as `files.decode` does, and ``memory.empty``.
     """
     head, entries = files.decode_lines(path, content, RecordingHead, LINES)
-    samples = [each for each in entries if isinstance(each, MemorySample)]
+    samples = [entry for entry in entries if isinstance(entry, MemorySample)]
     if not samples:
         raise VllmopsError(
-            "memory.empty", f"{path} was begun and has no sample", "vllmops memory record --save …"
+            "memory.empty", f"{path} contains no samples", "vllmops memory record --save …"
         )
-    end = next((each for each in entries if isinstance(each, End)), None)
+    end = next((entry for entry in entries if isinstance(entry, End)), None)
     return Recording(head=head, samples=samples, end=end)
 
 
 class Watch:
-    """The processes of a server as they were at first; each one's agent is found once."""
+    """The processes that a server has at the start; the agent of each is located once."""
 
     def __init__(self, server: Server) -> None:
         self.processes = server.of(*VITAL)
@@ -160,28 +160,28 @@ class Watch:
     def sample(
         self, round_: int | None = None, *, ask: bool = True, full: bool = True
     ) -> MemorySample:
-        """All processes now.
+        """A sample of all processes.
 
         Args:
             round_: rounds of the load so far.
             ask: whether to ask the agents.
             full: whether to measure PSS and USS too.
         """
-        told = self.told() if ask else {}
+        answers = self.answers() if ask else {}
         gpus, by_pid = self.gpus.used()
         return MemorySample(
             taken_at=time.time(),
             round=round_,
             processes=[
-                self.measured(process, told.get(process), by_pid.get(process.pid), full)
+                self.measured(process, answers.get(process), by_pid.get(process.pid), full)
                 for process in self.processes
             ],
-            quiet=quiet(told) if told else None,
+            quiet=quiet(answers) if answers else None,
             gpus_bytes=gpus,
         )
 
-    def told(self) -> dict[Process, AgentMemory]:
-        """What the agents say."""
+    def answers(self) -> dict[Process, AgentMemory]:
+        """The agents' answers, except from agents that were silent a moment ago."""
         now = time.monotonic()
         asked = [
             process
@@ -191,19 +191,19 @@ class Watch:
         answers, silent = agent.side_by_side(asked, self.ask)
         for process, _ in answers:
             self.silent.pop(process.pid, None)
-        for each in silent:
-            self.silent[each.pid] = (time.monotonic() + SILENCE_S, each.why)
+        for process_ in silent:
+            self.silent[process_.pid] = (time.monotonic() + SILENCE_S, process_.why)
         return dict(answers)
 
     def ask(self, process: Process) -> tuple[Process, AgentMemory]:
-        # Kept only where it answers: one that does not is looked for anew.
+        # An agent that does not answer is not kept: the next sample locates it again.
         reached = self.reached.pop(process, None) or agent.reach(process)
         answer = reached.memory()
         self.reached[process] = reached
         return process, answer
 
     def measured(
-        self, process: Process, told: AgentMemory | None, gpu: int | None, full: bool
+        self, process: Process, answer: AgentMemory | None, gpu: int | None, full: bool
     ) -> ProcessMemory:
         rss = pss = uss = None
         handle = self.handles.get(process)
@@ -211,8 +211,8 @@ class Watch:
             if handle and handle.is_running():
                 rss = handle.memory_info().rss or None  # a zombie has none
             if handle and rss and full:
-                whole = handle.memory_full_info()
-                rss, pss, uss = whole.rss, whole.pss, whole.uss
+                info = handle.memory_full_info()
+                rss, pss, uss = info.rss, info.pss, info.uss
         return ProcessMemory(
             role=process.role.value,
             pid=process.pid,
@@ -220,33 +220,33 @@ class Watch:
             pss_bytes=pss,
             uss_bytes=uss,
             gpu_bytes=gpu,
-            agent=told,
+            agent=answer,
             silent=self.silent.get(process.pid, (0.0, ""))[1],
         )
 
     def settled(self, round_: int) -> MemorySample:
-        """A full sample once nothing is in flight, or after a while in any case."""
+        """A full sample once nothing is in flight, or after `SETTLE_S` in any case."""
         end = time.monotonic() + SETTLE_S
-        while not quiet(self.told()) and time.monotonic() < end:
+        while not quiet(self.answers()) and time.monotonic() < end:
             time.sleep(LOOK_S)
         time.sleep(SETTLED_S)
         return self.sample(round_)
 
 
-def quiet(told: dict[Process, AgentMemory]) -> bool:
-    """Whether nothing was in flight, as far as was told."""
-    return not any(each.unfinished or each.in_flight for each in told.values())
+def quiet(answers: dict[Process, AgentMemory]) -> bool:
+    """Whether nothing was in flight, as far as the agents know."""
+    return not any(answer.unfinished or answer.in_flight for answer in answers.values())
 
 
 class Recorder:
-    """Takes one recording, and keeps what it has whatever happens.
+    """Takes one recording, and keeps its samples whatever happens.
 
     Args:
-        watch: whose memory.
-        head: what was asked for.
-        load: what to run, None for nothing.
-        journal: where each sample goes at once, None for nowhere.
-        tell: takes a line on how far it is.
+        watch: the processes to measure.
+        head: the options of the recording.
+        load: the load to run, None for none.
+        journal: gets each sample at once; None if the recording is not saved.
+        tell: gets a line of progress and the sample.
     """
 
     def __init__(
@@ -264,22 +264,22 @@ class Recorder:
         self.tell = tell
 
     def run(self) -> VllmopsError | None:
-        """Record to the end; returns what cut it short."""
-        trouble: VllmopsError | None = None
+        """Record to the end; returns the error that cut it short, None without one."""
+        failure: VllmopsError | None = None
         try:
             if self.recording.head.rounds:
                 self.by_rounds(self.recording.head.rounds)
             else:
                 self.by_time()
         except KeyboardInterrupt:
-            trouble = VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
+            failure = VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
         except VllmopsError as error:
-            trouble = error
-        self.recording.end = End(at=time.time(), why=trouble.message if trouble else "")
+            failure = error
+        self.recording.end = End(at=time.time(), why=failure.message if failure else "")
         if self.journal:
             self.journal.add(self.recording.end)
-            trouble = trouble or self.journal.trouble
-        return trouble
+            failure = failure or self.journal.trouble
+        return failure
 
     def by_rounds(self, rounds: int) -> None:
         self.keep(self.watch.sample(0), f"round 1 of {rounds}")
@@ -309,7 +309,7 @@ class Recorder:
                     raise background.error
                 if last:
                     return
-                # Where a sample took longer than the interval, some are left out.
+                # If a sample took longer than the interval, the missed ones are skipped.
                 passed = int((time.monotonic() - began) / interval) + 1
                 time.sleep(max(began + passed * interval - time.monotonic(), 0.0))
         finally:
@@ -326,12 +326,12 @@ class Recorder:
         self.recording.samples.append(sample)
         if self.journal:
             self.journal.add(sample)
-        gone = [f"{each.role} {each.pid}" for each in sample.processes if each.rss_bytes is None]
+        gone = [f"{part.role} {part.pid}" for part in sample.processes if part.rss_bytes is None]
         if gone:
             raise VllmopsError(
                 "memory.process-gone",
                 f"{', '.join(gone)} ended: the recording ends here",
-                "vllmops ps --all says what became of the server; record anew once it is ready",
+                "vllmops ps --all shows the server's state; record again once the server is ready",
             )
         self.tell(what, sample)
 
@@ -354,7 +354,7 @@ class Background:
             except VllmopsError as error:
                 self.error = error
             except Exception as error:
-                # The recording would go on without its load.
+                # Without this, the recording would go on without its load.
                 self.error = VllmopsError(
-                    "memory.load-failed", f"the load has ended: {type(error).__name__}: {error}"
+                    "memory.load-failed", f"the load failed: {type(error).__name__}: {error}"
                 )

@@ -1,8 +1,8 @@
 """Reads stacks as people paste them: any tool's form, through any log, terminal or mail program.
 
-Lines are cleaned, those that a terminal wrapped are joined, those that were run together are
-taken apart; then each line is a header, a frame, or of no interest. Nothing here can fail: what
-is no stack gives no samples.
+First lines are cleaned: prefixes of logs go, lines that a terminal wrapped are joined, lines that
+were run together are split. Then each line is a header, a frame, or of no interest. No text makes
+it fail: a text without stacks gives no samples.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,13 +22,13 @@ from ..protocol.pasted import Crash, Pasted
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from . import pyspy
 
-GUESSED = "thread states are guessed: this form of dump does not tell them"
+GUESSED = "thread states are guessed: this dump format does not show them"
 
 ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
     r"|\[\d{1,2}(?:;\d{1,3})*m|[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff\u200b]"
 )
-# Any number of prefixes; the last vLLM one tells the process.
+# Any number of log prefixes; the last one of vLLM names the process.
 PREFIX = re.compile(
     r"(?:\s*(?:"
     r"(?:>\s?)+"
@@ -77,7 +77,7 @@ ERROR = re.compile(
     r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Dead)\b(?:: .*)?$"
 )
 
-# A frame of py-spy's; of a C++ function the name has blanks and brackets.
+# A frame of py-spy; the name of a C++ function has blanks and brackets.
 FRAME = re.compile(
     r"(?P<function>\S.*?) ?\((?P<file><[\w .-]+>|[^()]*?[^()\s:])(?::(?P<line>\d+))?\)$"
 )
@@ -112,7 +112,7 @@ UNITS = (
     FILE,
 )
 
-# Where lines were run together, each of these began one.
+# Where lines were run together, each of these begins a line.
 BEGINS = re.compile(
     r"\s*(?=(?:Thread (?:0x[0-9a-fA-F]+|\d+) \(|Current thread 0x|(?<!\w)Process \d+: "
     r"|Traceback \(most|(?<!Binary )File \"[^\"]+\", line|#\d+ +(?:0x|Frame |\w+ \()"
@@ -125,15 +125,14 @@ ENDS = re.compile(
 )
 RUN_TOGETHER = 160
 CACHED = 1 << 14  # lines: dumps repeat themselves
-NARROWEST = 19  # a line that a terminal wrapped is longer
-# A C++ name may take as many lines of a narrow terminal.
-JOINED = 14
+NARROWEST = 19  # columns: no terminal that wraps lines is narrower
+JOINED = 14  # lines at most: a C++ name may take so many in a narrow terminal
 BEGUN = re.compile(
     r"==> |File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call "
     r"|(?P<call>\S.* ?\([^()]*$)"
 )
 STARTS = re.compile(r"File \"|#\d+ |Traceback ")
-# What may be the first part of something that a terminal cut: most of a log may not.
+# What can be the first part of a line that a terminal cut; most lines of a log cannot.
 PLAUSIBLE = re.compile(
     r"Thread |Current |Process |File |Traceback |Fatal |Call |#\d"
     r"|[\w.<>-]+(?:, [\w.<>-]+)*,?(?: ?\([^()]*\)?:?)?(?: \w*)?$|[^:]*::|[A-Za-z]\w* pid"
@@ -164,7 +163,7 @@ API = {
     "extract_tool_calls", "extract_tool_calls_streaming", "_merge_mm_kwargs",
     "run_api_server_worker_proc",
 }  # fmt: skip
-# A worker of a single-process engine runs in the engine, so the engine is asked first.
+# The first match counts. A worker may run inside its engine: more general names come last.
 ROLES = (
     (Role.COORDINATOR, {"process_input_socket", "run_coordinator"}),
     (Role.WORKER, WORKER),
@@ -182,8 +181,7 @@ class _Thread:
     state: str = ""
     gil: bool = False
     frames: list[Frame] = field(default_factory=list)
-    # faulthandler's last thread is the process's first.
-    fault: bool = False
+    fault: bool = False  # from faulthandler, which prints the main thread last
 
 
 @dataclass
@@ -202,16 +200,16 @@ class _Crash:
 
 
 def read(text: str, name: str = "") -> Pasted:
-    """What stacks a text holds.
+    """Find the stacks in a text.
 
     Args:
-        text: anything.
-        name: the file it is from; vLLM's own dumps tell the process by it.
+        text: any text.
+        name: the name of its file; vLLM's own dump files have the process in their name.
 
     Returns:
-        Samples, crashes and the cleaned text; no samples where it holds no stacks.
+        Samples, crashes and the cleaned text; no samples if the text holds no stacks.
     """
-    # JSON of any shape, and of any depth.
+    # JSON can have any shape and any depth.
     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
         if found := _json(text):
             return found
@@ -220,23 +218,23 @@ def read(text: str, name: str = "") -> Pasted:
     reader = _Reader()
     for (title, pid), lines in streams.items():
         reader.stream(title, pid)
-        if not title and (told := FILE.match(name)):
-            reader.process(int(told["pid"]), told["title"])
+        if not title and (dump := FILE.match(name)):
+            reader.process(int(dump["pid"]), dump["title"])
         for line in _joined(lines):
             reader.line(line)
     return Pasted(
         samples=_samples(reader.processes),
         crashes=tuple(
-            Crash(each.process, each.error, tuple(reversed(each.frames)))
-            for each in reader.crashes
-            if each.frames or each.error
+            Crash(crash.process, crash.error, tuple(reversed(crash.frames)))
+            for crash in reader.crashes
+            if crash.frames or crash.error
         ),
         text="\n".join(cleaned),
     )
 
 
 def _json(text: str) -> Pasted | None:
-    """Our own snapshot, or py-spy's JSON: one or more documents, one after the other."""
+    """The stacks in our own snapshot or in py-spy's JSON, one or more documents in a row."""
     processes: list[_Process] = []
     snapshots: list[StacksSnapshot] = []
     start = text.lstrip("\ufeff \r\n\t`")
@@ -277,9 +275,12 @@ def _documents(content: str) -> Iterator[Any]:
 
 
 def _streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
-    """The lines without what is around them, by the process that a log prefix names.
+    """The lines without log prefixes and fences, by the process that the prefix names.
 
-    In ``cleaned`` they are as they came: of a wrapped line only the first part has the prefix.
+    Args:
+        text: as pasted.
+        cleaned: gets the same lines in their order in the text; of a wrapped line, only the first
+            part has the prefix.
     """
     text = ESCAPES.sub("", text)
     if text.count("\\n") > max(3, text.count("\n")):
@@ -301,22 +302,22 @@ def _streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
 
 
 def _joined(lines: list[str]) -> Iterator[str]:
-    """Lines as they were before a terminal wrapped them, or something ran them together."""
-    whole: list[str] = []
+    """The lines as they were before a terminal wrapped them, or something ran them together."""
+    parts: list[str] = []
     for line in lines:
         if len(line) > RUN_TOGETHER and len(FRAME_END.findall(line)) > 1:
-            line = BEGINS.sub("\n", ENDS.sub(r"\1\n", line))  # noqa: PLW2901
-            whole += [part.strip() for part in line.split("\n") if part.strip()]
+            apart = BEGINS.sub("\n", ENDS.sub(r"\1\n", line)).split("\n")
+            parts += [part.strip() for part in apart if part.strip()]
         else:
-            whole.append(line)
-    width = max(map(len, whole), default=0)
+            parts.append(line)
+    width = max(map(len, parts), default=0)
     at = 0
-    while at < len(whole):
-        raw = whole[at]
+    while at < len(parts):
+        raw = parts[at]
         line = raw.strip()
         at += 1
-        if line and (len(raw) == width or not _complete(line)) and at < len(whole):
-            taken, joined = _join(raw, whole[at : at + JOINED], width)
+        if line and (len(raw) == width or not _complete(line)) and at < len(parts):
+            taken, joined = _join(raw, parts[at : at + JOINED], width)
             if taken:
                 yield joined
                 at += taken
@@ -328,38 +329,74 @@ REST = re.compile(r"\w+>?")
 FRAME_END = re.compile(r":\d+\)|\.so[\d.]*\)|, line \d+")
 
 
-def _join(raw: str, rest: list[str], width: int) -> tuple[int, str]:
-    """How many of the next lines belong to a line, 0 where it is whole, and what they make."""
+def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
+    """Join a line with those that a terminal has cut off from it.
+
+    Args:
+        raw: the line, with its indentation.
+        following: the lines after it.
+        width: of the longest line; a line that a terminal has cut is as long.
+
+    Returns:
+        How many of the following lines belong to the line, 0 if none does, and the joined line.
+    """
     line = raw.strip()
     full = len(raw) >= width - 1 >= NARROWEST
-    complete = _complete(line)
+    if not _may_be_cut(line, full):
+        return 0, line
+    alone = _complete(line)  # it makes sense without the following lines
     begun = BEGUN.match(line)
-    if not begun and not (full and PLAUSIBLE.match(line)):
-        return 0, line
-    if LOCAL.match(line) and not PROCESS.match(line):
-        return 0, line
-    call = begun is not None and begun["call"] is not None
-    glued, spaced = raw, raw
-    for count, more in enumerate(rest, 1):
-        bare = more.strip()
-        # What follows a cut name looks whole, too: the end of a frame's name is a name.
-        if not bare or (_complete(bare) and (complete or not full or more[:2] == "  ")):
+    open_call = begun is not None and begun["call"] is not None
+    glued = spaced = raw
+    for count, more in enumerate(following, 1):
+        part = more.strip()
+        indented = more.startswith("  ")
+        if not part or _begins_anew(part):
             break
-        if STARTS.match(bare) or any(head.match(bare) for head in HEADS):
+        # The end of a cut function name looks complete, too: it is a name.
+        if _complete(part) and (alone or not full or indented):
             break
-        glued += more if more[:2] != "  " else bare
-        spaced += " " + bare
-        if call and bare[-1] != ")":
+        glued += part if indented else more
+        spaced += f" {part}"
+        if open_call and not part.endswith(")"):
             continue
-        for made in (glued.strip(), spaced.strip()):
-            if _complete(made) and not (complete and made == spaced.strip()):
-                # A name is whole wherever it is cut: its rest is a word at a line's begin.
-                if len(more) == width and REST.fullmatch("".join(rest[count : count + 1])):
-                    return count + 1, made + rest[count]
-                return count, made
-        if complete:
+        joined = _completed(glued.strip(), spaced.strip(), alone)
+        if joined is None and alone:
             break
+        if joined is None:
+            continue
+        # A name looks complete wherever it is cut: its end is a single word on the next line.
+        if len(more) == width and count < len(following) and REST.fullmatch(following[count]):
+            return count + 1, joined + following[count]
+        return count, joined
     return 0, line
+
+
+def _may_be_cut(line: str, full: bool) -> bool:
+    """Whether a line can be the first part of one that a terminal has cut.
+
+    Args:
+        line: without indentation.
+        full: whether it is as long as the terminal is wide.
+    """
+    if LOCAL.match(line) and not PROCESS.match(line):
+        return False
+    return bool(BEGUN.match(line) or (full and PLAUSIBLE.match(line)))
+
+
+def _begins_anew(line: str) -> bool:
+    """Whether a line can't be the rest of another one."""
+    return bool(STARTS.match(line)) or any(head.match(line) for head in HEADS)
+
+
+def _completed(glued: str, spaced: str, alone: bool) -> str | None:
+    """Which way of joining makes a complete line: without or with a blank; None if neither.
+
+    A line that is complete alone is only ever continued without a blank.
+    """
+    if _complete(glued) and not (alone and glued == spaced):
+        return glued
+    return spaced if not alone and _complete(spaced) else None
 
 
 @functools.lru_cache(CACHED)
@@ -375,20 +412,20 @@ def _complete(line: str) -> bool:
 
 @functools.lru_cache(CACHED)
 def _frame(line: str) -> Frame | None:
-    """The frame in a line of py-spy's, or of `stacks dump`."""
+    """The frame in a line of py-spy or of `stacks dump`; None if the line has none."""
     found = FRAME.match(line)
     if not found or line.startswith(("Python v", "Process ")):
         return None
     function, file, number = found["function"], found["file"], found["line"]
     python = file.endswith(".py") or file.startswith("<")
-    # A script has no ending; an address has no letters.
+    # A script's file name may have no suffix; an address has no letters.
     script = number and " " not in function and not file.replace(".", "").isdigit()
     if not (python or script or NATIVE.search(file)) or " at 0x" in file:
         return None
     if python:
         if " " in function and not function.startswith(("Arguments:", "Locals:")):
             return None
-        # Where a dump is on one line, variables stand before the next name.
+        # If a whole dump is on one line, variables stand before the next name.
         function = function.rsplit(" ", 1)[-1]
     elif LOCAL.match(function):
         return None
@@ -396,7 +433,7 @@ def _frame(line: str) -> Frame | None:
 
 
 class _Reader:
-    """Takes line by line; keeps the process, the thread and the crash that lines belong to."""
+    """Reads line by line; keeps the process, the thread and the crash that a line belongs to."""
 
     def __init__(self) -> None:
         self.processes: list[_Process] = []
@@ -407,7 +444,7 @@ class _Reader:
         self.first = False  # whether quoted frames are innermost first, as gdb's py-bt has them
 
     def stream(self, title: str, pid: int) -> None:
-        """What follows was said by this process, as far as it does not say otherwise."""
+        """The next lines are of this process, unless a header among them names another one."""
         self.crash = None
         self.open = False
         self.owner = f"{title} pid {pid}" if title else ""
@@ -467,7 +504,7 @@ class _Reader:
             self.frame(Frame(found["function"], file, file, int(number) if number else None))
         elif 'File "' in line and (found := QUOTED.match(line)):
             if found["comma"] and not self.crash and not self.first:
-                # The head of the traceback was not pasted.
+                # The first line of the traceback was not pasted.
                 self._crash("")
             self._python(found)
             if self.crash and (error := ERROR.search(line[found.end() :])):
@@ -476,36 +513,42 @@ class _Reader:
             self.crash.error = line
             self.crash = None
 
-    def _header(self, line: str) -> bool:  # noqa: PLR0912 - one branch for each form
-        if found := THREAD.match(line):
-            self.thread(_thread(found))
-        elif found := FAULT.match(line):
-            self.thread(_Thread(found["name"] or "", int(found["tid"], 16), fault=True))
-        elif found := GDB_THREAD.match(line):
-            self.thread(_Thread(found["name"] or "", int(found["tid"])))
-        elif found := PROCESS.match(line):
-            self.process(int(found["pid"]), found["title"] or "")
-        elif LAST.match(line):
-            self.first = False
-            self._crash("")
-        elif FIRST.match(line):
-            self.crash, self.first = None, True
-        elif FATAL.match(line):
-            self.process(0, "")
-            self.crashes.append(_Crash(self.owner, line))
-        elif AGAIN.match(line):
-            self.again()
-        elif (found := OUR_PROCESS.match(line)) or (found := FILE.match(line)):
-            self.process(int(found["pid"]), found["title"])
-        elif found := COMMAND.match(line):
-            self.process(int(found["pid"] or found["gdb"]), "")
-        elif found := LABEL.match(line):
-            self.process(int(found["pid"] or 0), found["title"])
-        elif found := OURS.match(line):
-            self.thread(_thread(found))
-        else:
-            return False
-        return True
+    def _header(self, line: str) -> bool:
+        """Take a line that begins a process, a thread or a traceback; False if it is none."""
+        for pattern, take in HEADERS:
+            if found := pattern.match(line):
+                take(self, found)
+                return True
+        return False
+
+    def _faulthandler_thread(self, found: re.Match[str]) -> None:
+        self.thread(_Thread(found["name"] or "", int(found["tid"], 16), fault=True))
+
+    def _gdb_thread(self, found: re.Match[str]) -> None:
+        self.thread(_Thread(found["name"] or "", int(found["tid"])))
+
+    def _state_thread(self, found: re.Match[str]) -> None:
+        self.thread(_thread(found))
+
+    def _process(self, found: re.Match[str]) -> None:
+        self.process(int(found["pid"] or 0), found["title"] or "")
+
+    def _command(self, found: re.Match[str]) -> None:
+        self.process(int(found["pid"] or found["gdb"]), "")
+
+    def _outermost_first(self, _found: re.Match[str]) -> None:
+        self.first = False
+        self._crash("")
+
+    def _innermost_first(self, _found: re.Match[str]) -> None:
+        self.crash, self.first = None, True
+
+    def _fatal(self, found: re.Match[str]) -> None:
+        self.process(0, "")
+        self.crashes.append(_Crash(self.owner, found.string))
+
+    def _again(self, _found: re.Match[str]) -> None:
+        self.again()
 
     def _crash(self, error: str) -> None:
         self.crash = _Crash(self.owner, error)
@@ -517,9 +560,27 @@ class _Reader:
         self.frame(Frame(found["function"], found["file"], _short(found["file"]), number))
 
 
+# What begins a process, a thread or a traceback; the first pattern that matches counts.
+HEADERS: tuple[tuple[re.Pattern[str], Callable[[_Reader, re.Match[str]], None]], ...] = (
+    (THREAD, _Reader._state_thread),
+    (FAULT, _Reader._faulthandler_thread),
+    (GDB_THREAD, _Reader._gdb_thread),
+    (PROCESS, _Reader._process),
+    (LAST, _Reader._outermost_first),
+    (FIRST, _Reader._innermost_first),
+    (FATAL, _Reader._fatal),
+    (AGAIN, _Reader._again),
+    (OUR_PROCESS, _Reader._process),
+    (FILE, _Reader._process),
+    (COMMAND, _Reader._command),
+    (LABEL, _Reader._process),
+    (OURS, _Reader._state_thread),
+)
+
+
 def _thread(found: re.Match[str]) -> _Thread:
-    told = found.groupdict().get("tid")
-    tid = None if told in {None, "None"} else int(str(told), 0)
+    number = found.groupdict().get("tid")
+    tid = None if number in {None, "None"} else int(str(number), 0)
     return _Thread(found["name"] or "", tid, found["state"], bool(found["gil"]))
 
 
@@ -540,25 +601,25 @@ def _is_main(thread: _Thread) -> bool:
 
 
 def _samples(processes: list[_Process]) -> tuple[StacksSnapshot, ...]:
-    """The processes, once in each sample: one that comes again is in the next."""
+    """Samples of the processes: a process that occurs again belongs to the next sample."""
     samples: list[list[ProcessStacks]] = []
     seen: dict[object, int] = {}
-    for each in processes:
-        threads = each.parsed or tuple(_finished(thread) for thread in each.threads)
+    for process in processes:
+        threads = process.parsed or tuple(_finished(thread) for thread in process.threads)
         if not threads:
             continue
-        key: object = each.pid or each.title or object()
+        key: object = process.pid or process.title or object()
         index = seen.get(key, 0)
         seen[key] = index + 1
         if index == len(samples):
             samples.append([])
-        known = bool(each.parsed) or any(thread.state for thread in each.threads)
+        known = bool(process.parsed) or any(thread.state for thread in process.threads)
         samples[index].append(
             ProcessStacks(
-                role=str(_role(each.title, threads)),
-                pid=each.pid,
+                role=str(_role(process.title, threads)),
+                pid=process.pid,
                 create_time=0.0,
-                title=_title(each.title),
+                title=_title(process.title),
                 note="" if known else GUESSED,
                 threads=threads,
             )
@@ -571,7 +632,7 @@ def _samples(processes: list[_Process]) -> tuple[StacksSnapshot, ...]:
 
 
 def _drop_cut(samples: list[list[ProcessStacks]]) -> None:
-    """Leave out the last sample where its stacks break off: it tells less than the others."""
+    """Remove the last sample if its stacks break off: it shows less than the others."""
     if len(samples) < 2:
         return
     last = samples[-1][-1]
@@ -598,11 +659,12 @@ def _waits(frames: list[Frame]) -> bool:
     return NATIVE_WAITS.search(bare) is not None
 
 
-def _title(told: str) -> str:
-    word = next((word for word in told.split() if word.startswith("VLLM::")), "")
-    if word or " " in told or "/" in told:
+def _title(title: str) -> str:
+    """The title that vLLM gives the process; empty if it can't be known."""
+    word = next((word for word in title.split() if word.startswith("VLLM::")), "")
+    if word or " " in title or "/" in title:
         return word
-    return f"VLLM::{told}" if titled([f"VLLM::{told}"]) else ""
+    return f"VLLM::{title}" if titled([f"VLLM::{title}"]) else ""
 
 
 def _role(title: str, threads: tuple[Thread, ...]) -> Role:

@@ -1,7 +1,7 @@
-"""Stacks from outside, by py-spy: every process side by side, within one time budget.
+"""Takes stacks from outside with py-spy: all processes at once, within one time budget.
 
-py-spy stops a process with PTRACE_SEIZE and PTRACE_INTERRUPT: no signal is sent, and when py-spy
-dies, by whatever, the kernel lets the process run on. So killing a py-spy that is late is safe.
+py-spy stops a process with PTRACE_SEIZE and PTRACE_INTERRUPT. It sends no signal, and if py-spy
+dies for any reason, the kernel resumes the process. So it is safe to kill a py-spy that is late.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..protocol.files import DAMAGE
 from ..protocol.stacks import Frame, Local, Options, Problem, ProcessStacks, StacksSnapshot, Thread
 
 SURE_SHARE = 0.8
-# A killed process ends at once, unless the kernel itself is stuck in it.
+# A killed process ends at once, unless it is stuck in the kernel.
 KILL_WAIT_S = 1.0
 
 NOT_PYTHON = ("Failed to find python version", "Failed to find a python interpreter")
@@ -60,7 +60,7 @@ class _Thread(msgspec.Struct):
 
 
 class _LateError(VllmopsError):
-    """py-spy was killed because its time was up."""
+    """py-spy was killed at its time limit."""
 
 
 def find() -> str:
@@ -74,7 +74,7 @@ def find() -> str:
         return str(beside)
     if found := shutil.which("py-spy"):
         return found
-    from importlib import metadata  # noqa: PLC0415  # slow, and next to never needed
+    from importlib import metadata  # noqa: PLC0415 - slow to import, and hardly ever needed
 
     try:
         files = metadata.files("py-spy") or []
@@ -85,7 +85,7 @@ def find() -> str:
             return str(path)
     raise VllmopsError(
         "pyspy.missing",
-        "py-spy, which reads the stacks, is not installed",
+        "py-spy is not installed; it reads the stacks",
         f"{sys.executable} -m pip install py-spy",
     )
 
@@ -97,13 +97,13 @@ def capture(
     timeout_s: float = 20.0,
     server: str | None = None,
 ) -> StacksSnapshot:
-    """Dump all processes side by side; one that fails does not keep the others.
+    """Dump all processes at the same time; one that fails does not stop the others.
 
     Args:
-        processes: whose stacks to take.
-        options: locals, native frames, without stopping the processes.
-        timeout_s: for all of them together, in seconds.
-        server: its name, for the snapshot.
+        processes: the processes to dump.
+        options: local variables, native frames, whether to stop the processes.
+        timeout_s: seconds for all processes together.
+        server: the server's name, for the snapshot.
 
     Raises:
         VllmopsError: ``pyspy.missing``.
@@ -113,7 +113,7 @@ def capture(
     captured_at, began = time.time(), time.monotonic()
     deadline = began + timeout_s
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
-        dumps = [pool.submit(_dump, program, each, options, deadline) for each in processes]
+        dumps = [pool.submit(_dump, program, process, options, deadline) for process in processes]
         done = tuple(dump.result() for dump in dumps)
     return StacksSnapshot(
         captured_at=captured_at,
@@ -125,34 +125,34 @@ def capture(
 
 
 def parse(output: bytes, *, with_locals: bool = False) -> tuple[Thread, ...]:
-    """The threads in the output of ``py-spy dump --json``, the most telling first.
+    """The threads in the output of ``py-spy dump --json``: holder of the GIL, active, idle.
 
     Raises:
-        VllmopsError: ``stacks.unreadable`` where it is nothing py-spy 0.4 would print.
+        VllmopsError: ``stacks.unreadable`` if py-spy 0.4 does not print such output.
     """
     try:
         threads = msgspec.json.decode(output, type=list[_Thread])
     except DAMAGE as error:
         raise VllmopsError(
             "stacks.unreadable",
-            f"py-spy's output is not as expected: {error}",
+            f"the output of py-spy has an unknown format: {error}",
             f"{sys.executable} -m pip install 'py-spy>=0.4.1,<0.5'",
         ) from error
-    threads.sort(key=lambda each: (not each.owns_gil, not each.active, each.os_thread_id or 0))
+    threads.sort(key=lambda t: (not t.owns_gil, not t.active, t.os_thread_id or 0))
     return tuple(
         Thread(
-            name=each.thread_name or f"thread {each.os_thread_id}",
-            state="active" if each.active else "idle",
-            owns_gil=each.owns_gil,
-            tid=each.os_thread_id,
-            frames=tuple(_frame(frame, with_locals=with_locals) for frame in each.frames),
+            name=thread.thread_name or f"thread {thread.os_thread_id}",
+            state="active" if thread.active else "idle",
+            owns_gil=thread.owns_gil,
+            tid=thread.os_thread_id,
+            frames=tuple(_frame(frame, with_locals=with_locals) for frame in thread.frames),
         )
-        for each in threads
+        for thread in threads
     )
 
 
 def _frame(frame: _Frame, *, with_locals: bool) -> Frame:
-    found = (Local(each.name, each.repr, each.arg) for each in frame.locals or ())
+    found = (Local(local.name, local.repr, local.arg) for local in frame.locals or ())
     return Frame(
         function=frame.name,
         file=frame.filename,
@@ -171,8 +171,8 @@ def _dump(program: str, process: Process, options: Options, deadline: float) -> 
         try:
             threads, note = _attempts(program, process, options, deadline)
         finally:
-            # A process that went meanwhile is told as that, whatever py-spy made of it; and if
-            # its pid has a new owner, these may be the wrong stacks.
+            # A process that ended meanwhile is reported as gone, whatever py-spy printed; and if
+            # another process has its pid now, these may be the wrong stacks.
             _confirm(process)
     except VllmopsError as error:
         threads, note = (), ""
@@ -191,7 +191,7 @@ def _dump(program: str, process: Process, options: Options, deadline: float) -> 
 
 
 def _confirm(process: Process) -> None:
-    """Raise unless this very process is there and alive."""
+    """Raise unless this same process is alive."""
     try:
         found = psutil.Process(process.pid)
         reused = identity.of(process.pid) != process.identity
@@ -204,26 +204,27 @@ def _confirm(process: Process) -> None:
     if reused:
         raise VllmopsError(
             "stacks.gone",
-            f"pid {process.pid} is gone; the number belongs to another process by now",
+            f"pid {process.pid} is gone; another process has this pid now",
             "vllmops ps shows what runs now",
         )
     if zombie:
         raise VllmopsError(
             "stacks.zombie",
-            f"pid {process.pid} is dead, a zombie that its parent, pid {parent}, did not collect",
-            "its last words are in the log: vllmops logs",
+            f"pid {process.pid} has ended and is a zombie: its parent, pid {parent}, did not reap "
+            "it",
+            "vllmops logs shows its last log lines",
         )
 
 
 def _attempts(
     program: str, process: Process, options: Options, deadline: float
 ) -> tuple[tuple[Thread, ...], str]:
-    """The stacks, as asked or else by a way that demands less, and a note where it does.
+    """The stacks, taken as asked or in a simpler way, and a note if it was a simpler way.
 
-    A process that can't be stopped (in a driver call, say, or held by a debugger) can still be
-    read, and native frames are no reason to go without Python's. One that stands already is not
-    tried to be stopped: py-spy would wait for that in vain. Each try but the last leaves something
-    of the time that is left: half, or where it will hardly be in vain, little.
+    A process that can't be stopped (in a driver call, or held by a debugger) can still be read, and
+    Python frames are useful without native ones. A process that is stopped already is read without
+    stopping it: py-spy would wait in vain. Each attempt except the last may use a share of the time
+    that is left: half, or more if it will hardly fail.
     """
     ways: list[tuple[str, ...]] = [("--nonblocking",)]
     halted = "" if options.nonblocking else _held(process.pid, "tT")
@@ -251,7 +252,7 @@ def _attempts(
         held = _held(process.pid)
         raise VllmopsError(
             "stacks.timeout",
-            f"py-spy was not done with pid {process.pid} within {round(budget_s, 1):g} s"
+            f"py-spy did not finish with pid {process.pid} within {round(budget_s, 1):g} s"
             + (f": {held}" if held else ""),
             f"vllmops stacks dump -t {process.pid} --timeout {max(60, 3 * budget_s):.0f}",
         ) from first
@@ -259,20 +260,20 @@ def _attempts(
 
 
 def _note(process: Process, way: Iterable[str], error: VllmopsError) -> str:
-    """Why a dump is not as it was asked for."""
+    """Why a dump was not taken as asked."""
     if "--nonblocking" not in way:
         return f"without native frames: {error.message}"
     if held := _held(process.pid):
         return f"{UNSTOPPED}: {held}"
-    return f"{UNSTOPPED}, so frames may not fit together: {error.message}"
+    return f"{UNSTOPPED}, so frames may be inconsistent: {error.message}"
 
 
 def _held(pid: int, states: str = "tTD") -> str:
-    """Why a process can't be stopped by us just now; empty where no reason is seen.
+    """Why py-spy can't stop a process at the moment; empty if no reason is visible.
 
     Args:
-        pid: of the process.
-        states: the kernel's letters of those that count.
+        pid: the process.
+        states: the kernel's letters for the thread states that count.
     """
     try:
         for task in proc.threads(pid):
@@ -282,7 +283,7 @@ def _held(pid: int, states: str = "tTD") -> str:
                     tracer = proc.status(f"{pid}/task/{task}")["TracerPid"]
                     return f"it is being debugged by pid {tracer}"
                 case "T":
-                    return f"{STOPPED}, and kill -CONT {pid} lets it go on"
+                    return f"{STOPPED}; kill -CONT {pid} resumes it"
                 case "D":
                     return f"thread {task} is in a system call that can't be interrupted"
     except (OSError, LookupError):
@@ -291,10 +292,10 @@ def _held(pid: int, states: str = "tTD") -> str:
 
 
 def _run(command: Sequence[str], process: Process, limit_s: float) -> bytes:
-    """Run py-spy; returns what it prints.
+    """Run py-spy; returns its output.
 
     Raises:
-        VllmopsError: what `_failure` makes of its complaint, or `_LateError`.
+        VllmopsError: ``pyspy.unusable``, one of `_failure`, or `_LateError`.
     """
     try:
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -310,29 +311,33 @@ def _run(command: Sequence[str], process: Process, limit_s: float) -> bytes:
         running.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             running.communicate(timeout=KILL_WAIT_S)
-        raise _LateError("stacks.timeout", f"py-spy was not done within {limit_s:.3g} s") from None
+        raise _LateError(
+            "stacks.timeout", f"py-spy did not finish within {limit_s:.3g} s"
+        ) from None
     if running.returncode:
         raise _failure(process, complaint.decode(errors="replace"))
     return output
 
 
 def _failure(process: Process, complaint: str) -> VllmopsError:
-    """The error that py-spy's complaint, a message and its causes, stands for."""
-    told = complaint.partition("Stack backtrace:")[0]
-    if any(words in told for words in NOT_PYTHON):
+    """The error for what py-spy printed on stderr: a message and its causes."""
+    message = complaint.partition("Stack backtrace:")[0]
+    if any(words in message for words in NOT_PYTHON):
         return VllmopsError(
             "stacks.not-python",
-            f"pid {process.pid} does not run Python, or has not got so far yet",
-            f"where it is native: gdb -p {process.pid} -batch -ex 'thread apply all bt'",
+            f"pid {process.pid} does not run Python, or has not started it yet",
+            f"for native stacks: gdb -p {process.pid} -batch -ex 'thread apply all bt'",
         )
-    if any(words in told for words in REFUSED):
-        # Not Linux, or gone: then py-spy's own words have to do.
+    if any(words in message for words in REFUSED):
+        # Not Linux, or the process is gone: py-spy's own message is used.
         with contextlib.suppress(OSError):
             return refusal(process.pid, rights(process.pid))
-    lines = [line.strip() for line in told.splitlines() if line.strip() not in {"", "Caused by:"}]
+    lines = [
+        line.strip() for line in message.splitlines() if line.strip() not in {"", "Caused by:"}
+    ]
     causes = dict.fromkeys(re.sub(r"^(Error|\d+): ", "", line) for line in lines)
     return VllmopsError(
         "stacks.failed",
-        f"py-spy failed on pid {process.pid}: {': '.join(causes) or 'it does not say why'}",
+        f"py-spy failed on pid {process.pid}: {': '.join(causes) or 'it gives no reason'}",
         f"vllmops stacks dump -t {process.pid} --nonblocking",
     )

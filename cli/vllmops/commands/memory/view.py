@@ -1,4 +1,4 @@
-"""How a recording of memory is shown to a person."""
+"""Shows a recording of memory to a person."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from .. import output
-from ..diagnose.findings import Finding
-from ..diagnose.memory import FLAT, GROWING, OPEN, TOTAL, Trend
-from ..output import size, span
-from ..protocol.memory import MemorySample, ProcessMemory, Recording
-from .findings import lines
+from ... import output
+from ...diagnose.findings import Finding
+from ...diagnose.memory import FLAT, GROWING, OPEN, TOTAL, Trend
+from ...output import size, span
+from ...protocol.memory import MemorySample, ProcessMemory, Recording
+from ..findings import lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-ABREAST = 4  # columns in one table, so that it fits 60 columns
+COLUMNS = 4  # in one table, so that it fits 60 characters
 ROWS = 12
 SPARKS = 30
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {GROWING: "bold red", FLAT: "green", OPEN: "yellow"}
-LATE_S = 120.0  # by which a server that has the agent from the start counts in any case
+LATE_S = 120.0  # an agent that is there from the start counts requests sooner than this
 WARM_UP = 1  # the round that warms up
 
 
 def shown(
     recording: Recording, trends: Sequence[Trend], found: Sequence[Finding]
 ) -> Iterator[RenderableType]:
-    """Tables, verdicts, notes, findings."""
+    """Tables, verdicts, notes and findings of a recording."""
     from rich.text import Text  # noqa: PLC0415
 
     sizes = rss(recording)
     names = list(sizes)
-    for start in range(0, len(names), ABREAST):
-        yield resident(recording, sizes, names[start : start + ABREAST], trends)
+    for start in range(0, len(names), COLUMNS):
+        yield resident(recording, sizes, names[start : start + COLUMNS], trends)
         yield Text()
-    yield others(recording)
+    yield other_figures(recording)
     yield Text()
     for trend in trends:
         verdict = Text.assemble(trend.subject, ": ", (trend.verdict, STYLES[trend.verdict]))
@@ -49,14 +49,14 @@ def shown(
 
 
 def columns(recording: Recording) -> dict[str, list[ProcessMemory]]:
-    """Each process's part of all samples."""
+    """The parts of each process in all samples, by its name."""
     parts = zip(*(sample.processes for sample in recording.samples), strict=True)
     return {f"{part[0].role} {part[0].pid}": list(part) for part in parts}
 
 
 def rss(recording: Recording) -> dict[str, list[int | None]]:
-    """Bytes of RSS in each sample: the total's, None where a process is gone, and each one's."""
-    own = {name: [one.rss_bytes for one in part] for name, part in columns(recording).items()}
+    """Bytes of RSS in each sample, in total and by process; None where a process is gone."""
+    own = {name: [sample.rss_bytes for sample in part] for name, part in columns(recording).items()}
     rows = list(zip(*own.values(), strict=True))
     return {TOTAL: [None if None in row else sum(filter(None, row)) for row in rows], **own}
 
@@ -67,21 +67,21 @@ def resident(
     names: Sequence[str],
     trends: Sequence[Trend],
 ) -> RenderableType:
-    """RSS: a line for each round, or for some of the samples; then how much it has grown."""
+    """RSS: a line for each round, or for some of the samples; then the growth."""
     table = output.table("RSS", *names, right=names)
     count = len(recording.samples)
-    some = {round(each * (count - 1) / (ROWS - 1)) for each in range(ROWS)}
+    some = {round(row * (count - 1) / (ROWS - 1)) for row in range(ROWS)}
     for index in sorted(some) if count > ROWS else range(count):
         head = label(recording, recording.samples[index])
         table.add_row(head, *(size(sizes[name][index]) for name in names))
-    of = {trend.subject: trend for trend in trends}
+    by_name = {trend.subject: trend for trend in trends}
     if trends and trends[0].rss_growth is not None:
         table.add_section()
         last = recording.samples[-1].round
         title = f"growth R{WARM_UP + 1}-R{last}" if last else "growth"
-        table.add_row(title, *(signed(of[name].rss_growth) for name in names))
+        table.add_row(title, *(signed(by_name[name].rss_growth) for name in names))
         title = f"mean per {trends[0].per}"
-        table.add_row(title, *(signed(of[name].rss_mean) for name in names))
+        table.add_row(title, *(signed(by_name[name].rss_mean) for name in names))
     return table
 
 
@@ -98,17 +98,17 @@ def signed(count: float | None) -> str:
     return "-" if count is None else f"{'+' if count >= 0 else ''}{size(count)}"
 
 
-def others(recording: Recording) -> RenderableType:
-    """Everything else, at first and at last, process by process."""
+def other_figures(recording: Recording) -> RenderableType:
+    """Everything but RSS in the first and the last sample, process by process."""
     table = output.table("", "first", "last", right=("first", "last"))
     for name, part in columns(recording).items():
-        for what, of in FIGURES.items():
-            told = [value for each in part if (value := of(each)) is not None]
-            if told:
-                table.add_row(f"{name}: {what}", told[0], told[-1])
+        for label_, figure in FIGURES.items():
+            values = [value for sample in part if (value := figure(sample)) is not None]
+            if values:
+                table.add_row(f"{name}: {label_}", values[0], values[-1])
     gpus = [sample.gpus_bytes for sample in recording.samples if sample.gpus_bytes]
     for number, (first, last) in enumerate(zip(gpus[0], gpus[-1], strict=True) if gpus else ()):
-        table.add_row(f"GPU {number}, everybody", size(first), size(last))
+        table.add_row(f"GPU {number}, all processes", size(first), size(last))
     return table
 
 
@@ -117,33 +117,33 @@ def amount(count: int | None) -> str | None:
 
 
 def live(process: ProcessMemory) -> str | None:
-    told = process.agent.requests if process.agent else None
-    return f"{told.alive} ({told.finished_alive})" if told else None
+    requests = process.agent.requests if process.agent else None
+    return f"{requests.alive} ({requests.finished_alive})" if requests else None
 
 
 def cached(kind: str) -> Callable[[ProcessMemory], str | None]:
-    """What shows the caches of a kind."""
+    """A function that shows a process's caches of a kind."""
 
-    def of(process: ProcessMemory) -> str | None:
-        told = process.agent.caches if process.agent else ()
-        held = [each for each in told if each.kind.startswith(kind) and each.entries]
+    def figure(process: ProcessMemory) -> str | None:
+        caches = process.agent.caches if process.agent else ()
+        held = [cache for cache in caches if cache.kind.startswith(kind) and cache.entries]
         if not held:
             return None
-        used = [size(each.bytes) for each in held if each.bytes is not None]
-        used += [f"{each.slots} slots" for each in held if each.slots is not None]
-        return f"{sum(each.entries or 0 for each in held)} ({', '.join(used)})"
+        used = [size(cache.bytes) for cache in held if cache.bytes is not None]
+        used += [f"{cache.slots} slots" for cache in held if cache.slots is not None]
+        return f"{sum(cache.entries or 0 for cache in held)} ({', '.join(used)})"
 
-    return of
+    return figure
 
 
 def collections(process: ProcessMemory) -> str | None:
-    told = process.agent.gc if process.agent else ()
-    return "/".join(str(each.collections) for each in told) or None
+    generations = process.agent.gc if process.agent else ()
+    return "/".join(str(generation.collections) for generation in generations) or None
 
 
 def stored(process: ProcessMemory) -> str | None:
-    told = process.agent.store if process.agent else None
-    counts = (told.responses, told.messages, told.events) if told else ()
+    store = process.agent.store if process.agent else None
+    counts = (store.responses, store.messages, store.events) if store else ()
     return "/".join(map(str, counts)) if any(counts) else None
 
 
@@ -160,19 +160,19 @@ FIGURES: dict[str, Callable[[ProcessMemory], str | None]] = {
 
 
 def sparks(values: Sequence[int | None], least: float) -> str:
-    """Bars from the lowest to the highest; flat where these are less than `least` bytes apart."""
-    known = [each for each in values if each is not None]
+    """Bars from the lowest to the highest value; flat if they differ by less than `least`."""
+    known = [value for value in values if value is not None]
     if len(known) > SPARKS:
-        bounds = [round(each * len(known) / SPARKS) for each in range(SPARKS + 1)]
+        bounds = [round(bar * len(known) / SPARKS) for bar in range(SPARKS + 1)]
         known = [max(known[start:end]) for start, end in pairwise(bounds)]
     if not known:
         return ""
     low, reach = min(known), max(max(known) - min(known), least, 1)
-    return "".join(BARS[int((each - low) / reach * (len(BARS) - 1))] for each in known)
+    return "".join(BARS[int((value - low) / reach * (len(BARS) - 1))] for value in known)
 
 
 def explained(trend: Trend) -> Iterator[str]:
-    """What a verdict rests on."""
+    """The figures behind a verdict."""
     if trend.mean is None or trend.low is None or trend.high is None:
         yield f"{trend.steps} steps are too few"
     else:
@@ -181,30 +181,33 @@ def explained(trend: Trend) -> Iterator[str]:
             f"{signed(trend.high)}; tolerated {size(trend.tolerance)}"
         )
     if trend.cache_growth:
-        yield f"without {signed(trend.cache_growth)} that caches hold"
+        yield f"not counted: {signed(trend.cache_growth)} that caches hold"
     if trend.more:
         rounds = f"{trend.more:.0f} round{'s' if trend.more > 1 else ''}"
         yield f"probably enough: {rounds if trend.per == 'round' else span(trend.more)} more"
 
 
 def notes(recording: Recording) -> list[str]:
-    """What makes the recording less than it might be."""
+    """What limits the recording: a missing end, silent agents, other requests."""
     samples, found = recording.samples, []
     if recording.end is None:
-        found.append("the recording has no end: it was killed, or still goes on")
+        found.append("the recording has no end: it was killed, or it still runs")
     elif recording.end.why:
         found.append(f"cut short: {recording.end.why}")
     for name, part in columns(recording).items():
-        silent = [each.silent for each in part if each.silent]
+        silent = [sample.silent for sample in part if sample.silent]
         if silent:
-            found.append(f"{name} did not tell at {len(silent)} of {len(samples)}: {silent[-1]}")
-        told = [each.agent for each in part if each.agent]
-        found += [f"{name}: {each}" for each in dict.fromkeys(p for a in told for p in a.problems)]
-        late_s = next((each.requests.late_s for each in told if each.requests), 0.0)
+            found.append(
+                f"{name} did not answer at {len(silent)} of {len(samples)} samples: {silent[-1]}"
+            )
+        answers = [sample.agent for sample in part if sample.agent]
+        problems = dict.fromkeys(problem for answer in answers for problem in answer.problems)
+        found += [f"{name}: {problem}" for problem in problems]
+        late_s = next((answer.requests.late_s for answer in answers if answer.requests), 0.0)
         if late_s > LATE_S:
             found.append(
-                f"{name}: requests are counted since {span(late_s)} after its start, when the "
-                "agent came; what was left over from before is not among them"
+                f"{name}: the agent was loaded {span(late_s)} after the start and counts requests "
+                "since then; older ones that are still alive are not counted"
             )
     noisy = sum(sample.quiet is False for sample in samples if sample.round is not None)
     if noisy:

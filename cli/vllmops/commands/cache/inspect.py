@@ -1,4 +1,4 @@
-"""``vllmops cache``: what is in the multimodal and encoder caches of a server."""
+"""``vllmops cache inspect``: what a server's multimodal and encoder caches hold."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import output
-from ..bundle import archive
-from ..caches import inspect as caches
-from ..diagnose import caches as judge
-from ..diagnose.findings import Finding, Severity, worst
-from ..errors import Exit, VllmopsError
-from ..host.processes import alive
-from ..instances.servers import resolve
-from ..output import Result, command
-from ..protocol import files
-from ..protocol.caches import (
+from ... import output
+from ...bundle import archive
+from ...caches import inspect as caches
+from ...diagnose import caches as judge
+from ...diagnose.findings import Finding, Severity
+from ...errors import Exit, VllmopsError
+from ...host.processes import alive
+from ...instances.servers import resolve
+from ...output import Result, command
+from ...protocol import files
+from ...protocol.caches import (
     Cache,
     CacheSnapshot,
     EncoderCache,
@@ -30,19 +30,14 @@ from ..protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
-from .compare import compare
-from .findings import lines
-from .options import Target, seconds, to_write
-from .repair import repair
-from .reset import reset
+from ..findings import FailOn, exit_code, lines
+from ..options import Target, seconds, to_write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = output.typer_app("Multimodal and encoder caches.")
-
 NICENESS = 10
-ABREAST = 2  # sides in one table, so that it fits 60 columns
+SIDES_PER_TABLE = 2  # so that a table fits 60 columns
 
 TITLES = {
     "mm-lru": "Multimodal cache, mirrored (front end P0, engine P1)",
@@ -52,12 +47,6 @@ TITLES = {
 }
 
 
-@app.callback()
-def cache() -> None:
-    """Multimodal and encoder caches."""
-
-
-@app.command(epilog="Example: vllmops cache inspect -t demo --save before.json")
 @command
 def inspect(
     ctx: typer.Context,
@@ -65,115 +54,107 @@ def inspect(
         Path | None,
         typer.Argument(
             readable=False,
-            help="What --save wrote, or a bundle, instead of a server.",
+            help="A file that --save wrote, or a bundle; not with a server.",
             metavar="[FILE]",
         ),
     ] = None,
     *,
     target: Target = None,
-    fail_on: Annotated[
-        Severity, typer.Option(help="Exit code 1 from findings of this severity up.")
-    ] = Severity.ERROR,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again and again.")] = False,
+    fail_on: FailOn = Severity.ERROR,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")] = False,
     interval: Annotated[
-        float, typer.Option(parser=seconds(0.1), help="Seconds between looks.")
+        float, typer.Option(parser=seconds(0.1), help="With --watch: seconds between snapshots.")
     ] = 2.0,
-    keys: Annotated[bool, typer.Option("--keys", help="Show every key, oldest first.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every key, oldest first.")] = False,
     save: Annotated[
         Path | None,
         typer.Option(
             readable=False,
             callback=to_write,
-            help="Write the snapshot to this file too.",
+            help="Write the snapshot to this file as well.",
             show_default=False,
         ),
     ] = None,
     json_: output.Json = False,
 ) -> Result:
-    """Show every cache of every process, and what is wrong with them.
+    """Show the caches of every process, and what is wrong with them.
 
-    It reads a snapshot that changes nothing: no counter, no order. What
-    looks wrong is read three times before it counts. Exit code 1 where
-    there are findings from --fail-on up.
+    The snapshot changes nothing in the server: no hit counter and no LRU
+    order. A fault that is seen once is read three times before it becomes
+    a finding. The exit code is 1 if a finding has the severity --fail-on
+    or a higher one.
     """
-    # A target from the environment gives way to a file, one that was typed does not.
+    # FILE overrides a target from the environment; a typed target contradicts it.
     source = ctx.get_parameter_source("target")
     typed = source is not None and source.name == "COMMANDLINE"
     if file is not None and (typed or watch or save):
-        raise usage("FILE stands for a server: it goes with neither --target, --watch nor --save")
+        raise usage("FILE cannot be combined with --target, --watch or --save")
     if watch and json_:
-        raise usage("--watch is for a person, --json for a script")
+        raise usage("--watch cannot be combined with --json")
     if file is not None:
         return result(saved(file), fail_on, keys)
-    # On a full machine the server's work goes first: looking every second must not slow it down.
+    # The server's work goes first: a snapshot every second must not slow it down.
     os.nice(NICENESS)
-    keys_too = keys or save is not None
+    all_keys = keys or save is not None
     agents = caches.Agents(resolve(target))
     try:
         while True:
-            snapshot = caches.take(agents, keys=keys_too)
+            snapshot = caches.take(agents, keys=all_keys)
             if save is not None:
                 files.save(save, snapshot)
                 output.say(f"saved to {save}")
-            found = result(snapshot, fail_on, keys)
+            shown = result(snapshot, fail_on, keys)
             if not watch:
-                return found
+                return shown
             output.console().clear()
-            output.show(*found.text())
+            output.show(*shown.text())
             time.sleep(interval)
-            # Finding them takes longer than looking into them, and they seldom change.
+            # The processes seldom change, and to find them takes longer than to read their caches.
             if snapshot.samples[-1].silent or not all(map(alive, agents.processes)):
                 agents = caches.Agents(resolve(target))
     except KeyboardInterrupt:
         if not watch:
             raise
-        # The ordinary way to end it, so nothing is said.
+        # Ctrl-C is the ordinary end of --watch, so no error is printed.
         raise typer.Exit(Exit.INTERRUPTED) from None
 
 
-app.command(epilog="Example: vllmops cache compare -t demo --fail-on warning")(compare)
-app.command(epilog="Example: vllmops cache repair -t demo --dry-run")(repair)
-app.command(epilog="Example: vllmops cache reset -t demo --timeout 30")(reset)
-
-
 def saved(file: Path) -> CacheSnapshot:
-    """The caches in a file.
+    """The cache snapshot in a file: one that --save wrote, or a bundle.
 
     Raises:
         VllmopsError: as `files.load` and `bundle.load` do, or ``bundle.no-caches``.
     """
     if not archive.is_one(file):
         return files.load(file, CacheSnapshot)
-    from ..bundle import bundle  # noqa: PLC0415 - slow, and not for a server
+    from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
 
-    found = bundle.load(file)
-    if found.caches is None:
-        silent = [each.why for each in found.unseen if each.code.startswith("agent.")]
+    bundled = bundle.load(file)
+    if bundled.caches is None:
+        reasons = [unseen.why for unseen in bundled.unseen if unseen.code.startswith("agent.")]
         raise VllmopsError(
             "bundle.no-caches",
-            f"there are no caches in {file}: {(*silent, 'nobody told any')[0]}",
-            f"vllmops doctor {file} tells what there is",
+            f"{file} contains no caches: {(*reasons, 'no agent reported any')[0]}",
+            f"vllmops doctor {file} shows what the bundle contains",
         )
-    return found.caches
+    return bundled.caches
 
 
 def usage(message: str) -> VllmopsError:
-    return VllmopsError("usage", message, "leave one of them out", exit_code=Exit.USAGE)
+    return VllmopsError("usage", message, "leave one of these options out", exit_code=Exit.USAGE)
 
 
 def result(snapshot: CacheSnapshot, fail_on: Severity, keys: bool) -> Result:
-    """What the command shows, from a live server or a file alike."""
-    found = judge.diagnose(snapshot)
-    highest = worst(found)
-    failed = highest is not None and highest.rank >= fail_on.rank
+    """What the command shows of a snapshot, from a server or from a file."""
+    findings = judge.diagnose(snapshot)
     last = snapshot.samples[-1]
     data = {
         "server": snapshot.server,
         "taken_at": last.taken_at,
         "quiet": last.quiet,
         "samples": len(snapshot.samples),
-        "caches": [row(process, each, keys) for process, each in pairs(snapshot)],
-        "findings": found,
+        "caches": [row(process, cache, keys) for process, cache in pairs(snapshot)],
+        "findings": findings,
         "notes": judge.notes(last),
         "silent": last.silent,
         "problems": [
@@ -182,18 +163,18 @@ def result(snapshot: CacheSnapshot, fail_on: Severity, keys: bool) -> Result:
             for problem in process.problems
         ],
     }
-    return Result(data, lambda: list(text(data, found)), Exit.FAILED if failed else Exit.OK)
+    return Result(data, lambda: list(text(data, findings)), exit_code(findings, fail_on))
 
 
 def pairs(snapshot: CacheSnapshot) -> Iterator[tuple[ProcessCaches, Cache]]:
-    """The caches of the last sample with their processes."""
+    """The caches of the last sample, each with its process."""
     for process in snapshot.samples[-1].processes:
-        for each in process.caches:
-            yield process, each
+        for cache in process.caches:
+            yield process, cache
 
 
 def row(process: ProcessCaches, cache: Cache, keys: bool) -> dict[str, Any]:
-    """A cache's figures; the same names for every kind, as far as it has them."""
+    """A cache's figures; every kind uses the same names."""
     return {"role": process.role, "pid": process.pid, **figures(cache, keys)}
 
 
@@ -207,7 +188,7 @@ def figures(cache: Cache, keys: bool) -> dict[str, Any]:
                 "bytes": cache.bytes,
                 "capacity_bytes": int(cache.capacity_bytes),
                 "used": share(cache.bytes, cache.capacity_bytes),
-                **asked(cache.hits, cache.queries),
+                **hit_counts(cache.hits, cache.queries),
                 "pinned": len(cache.pinned),
                 "oldest": cache.oldest,
                 "newest": cache.newest,
@@ -221,7 +202,7 @@ def figures(cache: Cache, keys: bool) -> dict[str, Any]:
                 "bytes": cache.bytes,
                 "capacity_bytes": cache.capacity_bytes,
                 "used": share(cache.bytes, cache.capacity_bytes),
-                **asked(cache.hits, cache.queries),
+                **hit_counts(cache.hits, cache.queries),
                 "pinned": None,
                 "max_object_bytes": cache.max_object_bytes,
                 **ends(cache.keys if cache.writer else None, keys),
@@ -262,47 +243,48 @@ def figures(cache: Cache, keys: bool) -> dict[str, Any]:
 
 
 def share(part: float | None, whole: float) -> float | None:
-    """None where it makes no sense: an encoder-decoder model's free slots exceed its capacity."""
+    """The used fraction; None without a meaning: vLLM can count more free slots than slots."""
     return None if part is None or part < 0 or whole <= 0 else part / whole
 
 
-def asked(hits: int | None, queries: int | None) -> dict[str, Any]:
+def hit_counts(hits: int | None, queries: int | None) -> dict[str, Any]:
     rate = hits / queries if hits is not None and queries else None
     return {"hits": hits, "queries": queries, "hit_rate": rate}
 
 
 def ends(order: Sequence[str] | None, keys: bool) -> dict[str, Any]:
-    """The oldest and the newest key; all of them where asked for."""
-    found: dict[str, Any] = {
+    """The oldest and the newest key; with ``keys`` all of them."""
+    both: dict[str, Any] = {
         "oldest": order[0] if order else None,
         "newest": order[-1] if order else None,
     }
-    return {**found, "keys": order} if keys else found
+    return {**both, "keys": order} if keys else both
 
 
-def text(data: dict[str, Any], found: Sequence[Finding]) -> Iterator[RenderableType]:
-    """The same for a person."""
+def text(data: dict[str, Any], findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    """The data of `result` for a person."""
     from rich.text import Text  # noqa: PLC0415
 
     for kind, title in TITLES.items():
-        sides = [each for each in data["caches"] if each["kind"] == kind]
+        sides = [cache for cache in data["caches"] if cache["kind"] == kind]
         if kind == "mm-processor-only" and len(sides) < len(data["caches"]):
-            # Every process has one for measuring at start; empty, it says nothing.
-            sides = [each for each in sides if each["entries"] or each["queries"]]
-        for start in range(0, len(sides), ABREAST):
+            # Every process has one for the memory profiling at start; nothing else uses it.
+            sides = [side for side in sides if side["entries"] or side["queries"]]
+        for start in range(0, len(sides), SIDES_PER_TABLE):
+            together = sides[start : start + SIDES_PER_TABLE]
             yield Text(title, "bold")
-            yield compared(sides[start : start + ABREAST])
-            yield from listed(sides[start : start + ABREAST])
+            yield table(together)
+            yield from key_lists(together)
             yield Text()
     for note in data["notes"]:
         yield Text(f"note: {note.text}")
     for silent in data["silent"]:
-        yield Text(f"{silent.role} {silent.pid} did not tell: {silent.why}", "yellow")
+        yield Text(f"{silent.role} {silent.pid} did not answer: {silent.why}", "yellow")
         yield Text(f"  hint: {silent.hint}")
-    for each in data["problems"]:
-        yield Text(f"{each['role']} {each['pid']}: {each['problem']}", "yellow")
-    yield from lines(found)
-    if not found:
+    for problem in data["problems"]:
+        yield Text(f"{problem['role']} {problem['pid']}: {problem['problem']}", "yellow")
+    yield from lines(findings)
+    if not findings:
         where = " in what could be read" if data["silent"] or data["problems"] else ""
         yield Text(f"No findings{where}.", "yellow" if where else "green")
 
@@ -327,14 +309,14 @@ LABELS = {
 SIZES = {"bytes", "capacity_bytes", "max_object_bytes"}
 
 
-def compared(sides: Sequence[dict[str, Any]]) -> RenderableType:
-    """One column for each side, one line for each figure that any of them has."""
-    heads = [heading(each) for each in sides]
-    table = output.table("", *heads, right=heads)
+def table(sides: Sequence[dict[str, Any]]) -> RenderableType:
+    """A column for each side, a line for each figure that one of them has."""
+    titles = [heading(side) for side in sides]
+    made = output.table("", *titles, right=titles)
     for name, label in LABELS.items():
-        if any(each.get(name) is not None for each in sides):
-            table.add_row(label, *(cell(each, name) for each in sides))
-    return table
+        if any(side.get(name) is not None for side in sides):
+            made.add_row(label, *(cell(side, name) for side in sides))
+    return made
 
 
 def heading(figures: dict[str, Any]) -> str:
@@ -355,11 +337,11 @@ def cell(figures: dict[str, Any], name: str) -> str:
     return judge.short(str(value))
 
 
-def listed(sides: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
-    """The keys, where they were asked for."""
+def key_lists(sides: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
+    """The keys of each side that lists them (--keys)."""
     from rich.text import Text  # noqa: PLC0415
 
-    for each in sides:
-        if each.get("keys"):
-            yield Text(f"keys of {each['side']}, oldest first:")
-            yield Text("\n".join(f"  {key}" for key in each["keys"]))
+    for side in sides:
+        if side.get("keys"):
+            yield Text(f"keys of {side['side']}, oldest first:")
+            yield Text("\n".join(f"  {key}" for key in side["keys"]))

@@ -1,4 +1,4 @@
-"""``vllmops cache repair``: repair LRU caches in the running processes."""
+"""``vllmops cache repair``: repair the LRU caches of running processes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from .. import output
-from ..caches import repair as repairs
-from ..caches.repair import Report
-from ..diagnose import caches as judge
-from ..diagnose.findings import Severity, worst
-from ..errors import Exit
-from ..instances.servers import resolve
-from ..output import Progress, Result, command
-from ..protocol.repairs import Change, Fault
-from .findings import lines
-from .options import Target
+from ... import output
+from ...caches import repair as repairs
+from ...caches.repair import Report
+from ...diagnose import caches as judge
+from ...diagnose.findings import Severity, worst
+from ...errors import Exit
+from ...instances.servers import resolve
+from ...output import Progress, Result, command
+from ...protocol.repairs import Change, Fault
+from ..findings import lines
+from ..options import Target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,26 +30,26 @@ def repair(
     *,
     target: Target = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be repaired, and change nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be repaired; change nothing.")
     ] = False,
     json_: output.Json = False,
 ) -> Result:
     """Repair the multimodal caches of a server while it runs, or hangs.
 
-    It takes keys without data out of the LRU order, puts lost ones back,
-    drops sizes and pins without data, and recomputes the size; with no
-    request in flight it also drops what the front end believes the engine
-    to have. A thread that spins in an eviction goes on, and so do its
-    requests: nothing is restarted. Only what lasts is repaired; a healthy
-    cache is left as it is. Exit code 1 where an error is left, with
-    --dry-run where there is one.
+    It removes keys without data from the LRU order, puts lost keys back,
+    drops sizes and pins without data, and recomputes the total size. If no
+    request is in flight, it also drops front-end entries that the engine
+    does not have. A thread that spins in an eviction continues, and so do
+    its requests; nothing is restarted. Only a fault that persists is
+    repaired; a healthy cache is not changed. The exit code is 1 if an
+    error remains, or with --dry-run if there is one.
     """
     server = resolve(target)
     with Progress(time.time(), quiet=json_) as progress:
-        progress.update(f"{server.label}: looking for faults")
+        progress.update(f"{server.label}: searching for faults")
         report = repairs.repair(server, dry_run=dry_run)
-    found = judge.diagnose(report.after)
-    failed = worst(found) is Severity.ERROR or any(
+    findings = judge.diagnose(report.after)
+    failed = worst(findings) is Severity.ERROR or any(
         cache.left for process in report.repairs for cache in process.caches
     )
     data = {
@@ -62,14 +62,14 @@ def repair(
         ],
         "silent": report.silent,
         "seconds": sum(process.seconds for process in report.repairs),
-        "findings": found,
+        "findings": findings,
     }
     code = Exit.FAILED if failed else Exit.OK
     return Result(data, lambda: list(text(report, data)), code)
 
 
 def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
-    """The same for a person."""
+    """The data of `repair` for a person."""
     from rich.text import Text  # noqa: PLC0415
 
     verb = "would repair" if data["dry_run"] else "repaired"
@@ -79,7 +79,7 @@ def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
             for change in cache.changes:
                 yield Text(f"  {'found' if cache.left else verb}: {words(change)}")
             if cache.left:
-                yield Text(f"  left as it is: {cache.left}", "yellow")
+                yield Text(f"  not repaired: {cache.left}", "yellow")
     if not data["repairs"]:
         yield Text("Nothing to repair.", "green")
     for silent in data["silent"]:
@@ -92,7 +92,7 @@ def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def words(change: Change) -> str:
-    """A change for a person."""
+    """A change in words."""
     if change.fault is Fault.SIZE_SUM:
         return f"{change.fault}: {change.count:+,.0f} bytes"
     shown = ", ".join(map(judge.short, change.keys))

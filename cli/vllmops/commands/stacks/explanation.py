@@ -1,4 +1,4 @@
-"""``vllmops stacks explain``: what is stuck, from stacks that somebody pasted or saved."""
+"""What `stacks explain` and `stacks dump --explain` read and show."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .. import output
-from ..bundle import archive
-from ..diagnose import stacks as judge
-from ..diagnose.facts import FACTS, PACES
-from ..diagnose.findings import Severity, worst
-from ..diagnose.matching import ARROW
-from ..diagnose.progress import PATIENCE_S
-from ..errors import Exit, VllmopsError
-from ..files import STDIN, read, spelt
-from ..instances.servers import Server
-from ..numbers import MOST, number
-from ..output import Folded, Line, Result
-from ..protocol import files
-from ..protocol.pasted import Pasted
-from ..protocol.stacks import Options, StacksSnapshot
-from ..stacks import paste, pyspy
-from .findings import STYLES as SEVERITIES
+from ... import output
+from ...bundle import archive
+from ...diagnose import stacks as judge
+from ...diagnose.facts import FACTS, PACES
+from ...diagnose.findings import Severity
+from ...diagnose.matching import ARROW
+from ...diagnose.progress import PATIENCE_S
+from ...errors import Exit, VllmopsError
+from ...files import STDIN, read, spelt
+from ...instances.servers import Server
+from ...numbers import MOST, number
+from ...output import Folded, Line, Result
+from ...protocol import files
+from ...protocol.pasted import Pasted
+from ...protocol.stacks import Options, StacksSnapshot
+from ...stacks import paste, pyspy
+from ..findings import STYLES as SEVERITIES
+from ..findings import exit_code
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,18 +36,18 @@ if TYPE_CHECKING:
 
 STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
 MOST_BYTES, MOST_LINES = 16 << 20, 200_000
-MEND = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
+HINT = "vllmops stacks dump --save stuck.json, or py-spy dump --pid PID for each of its processes"
 CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
 
 
-def explain(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result:
-    """What the command shows of a file.
+def of_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result:
+    """What `stacks explain` shows of a file.
 
     Args:
         file: stacks in any form, or a bundle; None for standard input.
         fact: what else is known, each as ``NAME=VALUE``.
-        fail_on: a finding of this severity makes the command fail.
+        fail_on: the command fails if a finding has this severity or a higher one.
 
     Raises:
         VllmopsError: as `facts`, `load` and `bundled` do.
@@ -58,26 +59,26 @@ def explain(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result
 
 
 def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
-    """What the stacks in a bundle say.
+    """The explanation of the stacks in a bundle.
 
     Args:
         file: the bundle.
-        known: what counts more than the figures in it.
+        known: facts that override the figures in the bundle.
 
     Raises:
         VllmopsError: as `bundle.load` does, or ``stacks.not-found``.
     """
-    from ..bundle import bundle  # noqa: PLC0415 - slow, and not for a paste
-    from ..diagnose import doctor  # noqa: PLC0415 - the same
+    from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
+    from ...diagnose import doctor  # noqa: PLC0415 - the same
 
     snapshot = bundle.load(file)
     found = doctor.explanation(snapshot)
     if found is None:
-        whys = [each.why for each in snapshot.unseen if each.part.startswith("stacks")]
+        reasons = [unseen.why for unseen in snapshot.unseen if unseen.part.startswith("stacks")]
         raise VllmopsError(
             "stacks.not-found",
-            f"there are no stacks in {file}: {(*whys, 'none were taken')[0]}",
-            f"vllmops doctor {file} tells what there is",
+            f"{file} contains no stacks: {(*reasons, 'none were taken')[0]}",
+            f"vllmops doctor {file} shows what the bundle contains",
         )
     if known:
         figures = doctor.facts(snapshot.looks, PATIENCE_S)
@@ -86,10 +87,9 @@ def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
 
 
 def result(found: judge.Explanation, fail_on: Severity, *, failed: bool = False) -> Result:
-    """What the command shows, of a file or a live server alike."""
-    highest = worst(found.findings)
-    failed = failed or (highest is not None and highest.rank >= fail_on.rank)
-    return Result(found, lambda: text(found), Exit.FAILED if failed else Exit.OK)
+    """What the commands show of an explanation; with ``failed`` the exit code is 1 anyway."""
+    code = Exit.FAILED if failed else exit_code(found.findings, fail_on)
+    return Result(found, lambda: text(found), code)
 
 
 def live(
@@ -102,13 +102,13 @@ def live(
     save: Path | None,
     fail_on: Severity,
 ) -> Result:
-    """The same of a running server: dumps some time apart, and its figures before and after.
+    """What `stacks dump --explain` shows of a server: dumps with pauses, figures before and after.
 
     Raises:
         VllmopsError: ``pyspy.missing`` or ``file.not-written``.
     """
-    from ..diagnose import doctor  # noqa: PLC0415 - the same
-    from ..doctor.examine import look  # noqa: PLC0415 - slow, and not for a file
+    from ...diagnose import doctor  # noqa: PLC0415 - the same
+    from ...doctor.examine import look  # noqa: PLC0415 - slow to import, and not needed for a file
 
     began = time.monotonic()
     looks = [look(server, began)]
@@ -118,7 +118,7 @@ def live(
         time.sleep(max(began + index * interval_s - time.monotonic(), 0.0))
         snapshot = pyspy.capture(server.processes, options, timeout_s=timeout_s, server=server.name)
         taken.append(snapshot)
-        # Each is on disk before the next is taken: the evidence must survive what comes.
+        # Each dump is on disk before the next is taken: the evidence survives what comes.
         if journal:
             journal.add(snapshot)
             if journal.trouble:
@@ -135,22 +135,22 @@ def live(
     return Result(data, answer.text, answer.exit_code)
 
 
-def facts(told: Sequence[str]) -> dict[str, str]:
-    """What ``--fact`` says.
+def facts(words: Sequence[str]) -> dict[str, str]:
+    """The values of ``--fact`` by name.
 
     Raises:
         VllmopsError: ``usage``.
     """
     found = {}
-    for each in told:
-        name, sign, value = each.partition("=")
+    for word in words:
+        name, sign, value = word.partition("=")
         known = name in FACTS and sign
         right = value in {"frozen", "moving"} if name in PACES else is_number(value)
         if not known or not right:
             raise VllmopsError(
                 "usage",
-                f"{each!r} is no fact",
-                f"--fact NAME=VALUE, of {', '.join(FACTS)}",
+                f"{word!r} is not a fact that vllmops knows, or its value is not valid",
+                f"--fact NAME=VALUE; the names are {', '.join(FACTS)}",
                 exit_code=Exit.USAGE,
             )
         found[name] = value
@@ -168,60 +168,60 @@ def load(file: Path | None) -> Pasted:
     """The stacks in a file, or in standard input.
 
     Raises:
-        VllmopsError: as `read` does; ``usage`` where nothing is piped in; ``stacks.empty``,
-            ``stacks.binary``, or ``stacks.not-found`` where it holds no stacks.
+        VllmopsError: as `read` does; ``usage`` if standard input is a terminal; ``stacks.empty``,
+            ``stacks.binary``, ``file.too-large``, or ``stacks.not-found`` for no stacks.
     """
     if file is None and sys.stdin is not None and sys.stdin.isatty():
         raise VllmopsError(
             "usage",
-            "give a FILE, or pipe stacks in",
+            "stacks explain needs a FILE, or stacks on standard input",
             "vllmops stacks explain FILE",
             exit_code=Exit.USAGE,
         )
     source = file or Path(STDIN)
     where, content = spelt(source), read(source, MOST_BYTES)
     if not content.strip():
-        raise VllmopsError("stacks.empty", f"{where} is empty", MEND)
+        raise VllmopsError("stacks.empty", f"{where} is empty", HINT)
     text = decoded(content)
     if text is None:
-        raise VllmopsError("stacks.binary", f"{where} is binary, not text", MEND)
+        raise VllmopsError("stacks.binary", f"{where} is binary, not text", HINT)
     if text.count("\n") > MOST_LINES:
-        raise VllmopsError("file.too-large", f"{where} has more than {MOST_LINES:,} lines", MEND)
+        raise VllmopsError("file.too-large", f"{where} has more than {MOST_LINES:,} lines", HINT)
     pasted = paste.read(text, file.name if file else "")
     if not pasted.samples and not pasted.crashes:
-        raise VllmopsError("stacks.not-found", f"there are no stacks in {where}", MEND)
+        raise VllmopsError("stacks.not-found", f"{where} contains no stacks", HINT)
     return pasted
 
 
 def decoded(content: bytes) -> str | None:
-    """The text, None where it is none; what Windows writes is two bytes a character."""
+    """The text, in UTF-8 or as Windows writes it in UTF-16; None for binary content."""
     if content[:2] in {b"\xff\xfe", b"\xfe\xff"}:
         return content.decode("utf-16", errors="replace")
-    # Terminals leave some control characters in what they record; a binary file has many.
+    # A recording of a terminal has some control characters; a binary file has many.
     if len(content) - len(content.translate(None, CONTROL)) > BINARY_SHARE * len(content):
         return None
     return content.decode(errors="replace")
 
 
 def text(found: judge.Explanation) -> Sequence[RenderableType]:
-    """The same for a person."""
+    """An explanation for a person."""
     return [Folded(tuple(lines(found)))]
 
 
 def lines(found: judge.Explanation) -> Iterator[Line]:
-    """The verdict, each finding, and what was seen where nothing fits."""
+    """The verdict, each finding, and what the processes do if no signature fits for sure."""
     yield Line(0, headline(found), STYLES.get(found.verdict, "yellow"))
     for finding in found.findings:
         yield Line(0, "")
         yield from paragraph(finding)
     if found.verdict in {"unknown", "maybe"}:
         yield Line(0, "")
-        yield Line(0, "What its processes do:", "bold")
+        yield Line(0, "What the processes do:", "bold")
         for process in found.seen:
             name = process.title.removeprefix("VLLM::") or process.role
             where = f"{name} {process.pid}" if process.pid else name
             yield Line(2, f"{where}: {process.threads} threads")
-            for doing in process.doing or ("all of them wait for something to do",):
+            for doing in process.doing or ("all threads wait for work",):
                 yield from steps(doing, 4)
     if found.notes:
         yield Line(0, "")
@@ -232,20 +232,20 @@ def lines(found: judge.Explanation) -> Iterator[Line]:
 def headline(found: judge.Explanation) -> str:
     match found.verdict:
         case "hang":
-            return "It hangs, and this is known."
+            return "The server hangs. The cause is known."
         case "crash":
-            return "It crashed; it does not hang."
+            return "The server crashed. It does not hang."
         case "working":
-            return "It works: by its log tokens are produced."
+            return "The server works: its log shows that tokens are produced."
         case "idle":
-            return "It is idle. Nothing is stuck."
+            return "The server is idle. Nothing is stuck."
         case "maybe":
-            return "It may hang, or work: these stacks fit both."
-    return "Not one I know: no signature of the catalogue fits."
+            return "The server may hang or work: these stacks fit both."
+    return "No known signature matches."
 
 
 def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
-    """One finding: what, where, why, the evidence line by line, and the way out."""
+    """One finding: what, where, why, the evidence line by line, and what to do next."""
     title = f"{finding.severity}: {finding.title} [{finding.code}]"
     yield Line(0, title, SEVERITIES[finding.severity])
     yield Line(2, f"where: {finding.subject}")
@@ -253,8 +253,8 @@ def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
     if finding.cause:
         yield Line(2, f"cause: {finding.cause}")
     yield Line(2, "seen:")
-    for each in finding.lines:
-        yield from steps(each, 4)
+    for line in finding.lines:
+        yield from steps(line, 4)
     if finding.sure:
         yield Line(2, f"to be sure: {finding.sure}")
     yield Line(2, f"next: {finding.next}", "bold")
@@ -264,11 +264,11 @@ def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
         yield Line(2, f"see: {reference}")
 
 
-def steps(told: str, indent: int) -> Iterator[Line]:
-    """A line of evidence; a stack's frames below each other."""
-    head, sign, rest = told.partition("): ")
+def steps(evidence: str, indent: int) -> Iterator[Line]:
+    """A line of evidence; the frames of a stack each on a line of its own."""
+    head, sign, rest = evidence.partition("): ")
     if not sign or ARROW not in rest:
-        yield Line(indent, told)
+        yield Line(indent, evidence)
         return
     yield Line(indent, f"{head}):")
     for step in rest.split(ARROW):

@@ -1,4 +1,4 @@
-"""``vllmops stacks``: what every process of a server is executing."""
+"""``vllmops stacks dump``: what every thread of a server is executing."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import output
-from ..diagnose.findings import Severity
-from ..errors import Exit, VllmopsError
-from ..host.processes import Role
-from ..instances.servers import resolve
-from ..output import Folded, Line, Result, command
-from ..protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
-from ..stacks import pyspy
-from .options import Target, count, seconds, to_write
+from ... import output
+from ...diagnose.findings import Severity
+from ...errors import Exit, VllmopsError
+from ...host.processes import Role
+from ...instances.servers import resolve
+from ...output import Folded, Line, Result, command
+from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
+from ...stacks import pyspy
+from ..findings import FailOn
+from ..options import Target, count, seconds, to_write
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SLOW_S = 1.0
 SAMPLES, INTERVAL_S = 3, 2.0
-
-FailOn = Annotated[Severity, typer.Option(help="Exit code 1 from findings of this severity up.")]
 
 ROLES: dict[str, str] = {
     Role.LAUNCHER: "Launcher",
@@ -36,15 +35,7 @@ ROLES: dict[str, str] = {
     Role.OTHER: "Other process",
 }
 
-app = output.typer_app("Stacks of every process of a server.")
 
-
-@app.callback()
-def stacks() -> None:
-    """Stacks of every process of a server."""
-
-
-@app.command(epilog="Example: vllmops stacks dump -t demo --save stuck.json")
 @command
 def dump(
     *,
@@ -55,19 +46,19 @@ def dump(
     locals_: Annotated[
         bool,
         typer.Option(
-            "--locals", help="Show local variables: prompts, images and keys may be among them."
+            "--locals", help="Show local variables; they may include prompts, images and keys."
         ),
     ] = False,
     native: Annotated[
         bool,
         typer.Option(
-            "--native", help="Show C, C++ and Cython frames too; the processes stand still longer."
+            "--native", help="Show C, C++ and Cython frames too; the processes are stopped longer."
         ),
     ] = False,
     nonblocking: Annotated[
         bool,
         typer.Option(
-            "--nonblocking", help="Do not stop the processes; frames may not fit together."
+            "--nonblocking", help="Do not stop the processes; frames may be inconsistent."
         ),
     ] = False,
     save: Annotated[
@@ -75,21 +66,28 @@ def dump(
         typer.Option(
             readable=False,
             callback=to_write,
-            help="Write the snapshot to this file too, in place of what it holds.",
+            help="Write the snapshot to this file as well; an existing file is replaced.",
             show_default=False,
         ),
     ] = None,
     explain_: Annotated[
-        bool, typer.Option("--explain", help="Say what is stuck, why, and the way out, instead.")
+        bool,
+        typer.Option(
+            "--explain", help="Show what is stuck, why, and what to do next, instead of stacks."
+        ),
     ] = False,
     samples: Annotated[
         int | None,
-        typer.Option(parser=count(), help="Dumps to explain.", show_default=str(SAMPLES)),
+        typer.Option(
+            parser=count(), help="With --explain: number of dumps.", show_default=str(SAMPLES)
+        ),
     ] = None,
     interval: Annotated[
         float | None,
         typer.Option(
-            parser=seconds(), help="Seconds between them.", show_default=f"{INTERVAL_S:g}"
+            parser=seconds(),
+            help="With --explain: seconds between dumps.",
+            show_default=f"{INTERVAL_S:g}",
         ),
     ] = None,
     fail_on: FailOn = Severity.ERROR,
@@ -97,21 +95,22 @@ def dump(
 ) -> Result:
     """Show what every thread of every process of a server is executing.
 
-    They are stopped for some milliseconds, all side by side. One that can't be stopped is read
-    while it runs; for one that can't be read you are told why, and the way out, and the exit code
-    is 1. With --explain they are dumped several times, and you are told what is stuck.
+    All processes are stopped at the same time, for some milliseconds. A process that can't be
+    stopped is read while it runs. For a process that can't be read, the reason and a hint are
+    shown, and the exit code is 1. With --explain there are several dumps, and the output says what
+    is stuck.
     """
     if native and nonblocking:
         raise VllmopsError(
             "usage",
-            "--native needs the processes stopped, and --nonblocking forbids it",
-            "leave one of the two out",
+            "--native cannot be combined with --nonblocking: it needs the processes stopped",
+            "leave one of these options out",
             exit_code=Exit.USAGE,
         )
     if not explain_ and (samples is not None or interval is not None):
         raise VllmopsError(
             "usage",
-            "--samples and --interval are for --explain",
+            "--samples and --interval need --explain",
             "vllmops stacks dump --explain",
             exit_code=Exit.USAGE,
         )
@@ -124,7 +123,7 @@ def dump(
             exit_code=Exit.NOT_FOUND,
         )
     if explain_:
-        from .explain import live  # noqa: PLC0415 - slow, and not for a dump
+        from .explanation import live  # noqa: PLC0415 - slow to import, and not needed for a dump
 
         return live(
             server,
@@ -149,58 +148,20 @@ def dump(
         )
     finally:
         slow.cancel()
-    failed = any(each.error for each in snapshot.processes)
+    failed = any(process.error for process in snapshot.processes)
     if save:
-        from ..protocol import files  # noqa: PLC0415
+        from ...protocol import files  # noqa: PLC0415
 
         try:
             files.save(save, snapshot)
         except VllmopsError as error:
-            # The moment that was caught won't come again: it is shown all the same.
+            # These stacks can't be taken again, so they are shown in any case.
             error.data = snapshot
             if not json_:
                 output.show(*text(snapshot))
             raise
         output.say(f"saved to {save}" + (", local variables included" if locals_ else ""))
     return Result(snapshot, lambda: text(snapshot), Exit.FAILED if failed else Exit.OK)
-
-
-@app.command(epilog="Example: vllmops stacks explain stuck.json")
-@command
-def explain(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            readable=False,
-            metavar="[FILE | -]",
-            help="Stacks in any form, or a bundle; - for standard input.",
-            allow_dash=True,
-        ),
-    ] = None,
-    *,
-    fact: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What else is known: running=0, waiting=3, deferred=0, kv_usage=0 (percent), "
-            "progress=frozen or moving (tokens), steps=frozen or moving (the scheduler's), "
-            "still=12 (seconds without a token).",
-            metavar="NAME=VALUE",
-            show_default=False,
-        ),
-    ] = None,
-    fail_on: FailOn = Severity.ERROR,
-    json_: output.Json = False,
-) -> Result:
-    """Say what is stuck, why, and the way out, from stacks.
-
-    It reads what py-spy, faulthandler, gdb and `stacks dump` print or save, of one or more
-    processes, once or several times, as it comes out of logs, terminals and mail. Three dumps some
-    seconds apart in one file tell more than one. What it does not know it says. A bundle is read,
-    too, with the figures that are in it.
-    """
-    from . import explain as explained  # noqa: PLC0415 - slow, and not for a dump
-
-    return explained.explain(file, fact or (), fail_on)
 
 
 def text(snapshot: StacksSnapshot) -> Sequence[RenderableType]:
@@ -219,7 +180,7 @@ def _lines(snapshot: StacksSnapshot) -> Iterator[Line]:
             yield Line(2, f"error: {process.error.message}", "bold red")
             if process.error.hint:
                 yield Line(2, f"hint: {process.error.hint}")
-        # Pools have many threads that wait at the same place: they are shown as one.
+        # Many threads of a pool wait at the same place; they are shown once.
         alike: dict[Thread, list[str]] = {}
         for thread in process.threads:
             key = Thread("", thread.state, thread.owns_gil, None, thread.frames)

@@ -1,0 +1,142 @@
+"""``vllmops cache compare``: compare both sides of a server's caches while it works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ... import output
+from ...caches import compare as compares
+from ...diagnose import compares as judge
+from ...diagnose.findings import Severity
+from ...instances.servers import resolve
+from ...output import Progress, Result, command
+from ...protocol.caches import Silent
+from ...protocol.compares import CompareRequest, Comparison
+from ..findings import FailOn, exit_code, lines
+from ..options import Target, seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TITLES = {"mm-lru": "Multimodal cache, mirrored", "encoder": "Encoder cache"}
+
+
+@command
+def compare(
+    *,
+    target: Target = None,
+    fail_on: FailOn = Severity.ERROR,
+    apart: Annotated[
+        float, typer.Option(parser=seconds(0.1), help="Seconds between the two reads.")
+    ] = 0.5,
+    timeout: Annotated[
+        float, typer.Option(parser=seconds(1), help="Seconds to wait for the engine's answer.")
+    ] = 10.0,
+    json_: output.Json = False,
+) -> Result:
+    """Compare both sides of a server's caches while it works.
+
+    It compares the front end with the engine, and the scheduler with the
+    workers at the same step. It reads both sides twice: the second time
+    after every request on its way to the engine has arrived there. Only a
+    difference that no request in flight explains is a finding; entries
+    used in the meantime are ignored. The exit code is 1 if a finding has
+    the severity --fail-on or a higher one, 3 if the engine does not answer.
+    """
+    server = resolve(target)
+    with Progress(time.time(), quiet=json_) as progress:
+        progress.update(f"{server.label}: reading both sides twice")
+        comparisons, silent = compares.take(
+            server, CompareRequest(apart_s=apart, timeout_s=timeout)
+        )
+    data = report(server.label, comparisons, silent)
+    return Result(data, lambda: list(text(data)), exit_code(data["findings"], fail_on))
+
+
+def report(
+    server: str, comparisons: Sequence[Comparison], silent: Sequence[Silent]
+) -> dict[str, Any]:
+    """The data for ``--json``.
+
+    Several API servers share engines, so an engine and what is said of it count once.
+    """
+    lasts = [comparison.looks[-1] for comparison in comparisons]
+    engines = {
+        process.pid: process
+        for look in lasts
+        for process in look.engines
+        if process.unfinished is not None
+    }
+    return {
+        "server": server,
+        "step": max(
+            (engine.step for engine in engines.values() if engine.step is not None), default=None
+        ),
+        "samples": min(len(comparison.looks) for comparison in comparisons),
+        "in_flight": {
+            "http": sum(look.front.in_flight or 0 for look in lasts),
+            "rendering": sum(look.rendering for look in lasts),
+            "handed_over": sum(look.handed for look in lasts),
+            "engine": sum(engine.unfinished or 0 for engine in engines.values()),
+        },
+        "pairs": unique(map(judge.pairs, comparisons)),
+        "findings": unique(map(judge.drift, comparisons)),
+        "notes": unique(map(judge.notes, comparisons)),
+        "silent": silent,
+        "problems": unique(look.problems for look in lasts),
+    }
+
+
+def unique(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    """The members of all groups, each once."""
+    return list(dict.fromkeys(chain.from_iterable(groups)))
+
+
+def text(data: dict[str, Any]) -> Iterator[RenderableType]:
+    """The data of `report` for a person."""
+    from rich.text import Text  # noqa: PLC0415
+
+    for pair in data["pairs"]:
+        yield Text(TITLES[pair.kind], "bold")
+        yield sides(pair)
+        yield Text()
+    flight = data["in_flight"]
+    yield Text(
+        f"in flight: {flight['http']} HTTP requests, {flight['rendering']} of them not yet handed "
+        f"to the engine; the engine has {flight['engine']}, at step {data['step']}"
+    )
+    for note in data["notes"]:
+        yield Text(f"note: {note.text}")
+    for silent in data["silent"]:
+        yield Text(f"{silent.role} {silent.pid} did not answer: {silent.why}", "yellow")
+    for problem in data["problems"]:
+        yield Text(problem, "yellow")
+    yield from lines(data["findings"])
+    if not data["findings"]:
+        if not data["pairs"]:
+            yield Text("Nothing to compare.", "yellow")
+        else:
+            partly = any(note.code in judge.PARTLY for note in data["notes"])
+            partly = partly or data["silent"] or data["problems"]
+            where = " in what could be compared" if partly else ""
+            yield Text(f"No drift{where}.", "yellow" if where else "green")
+
+
+def sides(pair: judge.Pair) -> RenderableType:
+    """A table with a column for each side."""
+    titles = [
+        f"{side}: {role} {pid}" if side != role else f"{role} {pid}"
+        for side, role, pid in zip(pair.sides, pair.roles, pair.pids, strict=True)
+    ]
+    table = output.table("", *titles, right=titles)
+    table.add_row("entries", *map(str, pair.entries))
+    table.add_row("on both sides", *[str(pair.common)] * 2)
+    table.add_row("only on this side", *map(str, pair.only))
+    if pair.same_order is not None:
+        table.add_row("same order", *["yes" if pair.same_order else "no"] * 2)
+    return table

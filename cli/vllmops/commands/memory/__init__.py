@@ -1,0 +1,15 @@
+"""``vllmops memory``: record the memory of a server's processes, and judge whether it grows."""
+
+from ...output import typer_app
+from . import record, report
+
+app = typer_app("Memory of a server's processes over time.")
+
+
+@app.callback()
+def memory() -> None:
+    """Memory of a server's processes over time."""
+
+
+app.command(epilog="Example: vllmops memory record -t demo --rounds 5 --load images")(record.record)
+app.command(epilog="Example: vllmops memory report memory.json --plot memory.svg")(report.report)

@@ -1,0 +1,53 @@
+"""``vllmops memory report``: judge a saved recording again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...bundle import archive
+from ...diagnose.findings import Severity
+from ...errors import VllmopsError
+from ...memory import plot
+from ...memory.record import read
+from ...output import Json, Result, command
+from ...protocol.memory import Recording
+from ..findings import FailOn
+from .result import Plot, Tolerance, result
+
+
+@command
+def report(
+    file: Annotated[
+        Path,
+        typer.Argument(readable=False, help="What `memory record --save` wrote, or a bundle."),
+    ],
+    *,
+    tolerance: Tolerance = None,
+    plot_: Plot = None,
+    fail_on: FailOn = Severity.ERROR,
+    json_: Json = False,
+) -> Result:
+    """Judge a saved recording again; the verdict is that of `memory record`."""
+    if plot_:
+        plot.check(plot_)
+    recording = bundled(file) if archive.is_one(file) else read(file)
+    if plot_:
+        plot.draw(recording, plot_)
+    return result(recording, tolerance, fail_on, plot_)
+
+
+def bundled(file: Path) -> Recording:
+    """The recording in a bundle.
+
+    Raises:
+        VllmopsError: as `bundle.load` does, or ``bundle.no-memory``.
+    """
+    from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
+
+    found = bundle.load(file).memory
+    if found is None:
+        raise VllmopsError("bundle.no-memory", f"{file} contains no recording")
+    return found

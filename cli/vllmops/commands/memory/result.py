@@ -1,0 +1,60 @@
+"""The options and the result that `memory record` and `memory report` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ...diagnose import memory as judge
+from ...diagnose.findings import Severity
+from ...output import Result
+from ...protocol.memory import Recording
+from ..findings import exit_code
+from ..options import size_, to_write
+from .view import notes, shown
+
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        readable=False,
+        callback=to_write,
+        help="Draw the recording to this .png or .svg file.",
+        show_default=False,
+    ),
+]
+Tolerance = Annotated[
+    int | None,
+    typer.Option(
+        parser=size_,
+        help="Growth per round or hour that is not reported: 500K, 2M, 1G. "
+        "Default: 0.1 % of a process's RSS per round, 1 % per hour.",
+        show_default=False,
+    ),
+]
+
+
+def result(
+    recording: Recording, tolerance_bytes: int | None, fail_on: Severity, plotted: Path | None
+) -> Result:
+    """What both commands show of a recording that has ended."""
+    trends = judge.trends(recording, tolerance_bytes)
+    findings = judge.diagnose(recording, trends)
+    data = {
+        **msgspec.to_builtins(recording.head),
+        "ended_at": recording.end.at if recording.end else None,
+        "cut_short": recording.end.why if recording.end else "it was killed",
+        "samples": recording.samples,
+        "trends": trends,
+        "findings": findings,
+        "notes": notes(recording),
+        "plot": str(plotted) if plotted else None,
+    }
+    return Result(
+        data,
+        lambda: list(shown(recording, trends, findings)),
+        exit_code(findings, fail_on),
+    )

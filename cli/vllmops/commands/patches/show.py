@@ -1,0 +1,48 @@
+"""``vllmops patches show``: what one patch is about."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...agent.patches.registry import known
+from ...output import Json, Result, command, table
+from ..options import patch_ids
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@command
+def show(
+    patch: Annotated[
+        str, typer.Argument(metavar="ID", help="The ID of the patch.", autocompletion=patch_ids)
+    ],
+    json_: Json = False,
+) -> Result:
+    """Show a patch: the defect, who is affected, and what the patch changes."""
+    shown = known(patch)
+    names = ("id", "title", "upstream", "hit", "changes", "modules", "live")
+    data = {name: getattr(shown, name) for name in names}
+    return Result(data, lambda: facts(data))
+
+
+def facts(data: dict[str, Any]) -> list[RenderableType]:
+    """The data of a patch, for a person."""
+    from rich.text import Text  # noqa: PLC0415
+
+    live = "can be loaded" if data["live"] else "can't be loaded"
+    shown = table("", "")
+    shown.show_header = False
+    for label, text in (
+        ("defect", data["title"]),
+        ("upstream", data["upstream"]),
+        ("who is affected", data["hit"]),
+        ("changes", data["changes"]),
+        ("modules", ", ".join(data["modules"])),
+        ("live", f"{live} into a server that runs without it"),
+        ("leave out", f"vllmops serve --no-patch {data['id']}"),
+    ):
+        shown.add_row(label, Text(text))
+    return [Text(data["id"], style="bold"), shown]

@@ -1,0 +1,15 @@
+"""``vllmops stacks``: dump the stacks of a server, and explain them."""
+
+from ...output import typer_app
+from . import dump, explain
+
+app = typer_app("Stacks of every process of a server.")
+
+
+@app.callback()
+def stacks() -> None:
+    """Stacks of every process of a server."""
+
+
+app.command(epilog="Example: vllmops stacks dump -t demo --save stuck.json")(dump.dump)
+app.command(epilog="Example: vllmops stacks explain stuck.json")(explain.explain)
