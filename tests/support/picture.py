@@ -9,14 +9,17 @@ import io
 import re
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from vllmops.commands.doctor import screen
 from vllmops.diagnose.doctor import examine
+from vllmops.protocol.engine import EngineState
+from vllmops.protocol.server import Guard
 from vllmops.stacks.paste import read
 
-from ..diagnose.servers import healthy, look, pulse
+from ..diagnose.servers import healthy, told
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "cli/vllmops/docs/doctor.svg"
@@ -28,12 +31,15 @@ FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # a terminal may be with
 def draw() -> str:
     """The picture, as SVG."""
     (sample, *_) = read(DUMP.read_text()).samples
-    stuck = pulse("engine", running=1, waiting=2, still_s=30.0)
+    engine = msgspec.structs.replace(
+        told("engine"), engine=EngineState(running=1, waiting=2, current_step=5)
+    )
     snapshot = healthy(
         model="Qwen/Qwen2.5-VL-7B-Instruct",
         uptime_s=14_070.0,
-        looks=(look(0.0), look(1.0, pulses=(stuck,))),
+        told=(told("api"), engine, told("worker")),
         stacks=(sample,) * 3,
+        guard=Guard(addresses=("0.0.0.0",), exposed=True, open=True),
     )
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print("[bold]$[/] vllmops doctor", highlight=False)
