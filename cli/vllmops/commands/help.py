@@ -31,7 +31,9 @@ def names(incomplete: str) -> list[tuple[str, str]]:
 def help_(
     word: Annotated[
         str | None,
-        typer.Argument(help="A topic, the code of a finding, or the code of an error.", autocompletion=names),
+        typer.Argument(
+            help="A topic, the code of a finding, or the code of an error.", autocompletion=names
+        ),
     ] = None,
     *,
     json_: Json = False,
