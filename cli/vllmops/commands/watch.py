@@ -66,7 +66,7 @@ def watch(
         typer.Option(
             "--exec",
             metavar="CMD",
-            help="Run this command with each event: VLLMOPS_EVENT, VLLMOPS_TEXT, VLLMOPS_BUNDLE and "
+            help="Run this with each event: VLLMOPS_EVENT, VLLMOPS_TEXT, VLLMOPS_BUNDLE and "
             "more in its environment, JSON on its input.",
             show_default=False,
         ),
