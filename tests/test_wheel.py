@@ -86,6 +86,15 @@ def test_what_needs_no_vllm_works(run: Run) -> None:
     assert answer.returncode == 1
 
 
+def test_the_manual_and_the_licence_are_in_it(run: Run, installed: Path) -> None:
+    (package,) = (installed / "lib").glob("python*/site-packages/vllmops")
+    manual = ROOT / "cli/vllmops/docs"
+    names = {str(path.relative_to(manual)) for path in manual.rglob("*.md")}
+    assert {str(path.relative_to(package / "docs")) for path in package.rglob("*.md")} == names
+    assert "Find out what is wrong" in run("vllmops", "help", "doctor").stdout
+    assert list(package.parent.glob("vllmops_cli-*.dist-info/licenses/LICENSE"))
+
+
 def test_what_needs_vllm_says_how_to_get_it(run: Run) -> None:
     answer = run("vllmops", "serve", "some/model")
     assert answer.returncode == 1

@@ -179,7 +179,7 @@ def test_interrupted_it_keeps_what_there_is(lab: Any, folder: Path) -> None:
         running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=30)
     assert running.returncode == 130, err
-    assert "what there was by then is in b.tar.gz" in " ".join(err.split())
+    assert "what was captured until then is in b.tar.gz" in " ".join(err.split())
     found = parts(folder / "b.tar.gz")
     index = json.loads(found["index.json"])
     assert index["interrupted"]

@@ -121,6 +121,6 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
 def damaged(path: Path, why: str) -> VllmopsError:
     return VllmopsError(
         "bundle.damaged",
-        f"{path} is no bundle, or a damaged one: {why}",
+        f"{path} is not a bundle, or it is damaged: {why}",
         "vllmops bundle makes one",
     )

@@ -40,11 +40,11 @@ S = TypeVar("S", bound=msgspec.Struct)
 # A line and its end, or the last one, which may be empty.
 LINE = re.compile(r"[^\n]*\n|[^\n]+\Z|(?<=\n)\Z|\A\Z")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-NOTE = "review it before you share it: what is redacted is told by its name or its form"
-UNREDACTED = "nothing is redacted: keys, tokens and prompts may be in it"
+NOTE = "review it before you share it: vllmops finds secrets by their names or their forms"
+UNREDACTED = "nothing is redacted: it may contain keys, tokens and prompts"
 INDEX = "index.json"
 PARTS = {
-    INDEX: "what is in it, what is not, and what was redacted",
+    INDEX: "what the bundle holds, what is missing, and what was redacted",
     "doctor.txt": "findings, for a person",
     "doctor.json": "findings, stalls, and what the stacks say",
     "server.json": "processes, heartbeats, agents, patches, metrics over time, machine, GPUs",
@@ -56,7 +56,7 @@ PARTS = {
     "supervisor.txt": "its supervisor's log",
     "configuration.json": "command line, environment, record",
     "versions.json": "vLLM, torch, all packages, Python, kernel, drivers",
-    "collect_env.txt": "what vLLM's own collect_env says",
+    "collect_env.txt": "output of vLLM's collect_env",
 }
 ABOUT_PROC = "status, limits, cgroup, files, threads with their place in the kernel, memory"
 READ = {INDEX, "server.json", "stacks.jsonl", "caches.json", "memory.jsonl"}
@@ -152,8 +152,8 @@ def indexed(
             for name in order
         ),
         missing=tuple(
-            Missing(each.name, redactor.text(each.why) if redactor else each.why)
-            for each in missing
+            Missing(part.name, redactor.text(part.why) if redactor else part.why)
+            for part in missing
         ),
         redactions={k: count for k, count in sorted(redactor.counts.items()) if count}
         if redactor
@@ -235,15 +235,15 @@ def load(path: Path) -> ServerSnapshot:
         raise archive.damaged(path, f"there is no {INDEX} in it")
     index = part(path, INDEX, found, Index)
     if "server.json" not in found:
-        whys = [each.why for each in index.missing if each.name == "server.json"]
+        whys = [gap.why for gap in index.missing if gap.name == "server.json"]
         raise VllmopsError(
             "bundle.no-snapshot",
-            f"{path} holds nothing that was seen of the server: {(*whys, 'nobody knows why')[0]}",
+            f"{path} holds no snapshot of the server: {(*whys, 'the index gives no reason')[0]}",
             f"tar -xzf {path} unpacks what it holds",
         )
     samples = found.get("stacks.jsonl", b"").splitlines()
     stacks = [
-        part(path, "stacks.jsonl", {"stacks.jsonl": each}, StacksSnapshot) for each in samples
+        part(path, "stacks.jsonl", {"stacks.jsonl": sample}, StacksSnapshot) for sample in samples
     ]
     with judged(path, "memory.jsonl"):
         recording = found.get("memory.jsonl")

@@ -276,7 +276,9 @@ class Collecting:
         found: dict[str, Any] = {"vllmops": __version__}
         try:
             told = msgspec.json.decode(self.ask(["-c", PACKAGES], until))
-            packages = dict(sorted(told["packages"].items(), key=lambda each: each[0].lower()))
+            packages = dict(
+                sorted(told["packages"].items(), key=lambda package: package[0].lower())
+            )
             found["python"] = told["python"]
         except (VllmopsError, msgspec.MsgspecError) as error:
             found["problem"] = f"the server's own packages are not known: {error}"
@@ -350,7 +352,7 @@ class Collecting:
         rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None)
         found.pieces["server.json"] = Piece(rest, seconds)
         if snapshot.stacks:
-            taken_s = sum(each.seconds for each in snapshot.stacks)
+            taken_s = sum(sample.seconds for sample in snapshot.stacks)
             found.pieces["stacks.jsonl"] = Piece(list(snapshot.stacks), taken_s)
         if snapshot.caches:
             found.pieces["caches.json"] = Piece(snapshot.caches, seconds)
@@ -368,7 +370,7 @@ class Collecting:
             found.pieces["doctor.txt"] = Piece(text, judging.seconds)
         else:
             found.missing.append(Missing("doctor.json", judging.error or self.why_late()))
-        found.missing += [Missing(each.part, each.why) for each in snapshot.unseen]
+        found.missing += [Missing(unseen.part, unseen.why) for unseen in snapshot.unseen]
         if not snapshot.stacks and not snapshot.unseen:
             found.missing.append(Missing("stacks.jsonl", "the server has no process"))
 
@@ -472,7 +474,7 @@ def log(server: Server) -> str:
     if not whole:
         raise VllmopsError(
             "bundle.no-log",
-            "vllmops did not start it, and it writes to no file of its user's "
+            "vllmops did not start the server, and the server writes to no file of its own user "
             f"(see ls -l {places[0]})",
         )
     return "\n".join(whole.values())
@@ -534,7 +536,9 @@ def recorded(server: Server) -> Recording:
     began = [process.create_time for process in server.processes]
     found = memory.newest(server.label, min(began, default=record.created_at if record else 0.0))
     if found is None:
-        raise VllmopsError("bundle.no-memory", "nobody has recorded it: vllmops memory record")
+        raise VllmopsError(
+            "bundle.no-memory", "there is no memory recording: vllmops memory record makes one"
+        )
     return found
 
 
@@ -553,7 +557,7 @@ def version_of(name: str, packages: Mapping[str, str]) -> str | None:
     named ``vllm``, beside themselves when they are imported, with a version that they make up.
     """
     alike = (f"{name}-cpu", f"{name}_cpu", name)
-    return next((packages[each] for each in alike if each in packages), None)
+    return next((packages[alias] for alias in alike if alias in packages), None)
 
 
 def drivers() -> dict[str, str]:

@@ -266,8 +266,8 @@ class Redactor:
         if len(line) < LEAST:
             return line
         low = line.lower()
-        for each in dict.fromkeys(form for has, form in HINTS if has in low):
-            line = self.counted(each.name, each.pattern, line)
+        for form in dict.fromkeys(form for has, form in HINTS if has in low):
+            line = self.counted(form.name, form.pattern, line)
         if any(stem in low for stem in STEMS):
             line = self.named(line)
         line = RUN.sub(self.run, line)
@@ -299,7 +299,7 @@ class Redactor:
             plain = content.decode("ascii")
         except (binascii.Error, ValueError):
             return word
-        if not all(each.isprintable() or each.isspace() for each in plain):
+        if not all(letter.isprintable() or letter.isspace() for letter in plain):
             return word
         redactor = Redactor()
         redactor.known = self.known
@@ -351,13 +351,13 @@ class Redactor:
             name = value.get("name", value.get("key"))
             pair = isinstance(name, str) and kind(name) >= Kind.LIKELY
             return {
-                self.line(self.literal(key)): self.hidden(each)
-                if hides(key, each) or (pair and key == "value")
-                else self.walk(each, log=log)
-                for key, each in value.items()
+                self.line(self.literal(key)): self.hidden(item)
+                if hides(key, item) or (pair and key == "value")
+                else self.walk(item, log=log)
+                for key, item in value.items()
             }
         if isinstance(value, Sequence):
-            return [self.walk(each, log=log) for each in value]
+            return [self.walk(item, log=log) for item in value]
         return value
 
     def hidden(self, value: Any) -> Any:
@@ -368,9 +368,9 @@ class Redactor:
             self.counts["secret by its name"] += 1
             return MARK
         if isinstance(value, Mapping):
-            return {self.line(self.literal(key)): self.hidden(each) for key, each in value.items()}
+            return {self.line(self.literal(key)): self.hidden(item) for key, item in value.items()}
         if isinstance(value, Sequence):
-            return [self.hidden(each) for each in value]
+            return [self.hidden(item) for item in value]
         return value
 
     def words(self, words: Sequence[str]) -> list[str]:

@@ -96,7 +96,7 @@ AFTER = words(
 
 def of_words(name: str, before: str) -> Kind:
     """What a name of at most a hundred characters says; ``before`` is the word before it."""
-    found = [each.lower() for each in WORD.findall(name)]
+    found = [word.lower() for word in WORD.findall(name)]
     if found[-2:] in (["connection", "string"], ["conn", "str"]):
         return Kind.SECRET
     while len(found) > 1 and (found[-1].isdigit() or found[-1] in AFTER):

@@ -180,14 +180,14 @@ def written(secret: str) -> Iterator[str]:
     secret = secret.strip()
     whole = [] if secret.isdigit() and len(secret) < 2 * LEAST else [secret]
     lines = secret.splitlines()
-    for each in whole + [line for line in lines if len(line) >= LEAST_LINE and len(lines) > 1]:
-        if len(each) < LEAST or each == MARK or each.lower() in COMMON:
+    for text in whole + [line for line in lines if len(line) >= LEAST_LINE and len(lines) > 1]:
+        if len(text) < LEAST or text == MARK or text.lower() in COMMON:
             continue
-        once = {each, *quoted(each)}
+        once = {text, *quoted(text)}
         # JSON in JSON is not rare.
         yield from {*once, *(form for one in once for form in quoted(one))}
-        yield from {quote(each, safe=""), quote(each), quote_plus(each)}
-        yield from {form for form in coded(each) if len(form) >= LEAST_CODED}
+        yield from {quote(text, safe=""), quote(text), quote_plus(text)}
+        yield from {form for form in coded(text) if len(form) >= LEAST_CODED}
 
 
 def quoted(text: str) -> set[str]:

@@ -35,7 +35,7 @@ def attach_(
         bool, typer.Option("--patch", help="Apply the patches that are safe on a running server.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be done; change nothing.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout: Annotated[
@@ -45,11 +45,11 @@ def attach_(
 ) -> Result:
     """Load the agent into a server that was started without it.
 
-    For a stock `vllm serve` that hangs right now: nothing is restarted,
-    no request is lost, and from then on every command works on it. In
-    each process one idle thread is stopped for some milliseconds, and
-    starts the agent; no debugger is needed. It takes the server's own user,
-    and the right to trace its processes.
+    For a stock `vllm serve` that hangs now: nothing restarts, no request
+    is lost, and afterwards every command works on it. In each process one
+    idle thread stops for some milliseconds and starts the agent; no
+    debugger is needed. You need the server's own user or root, and the
+    permission to trace its processes.
     """
     server = resolve(target)
     with ThreadPoolExecutor() as pool:
@@ -67,7 +67,7 @@ def attach_(
         ]
         return Result({**data, "processes": rows}, lambda: planned(plans))
     if not yes:
-        names = ", ".join(agent.name(each) for each in new)
+        names = ", ".join(agent.name(process) for process in new)
         output.confirm(
             f"Load the agent{' and its patches' if patch else ''} into {names}?",
             f"vllmops attach -t {server.label} --yes",
@@ -76,7 +76,7 @@ def attach_(
         progress.update(f"{server.label}: attaching to {len(new)} processes")
         by = dict(zip(new, plans, strict=True))
         done, silent = agent.side_by_side(
-            new, lambda each: attach.attach(by[each], patch=patch, timeout_s=timeout)
+            new, lambda process: attach.attach(by[process], patch=patch, timeout_s=timeout)
         )
     data = {
         "server": server.label,
@@ -84,16 +84,16 @@ def attach_(
         "patch": patch,
         "processes": [
             {
-                "role": each.process.role,
-                "pid": each.process.pid,
-                "stopped_s": each.stopped_s,
-                "seconds": each.seconds,
+                "role": attached.process.role,
+                "pid": attached.process.pid,
+                "stopped_s": attached.stopped_s,
+                "seconds": attached.seconds,
             }
-            for each in done
+            for attached in done
         ],
         "silent": silent,
     }
-    return Result(data, lambda: told(server, done, silent), Exit.FAILED if silent else Exit.OK)
+    return Result(data, lambda: report(server, done, silent), Exit.FAILED if silent else Exit.OK)
 
 
 def nothing(server: Server) -> VllmopsError:
@@ -101,13 +101,13 @@ def nothing(server: Server) -> VllmopsError:
     if not server.of(*ROLES):
         return VllmopsError(
             "attach.no-process",
-            f"{server.label} has no process yet that the agent could be loaded into",
+            f"{server.label} has no process yet to load the agent into",
             f"vllmops wait {server.label} --for ready",
             exit_code=Exit.NOT_FOUND,
         )
     return VllmopsError(
         "attach.already",
-        f"the agent runs in every process of {server.label} already",
+        f"the agent already runs in every process of {server.label}",
         f"vllmops patches list -t {server.label}",
     )
 
@@ -115,26 +115,27 @@ def nothing(server: Server) -> VllmopsError:
 def planned(plans: Sequence[Plan]) -> list[RenderableType]:
     """What would be done, for a person."""
     table = output.table("ROLE", "PID", "HOW", right=("PID",))
-    for each in plans:
+    for plan in plans:
         how = (
-            f"by thread {each.tids[0]}, which is idle ({len(each.tids)} are)"
-            if each.tids
-            else "by sys.remote_exec, which takes Python 3.14"
+            f"by thread {plan.tids[0]}, which is idle ({len(plan.tids)} are)"
+            if plan.tids
+            else "by sys.remote_exec, which needs Python 3.14"
         )
-        table.add_row(each.process.role, str(each.process.pid), how)
+        table.add_row(plan.process.role, str(plan.process.pid), how)
     return ["It could be attached to:", table]
 
 
-def told(
+def report(
     server: Server, done: Sequence[Attached], silent: Sequence[Silent]
 ) -> list[RenderableType]:
     """What was done, for a person."""
     from rich.text import Text  # noqa: PLC0415
 
     table = output.table("ROLE", "PID", "STOPPED", "READY AFTER", right=("PID", "STOPPED"))
-    for each in done:
-        stopped = "-" if each.stopped_s is None else f"{1000 * each.stopped_s:.1f} ms"
-        row = (each.process.role, str(each.process.pid), stopped, f"{each.seconds:.2f} s")
+    for attached in done:
+        stopped = "-" if attached.stopped_s is None else f"{1000 * attached.stopped_s:.1f} ms"
+        process = attached.process
+        row = (process.role, str(process.pid), stopped, f"{attached.seconds:.2f} s")
         table.add_row(*row)
     parts: list[RenderableType] = [table] if done else []
     for missing in silent:

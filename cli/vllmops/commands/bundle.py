@@ -41,7 +41,7 @@ def bundle(
             "-o",
             readable=False,
             callback=to_write,
-            help="The file, or a folder for it; a name with server and time, here.",
+            help="The file, or a folder for it [a name with server and time, in this directory].",
             show_default=False,
         ),
     ] = None,
@@ -49,27 +49,29 @@ def bundle(
         float,
         typer.Option(
             parser=seconds(1),
-            help="Seconds for everything but vLLM's collect_env, which has "
-            f"{COLLECT_ENV_S:g} of its own beside.",
+            help="Seconds for everything except vLLM's collect_env, which has "
+            f"{COLLECT_ENV_S:g} seconds of its own.",
         ),
     ] = TIMEOUT_S,
     no_redact: Annotated[
-        bool, typer.Option("--no-redact", help="Leave keys, tokens and prompts in it.")
+        bool, typer.Option("--no-redact", help="Do not remove keys, tokens and prompts.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace the file if it is there, without asking.")
+        bool, typer.Option("--force", help="Replace the file if it exists, without asking.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what it would take.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be captured.")
+    ] = False,
     json_: Json = False,
 ) -> Result:
-    """Put what a bug report needs into one file: vLLM's state, and what doctor says of it.
+    """Put what a bug report needs into one file: the server's state and the findings.
 
-    Stacks three times, caches, metrics, log, configuration, versions and more;
-    what can't be had is told in it. It changes nothing, and each process stands
-    still for some milliseconds. Keys, tokens, prompts and most environment
-    variables are redacted: review it all the same before you share it. Ctrl-C
-    ends it early and keeps what there is. doctor, stacks explain and cache
-    inspect read the file; a server that is over has a log, too.
+    It holds stacks (three samples), caches, metrics, log, configuration, versions
+    and more, and says what could not be captured. Nothing changes; each process
+    stops for some milliseconds. Keys, tokens, prompts and most environment
+    variables are redacted. Review the file before you share it. Ctrl-C ends the
+    capture early and keeps what is there. doctor, stacks explain and cache
+    inspect read the file. An instance that has ended still has a log.
     """
     server = chosen(target)
     if dry_run:
@@ -84,7 +86,7 @@ def bundle(
     signal.signal(signal.SIGINT, lambda *_: stop.set())
     with Progress(time.time(), quiet=json_) as progress:
         contents = collect(server, timeout_s=timeout, tell=progress.update, stop=stop)
-        progress.update("writing it")
+        progress.update("writing the file")
         path, index = bundles.write(contents, path, redact=not no_redact, overwrite=replace)
     found = contents.findings
     data = {
@@ -99,21 +101,21 @@ def bundle(
         output.show(*shown(path, index, found))
     raise VllmopsError(
         "interrupted",
-        f"interrupted; what there was by then is in {path}",
+        f"interrupted; what was captured until then is in {path}",
         exit_code=Exit.INTERRUPTED,
         data=data,
     )
 
 
 def chosen(target: str | None) -> Server:
-    """The server, also an instance that is over: it has left a log."""
+    """The server, also an instance that has ended: it has left a log."""
     named = target or os.environ.get("VLLMOPS_TARGET")
-    over = [each for each in find() if named and each.name == named and not each.processes]
-    return over[0] if over else resolve(target)
+    over = [server for server in find() if server.name == named and not server.processes]
+    return over[0] if named and over else resolve(target)
 
 
 def place(out: Path | None, label: str) -> Path:
-    """Where the bundle comes, found out before anything is captured.
+    """Where the bundle is written; checked before anything is captured.
 
     Raises:
         VllmopsError: ``bundle.not-written``.
@@ -163,13 +165,13 @@ def shown(path: Path, index: Index, found: Sequence[Finding] | None) -> Iterator
     yield listed
     yield Text()
     if found is not None:
-        codes = ", ".join(dict.fromkeys(each.code for each in found))
+        codes = ", ".join(dict.fromkeys(finding.code for finding in found))
         yield Text(f"doctor: {codes or 'no findings'}", "bold" if found else "")
     for missing in index.missing:
         yield Text(f"not captured: {missing.name}: {missing.why}", "yellow")
     redactions = ", ".join(f"{count} x {kind}" for kind, count in index.redactions.items())
     if index.redacted:
-        yield Text(f"redacted: {redactions or 'nothing was found that had to be'}")
+        yield Text(f"redacted: {redactions or 'nothing: no secret was found'}")
     yield Text(
         f"{index.note[0].upper()}{index.note[1:]}.", "bold" if index.redacted else "bold red"
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer_app()
 
-WIDTH = 92  # columns: longer lines are hard to read
+WIDTH = 92  # columns; longer lines are hard to read
 
 
 def names(incomplete: str) -> list[tuple[str, str]]:
@@ -31,7 +31,9 @@ def names(incomplete: str) -> list[tuple[str, str]]:
 def help_(
     word: Annotated[
         str | None,
-        typer.Argument(help="A topic, a finding's code or an error's code.", autocompletion=names),
+        typer.Argument(
+            help="A topic, the code of a finding, or the code of an error.", autocompletion=names
+        ),
     ] = None,
     *,
     json_: Json = False,
@@ -47,7 +49,7 @@ def help_(
         near = difflib.get_close_matches(word.lower(), found, n=3)
         raise VllmopsError(
             "help.unknown",
-            f"the manual has no page {word!r}" + (f"; near: {', '.join(near)}" if near else ""),
+            f"no page {word!r} in the manual" + (f"; similar: {', '.join(near)}" if near else ""),
             "vllmops help",
             exit_code=Exit.USAGE,
         )
@@ -55,7 +57,7 @@ def help_(
 
 
 def topics(found: dict[str, Page]) -> RenderableType:
-    """The topics, a line each."""
+    """The topics, one per line."""
     listed = table("topic", "")
     for page in found.values():
         if page.kind == "topic":

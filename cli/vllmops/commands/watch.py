@@ -1,4 +1,4 @@
-"""``vllmops watch``: tell when a server stalls, with the evidence at hand."""
+"""``vllmops watch``: report when a server stalls, and keep the evidence."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ def watch(
     checks: Annotated[
         int,
         typer.Option(
-            parser=count(), help="Looks in a row in which nothing moves.", rich_help_panel="Stalls"
+            parser=count(), help="Number of looks in a row without progress.", rich_help_panel="Stalls"
         ),
     ] = CHECKS,
     patience: Annotated[
         float,
         typer.Option(
             parser=seconds(1),
-            help="Seconds without a token that are no stall yet.",
+            help="Seconds without a token before it is a stall.",
             rich_help_panel="Stalls",
         ),
     ] = PATIENCE_S,
     once: Annotated[
-        bool, typer.Option("--once", help="End with the first stall: exit code 1.")
+        bool, typer.Option("--once", help="End with the first stall, with exit code 1.")
     ] = False,
     for_: Annotated[
         float | None,
         typer.Option(
             "--for",
             parser=seconds(most=YEAR_S),
-            help="End after so many seconds.",
+            help="End after this many seconds.",
             show_default=False,
         ),
     ] = None,
@@ -74,8 +74,8 @@ def watch(
         typer.Option(
             "--exec",
             metavar="CMD",
-            help="Run this with each event: VLLMOPS_EVENT, VLLMOPS_TEXT, VLLMOPS_BUNDLE and more "
-            "in its environment, JSON on its input.",
+            help="Run this with each event: VLLMOPS_EVENT, VLLMOPS_TEXT, VLLMOPS_BUNDLE and "
+            "more in its environment, JSON on its input.",
             show_default=False,
             rich_help_panel="Actions",
         ),
@@ -84,7 +84,7 @@ def watch(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Post each event there as JSON.",
+            help="Post each event to this URL as JSON.",
             show_default=False,
             rich_help_panel="Actions",
         ),
@@ -93,7 +93,7 @@ def watch(
         bool,
         typer.Option(
             "--repair",
-            help="Repair what is proved to be broken, and can be.",
+            help="Repair a cache that is proven to be broken.",
             rich_help_panel="Actions",
         ),
     ] = False,
@@ -101,7 +101,7 @@ def watch(
         bool,
         typer.Option(
             "--restart",
-            help="Restart a stalled instance, once the evidence is kept.",
+            help="Restart a stalled instance, after its evidence is kept.",
             rich_help_panel="Actions",
         ),
     ] = False,
@@ -111,22 +111,22 @@ def watch(
             "--output",
             "-o",
             readable=False,
-            help="Folder for the evidence; bundles/ in VLLMOPS_HOME.",
+            help="Folder for the evidence [bundles/ in VLLMOPS_HOME].",
             show_default=False,
         ),
     ] = None,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
     json_: Json = False,
 ) -> Result:
-    """Tell when a server stalls: requests are there, and none gets a token further.
+    """Report when a server stalls: requests are pending but no tokens are produced.
 
     On a stall it first keeps the evidence, a bundle with three samples of all
-    stacks, caches, metrics, heartbeats and the log; then it says what is stuck,
-    and it says when the server goes on. Idle, paused, sleeping, loading and
-    compiling are no stalls. While all is well it reads a few files.
+    stacks, caches, metrics, heartbeats and the log. Then it reports what is
+    stuck, and later when the server goes on. An idle, paused, sleeping, loading
+    or compiling server does not stall. While all is well, it reads a few files.
 
     Events are stalled, recovered, repaired, restarting, failed, ended, away,
-    ready and trouble. Exit code 1 where there was a stall or a failure.
+    ready and trouble. Exit code 1 if there was a stall or a failure.
     """
     receivers: list[Callable[[Event], None]] = []
     if exec_:
@@ -149,15 +149,15 @@ def watch(
     stop = threading.Event()
     # Not an exception: evidence that is being written must get to the disk.
     signal.signal(signal.SIGINT, lambda *_: stop.set())
-    paper = Log(Folder(server.label)) if supervised else Screen()
-    messenger = Messenger(receivers, lambda text: paper.write([text], "WARNING"))
+    log = Log(Folder(server.label)) if supervised else Screen()
+    messenger = Messenger(receivers, lambda text: log.write([text], "WARNING"))
 
     def tell(event: Event) -> None:
         messenger.send(event)
-        paper.write(list(lines(event)), "WARNING" if event.event in LOUD else "INFO")
+        log.write(list(lines(event)), "WARNING" if event.event in LOUD else "INFO")
 
     began = time.monotonic()
-    paper.write([beginning(server, plan)], "INFO")
+    log.write([beginning(server, plan)], "INFO")
     pinned = bool(target and target.isdigit() and not server.record)
     subject = Watched(server, follow=not (supervised or pinned))
     watching = Watch(subject, plan, tell, stop=stop, flush=messenger.flush)
@@ -184,9 +184,9 @@ def watch(
 class Screen:
     """Standard error, with the time before each event."""
 
-    def write(self, told: list[str], level: str) -> None:
+    def write(self, texts: list[str], level: str) -> None:
         now = time.strftime("%H:%M:%S")
-        for number, line in enumerate(told):
+        for number, line in enumerate(texts):
             output.say(f"{now if not number else ' ' * len(now)}  {line}", STYLES[level])
 
 
@@ -202,17 +202,17 @@ class Log:
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
 
-    def write(self, told: list[str], level: str) -> None:
+    def write(self, texts: list[str], level: str) -> None:
         head = f"({WATCH} pid={os.getpid()}) {level} {time.strftime('%m-%d %H:%M:%S')} [watch]"
-        said = "".join(f"{head} {line}\n" for line in told)
+        text = "".join(f"{head} {line}\n" for line in texts)
         with suppress(OSError), self.folder.log.open("a", errors="backslashreplace") as file:
-            file.write(said)
+            file.write(text)
 
 
 def beginning(server: Server, plan: Plan) -> str:
     return (
         f"watching {server.label} every {plan.interval_s:g} s; a stall is {plan.patience_s:g} s "
-        f"without a token while requests wait, seen {plan.checks} times in a row"
+        f"without a token while requests are pending, seen {plan.checks} times in a row"
     )
 
 

@@ -1,4 +1,4 @@
-"""Watches a server: notices that it has stalled, keeps the evidence, tells, and acts if it may."""
+"""Watches a server: detects a stall, keeps the evidence, reports, and acts if it may."""
 
 from __future__ import annotations
 
@@ -240,10 +240,10 @@ class Watch:
             self.restart(ongoing)
 
     def stalled(self, found: list[Stall]) -> None:
-        """Keep the evidence, explain it, tell, and act if that is wished."""
-        began = self.now() - max(each.since_s for each in found)
+        """Keep the evidence, explain it, tell, and act if the plan says so."""
+        began = self.now() - max(stall.since_s for stall in found)
         before = len(self.vigil.looks)
-        sure = not all(each.doubt for each in found)
+        sure = not all(stall.doubt for stall in found)
         snapshot = self.subject.capture(
             self.vigil.looks, self.plan.patience_s, self.stop, sure=sure
         )
@@ -251,7 +251,7 @@ class Watch:
             self.vigil.row = 0
             return
         told = doctor.examine(snapshot, self.plan.patience_s)
-        if not any(stands(each, snapshot, told) for each in found):
+        if not any(stands(stall, snapshot, told) for stall in found):
             self.vigil.dismiss(found)
             self.doubt_until = self.now() + DOUBT_S
             return
@@ -272,7 +272,7 @@ class Watch:
             evidence=why.evidence,
             next=why.next,
             reference=why.reference,
-            findings=tuple(each.code for each in told.findings),
+            findings=tuple(finding.code for finding in told.findings),
             bundle=kept,
         )
         repaired = self.plan.repair and self.repair(told)
@@ -292,7 +292,7 @@ class Watch:
 
     def repair(self, told: doctor.Diagnosis) -> bool:
         """Repair what was found, if it can be; returns whether anything was."""
-        if not any(each.code in REPAIRABLE for each in told.findings):
+        if not any(finding.code in REPAIRABLE for finding in told.findings):
             return False
         label = self.subject.server.label
         try:
@@ -301,12 +301,12 @@ class Watch:
             self.trouble(error)
             return False
         done = [
-            words(each.role, each.pid, c.changes, c.left)
-            for each in report.repairs
-            for c in each.caches
+            words(repair.role, repair.pid, cache.changes, cache.left)
+            for repair in report.repairs
+            for cache in repair.caches
         ]
         self.say("repaired", f"{label}: {'; '.join(done) or 'there was nothing to repair'}")
-        return any(not c.left for each in report.repairs for c in each.caches)
+        return any(not cache.left for repair in report.repairs for cache in repair.caches)
 
     def restart(self, ongoing: Ongoing) -> None:
         """Restart the instance, but never before its evidence is on the disk."""
@@ -348,7 +348,7 @@ class Watch:
 def stands(stall: Stall, snapshot: ServerSnapshot, told: doctor.Diagnosis) -> bool:
     """Whether a stall counts, now that stacks and agents have been asked."""
     verdict = told.explanation.verdict if told.explanation else None
-    return stall.is_confirmed(verdict, {progress.process_name(told) for told in snapshot.told})
+    return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.told})
 
 
 def cause(found: Sequence[Stall], told: doctor.Diagnosis) -> Finding:
@@ -362,5 +362,5 @@ def cause(found: Sequence[Stall], told: doctor.Diagnosis) -> Finding:
 
 def words(role: str, pid: int, changes: Sequence[Change], left: str | None) -> str:
     """What was repaired in a cache."""
-    each = ", ".join(f"{change.count:,.0f} {change.fault}" for change in changes)
-    return f"{role} {pid}: {each}" + (f", left as it is: {left}" if left else " repaired")
+    repaired = ", ".join(f"{change.count:,.0f} {change.fault}" for change in changes)
+    return f"{role} {pid}: {repaired}" + (f", left as it is: {left}" if left else " repaired")

@@ -105,7 +105,7 @@ class Watched:
             return Phase.UP
         if self.follow and self.due():
             with suppress(VllmopsError):
-                same = [each for each in find() if each.url == self.server.url and each.processes]
+                same = [s for s in find() if s.url == self.server.url and s.processes]
                 if same and same[0].url and not same[0].record:
                     self.server, self.dead, self.whole = same[0], False, False
                     return Phase.UP
@@ -158,8 +158,8 @@ class Watched:
                 pulses=tuple(examine.pulses(server)),
                 processes=tuple(examine.state(process) for process in server.processes),
             )
-        vital = [each for each in look.processes if each.role in VITAL]
-        self.dead = all(each.state in DEAD for each in vital)
+        vital = [process for process in look.processes if process.role in VITAL]
+        self.dead = all(process.state in DEAD for process in vital)
         if not (self.folder or self.whole or self.dead):
             self.grow(look)
         return look
@@ -227,13 +227,13 @@ class Watched:
         connection = control.connect(self.folder)
         connection.send(Request(restart=0.0))
         # A Unix socket that is closed before all is read takes what it has sent with it.
-        next((each for each in connection.records() if each.state is not State.READY), None)
+        next((r for r in connection.records() if r.state is not State.READY), None)
         connection.close()
 
 
 def stranger(server: Server) -> VllmopsError:
     return VllmopsError(
         "restart.stranger",
-        f"vllmops did not start {server.label}, and has no command to start it with",
-        "vllmops watch without --restart; --exec runs a command of yours",
+        f"vllmops did not start {server.label}, so it knows no command to restart it",
+        "vllmops watch without --restart; --exec runs your own command",
     )

@@ -1,0 +1,74 @@
+"""``vllmops help``: the manual in a terminal."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from vllmops.commands.help import shown
+from vllmops.docs import pages
+from vllmops.terminal import Terminal
+
+
+def test_without_a_word_it_lists_the_topics(vllmops: Any) -> None:
+    answer = vllmops("help")
+    assert (answer.code, answer.err) == (0, "")
+    for page in pages().values():
+        assert (page.name in answer.out.split()) == (page.kind == "topic"), page.name
+    assert "Find out what is wrong" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("word", "heading"),
+    [
+        ("doctor", "Find out what is wrong"),
+        ("Keys", "Keys that protect client-held conversation state"),
+        ("mm-cache.ghost-keys", "How vllmops knows"),
+        ("stack.mm-cache-eviction-spin", "What to do"),
+    ],
+)
+def test_a_page_by_its_word(vllmops: Any, word: str, heading: str) -> None:
+    answer = vllmops("help", word)
+    assert (answer.code, answer.err) == (0, "")
+    assert heading in answer.out
+
+
+def test_an_unknown_word_names_near_ones(vllmops: Any) -> None:
+    answer = vllmops("help", "mm-cache.ghost-key")
+    assert (answer.code, answer.out) == (2, "")
+    assert "mm-cache.ghost-keys" in answer.err
+    assert "hint: vllmops help" in answer.err
+    error = vllmops("help", "xyzzy", "--json").error
+    assert (error["code"], error["message"]) == ("help.unknown", "no page 'xyzzy' in the manual")
+
+
+def test_json_has_the_list_and_the_text(vllmops: Any) -> None:
+    listed = vllmops("help", "--json").data["pages"]
+    assert {"name": "doctor", "kind": "topic", "title": "Find out what is wrong"} in listed
+    assert [page["name"] for page in listed] == list(pages())
+    data = vllmops("help", "doctor", "--json").data
+    assert (data["name"], data["kind"]) == ("doctor", "topic")
+    assert data["text"] == pages()["doctor"].text
+
+
+@pytest.mark.parametrize("name", list(pages()))
+def test_every_page_fits_into_a_narrow_terminal(name: str) -> None:
+    page = pages()[name]
+    console = Terminal(file=io.StringIO(), width=60, highlight=False, markup=False)
+    for part in shown(page):
+        console.print(part)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert page.title.split()[0] in "".join(lines)
+    assert max(map(len, lines)) <= 60
+    assert "…" not in "".join(lines) or "…" in page.text
+
+
+def test_names_of_pages_are_completed(vllmops: Any) -> None:
+    env = {
+        "_VLLMOPS_COMPLETE": "complete_bash",
+        "COMP_WORDS": "vllmops help mm-cache.gh",
+        "COMP_CWORD": "2",
+    }
+    assert vllmops(env=env).out.split() == ["mm-cache.ghost-keys"]

@@ -1,0 +1,53 @@
+"""Draws ``vllmops doctor`` as a terminal shows it: ``python -m tests.support.picture``.
+
+The server in it is made of a stored dump of stacks, so the picture is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
+from vllmops.commands.doctor import screen
+from vllmops.diagnose.doctor import examine
+from vllmops.protocol.engine import EngineState
+from vllmops.protocol.server import Guard
+from vllmops.stacks.paste import read
+
+from ..diagnose.servers import healthy, told
+
+ROOT = Path(__file__).parents[2]
+PICTURE = ROOT / "cli/vllmops/docs/doctor.svg"
+DUMP = ROOT / "tests/diagnose/stacks/mm-cache-eviction-spin.txt"
+COLUMNS = 100
+FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # a terminal may be without internet
+
+
+def draw() -> str:
+    """The picture, as SVG."""
+    (sample, *_) = read(DUMP.read_text()).samples
+    engine = msgspec.structs.replace(
+        told("engine"), engine=EngineState(running=1, waiting=2, current_step=5)
+    )
+    snapshot = healthy(
+        model="Qwen/Qwen2.5-VL-7B-Instruct",
+        uptime_s=14_070.0,
+        told=(told("api"), engine, told("worker")),
+        stacks=(sample,) * 3,
+        guard=Guard(addresses=("0.0.0.0",), exposed=True, open=True),
+    )
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print("[bold]$[/] vllmops doctor", highlight=False)
+    for part in screen(snapshot, examine(snapshot).findings, skipped=False):
+        console.print(part, highlight=False, markup=False)
+    picture = console.export_svg(title="vllmops doctor", theme=MONOKAI, unique_id="doctor")
+    return FONT.sub("", picture)
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw())

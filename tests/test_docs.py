@@ -1,0 +1,186 @@
+"""README and the manual: every example is a command line that vllmops takes.
+
+What needs no server is run, what needs no vLLM is run on the stand-in of `conftest.Lab`; the rest
+is only parsed here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from vllmops import app
+from vllmops.docs import pages
+
+from .support import picture
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "cli/vllmops/docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
+CODE = re.compile(r"`([^`]+)`")
+DUMP = ROOT / "tests/diagnose/stacks/mm-cache-eviction-spin.txt"
+
+# What needs no server, and its exit code.
+RUN = {
+    "vllmops ps": 0,
+    "vllmops ps --json": 0,
+    "vllmops doctor --list": 0,
+    "vllmops keys list": 5,
+    "vllmops keys add": 0,
+    "vllmops keys rotate --dry-run": 0,
+    "vllmops keys status": 5,
+    "vllmops keygen --out admin.key": 0,
+    "vllmops patches show mm-lru-ghost-keys": 0,
+    "vllmops stacks explain dump.txt": 1,
+    "vllmops stacks explain dump.txt --fact progress=frozen": 1,
+    "vllmops serve Qwen/Qwen3-0.6B --dry-run -- --uds /run/vllm.sock": 0,
+    "vllmops responses check-store sqlite:////tmp/responses.db": 0,
+    "vllmops completions bash > completions/vllmops.bash": 0,
+}
+# In this order on one server, which is called demo.
+SERVED = {
+    "vllmops ps": 0,
+    "vllmops status demo": 0,
+    "vllmops wait demo --for ready": 0,
+    "vllmops doctor": 0,
+    "vllmops doctor -t demo --canary": 1,  # the stand-in generates no token
+    "vllmops stacks dump -t demo": 0,
+    "vllmops bundle -t demo --dry-run": 0,
+    "vllmops bundle -t demo -o hang.tar.gz": 0,
+    "vllmops doctor hang.tar.gz": 0,
+    "vllmops stacks explain hang.tar.gz": 0,
+    "vllmops restart demo": 0,
+    "vllmops stop demo --timeout 120": 0,
+    "vllmops stop demo": 5,  # it has ended already
+}
+
+
+def blocks(text: str, language: str) -> Iterator[str]:
+    return (match[1] for match in re.finditer(rf"^```{language}\n(.*?)^```", text, re.M | re.S))
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines of a page's ``console`` blocks."""
+    lines = chain.from_iterable(block.splitlines() for block in blocks(page.read_text(), "console"))
+    return [line[2:] for line in lines if line.startswith("$ ")]
+
+
+EXAMPLES = sorted({line for page in PAGES for line in commands(page)})
+
+
+def words(line: str) -> list[str]:
+    """A command line without redirection and placeholders in capitals."""
+    return shlex.split(line.partition(" > ")[0])
+
+
+def parse(line: list[str]) -> None:
+    """Have click parse a command line of ours, and run nothing.
+
+    Raises:
+        click.ClickException: if click refuses it.
+    """
+    group = app.build()
+    context = click.Context(group)
+    _, command, rest = group.resolve_command(context, line[:])
+    if isinstance(command, click.Group) or hasattr(command, "commands"):
+        _, command, rest = command.resolve_command(context, rest)
+    command.make_context(" ".join(line[:2]), rest, resilient_parsing=False)
+
+
+def test_readme_fits_on_a_few_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_are_in_blocks_that_are_checked(page: Path) -> None:
+    """Each block says its language, and a ``console`` block has command lines alone."""
+    text = page.read_text()
+    fences = re.findall(r"^```(\w*)$", text, re.M)
+    assert set(fences[::2]) <= {"console", "python", "json", "text", "sh", "toml", "yaml"}, page
+    for block in blocks(text, "console"):
+        assert all(line.startswith("$ ") for line in block.splitlines()), block
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_every_example_is_a_command_line_that_is_taken(line: str) -> None:
+    program, *rest = words(line)
+    match program:
+        case "vllmops":
+            parse(rest)
+        case "python3":
+            assert rest[0] == "cli/bootstrap.py"
+            assert rest[1] in {"demo", "test"}
+        case "python":
+            assert rest == ["-m", picture.__name__]
+        case "pip":
+            assert rest[0] in {"install", "wheel"}
+        case _:
+            pytest.fail(f"no check for {program}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_options_in_sentences_exist(page: Path) -> None:
+    """``vllmops NOUN VERB`` in running text names a command that there is."""
+    for code in CODE.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+        first, *rest = code.split() or [""]
+        if first != "vllmops" or not rest:
+            continue
+        entry = app.COMMANDS.get(rest[0])
+        assert entry, code
+        if rest[0] == "help" and rest[1:]:
+            assert rest[1] in pages() or rest[1] in {"WORD", "CODE", "[WORD]"}, code
+        elif entry.several and rest[1:]:
+            group = app.build()
+            _, noun, _ = group.resolve_command(click.Context(group), [rest[0]])
+            for verb in rest[1].replace("\\", "").split("|"):
+                assert verb in noun.commands, code
+
+
+@pytest.mark.parametrize("line", sorted(RUN))
+def test_examples_that_need_no_server_work(
+    vllmops: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert line in EXAMPLES, "no page has this example"
+    shutil.copy(DUMP, tmp_path / "dump.txt")
+    monkeypatch.chdir(tmp_path)
+    answer = vllmops(*[word.replace("/tmp/", f"{tmp_path}/") for word in words(line)[1:]])
+    assert answer.code == RUN[line], answer
+
+
+def test_examples_that_need_no_vllm_work(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.serve("demo")
+    monkeypatch.chdir(tmp_path)
+    for line, code in SERVED.items():
+        assert line in EXAMPLES, f"no page has {line}"
+        answer = lab.vllmops(*words(line)[1:])
+        assert answer.code == code, (line, answer)
+
+
+def test_the_picture_is_what_its_command_draws() -> None:
+    assert picture.PICTURE.read_text() == picture.draw(), "python -m tests.support.picture"
+    assert picture.PICTURE.name in (ROOT / "README.md").read_text()
+
+
+def test_the_licence_is_in_the_clone_and_named_by_the_package() -> None:
+    import hashlib
+
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    assert 'license = "Apache-2.0"' in (ROOT / "pyproject.toml").read_text()
