@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from vllmops.commands.sources import walk
+from vllmops.commands.responses.sources import walk
 from vllmops.errors import Exit, VllmopsError
 from vllmops.store import opening
 from vllmops.store.direct import Storage

@@ -34,7 +34,6 @@ from ..numbers import MOST
 from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..store import settings
 from ..store.store import ResponseStore
-from .keyring import said
 from .options import AdminToken, count, duration, patch_ids, time_
 
 if TYPE_CHECKING:
@@ -279,9 +278,9 @@ def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
     key = Key.of(fresh(), Status.PRIMARY, time.time())
     # Another serve may have come first.
     ring = keys.change(path, lambda ring: ring if ring.keys else ring.add(key), create=True)
-    if ring.find(key.kid):
-        what = "seals what clients carry; without one: --keyring none"
-        said(f"made a key, {key.kid}, in {path}: it {what}", quiet=quiet)
+    if not quiet and ring.find(key.kid):
+        what = "it protects client-held conversation state; to have none: --keyring none"
+        say(f"made a key, {key.kid}, in {path}: {what}")
 
 
 def governed(admin_token: Path | None) -> list[str]:

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import re
 import secrets
+import time
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import NoReturn
@@ -393,3 +394,10 @@ def days(seconds: float) -> str:
 def kids(keys: Iterable[Key]) -> str:
     """Some keys, for a person."""
     return ", ".join(f"{key.kid} ({key.status})" for key in keys)
+
+
+def when(epoch: float | None) -> str:
+    """A moment for a person, in UTC; a dash where there is none, or none that a calendar has."""
+    if epoch is None or not 0 <= epoch <= LAST_S:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))

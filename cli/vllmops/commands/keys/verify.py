@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from .. import output
-from ..errors import Exit
-from ..files import STDIN, read
-from ..keys import file
-from ..output import Result, command, span, table
-from .keyring import Keyring, when
+from ... import output
+from ...errors import Exit
+from ...files import STDIN, read
+from ...keys import file
+from ...keys.ring import when
+from ...output import Result, command, span, table
+from .keyring import Keyring
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ..keys.carrier import Carrier
+    from ...keys.carrier import Carrier
 
 
 @command
@@ -39,7 +40,7 @@ def verify(
 
     Exit code 1 where a server that holds this keyring would refuse it.
     """
-    from ..keys.carrier import MOST_BYTES, CarrierError, genuine, refusal  # noqa: PLC0415
+    from ...keys.carrier import MOST_BYTES, CarrierError, genuine, refusal  # noqa: PLC0415
 
     if carrier == STDIN:
         carrier = read(Path(STDIN), 2 * MOST_BYTES).decode("ascii", "replace")

@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
-from .. import output
-from ..errors import Exit, VllmopsError
-from ..keys import file
-from ..keys.ring import LAST_S, Ring
-from ..output import Result, table
-from .options import time_
+from ...errors import Exit, VllmopsError
+from ...keys import file
+from ...keys.ring import Key, Ring, Status, when
+from ...output import Result, table
+from ..options import time_
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -107,15 +107,6 @@ def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
     return [Text(where), shown]
 
 
-def when(epoch: float | None) -> str:
-    """A moment for a person, in UTC; a dash where there is none, or none that a calendar has."""
-    if epoch is None or not 0 <= epoch <= LAST_S:
-        return "-"
-    return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))
-
-
-def said(*lines: str, quiet: bool) -> None:
-    """Print hints, unless ``--json`` is wanted."""
-    for line in lines:
-        if not quiet:
-            output.say(line)
+def first(ring: Ring, key: Key) -> Key:
+    """A key, as the primary where it is a ring's first."""
+    return key if ring.keys else msgspec.structs.replace(key, status=Status.PRIMARY)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .. import output
-from ..errors import Exit
-from ..output import Json, Progress, Result, command
-from ..store import conformance
-from ..store.urls import shown
+from ... import output
+from ...errors import Exit
+from ...output import Json, Progress, Result, command
+from ...store import conformance
+from ...store.urls import shown
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,15 +8,15 @@ from typing import Annotated
 import msgspec
 import typer
 
-from .. import output
-from ..errors import Exit, VllmopsError
-from ..keys import admin_token as admin
-from ..keys import file
-from ..keys.ring import Ring, Status
-from ..output import Result, command
-from ..protocol.keys import ProcessKeys
+from ... import output
+from ...errors import Exit, VllmopsError
+from ...keys import admin_token as admin
+from ...keys import file
+from ...keys.ring import Ring, Status
+from ...output import Result, command
+from ...protocol.keys import ProcessKeys
+from ..options import AdminToken, Target
 from .keyring import Keyring, ring_path
-from .options import AdminToken, Target
 
 
 @command
@@ -39,8 +39,8 @@ def push(
     """
     from rich.text import Text  # noqa: PLC0415
 
-    from ..vllm_api.admin import push  # noqa: PLC0415 - brings httpx
-    from ..vllm_api.responses import place  # noqa: PLC0415
+    from ...vllm_api.admin import push  # noqa: PLC0415 - brings httpx
+    from ...vllm_api.responses import place  # noqa: PLC0415
 
     if admin_token is None:
         raise VllmopsError(

@@ -1,0 +1,30 @@
+"""``vllmops keys retire``."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from ... import output
+from ...keys import file
+from ...output import Result, command
+from .keyring import Keyring, Kid, result, ring_path
+from .servers import after
+
+
+@command
+def retire(
+    kid: Kid,
+    *,
+    force: Annotated[
+        bool, typer.Option("--force", help="Though conversations that it sealed may go on.")
+    ] = False,
+    keyring: Keyring = None,
+    json_: output.Json = False,
+) -> Result:
+    """Take a key out of the keyring for good, once its overlap is over."""
+    path = ring_path(keyring)
+    ring = file.change(path, lambda ring: ring.retire(kid, time.time(), force=force))
+    return result(ring, str(path), *after(path, ring))
