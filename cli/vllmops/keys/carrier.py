@@ -131,7 +131,7 @@ class CarrierError(VllmopsError):
 
     def __init__(self, case: Case, message: str, carrier: Carrier | None = None) -> None:
         super().__init__(
-            f"carrier.{case}", message, "begin the conversation anew, without the carrier"
+            f"carrier.{case}", message, "start a new conversation, without the carrier"
         )
         self.case = case
         self.carrier = carrier
@@ -391,8 +391,8 @@ def check_depth(text: bytes, content: Any) -> None:
     for _ in range(DEEPEST + 1):
         level = [
             part
-            for each in level
-            for part in (each.values() if each.__class__ is dict else each)
+            for value in level
+            for part in (value.values() if value.__class__ is dict else value)
             if part.__class__ in NESTING
         ]
         if not level:
@@ -409,8 +409,8 @@ def packed(content: bytes) -> bytes:
     stream = zlib.compressobj(LEVEL)
     first, *others = content.split(APART)
     made = [stream.compress(first), stream.flush(zlib.Z_FULL_FLUSH)]
-    for each in others:
-        made += stream.compress(APART + each), stream.flush(zlib.Z_FULL_FLUSH)
+    for text in others:
+        made += stream.compress(APART + text), stream.flush(zlib.Z_FULL_FLUSH)
     end = stream.flush()
     length = SALT_BYTES + sum(map(len, made)) + len(end) + TAG_BYTES
     noise = secrets.randbelow(NOISE_BYTES) + secrets.randbelow(NOISE_BYTES)

@@ -211,9 +211,9 @@ def write(path: Path, ring: Ring) -> None:
     content = encode(ring)
     left = re.compile(rf"\.{re.escape(path.name)}(\.copy)?\.[a-z0-9_]{{8}}")
     try:
-        for each in path.parent.iterdir():
-            if left.fullmatch(each.name):  # by a writer that was killed: no other is at work now
-                each.unlink()
+        for entry in path.parent.iterdir():
+            if left.fullmatch(entry.name):  # by a writer that was killed: no other is at work now
+                entry.unlink()
         at = path.stat() if path.exists() else None
         group = at.st_gid if at and at.st_mode & stat.S_IRGRP else None
         # The copy first: what it has beyond the file, after a crash, is what was asked for.

@@ -251,17 +251,17 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key = self.get(kid)
         if key.status is Status.PRIMARY:
             raise VllmopsError(
-                "keys.primary", f"{kid} is the primary: it seals", "vllmops keys rotate, then wait"
+                "keys.primary", f"{kid} is the primary key", "vllmops keys rotate, then wait"
             )
         if key.status is Status.VERIFY_ONLY and not key.over(now) and not force:
             raise VllmopsError(
                 "keys.in-use",
-                f"conversations sealed with {kid} may go on "
+                f"conversations sealed with {kid} may continue "
                 + (f"for {days(key.not_after - now)}" if key.not_after else "for ever")
                 + "; without it they are refused",
-                "leave it in the ring until then: it opens them, and seals none",
+                "keep it in the keyring until then",
             )
-        return Ring(keys=tuple(each for each in self.keys if each.kid != kid))
+        return Ring(keys=tuple(key for key in self.keys if key.kid != kid))
 
     def revoke(self, kid: str, spare: Key) -> Ring:
         """The ring with a key that opens nothing any more.
@@ -351,7 +351,7 @@ def from_hex(text: str, where: str) -> Secret:
         # Without what it says: nothing that quotes the text is to get into a traceback.
         raise VllmopsError(
             "keys.not-hex",
-            f"{where} is no key: it has {len(text.strip())} characters, and not all are hex",
+            f"{where} is not a key: it has {len(text.strip())} characters, and not all are hex",
             "vllmops keygen makes one",
         ) from None
     if len(content) < SECRET_BYTES:
@@ -378,8 +378,8 @@ def in_seconds(what: str, given: float) -> float:
         return given
     raise VllmopsError(
         "usage",
-        f"{what} is {given:g} s, which is no time that ends within a century",
-        "give a number of seconds, 30 say",
+        f"{what} is {given:g} s, which is not between 0 and a century",
+        "give a number of seconds, for example 30",
         exit_code=Exit.USAGE,
     )
 
@@ -397,7 +397,7 @@ def kids(keys: Iterable[Key]) -> str:
 
 
 def when(epoch: float | None) -> str:
-    """A moment for a person, in UTC; a dash where there is none, or none that a calendar has."""
+    """A time in UTC, human-readable; a dash if there is none, or if it is outside the calendar."""
     if epoch is None or not 0 <= epoch <= LAST_S:
         return "-"
     return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))

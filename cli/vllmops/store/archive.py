@@ -58,7 +58,7 @@ def encode(response: Response, events: list[Events]) -> bytes:
             error=response.error,
             response=one_line(response.body),
             input=one_line(response.input),
-            events=[Logged(each.first, list(map(one_line, each.events))) for each in events],
+            events=[Logged(part.first, list(map(one_line, part.events))) for part in events],
         )
     )
 

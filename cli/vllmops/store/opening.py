@@ -75,8 +75,10 @@ def namespace(url: str) -> tuple[str, str]:
     """A URL without its ``namespace``, and that; ``vllmops`` where it has none."""
     start, _, query = url.partition("?")
     given = query.split("&") if query else []
-    rest = [each for each in given if not each.startswith("namespace=")]
-    names = [each.partition("=")[2] for each in given if each not in rest] or ["vllmops"]
+    rest = [parameter for parameter in given if not parameter.startswith("namespace=")]
+    names = [parameter.partition("=")[2] for parameter in given if parameter not in rest] or [
+        "vllmops"
+    ]
     return "?".join([start, *(["&".join(rest)] if rest else [])]), names[-1]
 
 

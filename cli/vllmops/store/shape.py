@@ -119,8 +119,8 @@ def shallow(data: bytes) -> None:
     if data.count(b"[") + data.count(b"{") <= DEEPEST:
         return
     depth = 0
-    for each in STRING.sub(b"", data).translate(None, OTHERS):
-        depth += 1 if each in OPENING else -1
+    for byte in STRING.sub(b"", data).translate(None, OTHERS):
+        depth += 1 if byte in OPENING else -1
         if depth > DEEPEST:
             raise ValueError(f"it is nested in more than {DEEPEST} levels")
 

@@ -187,7 +187,7 @@ class Sqlite(Sql):
         assert self.reader
         assert self.writer
         worker = self.reader if statement.startswith(("SELECT", "WITH RECURSIVE")) else self.writer
-        given = [plain(each) for each in values]
+        given = [plain(value) for value in values]
         return await worker.run(lambda connection: connection.execute(statement, given).fetchall())
 
     async def many(self, statement: str, values: list[tuple[Any, ...]]) -> None:

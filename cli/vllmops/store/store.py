@@ -273,7 +273,7 @@ class ResponseStore:
             return Page([], False)
         async with self.bounded():
             page = await self.backend.page(owner, query)
-        return Page([await legible(each) for each in page.responses], page.more)
+        return Page([await legible(response) for response in page.responses], page.more)
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         """A turn after all before it, the oldest first; empty where there is no such turn.
@@ -294,7 +294,9 @@ class ResponseStore:
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         """Count as use of these responses."""
         async with self.bounded():
-            await self.backend.touch(owner, [each for each in ids if valid(each)])
+            await self.backend.touch(
+                owner, [response_id for response_id in ids if valid(response_id)]
+            )
 
     async def append(self, response: Response, first: int, events: Sequence[bytes]) -> bool:
         """Add to the log of a run; False where that run is gone.
@@ -306,7 +308,7 @@ class ResponseStore:
         """
         if not events:
             return True
-        joined = b"[" + b",".join(redaction.event(each) for each in events) + b"]"
+        joined = b"[" + b",".join(redaction.event(event) for event in events) + b"]"
         chunk = Chunk(first, first + len(events) - 1, await pack(joined))
         async with self.bounded():
             done = await self.backend.append(response, chunk)
@@ -497,7 +499,7 @@ def document(response: Response) -> bytes:
 async def logged(chunk: Chunk) -> Events:
     """The events of a chunk."""
     found = msgspec.json.decode(await unpack(chunk.events), type=list[msgspec.Raw])
-    return Events(chunk.first, [bytes(each) for each in found])
+    return Events(chunk.first, [bytes(event) for event in found])
 
 
 async def unpacked(response: Response) -> Response:

@@ -123,7 +123,7 @@ def parsed(url: str) -> StoreUrl:
     if kind not in FORMS or (way and (kind != "redis" or way not in {SENTINEL, CLUSTER})):
         refuse(f"{shown(url)!r} is no store", EVERY_FORM)
     form, who = FORMS[way or kind], shown(url)
-    if any(ord(each) < 32 or ord(each) == 127 for each in url):
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in url):
         refuse(f"{who!r} has a control character in it", form)
     start, _, asked = found["rest"].partition("?")
     if kind in {"memory", "sqlite"}:
@@ -136,7 +136,7 @@ def parsed(url: str) -> StoreUrl:
     parts = REST.fullmatch(found["rest"])
     if parts is None or parts["fragment"] or (parts["path"] or "").count("//"):
         refuse(f"{who!r} can't be read as a URL", form)
-    hosts = tuple(host(each, who, form) for each in parts["hosts"].split(","))
+    hosts = tuple(host(part, who, form) for part in parts["hosts"].split(","))
     query = queried(asked, KNOWN.get(way, KNOWN[kind]), who, form)
     path = parts["path"] or ""
     if kind == "redis":
@@ -168,7 +168,7 @@ def queried(text: str, names: frozenset[str], who: str, form: str) -> dict[str, 
     for index, (name, value) in enumerate(pairs):
         if name not in known:
             # It may be the rest of a password with a ? or an & in it.
-            harmless = "@" not in text and all(each in HARMLESS for each, _ in pairs[:index])
+            harmless = "@" not in text and all(before in HARMLESS for before, _ in pairs[:index])
             called = repr(name) if harmless and NAME.fullmatch(name) else "a parameter"
             listed = ", ".join(sorted(known))
             refuse(f"{who!r}: such a store does not know {called}", f"one of {listed}")
@@ -230,7 +230,7 @@ def shown(url: str) -> str:
         before, _, after = rest.rpartition("@")
         return f"{scheme}://{shown_user(before, scheme)}{shown_place(after)}"
     if parts is None or any(
-        "@" in each and "pass" not in name_of(each) for each in query.split("&")
+        "@" in parameter and "pass" not in name_of(parameter) for parameter in query.split("&")
     ):
         return f"{scheme}://{MARK}"
     text = "" if parts["userinfo"] is None else shown_user(parts["userinfo"], scheme)
@@ -252,15 +252,18 @@ def shown_place(place: str) -> str:
     """Hosts and path."""
     hosts, slash, path = place.partition("/")
     # Where no host is before a port, or the port is none, somebody left the host out.
-    found = [HOST.fullmatch(each) for each in hosts.split(",")]
-    if not all(each and (each[1] or not each[2]) and int(each[2] or 0) < 1 << 16 for each in found):
+    found = [HOST.fullmatch(found_host) for found_host in hosts.split(",")]
+    if not all(
+        found_host and (found_host[1] or not found_host[2]) and int(found_host[2] or 0) < 1 << 16
+        for found_host in found
+    ):
         first, _, rest = hosts.partition(":")
         return f"{first}:{MARK}" if rest and re.fullmatch(r"[\w.-]+", first) else MARK
     return f"{hosts}{slash}{path if PLAIN.fullmatch(path) else MARK}"
 
 
 def shown_query(query: str) -> str:
-    return "&".join(shown_parameter(each) for each in query.split("&"))
+    return "&".join(shown_parameter(parameter) for parameter in query.split("&"))
 
 
 def shown_parameter(text: str) -> str:
@@ -294,11 +297,13 @@ def secrets(url: str) -> set[str]:
     # Whoever takes it apart in another way may tell any part of it.
     pieces = {url}
     for cut in ("://", "@", ":", "?", "#", "&", "=", "/", None):
-        pieces |= {half for each in pieces for half in halves(each, cut)}
+        pieces |= {half for piece in pieces for half in halves(piece, cut)}
     told = set(re.split(r"[@:/?#&=,]", safe))
-    forms = {form for each in pieces for form in (each, unquote(each), unquote_plus(each))}
-    forms |= {form for each in forms for form in (repr(each)[1:-1], json.dumps(each)[1:-1])}
-    return {each for each in forms if each not in safe and each not in told and HIDES.search(each)}
+    forms = {form for piece in pieces for form in (piece, unquote(piece), unquote_plus(piece))}
+    forms |= {form for piece in forms for form in (repr(piece)[1:-1], json.dumps(piece)[1:-1])}
+    return {
+        piece for piece in forms if piece not in safe and piece not in told and HIDES.search(piece)
+    }
 
 
 def halves(text: str, cut: str | None) -> Iterator[str]:

@@ -13,10 +13,10 @@ from .keyring import Keyring, first, result, ring_path
 
 @command
 def add(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
-    """Add a fresh key; nobody gets to see it.
+    """Add a fresh key without showing it.
 
-    It is `next`: servers take it, and none seals with it before it is
-    promoted. The first of a keyring is its primary.
+    Its status is `next`: servers load it, and do not seal with it until it is
+    promoted. The first key of a keyring becomes its primary.
     """
     path = ring_path(keyring)
     key = Key.of(fresh(), Status.NEXT, time.time())

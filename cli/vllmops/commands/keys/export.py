@@ -21,26 +21,28 @@ from .keyring import Keyring
 def export(
     kid: Annotated[
         str | None,
-        typer.Argument(metavar="[KID]", help="One key, rather than all; hex and env: the primary."),
+        typer.Argument(
+            metavar="[KID]", help="Export one key instead of all; hex and env export the primary."
+        ),
     ] = None,
     *,
     format_: Annotated[
-        Format, typer.Option("--format", help="json and k8s-secret hold a keyring.")
+        Format, typer.Option("--format", help="json and k8s-secret write a whole keyring.")
     ] = Format.JSON,
     out: Out = None,
     force: Force = False,
     reveal: Annotated[
-        bool, typer.Option("--reveal", help="Print it, secrets and all, for lack of an --out.")
+        bool, typer.Option("--reveal", help="Print the secrets, instead of --out.")
     ] = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:
-    """Write keys with their secrets, for servers that don't share the file."""
+    """Export keys with their secrets, for servers that do not share the file."""
     if not out and not reveal:
         raise VllmopsError(
             "usage",
-            "it would print secrets",
-            "--out FILE, or --reveal to print them all the same",
+            "this would print secrets",
+            "use --out FILE, or --reveal to print them",
             exit_code=Exit.USAGE,
         )
     ring = file.source(os.environ, keyring).load()

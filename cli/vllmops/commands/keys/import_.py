@@ -22,22 +22,27 @@ def import_(
     source: Annotated[
         Path,
         typer.Argument(
-            readable=False, metavar="FILE", help="What keygen or export wrote; - reads stdin."
+            readable=False,
+            metavar="FILE",
+            help="A file that keygen or export wrote; - reads stdin.",
         ),
     ],
     *,
     verify_only: Annotated[
         bool,
-        typer.Option("--verify-only", help="A key that opens what it sealed elsewhere, no more."),
+        typer.Option(
+            "--verify-only",
+            help="Import the key as verify-only: it opens existing state and seals nothing.",
+        ),
     ] = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:
-    """Take keys in: hex, a line of an environment file, or another keyring.
+    """Import keys: hex, a line of an environment file, or another keyring.
 
-    A single key comes in as `next`, the first of a keyring as its primary.
-    Of a keyring's keys those that are known already change as far as the
-    other one is further on in a rotation or a revocation.
+    A single key is imported as `next`; the first key of a keyring becomes its
+    primary. A key that both keyrings hold takes the later status of the two:
+    next, primary, verify-only, revoked.
     """
     path = ring_path(keyring)
     other = parsed(source, verify_only=verify_only)

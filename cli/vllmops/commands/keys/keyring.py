@@ -1,4 +1,4 @@
-"""What the commands on keys share: which keyring, and how it is shown."""
+"""Shared by the commands on keys: the keyring option, and how a keyring is shown."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ Keyring = Annotated[
         "--keyring",
         readable=False,
         metavar="FILE",
-        help="The keyring; otherwise VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
+        help="The keyring file. Default: VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
         show_default=False,
     ),
 ]
-Kid = Annotated[str, typer.Argument(metavar="KID", help="The key.", autocompletion=kids)]
+Kid = Annotated[str, typer.Argument(metavar="KID", help="Key ID.", autocompletion=kids)]
 Overlap = Annotated[
     str | None,
     typer.Option(
         parser=time_,
         metavar="TIME",
-        help="For how long the old primary opens what it sealed [as long as carriers live: 30d, or"
+        help="How long the old primary stays verify-only [default: lifetime of carriers: 30d or"
         " the longest `serve --carrier-ttl`].",
         show_default=False,
     ),
@@ -66,7 +66,7 @@ def ring_path(keyring: Path | None) -> Path:
         hint = f"--keyring ./{file.OFF} for a file of that name"
         raise VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
     if str(keyring) == "-":
-        message = "--keyring - is no file: a keyring is kept, and replaced when it changes"
+        message = "--keyring needs a file, not stdin: the command changes it"
         raise VllmopsError("usage", message, "--keyring FILE", exit_code=Exit.USAGE)
     named = {file.PLACE: os.environ.get(file.PLACE, "")}
     return file.source(named, keyring).path or file.default_path()
@@ -90,7 +90,7 @@ def result(
 
 
 def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
-    """A line for each key."""
+    """A table of the keys."""
     from rich.text import Text  # noqa: PLC0415
 
     if not ring.keys:
@@ -108,5 +108,5 @@ def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
 
 
 def first(ring: Ring, key: Key) -> Key:
-    """A key, as the primary where it is a ring's first."""
+    """The key; as primary if it is the first of the ring."""
     return key if ring.keys else msgspec.structs.replace(key, status=Status.PRIMARY)

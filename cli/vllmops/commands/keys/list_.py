@@ -14,8 +14,8 @@ from .keyring import Keyring, result
 def list_(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
     """List the keys, without their secrets.
 
-    The `primary` seals. It, `next` and `verify-only` open what they have
-    sealed; a `revoked` key opens nothing.
+    New state is sealed with the `primary`. State sealed with a `primary`, `next`
+    or `verify-only` key is accepted; with a `revoked` key it is refused.
     """
     source = file.source(os.environ, keyring)
     return result(source.load(), str(source))

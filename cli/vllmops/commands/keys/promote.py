@@ -21,15 +21,15 @@ def promote(
     *,
     overlap: Overlap = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Though a server has not loaded it, or does not tell.")
+        bool, typer.Option("--force", help="Promote even if a server has not confirmed loading it.")
     ] = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:
-    """Have a key seal from now on; the primary so far opens what it sealed.
+    """Make a key the primary; the old primary becomes verify-only.
 
-    Refused while a running server has not loaded it. A key that is
-    verify-only can be gone back to.
+    The command fails while a running server has not loaded the key. A
+    verify-only key can become primary again.
     """
     path = ring_path(keyring)
     seconds = period(overlap, path).seconds
@@ -37,8 +37,8 @@ def promote(
     if not force and (why := not_loaded(path, kid)):
         raise VllmopsError(
             "keys.not-loaded",
-            f"{kid} would seal what others can't open yet: {'; '.join(why)}",
-            "try again in some seconds: servers load within 2 s; vllmops keys status shows which",
+            f"not every server has loaded {kid}: {'; '.join(why)}",
+            "try again in some seconds: servers load keys within 2 s; see vllmops keys status",
         )
     ring = file.change(path, lambda ring: ring.promote(kid, time.time(), seconds))
     return result(ring, str(path), *after(path, ring))

@@ -19,12 +19,13 @@ def retire(
     kid: Kid,
     *,
     force: Annotated[
-        bool, typer.Option("--force", help="Though conversations that it sealed may go on.")
+        bool,
+        typer.Option("--force", help="Retire even if conversations sealed with it may continue."),
     ] = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:
-    """Take a key out of the keyring for good, once its overlap is over."""
+    """Remove a key from the keyring after its overlap has ended."""
     path = ring_path(keyring)
     ring = file.change(path, lambda ring: ring.retire(kid, time.time(), force=force))
     return result(ring, str(path), *after(path, ring))

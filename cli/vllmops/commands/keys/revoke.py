@@ -19,14 +19,14 @@ from .servers import after
 def revoke(
     kid: Kid,
     *,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:
-    """Refuse whatever a key has sealed, at once: for a key that got out.
+    """Refuse everything sealed with a key, at once: for a leaked key.
 
-    Conversations that it sealed can't go on. In the place of a primary
-    comes the next key, or a fresh one.
+    Conversations sealed with it cannot continue. A revoked primary is replaced
+    by the next key, or by a fresh one.
     """
     path = ring_path(keyring)
     spare = Key.of(fresh(), Status.NEXT, time.time())
@@ -50,15 +50,13 @@ def harm(ring: Ring, kid: str) -> str:
                 f"{ring.next.kid} takes its place" if ring.next else "a fresh key takes its place"
             )
             return (
-                f"Every conversation that clients carry and that was sealed since {kid} became "
-                f"primary is refused from now on; {heir}, which servers that have not "
-                "loaded it refuse for up to 2 s."
+                f"Every client-held conversation sealed since {kid} became primary is refused from "
+                f"now on; {heir}; for up to 2 s, servers that have not loaded that key refuse "
+                "what it seals."
             )
         case Status.VERIFY_ONLY:
-            return (
-                f"Conversations that {kid} sealed before it was replaced are refused from now on."
-            )
+            return f"Conversations sealed with {kid} are refused from now on."
         case Status.NEXT:
-            return f"Nothing breaks: {kid} has sealed nothing yet."
+            return f"Nothing breaks: no conversation is sealed with {kid} yet."
         case _:
-            return f"Nothing changes: {kid} was revoked before."
+            return f"Nothing changes: {kid} is revoked already."

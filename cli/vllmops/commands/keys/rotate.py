@@ -27,7 +27,9 @@ def rotate(
     overlap: Overlap = None,
     timeout: Annotated[
         float,
-        typer.Option(parser=seconds(), help="Seconds to wait until every server has the new key."),
+        typer.Option(
+            parser=seconds(), help="Seconds to wait until every server has loaded the new key."
+        ),
     ] = 30.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
@@ -35,23 +37,23 @@ def rotate(
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:
-    """Replace the primary by a fresh key, and break no conversation.
+    """Replace the primary with a fresh key, without breaking conversations.
 
-    It adds a key, waits until every running server that follows the
-    keyring has loaded it, promotes it, and leaves the old one to open what
-    it sealed until the overlap is over; older ones that are over go. Where
-    it was cut off it goes on, and two at once are one.
+    The command adds a key, waits until every running server that uses the
+    keyring has loaded it, and promotes it. The old primary stays verify-only
+    until the overlap ends; keys whose overlap has ended are removed. An
+    interrupted rotation continues; two at the same time act as one.
     """
     from rich.text import Text  # noqa: PLC0415
 
     in_seconds("--timeout", timeout)
     path = ring_path(keyring)
-    kept = period(overlap, path)
+    overlap_period = period(overlap, path)
     spare = Key.of(fresh(), Status.NEXT, time.time())
     if dry_run:
-        steps = plan(path, spare, kept)
+        steps = plan(path, spare, overlap_period)
         return Result(
-            {"keyring": str(path), "overlap_s": kept.seconds, "steps": steps},
+            {"keyring": str(path), "overlap_s": overlap_period.seconds, "steps": steps},
             lambda: [Text(f"{n}. {step}") for n, step in enumerate(steps, 1)],
         )
     ring = file.change(path, lambda ring: rotation.begin(ring, spare, time.time()), create=True)
@@ -59,31 +61,35 @@ def rotate(
     kid = ring.next.kid
     with Progress(time.time(), quiet=json_) as progress:
         wait(path, kid, timeout, progress)
-    ring = file.change(path, lambda ring: rotation.finish(ring, kid, time.time(), kept.seconds))
+    ring = file.change(
+        path, lambda ring: rotation.finish(ring, kid, time.time(), overlap_period.seconds)
+    )
     more, notes = after(path, ring)
     return result(ring, str(path), {"kid": kid, **more}, notes)
 
 
-def plan(path: Path, spare: Key, kept: Period) -> list[str]:
+def plan(path: Path, spare: Key, overlap_period: Period) -> list[str]:
     """The steps of a rotation, in words."""
     now = time.time()
     ring = file.load(path) if path.exists() else Ring()
     begun = rotation.begin(ring, spare, now)
     holdings = client.ask(ring=path).of(path)
-    steps = [f"take out {key.kid}, which is over" for key in ring.keys if not begun.find(key.kid)]
+    steps = [
+        f"remove {key.kid}: its overlap has ended" for key in ring.keys if not begun.find(key.kid)
+    ]
     steps.append(
-        f"go on with {ring.next.kid}, which is next" if ring.next else "add a fresh key as next"
+        f"continue with {ring.next.kid}, the next key" if ring.next else "add a fresh key as next"
     )
     if not holdings.told and not holdings.silent:
-        steps.append("wait for nobody: no running server follows this keyring")
+        steps.append("no wait: no running server uses this keyring")
     else:
-        waited = [each.who for each in holdings.told]
-        waited += [f"{server} {each.role} {each.pid}" for server, each in holdings.silent]
-        steps.append(f"wait until these have loaded it: {', '.join(waited)}")
+        waited = [process.who for process in holdings.told]
+        waited += [f"{server} {process.role} {process.pid}" for server, process in holdings.silent]
+        steps.append(f"wait until these processes have loaded it: {', '.join(waited)}")
     steps.append("promote it")
     if ring.primary:
-        until = when(now + kept.seconds)
-        steps.append(f"keep {ring.primary.kid} to open what it sealed until {until}: {kept.why}")
+        until = when(now + overlap_period.seconds)
+        steps.append(f"keep {ring.primary.kid} as verify-only until {until}: {overlap_period.why}")
     return steps
 
 
@@ -98,9 +104,9 @@ def wait(path: Path, kid: str, timeout_s: float, progress: Progress) -> None:
         if time.monotonic() > deadline:
             raise VllmopsError(
                 "keys.not-loaded",
-                f"{kid} was not loaded by all within {timeout_s:g} s, and stays next: "
+                f"not every server loaded {kid} within {timeout_s:g} s, so it stays next: "
                 + "; ".join(why),
-                "once that is mended, vllmops keys rotate goes on",
+                "fix these servers, then continue with vllmops keys rotate",
                 exit_code=Exit.TIMED_OUT,
             )
         progress.update(f"waiting for {len(why)} to load {kid}: {why[0]}")

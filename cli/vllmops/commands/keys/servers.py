@@ -12,17 +12,17 @@ from ..options import duration
 
 
 class Period(NamedTuple):
-    """For how many seconds an old primary opens what it sealed, and why, in words."""
+    """How many seconds an old primary stays verify-only, and why, in words."""
 
     seconds: float
     why: str
 
 
 def period(overlap: str | None, path: Path) -> Period:
-    """For how long an old primary of a ring opens what it sealed.
+    """How long an old primary of a ring stays verify-only.
 
     Args:
-        overlap: what was asked for.
+        overlap: the value of --overlap.
         path: the ring.
 
     Raises:
@@ -37,26 +37,27 @@ def period(overlap: str | None, path: Path) -> Period:
 
 
 def not_loaded(path: Path, kid: str) -> list[str]:
-    """Who would refuse what a key seals, and why, in words; the servers look at the file first."""
+    """Which processes have not loaded a key, and why; the servers reload the file first."""
     holdings = client.ask(ring=path, reload=True).of(path)
-    lacking = rotation.lacking(kid, [each.keys for each in holdings.told])
+    lacking = rotation.lacking(kid, [process.keys for process in holdings.told])
     why = [
-        f"{each.who} has not loaded it" + (f" ({each.keys.problem})" if each.keys.problem else "")
-        for each in holdings.told
-        if each.keys in lacking
+        f"{process.who} has not loaded it"
+        + (f" ({process.keys.problem})" if process.keys.problem else "")
+        for process in holdings.told
+        if process.keys in lacking
     ]
     return why + [
-        f"{server} {each.role} {each.pid} does not tell ({each.why})"
-        for server, each in holdings.silent
+        f"{server} {process.role} {process.pid} does not answer ({process.why})"
+        for server, process in holdings.silent
     ]
 
 
 def after(path: Path, ring: Ring) -> tuple[dict[str, Any], list[str]]:
-    """What became of a change in the servers: for ``--json``, then lines for a person."""
+    """Which servers have loaded a change: fields for ``--json``, and lines for a person."""
     holdings = client.ask(ring=path, reload=True).of(path)
-    taken = [each for each in holdings.told if rotation.up_to_date(each.keys, ring)]
-    late = [each.who for each in holdings.told if each not in taken]
-    late += [f"{server} {each.role} {each.pid}" for server, each in holdings.silent]
-    notes = [f"loaded by {', '.join(each.who for each in taken)}"] if taken else []
+    taken = [process for process in holdings.told if rotation.up_to_date(process.keys, ring)]
+    late = [process.who for process in holdings.told if process not in taken]
+    late += [f"{server} {process.role} {process.pid}" for server, process in holdings.silent]
+    notes = [f"loaded by {', '.join(process.who for process in taken)}"] if taken else []
     notes += [f"not loaded yet by {', '.join(late)}: vllmops keys status"] if late else []
-    return {"loaded": [each.who for each in taken], "not_loaded": late}, notes
+    return {"loaded": [process.who for process in taken], "not_loaded": late}, notes

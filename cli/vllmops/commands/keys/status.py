@@ -22,38 +22,40 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NEXT = {
-    Stage.EMPTY: "no key seals: vllmops keys rotate",
-    Stage.SPREADING: "a rotation waits for servers: vllmops keys rotate goes on with it",
-    Stage.READY: "every server has the next key: vllmops keys rotate promotes it",
-    Stage.LAGGING: "a server holds something else than the file says; it looks every second",
-    Stage.OVERLAP: "an old key opens what it sealed; the next rotation takes it out",
-    Stage.OVER: "an old key's time is over: vllmops keys rotate takes it out, or keys retire",
+    Stage.EMPTY: "no primary key: run vllmops keys rotate",
+    Stage.SPREADING: "servers are loading the next key: vllmops keys rotate continues",
+    Stage.READY: "holdings server has the next key: vllmops keys rotate promotes it",
+    Stage.LAGGING: "a server has not loaded the current file yet; servers check it holdings second",
+    Stage.OVERLAP: "an old key is verify-only; the next rotation removes it",
+    Stage.OVER: "an old key's overlap has ended: remove it with vllmops keys rotate or keys retire",
     Stage.STEADY: "",
 }
 
 
 @command
 def status(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
-    """Show which server holds which keys, and how far a rotation is."""
+    """Show which server holds which keys, and the state of a rotation."""
     path = ring_path(keyring)
-    every = client.ask(ring=path)
-    own = every.of(path)
+    holdings = client.ask(ring=path)
+    own = holdings.of(path)
     try:
         ring = file.load(path)
     except VllmopsError as error:
-        error.data = {"keyring": str(path), "stage": None, "keys": [], **holders(every, None)}
+        error.data = {"keyring": str(path), "stage": None, "keys": [], **holders(holdings, None)}
         if not json_:
-            output.show(*held(every))
+            output.show(*render_servers(holdings))
         raise
-    stage = rotation.stage(ring, [each.keys for each in own.told], time.time())
+    stage = rotation.stage(ring, [process.keys for process in own.told], time.time())
     data = {
         "keyring": str(path),
         "stage": stage,
         "next": NEXT[stage],
         "keys": [key.told() for key in ring.keys],
-        **holders(every, ring),
+        **holders(holdings, ring),
     }
-    return Result(data, lambda: [*listing(ring, str(path)), "", *held(every), *next_step(stage)])
+    return Result(
+        data, lambda: [*listing(ring, str(path)), "", *render_servers(holdings), *next_step(stage)]
+    )
 
 
 def next_step(stage: Stage) -> Iterator[RenderableType]:
@@ -62,40 +64,41 @@ def next_step(stage: Stage) -> Iterator[RenderableType]:
     yield Text(f"{stage}" + (f": {NEXT[stage]}" if NEXT[stage] else ""))
 
 
-def holders(every: Holdings, ring: Ring | None) -> dict[str, Any]:
+def holders(holdings: Holdings, ring: Ring | None) -> dict[str, Any]:
     """The processes and what they hold, for ``--json``."""
     return {
         "servers": [
             {
-                "server": each.server,
-                "up_to_date": ring is not None and rotation.up_to_date(each.keys, ring),
-                **msgspec.to_builtins(each.keys),
+                "server": process.server,
+                "up_to_date": ring is not None and rotation.up_to_date(process.keys, ring),
+                **msgspec.to_builtins(process.keys),
             }
-            for each in every.told
+            for process in holdings.told
         ],
         "silent": [
-            {"server": server, **msgspec.to_builtins(each)} for server, each in every.silent
+            {"server": server, **msgspec.to_builtins(process)}
+            for server, process in holdings.silent
         ],
     }
 
 
-def held(every: Holdings) -> Iterator[RenderableType]:
-    """The same for a person."""
+def render_servers(holdings: Holdings) -> Iterator[RenderableType]:
+    """Human-readable output."""
     from rich.text import Text  # noqa: PLC0415
 
-    if not every.told and not every.silent:
-        yield Text("no running server holds keys")
+    if not holdings.told and not holdings.silent:
+        yield Text("no running server uses keys")
         return
-    shown = table("server", "process", "holds", "of")
-    for each in every.told:
-        keys = ", ".join(f"{key.kid} ({key.status})" for key in each.keys.keys) or "none"
-        where = each.keys.keyring or "its environment"
-        shown.add_row(each.server, f"{each.keys.role} {each.keys.pid}", keys, where)
-    for server, silent in every.silent:
-        shown.add_row(server, f"{silent.role} {silent.pid}", "does not tell", "")
+    shown = table("server", "process", "keys", "from")
+    for process in holdings.told:
+        keys = ", ".join(f"{key.kid} ({key.status})" for key in process.keys.keys) or "none"
+        where = process.keys.keyring or "its environment"
+        shown.add_row(process.server, f"{process.keys.role} {process.keys.pid}", keys, where)
+    for server, silent in holdings.silent:
+        shown.add_row(server, f"{silent.role} {silent.pid}", "no answer", "")
     yield shown
-    for each in every.told:
-        if each.keys.problem:
-            yield Text(f"{each.who}: {each.keys.problem}", "yellow")
-    for server, silent in every.silent:
+    for process in holdings.told:
+        if process.keys.problem:
+            yield Text(f"{process.who}: {process.keys.problem}", "yellow")
+    for server, silent in holdings.silent:
         yield Text(f"{server} {silent.role} {silent.pid}: {silent.why}", "yellow")

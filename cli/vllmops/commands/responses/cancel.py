@@ -10,7 +10,7 @@ import typer
 from ...output import Json, Progress, Result, command
 from ...store.backend import RUNNING
 from ..options import Target
-from .changes import DryRun, each_of, finished, gathered, over, told, would
+from .changes import DryRun, apply, dry_run_result, gathered, over, report, run_to_end
 from .progress import Counting
 from .selection import OlderThan, Selection, Store, running_id, selected
 from .sources import source, usage
@@ -23,32 +23,30 @@ if TYPE_CHECKING:
 def cancel(
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="What to stop.", autocompletion=running_id),
+        typer.Argument(metavar="[ID]...", help="Responses to stop.", autocompletion=running_id),
     ] = None,
     *,
     target: Target = None,
     store: Store = None,
     all_running: Annotated[
-        bool, typer.Option("--all-running", help="All that run, or are queued.")
+        bool, typer.Option("--all-running", help="Stop all running and queued responses.")
     ] = False,
     older_than: OlderThan = None,
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> Result:
-    """Stop responses in the background, wherever they run.
+    """Stop background responses, on whichever server they run.
 
-    Those named, or all that run; with --older-than those that were made before
-    that. On the store itself they are marked, and whoever runs them stops
-    within a second. Once more does no harm; what has finished stays as it is,
-    which is a failure where it was named.
+    Give IDs, or --all-running; --older-than selects running responses by age.
+    With --store, the responses are marked in the store, and the server that runs
+    them stops within a second. The command can be repeated. A finished response
+    does not change; naming one is an error.
     """
-    wanted = selected(None, None, None, older_than)
+    selection = selected(None, None, None, older_than)
     picked = all_running or older_than is not None
     if bool(ids) == picked:
         raise usage(
-            "name what to stop, or ask for all that runs; not both"
-            if ids
-            else "it is not said what to stop",
+            "give IDs or --all-running, not both" if ids else "no responses to stop are given",
             "vllmops responses cancel ID, or --all-running",
         )
     outcomes: list[Outcome] = []
@@ -59,17 +57,19 @@ def cancel(
             async with source(target, store) as responses:
                 chosen = list(dict.fromkeys(ids or ()))
                 if picked:
-                    looked = Counting(progress, "looked at")
-                    running = Selection(RUNNING, None, 0.0, wanted.older)
-                    chosen = [each.id for each in await gathered(responses, running, looked)]
+                    looked = Counting(progress, "read")
+                    running = Selection(RUNNING, None, 0.0, selection.older)
+                    chosen = [
+                        response.id for response in await gathered(responses, running, looked)
+                    ]
                 counting.total = len(chosen)
                 if not dry_run:
-                    await each_of(chosen, responses.cancel, outcomes, counting)
+                    await apply(chosen, responses.cancel, outcomes, counting)
                 return chosen
 
-        chosen = finished(run, outcomes, counting)
+        chosen = run_to_end(run, outcomes, counting)
     if dry_run:
-        return would(chosen, "stop")
-    if picked:  # what has ended by itself meanwhile is as was wished
-        outcomes = [over(each, "ended by itself") for each in outcomes]
-    return told(outcomes, "cancelled", as_json=json_)
+        return dry_run_result(chosen, "stop")
+    if picked:  # a response that ended by itself is a success, too
+        outcomes = [over(outcome, "ended by itself") for outcome in outcomes]
+    return report(outcomes, "cancelled", as_json=json_)

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from ... import output
 from ...errors import VllmopsError
 from ...output import Result
-from .progress import Counting, ended, judged
+from .progress import Counting, ended, failure_of
 from .selection import Selection
-from .sources import patiently, spread, walk
+from .sources import concurrently, retried, walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
     from ...vllm_api.responses import Outcome
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which it would be.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
+]
 
 
 class Found(NamedTuple):
-    """As much of a response as has to be remembered of very many."""
+    """The few fields that are kept in memory of many responses."""
 
     id: str
     status: str
@@ -39,51 +41,57 @@ class Found(NamedTuple):
 
 
 def over(outcome: Outcome, told: str) -> Outcome:
-    """An outcome that is no failure where nobody named the response: it ended, or went, before."""
+    """The outcome for an unnamed response: that it ended or was deleted first is no failure."""
     if outcome.code not in {"responses.refused", "responses.unknown"}:
         return outcome
     return replace(outcome, done=True, told=told, code="", exit_code=0)
 
 
-async def gathered(responses: Any, wanted: Selection, counting: Counting) -> list[Found]:
-    """All that are meant, the oldest first."""
+async def gathered(responses: Any, selection: Selection, counting: Counting) -> list[Found]:
+    """All selected responses, the oldest first."""
     found = []
-    # A source that is asked for several at once gives all: each by itself is fewer pages.
-    for status in sorted(wanted.statuses) or [""]:
-        part = Selection(frozenset({status} - {""}), wanted.model, 0.0, wanted.older)
+    # A query takes one status: one query per status reads fewer pages than a query for all.
+    for status in sorted(selection.statuses) or [""]:
+        part = Selection(frozenset({status} - {""}), selection.model, 0.0, selection.older)
         async for page in walk(responses, part.query(descending=False)):
             counting.add(len(page))
             found += [
-                Found(each.id, each.status, each.model, each.created_at, each.previous_id)
-                for each in page
-                if each.id and part.fits(each)
+                Found(
+                    response.id,
+                    response.status,
+                    response.model,
+                    response.created_at,
+                    response.previous_id,
+                )
+                for response in page
+                if response.id and part.fits(response)
             ]
-    return sorted(found, key=lambda each: each.created_at)
+    return sorted(found, key=lambda response: response.created_at)
 
 
-async def each_of(
+async def apply(
     ids: Sequence[str],
     act: Callable[[str], Awaitable[Outcome]],
     outcomes: list[Outcome],
     counting: Counting,
 ) -> None:
-    """Do something to each, and note what becomes of it.
+    """Apply an action to every id, and collect the outcomes.
 
     Raises:
-        VllmopsError: it can be done to none: there is no route, say, or nobody answers.
+        VllmopsError: the action is impossible, for example because the server does not answer.
     """
 
     async def one(response_id: str) -> None:
-        outcomes.append(await surely(partial(act, response_id)))
+        outcomes.append(await with_retries(partial(act, response_id)))
         counting.add()
 
-    await spread(ids, one)
+    await concurrently(ids, one)
     places = {response_id: place for place, response_id in enumerate(ids)}
-    outcomes.sort(key=lambda each: places[each.id])
+    outcomes.sort(key=lambda outcome: places[outcome.id])
 
 
-async def surely(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
-    """Do something though the store may be unavailable for a while.
+async def with_retries(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
+    """Run an action, and retry while the store is unavailable.
 
     Raises:
         StoreUnavailable: it still is.
@@ -95,18 +103,18 @@ async def surely(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
         tried += 1
         return await act()
 
-    outcome = await patiently(again)
+    outcome = await retried(again)
     if tried > 1 and outcome.code == "responses.unknown":
-        # It may have been our doing, the time before.
+        # The first try may have deleted it.
         return replace(outcome, done=True, told="gone", code="", exit_code=0)
     return outcome
 
 
-def finished(run: Callable[[], Any], outcomes: list[Outcome], counting: Counting) -> Any:
-    """Run it to its end.
+def run_to_end(run: Callable[[], Any], outcomes: list[Outcome], counting: Counting) -> Any:
+    """Run a coroutine to its end.
 
     Raises:
-        VllmopsError: what ended it, with what was done until then.
+        VllmopsError: what ended it, with the outcomes so far.
     """
     try:
         return asyncio.run(run())
@@ -119,35 +127,37 @@ def finished(run: Callable[[], Any], outcomes: list[Outcome], counting: Counting
         raise
 
 
-def would(ids: list[str], act: str, lines: Sequence[str] = ()) -> Result:
-    """What a dry run has found."""
+def dry_run_result(ids: list[str], act: str, lines: Sequence[str] = ()) -> Result:
+    """The result of a dry run."""
     head = f"would {act} {len(ids):,} responses" if ids else f"nothing to {act}"
     return Result(
-        {"responses": [{"id": each} for each in ids], "dry_run": bool(ids)},
+        {"responses": [{"id": response_id} for response_id in ids], "dry_run": bool(ids)},
         lambda: [head, *lines, *([] if lines else map(output.Verbatim, ids))],
     )
 
 
-def told(outcomes: list[Outcome], what: str, *, as_json: bool, brief: bool = False) -> Result:
-    """What became of each.
+def report(outcomes: list[Outcome], what: str, *, as_json: bool, brief: bool = False) -> Result:
+    """The result of a command on several responses.
 
     Args:
-        outcomes: of each.
-        what: was to be done to them.
-        as_json: whether ``--json`` is wanted.
-        brief: count what is as was wished, rather than tell a person of each.
+        outcomes: one per response.
+        what: the action, as in ``deleted``.
+        as_json: whether ``--json`` is selection.
+        brief: print the count of successes instead of one line per response.
 
     Raises:
-        VllmopsError: it was not done to all.
+        VllmopsError: at least one response failed.
     """
 
     def text() -> list[RenderableType]:
-        counts = Counter(each.told for each in outcomes if each.done)
+        counts = Counter(outcome.told for outcome in outcomes if outcome.done)
         sums = [f"{count:,} {told}" for told, count in counts.most_common()] if brief else []
-        shown = [each for each in outcomes if not (brief and each.done)]
+        shown = [outcome for outcome in outcomes if not (brief and outcome.done)]
         lines = [", ".join(sums)] if sums else []
-        lines += [output.Verbatim(f"{each.id}  {each.told}") for each in shown]
-        return [*(lines or [f"nothing had to be {what}"])]
+        lines += [output.Verbatim(f"{outcome.id}  {outcome.told}") for outcome in shown]
+        return [*(lines or [f"nothing to do: no response was {what}"])]
 
-    result = Result({"responses": outcomes, "done": sum(each.done for each in outcomes)}, text)
-    return ended(result, judged(outcomes, what), as_json=as_json)
+    result = Result(
+        {"responses": outcomes, "done": sum(outcome.done for outcome in outcomes)}, text
+    )
+    return ended(result, failure_of(outcomes, what), as_json=as_json)

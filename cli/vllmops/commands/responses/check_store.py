@@ -1,4 +1,4 @@
-"""``vllmops responses check-store``: whether a store keeps what a server relies on."""
+"""``vllmops responses check-store``: check that a store behaves as a server needs it."""
 
 from __future__ import annotations
 
@@ -28,52 +28,52 @@ def check_store(
     *,
     json_: Json = False,
 ) -> Result:
-    """Check that a store keeps what a server relies on.
+    """Check that a store behaves as a server needs it.
 
-    Every promise is tried out, in a store of its own beside the responses
-    that are there, and leaves nothing behind. With a class of your own, named
-    by VLLM_RESPONSES_STORE_BACKEND, the store has to be empty.
+    Every check runs in a temporary namespace beside the stored responses, and
+    cleans up after itself. With your own backend class, named by
+    VLLM_RESPONSES_STORE_BACKEND, the store must be empty.
     """
     with Progress(time.time(), quiet=json_) as progress:
         outcomes, caveats = asyncio.run(checked(url, progress))
-    broken = [each for each in outcomes if each.problem]
+    broken = [outcome for outcome in outcomes if outcome.problem]
     data = {
         "store": shown(url),
-        "checks": [each._asdict() for each in outcomes],
+        "checks": [outcome._asdict() for outcome in outcomes],
         "caveats": caveats,
     }
-    return Result(data, lambda: list(told(outcomes, caveats)), Exit.FAILED if broken else Exit.OK)
+    return Result(data, lambda: list(render(outcomes, caveats)), Exit.FAILED if broken else Exit.OK)
 
 
 async def checked(url: str, progress: Progress) -> tuple[list[conformance.Outcome], list[str]]:
-    """The outcome of every check, and what the server's settings make of it all.
+    """The outcome of every check, and caveats from the server's settings.
 
     Raises:
         VllmopsError: as `conformance.run`.
     """
     outcomes = []
-    progress.update("is it there")
+    progress.update("connecting")
     caveats = await conformance.probe(url)
-    async for each in conformance.run(url):
-        outcomes.append(each)
-        progress.update(f"{len(outcomes)} of {len(conformance.CHECKS)}: {each.name}")
+    async for outcome in conformance.run(url):
+        outcomes.append(outcome)
+        progress.update(f"{len(outcomes)} of {len(conformance.CHECKS)}: {outcome.name}")
     return outcomes, caveats
 
 
-def told(outcomes: list[conformance.Outcome], caveats: list[str]) -> Iterator[RenderableType]:
-    """The same for a person."""
+def render(outcomes: list[conformance.Outcome], caveats: list[str]) -> Iterator[RenderableType]:
+    """Human-readable output."""
     from rich.text import Text  # noqa: PLC0415
 
-    table = output.table("a store …", "", "seconds", right=["seconds"])
+    table = output.table("check", "passed", "seconds", right=["seconds"])
     for name, problem, seconds in outcomes:
         table.add_row(name, Text("no", "red") if problem else "yes", f"{seconds:.2f}")
     yield table
     for name, problem, _ in outcomes:
         if problem:
             yield output.Verbatim(f"{name}: {problem}")
-    for each in caveats:
-        yield output.Verbatim(f"note: {each}")
-    broken = sum(bool(each.problem) for each in outcomes)
+    for caveat in caveats:
+        yield output.Verbatim(f"note: {caveat}")
+    broken = sum(bool(outcome.problem) for outcome in outcomes)
     yield output.Verbatim(
-        f"{broken} of {len(outcomes)} promises are broken" if broken else "it keeps every promise"
+        f"{broken} of {len(outcomes)} checks failed" if broken else "all checks passed"
     )

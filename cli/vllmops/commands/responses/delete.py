@@ -9,7 +9,7 @@ import typer
 
 from ...output import Json, Progress, Result, command
 from ..options import Target
-from .changes import each_of, finished, told
+from .changes import apply, report, run_to_end
 from .progress import Counting
 from .selection import Store, every_id
 from .sources import source
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 @command
 def delete(
     ids: Annotated[
-        list[str], typer.Argument(metavar="ID...", help="What to delete.", autocompletion=every_id)
+        list[str],
+        typer.Argument(metavar="ID...", help="Responses to delete.", autocompletion=every_id),
     ],
     *,
     target: Target = None,
     store: Store = None,
     json_: Json = False,
 ) -> Result:
-    """Delete responses; what runs is stopped.
+    """Delete responses; running ones are stopped.
 
-    Conversations can't be gone on with from a turn that is deleted, nor from
-    one after it.
+    A conversation cannot continue from a deleted turn, nor from a later turn.
     """
     outcomes: list[Outcome] = []
     chosen = list(dict.fromkeys(ids))
@@ -40,8 +40,8 @@ def delete(
 
         async def run() -> list[str]:
             async with source(target, store) as responses:
-                await each_of(chosen, responses.delete, outcomes, counting)
+                await apply(chosen, responses.delete, outcomes, counting)
             return chosen
 
-        finished(run, outcomes, counting)
-    return told(outcomes, "deleted", as_json=json_)
+        run_to_end(run, outcomes, counting)
+    return report(outcomes, "deleted", as_json=json_)

@@ -21,16 +21,16 @@ STYLES = {
 OWNER_LETTERS = 8
 
 
-def state(each: Entry) -> str:
+def state(entry: Entry) -> str:
     """The status of a response, or that it is damaged."""
-    return "damaged" if each.damaged else each.status
+    return "damaged" if entry.damaged else entry.status
 
 
-def tokens(each: Entry) -> str:
+def tokens(entry: Entry) -> str:
     """Tokens in and out, a dash where there are none yet."""
-    if each.input_tokens is None:
+    if entry.input_tokens is None:
         return "-"
-    return f"{each.input_tokens}+{each.output_tokens}"
+    return f"{entry.input_tokens}+{entry.output_tokens}"
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,10 +38,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         created_at: seconds since the epoch.
-        owner: a hash of the API key that made it; None where a server was asked, which shows those
+        owner: a hash of the API key that made it; None from a server, which shows the responses
             of one key.
         bytes: of the response object as JSON.
-        damaged: why it can't be told in full, in words; None where it can.
+        damaged: why it cannot be shown in full, in words; None if it can.
     """
 
     id: str
@@ -58,12 +58,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     damaged: str | None = None
 
 
-def entry(response: Response, *, whole: bool) -> Entry:
-    """What is listed of a response.
+def entry_of(response: Response, *, whole: bool) -> Entry:
+    """The listed form of a response.
 
     Args:
         response: as a source gives it.
-        whole: whether that tells owners.
+        whole: whether the source knows owners.
     """
     try:
         head, damaged = shape.read(response), None
@@ -88,5 +88,5 @@ def entry(response: Response, *, whole: bool) -> Entry:
 
 
 def age(created_at: float) -> str:
-    """How long ago that was, for a person."""
+    """Time since then, human-readable."""
     return span(max(0.0, time.time() - created_at))

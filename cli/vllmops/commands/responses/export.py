@@ -22,7 +22,7 @@ from ...store.backend import Response
 from ..options import Target, to_write
 from .progress import Counting, ended
 from .selection import Model, Selection, Since, Statuses, Store, selected
-from .sources import patiently, source, spread, usage, walk
+from .sources import concurrently, retried, source, usage, walk
 
 if TYPE_CHECKING:
     from ...vllm_api.responses import Source
@@ -31,12 +31,12 @@ SHOWN = 10  # broken lines
 
 
 class Exported(msgspec.Struct):
-    """How far an export is.
+    """Counts of an export.
 
     Args:
         count: responses written.
-        running: those left out because they run.
-        damaged: ids of those left out because they are damaged, and what is wrong with them.
+        running: running responses, which are left out.
+        damaged: ids of damaged responses, which are left out, and the reasons.
     """
 
     count: int = 0
@@ -60,34 +60,34 @@ def export(
             readable=False,
             callback=to_write,
             metavar="FILE",
-            help="Write it there.",
+            help="Write to this file.",
             show_default=False,
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
     json_: Json = False,
 ) -> Result:
-    """Write responses with their input and events, a line of JSON for each.
+    """Write responses with their input and events, one line of JSON each.
 
-    What runs is left out. `import` takes it into any store; only what came from
-    the store itself is the same there to the byte, and everybody's. A server
-    gives those of one API key, which is taken from VLLM_API_KEY.
+    Running responses are left out. `import` reads the file into any store. Only
+    an export with --store holds all keys, and is identical to the byte. A server
+    exports the responses of one API key, taken from VLLM_API_KEY.
     """
     if json_ and out is None:
-        raise usage("--json prints one envelope: the lines have to go elsewhere", "--out FILE")
-    wanted = selected(status, model, since)
+        raise usage("--json prints one envelope, so the lines need a file", "--out FILE")
+    selection = selected(status, model, since)
     done = Exported()
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "exported")
         with sink(out, force=force) as write:
             try:
-                asyncio.run(exported(source(target, store), wanted, write, done, counting))
+                asyncio.run(exported(source(target, store), selection, write, done, counting))
             except KeyboardInterrupt as error:
                 cut = counting.interrupted()
-                cut.hint = "what was written is no whole export" if out is None else ""
+                cut.hint = "the written export is incomplete" if out is None else ""
                 raise cut from error
     if not json_:
-        told(done, out)
+        print_summary(done, out)
     data: dict[str, Any] = {"count": done.count, "running": done.running}
     data["path"] = str(out) if out else None
     lacking: VllmopsError | None = None
@@ -95,23 +95,25 @@ def export(
         data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
         lacking = VllmopsError(
             "responses.damaged",
-            f"{len(done.damaged):,} responses are damaged, and left out",
-            "vllmops responses show ID tells what is left of one",
+            f"{len(done.damaged):,} damaged responses were left out",
+            "vllmops responses show ID shows what is readable",
         )
     return ended(Result(data), lacking, as_json=json_)
 
 
-def told(done: Exported, out: Path | None) -> None:
+def print_summary(done: Exported, out: Path | None) -> None:
     output.say(f"{done.count:,} responses exported" + (f" to {out}" if out else ""), "dim")
     if done.running:
-        output.say(f"{done.running:,} that run are left out: export again once they are over")
+        output.say(
+            f"{done.running:,} running responses left out: export again when they have finished"
+        )
     for name, why in list(done.damaged.items())[:SHOWN]:
-        output.say(f"left out, as it is damaged: {name}: {why}")
+        output.say(f"left out (damaged): {name}: {why}")
 
 
 @contextmanager
 def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], None]]:
-    """Where lines go: stdout, or a file that is there once it is whole.
+    """A writer of lines: to stdout, or to a file that appears once it is complete.
 
     Raises:
         VllmopsError: ``responses.exists`` (exit code 2) or ``responses.not-written``.
@@ -121,15 +123,15 @@ def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], N
         return
     exists = VllmopsError(
         "responses.exists",
-        f"{out} is there already",
-        "another --out",
+        f"{out} exists already",
+        "choose another --out",
         exit_code=Exit.USAGE,
     )
     if os.path.isfile(out) and not force:
         raise exists
     try:
         with written(out, overwrite=force) as file:
-            yield lambda lines: file.writelines(each + b"\n" for each in lines)
+            yield lambda lines: file.writelines(line + b"\n" for line in lines)
     except FileExistsError as error:
         raise exists from error
     except OSError as error:
@@ -139,12 +141,12 @@ def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], N
 
 async def exported(
     place: Source,
-    wanted: Selection,
+    selection: Selection,
     write: Callable[[list[bytes]], None],
     done: Exported,
     counting: Counting,
 ) -> None:
-    """Write all that are meant, the oldest first, but what is made from now on.
+    """Write all selected responses, the oldest first, except those created from now on.
 
     Raises:
         VllmopsError: as `source` and its methods.
@@ -152,21 +154,25 @@ async def exported(
     began = time.time()
     async with place as responses:
         owner = "" if responses.whole else await responses.owner()  # type: ignore[attr-defined]
-        async for page in walk(responses, wanted.query(descending=False)):
-            chosen = [each for each in page if wanted.fits(each) and not later(each, began)]
-            over = [each for each in chosen if not each.running]
+        async for page in walk(responses, selection.query(descending=False)):
+            chosen = [
+                response
+                for response in page
+                if selection.fits(response) and not later(response, began)
+            ]
+            over = [response for response in chosen if not response.running]
             done.running += len(chosen) - len(over)
-            lines = dict.fromkeys((each.id for each in over), b"")
+            lines = dict.fromkeys((response.id for response in over), b"")
 
-            async def one(each: Response, lines: dict[str, bytes] = lines) -> None:
+            async def one(response: Response, lines: dict[str, bytes] = lines) -> None:
                 try:
-                    lines[each.id] = await line(responses, each, owner)
-                    archive.decode(lines[each.id])  # nobody else could take it either
+                    lines[response.id] = await line(responses, response, owner)
+                    archive.decode(lines[response.id])  # what cannot be read back is damaged
                 except ValueError as error:
-                    done.damaged[each.id] = f"{error}"
-                    del lines[each.id]
+                    done.damaged[response.id] = f"{error}"
+                    del lines[response.id]
 
-            await spread(over, one)
+            await concurrently(over, one)
             if lines:
                 write(list(lines.values()))
             done.count += len(lines)
@@ -176,19 +182,19 @@ async def exported(
 
 
 def later(response: Response, began: float) -> bool:
-    """Whether a response was made meanwhile, rather than in no year at all."""
+    """Whether a response was created after the export began; a nonsense time does not count."""
     return began <= response.created_at < shape.LATEST
 
 
 async def line(responses: Source, response: Response, owner: str) -> bytes:
-    """All there is of one response, as a line."""
+    """One response with its input and events, as a line."""
     from ...vllm_api.responses import decoded  # noqa: PLC0415
 
     head = decoded(response.body)
     events = []
     if head and head.background:
-        events = await patiently(lambda: responses.events(response))
-    items = await patiently(lambda: responses.items(response))
+        events = await retried(lambda: responses.events(response))
+    items = await retried(lambda: responses.items(response))
     whole = msgspec.structs.replace(response, input=items)
     if not responses.whole:
         whole = msgspec.structs.replace(whole, owner=owner)

@@ -23,7 +23,7 @@ from ...store.backend import EVERYBODY, Limits
 from ..options import Target
 from .progress import Counting, ended
 from .selection import Store
-from .sources import either, patiently, spread, usage
+from .sources import concurrently, either, retried, usage
 
 SHOWN = 10  # broken lines
 # A response with all that it was given: images and sounds among it.
@@ -33,13 +33,13 @@ ENDLESS = 1 << 30
 
 
 class Imported(msgspec.Struct):
-    """How far an import is.
+    """Counts of an import.
 
     Args:
-        count: responses that are there now and were not before.
-        replaced: others that were there, and have made room.
-        skipped: those that were there, and have not.
-        broken: numbers of lines, from 1, and what is wrong with them.
+        count: new responses.
+        replaced: existing responses that were replaced.
+        skipped: existing responses that were kept.
+        broken: line numbers, from 1, and the reasons.
     """
 
     count: int = 0
@@ -56,28 +56,30 @@ class Imported(msgspec.Struct):
 def import_(
     file: Annotated[
         Path,
-        typer.Argument(readable=False, metavar="FILE", help="What `export` wrote; - reads stdin."),
+        typer.Argument(
+            readable=False, metavar="FILE", help="A file that `export` wrote; - reads stdin."
+        ),
     ],
     *,
     target: Target = None,
     store: Store = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is there, but what runs.")
+        bool, typer.Option("--overwrite", help="Replace existing responses, except running ones.")
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """Take responses into a store, which may be new, or that of a server.
+    """Import responses into a store: a new one, an existing one, or a server's.
 
-    A server has no route for that: with -t it is its store that is opened. What
-    is there stays, so that a second time does no harm. A line that is broken is
-    named, and the others are taken.
+    A server has no route for imports: with -t, its store is opened directly.
+    Existing responses are kept, so the command can be repeated. Broken lines
+    are reported, and all other lines are imported.
     """
     if store:
         either(target)
     url = store or store_behind(target)
     done = Imported()
     with Progress(time.time(), quiet=json_) as progress, lines_of(file) as lines:
-        counting = Counting(progress, "lines taken in")
+        counting = Counting(progress, "lines imported")
         try:
             name, count = asyncio.run(imported(url, lines, done, counting, overwrite=overwrite))
         except KeyboardInterrupt as error:
@@ -87,7 +89,7 @@ def import_(
     most = Limits().max_size
     if count > most and not json_:
         output.say(
-            f"it holds {count:,} now: a server keeps {most:,} of them, unless it is started with "
+            f"the store holds {count:,} responses; a server keeps {most:,} unless started with "
             f"--store-max-size {count}",
             "yellow",
         )
@@ -96,18 +98,18 @@ def import_(
         failure = VllmopsError(
             "responses.broken",
             f"{len(done.broken):,} of {done.looked:,} lines are broken",
-            "export them again; the others are in the store",
+            "export them again; the other lines are imported",
         )
     return ended(Result(data, lambda: list(summary(name, done))), failure, as_json=json_)
 
 
 def summary(name: str, done: Imported) -> Iterator[str]:
-    """What an import has come to, for a person."""
+    """Human-readable summary of an import."""
     yield Verbatim(f"{done.count:,} responses imported into {name}")
     if done.replaced:
         yield f"{done.replaced:,} replaced"
     if done.skipped:
-        yield f"{done.skipped:,} skipped: there is one by that id already"
+        yield f"{done.skipped:,} skipped: a response with that id exists"
     for number, why in sorted(done.broken.items())[:SHOWN]:
         yield Verbatim(f"line {number}: {why}")
     if len(done.broken) > SHOWN:
@@ -125,8 +127,7 @@ def store_behind(target: str | None) -> str:
     server = place(target)
     if server.store is None:
         raise usage(
-            f"{server.name} has no route that takes responses in, and where its store is, is not "
-            "known here",
+            f"{server.name} has no route for imports, and its store's URL is not known here",
             "--store URL",
         )
     return server.store
@@ -143,7 +144,7 @@ def lines_of(file: Path) -> Iterator[IO[bytes]]:
         if file.is_file():
             yield source
             return
-        # All of it first: whoever waits for a pipe does not hear of Ctrl-C in an event loop.
+        # Copy the pipe first: a blocking read inside an event loop ignores Ctrl-C.
         with tempfile.TemporaryFile() as spooled:
             try:
                 spool(source, spooled)
@@ -156,7 +157,7 @@ def lines_of(file: Path) -> Iterator[IO[bytes]]:
 async def imported(
     url: str, lines: IO[bytes], done: Imported, counting: Counting, *, overwrite: bool
 ) -> tuple[str, int]:
-    """Take lines into a store; its name, and how many it holds then.
+    """Import lines into a store. Gives its name and its number of responses.
 
     Raises:
         VllmopsError: as `Storage`.
@@ -174,12 +175,12 @@ async def imported(
                 await taken(responses.store, number, text, done, lines_of_ids, overwrite=overwrite)
                 counting.add()
 
-        await spread(numbered(lines), one)
+        await concurrently(numbered(lines), one)
         return responses.name, (await responses.stats()).count
 
 
 def spool(source: IO[bytes], copy: IO[bytes]) -> None:
-    """Copy a stream, up to a line that has no end: whoever reads the copy finds it."""
+    """Copy a stream, at most up to an endless line, which the reader of the copy reports."""
     line = 0
     while line <= ENDLESS and (chunk := source.read(1 << 20)):
         copy.write(chunk)
@@ -209,16 +210,16 @@ def numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
 
 
 def part(lines: IO[bytes], most: int) -> bytes:
-    """A line, or as much of it as may be."""
+    """A line, cut at a number of bytes."""
     try:
         return lines.readline(most)
     except OSError as error:
-        raise no_lines(f"it can't be read: {error.strerror or error}") from error
+        raise no_lines(f"the file cannot be read: {error.strerror or error}") from error
 
 
 def no_lines(why: str) -> VllmopsError:
     return VllmopsError(
-        "responses.unreadable", why, "the name of a file that vllmops responses export wrote"
+        "responses.unreadable", why, "give a file that vllmops responses export wrote"
     )
 
 
@@ -231,15 +232,15 @@ async def taken(
     *,
     overwrite: bool,
 ) -> None:
-    """Take one line into a store.
+    """Import one line into a store.
 
     Args:
         store: where it goes.
         number: of the line, from 1.
         text: of the line.
-        done: how far the import is.
-        lines_of_ids: the lines that came before, by their ids.
-        overwrite: whether what is there is replaced.
+        done: the counts to update.
+        lines_of_ids: line numbers of earlier responses, by id.
+        overwrite: whether an existing response is replaced.
     """
     try:
         response, events = archive.decode(text)
@@ -247,20 +248,20 @@ async def taken(
         done.broken[number] = f"{error}"
         return
     if (first := lines_of_ids.setdefault(response.id, number)) != number:
-        done.broken[number] = f"{response.id} came before, in line {first}"
+        done.broken[number] = f"{response.id} is already in line {first}"
         return
-    new = await patiently(lambda: store.create(response))
+    new = await retried(lambda: store.create(response))
     if not new:
-        there = await patiently(lambda: store.get(EVERYBODY, response.id)) if overwrite else None
+        there = await retried(lambda: store.get(EVERYBODY, response.id)) if overwrite else None
         if there is None or there.running:
             done.skipped += 1
             return
-        await patiently(lambda: store.delete(EVERYBODY, response.id))
-        if not await patiently(lambda: store.create(response)):
+        await retried(lambda: store.delete(EVERYBODY, response.id))
+        if not await retried(lambda: store.create(response)):
             done.skipped += 1
             return
     for part in events:
-        await patiently(partial(store.append, response, part.first, part.events))
+        await retried(partial(store.append, response, part.first, part.events))
     if new:
         done.count += 1
     else:

@@ -14,7 +14,7 @@ from ... import output
 from ...output import Json, Progress, Result, command, size
 from ...store.backend import CursorUnknown
 from ..options import Target, count
-from .entries import OWNER_LETTERS, STYLES, Entry, age, entry, state, tokens
+from .entries import OWNER_LETTERS, STYLES, Entry, age, entry_of, state, tokens
 from .progress import Counting
 from .selection import Model, Selection, Since, Statuses, Store, every_id, selected
 from .sources import PAGE, source, usage, walk
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-# From here on a line has room for all there is to tell.
+# Columns of a terminal that shows all fields.
 WIDE = 100
 AT_A_TIME = 500
 
@@ -39,33 +39,37 @@ def list_(
     model: Model = None,
     since: Since = None,
     limit: Annotated[
-        int, typer.Option("--limit", "-n", parser=count(), help="At most so many.")
+        int,
+        typer.Option("--limit", "-n", parser=count(), help="Maximum number of responses to list."),
     ] = 20,
-    every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List all responses.")] = False,
     after: Annotated[
         str | None,
         typer.Option(
-            metavar="ID", help="Those behind this one.", autocompletion=every_id, show_default=False
+            metavar="ID",
+            help="List the responses that follow this one in the list.",
+            autocompletion=every_id,
+            show_default=False,
         ),
     ] = None,
     json_: Json = False,
 ) -> Result:
-    """List responses, the newest first, with tokens in + out.
+    """List responses, the newest first, with input + output tokens.
 
-    A server shows those of one API key, which is taken from VLLM_API_KEY; the
-    store itself has everybody's. On this machine the key is sent to a process of
-    yours or of root's alone.
+    A server shows the responses of one API key, taken from VLLM_API_KEY. With
+    --store, the responses of all keys are listed. On this machine, the key is
+    sent only to a process that you or root own.
     """
-    wanted = selected(status, model, since)
+    selection = selected(status, model, since)
     with Progress(time.time(), quiet=json_) as progress:
-        counting = Counting(progress, "looked at")
+        counting = Counting(progress, "read")
         found, more, whole = asyncio.run(
-            listed(target, store, wanted, None if every else limit, after, counting)
+            listed(target, store, selection, None if every else limit, after, counting)
         )
     data = {"responses": found, "next": found[-1].id if more else None}
-    nothing = "nothing is stored" if wanted.any and not after else "no response is meant by that"
+    nothing = "no responses are stored" if selection.any and not after else "no matching responses"
     if not whole:
-        nothing += " that this API key may see" if keyed() else ""
+        nothing += " visible to this API key" if keyed() else ""
     return Result(data, lambda: listing(found, more=more) if found else [nothing])
 
 
@@ -76,30 +80,30 @@ def keyed() -> bool:
 async def listed(
     target: str | None,
     store: str | None,
-    wanted: Selection,
+    selection: Selection,
     limit: int | None,
     after: str | None,
     counting: Counting,
 ) -> tuple[list[Entry], bool, bool]:
-    """The newest that are meant, whether there are others, and whether they are everybody's.
+    """The newest selected responses, whether more follow, and whether all API keys are included.
 
     Raises:
         VllmopsError: as `source` and its methods.
     """
     found: list[Entry] = []
-    query = wanted.query(descending=True, limit=min(PAGE, (limit or PAGE) + 1))
+    query = selection.query(descending=True, limit=min(PAGE, (limit or PAGE) + 1))
     query = msgspec.structs.replace(query, after=after)
     async with source(target, store) as responses:
         try:
             async for page in walk(responses, query):
-                for each in page:
-                    if each.created_at < wanted.newer:
+                for response in page:
+                    if response.created_at < selection.newer:
                         return found, False, responses.whole
-                    if not wanted.fits(each):
+                    if not selection.fits(response):
                         continue
                     if len(found) == limit:
                         return found, True, responses.whole
-                    found.append(entry(each, whole=responses.whole))
+                    found.append(entry_of(response, whole=responses.whole))
                 counting.add(len(page))
         except CursorUnknown as error:
             raise usage(f"--after: {responses.name} has no response {after!r}", "--all") from error
@@ -107,41 +111,41 @@ async def listed(
 
 
 def listing(found: Sequence[Entry], *, more: bool) -> list[RenderableType]:
-    """A line for each, of 80 columns where their ids are vLLM's."""
+    """One line per response: 80 columns wide with vLLM's ids."""
     from rich.text import Text  # noqa: PLC0415
 
-    owners = {each.owner for each in found if each.owner is not None}
+    owners = {entry.owner for entry in found if entry.owner is not None}
     columns = ["id", "status", "model", "age", "tokens", "size"]
     if len(owners) > 1:
         columns.insert(4, "owner")
     if output.console().width < WIDE:
         del columns[5:]
-    # A table is laid out as a whole, which takes its time: of very many the first are shown sooner.
+    # A table is laid out as a whole, which is slow: many rows become several tables.
     shown: list[RenderableType] = [
         rows(found[start : start + AT_A_TIME], columns) for start in range(0, len(found), AT_A_TIME)
     ]
     if len(owners) == 1 and (owner := owners.pop()):
-        shown.append(Text(f"all of API key {owner[:OWNER_LETTERS]}…, by its SHA-256", style="dim"))
+        shown.append(Text(f"all belong to API key {owner[:OWNER_LETTERS]}… (SHA-256)", style="dim"))
     if more:
-        shown.append(Text(f"there are more: --all, or --after {found[-1].id}", style="dim"))
+        shown.append(Text(f"more responses follow: --all, or --after {found[-1].id}", style="dim"))
     return shown
 
 
 def rows(found: Sequence[Entry], columns: list[str]) -> Table:
-    """Some of the lines, with a head of their own."""
+    """A table of some responses."""
     from rich.text import Text  # noqa: PLC0415
 
     table = output.table(*columns, right=["age", "tokens", "size"])
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
-    for each in found:
+    for entry in found:
         cells = {
-            "id": Text(each.id),
-            "status": Text(state(each), STYLES.get(state(each), "")),
-            "model": Text(each.model),
-            "age": Text(age(each.created_at) if each.created_at else "-"),
-            "owner": Text((each.owner or "-")[:OWNER_LETTERS]),
-            "tokens": Text(tokens(each)),
-            "size": Text(size(each.bytes)),
+            "id": Text(entry.id),
+            "status": Text(state(entry), STYLES.get(state(entry), "")),
+            "model": Text(entry.model),
+            "age": Text(age(entry.created_at) if entry.created_at else "-"),
+            "owner": Text((entry.owner or "-")[:OWNER_LETTERS]),
+            "tokens": Text(tokens(entry)),
+            "size": Text(size(entry.bytes)),
         }
         table.add_row(*(cells[name] for name in columns))
     return table

@@ -12,17 +12,17 @@ from ...output import Progress, Result
 if TYPE_CHECKING:
     from ...vllm_api.responses import Outcome
 
-# How long something goes on before it tells how far it is, and how often then.
+# Seconds before progress is shown, and between updates on a terminal and in a log.
 QUIET_S, OFTEN_S, SELDOM_S = 1.0, 0.2, 5.0
 
 
 class Counting:
-    """Tells how far something is, once it takes longer than a moment.
+    """Shows progress of work that takes longer than `QUIET_S`.
 
     Args:
-        progress: where.
-        what: is done to them, as in ``deleted``.
-        total: how many there are, None where that is not known.
+        progress: shows the line.
+        what: the action, as in ``deleted``.
+        total: number of items, None if unknown.
     """
 
     def __init__(self, progress: Progress, what: str, total: int | None = None) -> None:
@@ -44,18 +44,18 @@ class Counting:
         return f"{self.done:,}" + (f" of {self.total:,}" if self.total is not None else "")
 
     def interrupted(self, data: Any = None) -> VllmopsError:
-        """The error of a command that was ended on the way."""
+        """The error of an interrupted command."""
         return VllmopsError(
             "interrupted",
             f"interrupted: {self.far} {self.what}",
-            "the same command goes on from here",
+            "repeat the command to continue",
             exit_code=Exit.INTERRUPTED,
             data=data,
         )
 
 
 def ended(result: Result, failure: VllmopsError | None, *, as_json: bool) -> Result:
-    """A result, or the failure that goes with it, told after it.
+    """The result; if there is a failure, show the result, then raise the failure.
 
     Raises:
         VllmopsError: the failure.
@@ -68,17 +68,17 @@ def ended(result: Result, failure: VllmopsError | None, *, as_json: bool) -> Res
     raise failure
 
 
-def judged(outcomes: list[Outcome], what: str) -> VllmopsError | None:
-    """The failure of what was to be done to several, None where all was done.
+def failure_of(outcomes: list[Outcome], what: str) -> VllmopsError | None:
+    """The error that sums up failed outcomes, None if all succeeded.
 
     Args:
-        outcomes: of each.
-        what: was to be done to them, as in ``deleted``.
+        outcomes: one per response.
+        what: the action, as in ``deleted``.
     """
-    bad = [each for each in outcomes if not each.done]
+    bad = [outcome for outcome in outcomes if not outcome.done]
     if not bad:
         return None
-    codes, exits = {each.code for each in bad}, {each.exit_code for each in bad}
+    codes, exits = {outcome.code for outcome in bad}, {outcome.exit_code for outcome in bad}
     if len(outcomes) == 1:
         message = f"{bad[0].id} was not {what}: {bad[0].told}"
     else:
@@ -86,6 +86,6 @@ def judged(outcomes: list[Outcome], what: str) -> VllmopsError | None:
     return VllmopsError(
         bad[0].code if len(codes) == 1 else "responses.some-failed",
         message,
-        "vllmops responses list shows what there is",
+        "vllmops responses list shows the stored responses",
         exit_code=Exit(bad[0].exit_code) if len(exits) == 1 else Exit.FAILED,
     )

@@ -21,35 +21,37 @@ COMPLETION_S = 0.5
 
 def statuses(incomplete: str) -> list[str]:
     """Statuses, for completion."""
-    return sorted(each for each in STATUSES if each.startswith(incomplete))
+    return sorted(status for status in STATUSES if status.startswith(incomplete))
 
 
 def models(ctx: typer.Context, incomplete: str) -> list[str]:
     """Models of the responses that a server has, for completion."""
-    return sorted({each.model for each in glimpse(ctx) if each.model.startswith(incomplete)})
+    return sorted(
+        {response.model for response in newest(ctx) if response.model.startswith(incomplete)}
+    )
 
 
 def every_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Ids of the newest responses that a server has, for completion."""
-    return ids(glimpse(ctx), ctx, incomplete)
+    return ids(newest(ctx), ctx, incomplete)
 
 
 def running_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """The same of those that run."""
-    return ids([each for each in glimpse(ctx) if each.running], ctx, incomplete)
+    """Ids of the newest running responses, for completion."""
+    return ids([response for response in newest(ctx) if response.running], ctx, incomplete)
 
 
 def ids(found: list[Response], ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     named = ctx.params.get("ids") or ()
     return [
-        (each.id, f"{each.status}, {each.model}, {age(each.created_at)}")
-        for each in found
-        if each.id.startswith(incomplete) and each.id not in named
+        (response.id, f"{response.status}, {response.model}, {age(response.created_at)}")
+        for response in found
+        if response.id.startswith(incomplete) and response.id not in named
     ]
 
 
-def glimpse(ctx: typer.Context) -> list[Response]:
-    """The newest responses of the server that is meant; none where that takes any trouble."""
+def newest(ctx: typer.Context) -> list[Response]:
+    """The newest responses of the target server; none if anything fails."""
     from ...vllm_api.responses import Http, glance  # noqa: PLC0415 - brings httpx
 
     async def ask() -> list[Response]:
@@ -70,8 +72,8 @@ Store = Annotated[
     typer.Option(
         "--store",
         metavar="URL",
-        help="Ask no server but the store itself, everybody's: sqlite:///FILE, postgresql://, "
-        "redis://.",
+        help="Read this store directly, with the responses of all API keys: sqlite:///FILE, "
+        "postgresql://, redis://.",
         show_default=False,
     ),
 ]
@@ -80,21 +82,21 @@ Statuses = Annotated[
     typer.Option(
         "--status",
         metavar="STATUS",
-        help="With this status only; repeatable.",
+        help="Only responses with this status; repeatable.",
         autocompletion=statuses,
         show_default=False,
     ),
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="Of this model only.", autocompletion=models, show_default=False),
+    typer.Option(help="Only responses of this model.", autocompletion=models, show_default=False),
 ]
 Since = Annotated[
     str | None,
     typer.Option(
         parser=time_,
         metavar="TIME",
-        help="Made within this time only: 15m, 36h, 30d.",
+        help="Only responses created within this time: 15m, 36h, 30d.",
         show_default=False,
     ),
 ]
@@ -104,14 +106,14 @@ OlderThan = Annotated[
         "--older-than",
         parser=time_,
         metavar="TIME",
-        help="Made before that: 15m, 36h, 30d.",
+        help="Only responses older than this: 15m, 36h, 30d.",
         show_default=False,
     ),
 ]
 
 
 class Listed(Protocol):
-    """As much of a response as tells whether it is meant."""
+    """What a selection reads of a response."""
 
     @property
     def status(self) -> str: ...
@@ -125,7 +127,7 @@ class Listed(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """Which responses are meant.
+    """Which responses a command selects.
 
     Args:
         statuses: with one of these; empty for any.
@@ -141,7 +143,7 @@ class Selection:
 
     @property
     def any(self) -> bool:
-        """Whether all are meant."""
+        """Whether it selects all responses."""
         return self == Selection()
 
     def fits(self, response: Listed) -> bool:
@@ -152,7 +154,7 @@ class Selection:
         )
 
     def query(self, *, descending: bool, limit: int = PAGE) -> Query:
-        """What a source is asked, which may give more."""
+        """The query for a source; its answer may hold more than the selection."""
         (status,) = self.statuses if len(self.statuses) == 1 else (None,)
         return Query(model=self.model, status=status, descending=descending, limit=limit)
 
@@ -163,14 +165,14 @@ def selected(
     since: str | None = None,
     older_than: str | None = None,
 ) -> Selection:
-    """Which are meant by what was typed.
+    """The selection that options name.
 
     Raises:
         VllmopsError: ``usage``.
     """
-    for each in statuses or ():
-        if each not in STATUSES:
-            raise usage(f"{each!r} is no status", f"--status {', '.join(sorted(STATUSES))}")
+    for status in statuses or ():
+        if status not in STATUSES:
+            raise usage(f"{status!r} is no status", f"--status {', '.join(sorted(STATUSES))}")
     now = time.time()
     return Selection(
         frozenset(statuses or ()),

@@ -15,7 +15,7 @@ from ...output import Folded, Json, JsonText, Line, Result, Verbatim, command, s
 from ...store import shape
 from ...store.store import document
 from ..options import Target
-from .entries import STYLES, Entry, age, entry, state, tokens
+from .entries import STYLES, Entry, age, entry_of, state, tokens
 from .selection import Store, every_id
 from .sources import source
 
@@ -36,19 +36,21 @@ def show(
     target: Target = None,
     store: Store = None,
     given: Annotated[
-        bool, typer.Option("--input", help="What its turn was given, too; not those before it.")
+        bool,
+        typer.Option("--input", help="Also show the input of this turn, without earlier turns."),
     ] = False,
     events: Annotated[
-        bool, typer.Option("--events", help="What is kept of its background stream, too.")
+        bool, typer.Option("--events", help="Also show the stored events of a background stream.")
     ] = False,
     raw: Annotated[
-        bool, typer.Option("--raw", help="JSON as the API gives it; of --input or --events alone.")
+        bool,
+        typer.Option("--raw", help="Print the API's JSON; with --input or --events, only that."),
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """Show a response: what became of it, and what it says."""
-    found, body, items, logs = asyncio.run(seen(target, store, response_id, given, events))
-    logged = [msgspec.Raw(json_of(each)) for part in logs for each in part.events]
+    """Show a response: its status, tokens and output."""
+    found, body, items, logs = asyncio.run(fetch(target, store, response_id, given, events))
+    logged = [msgspec.Raw(json_of(event)) for part in logs for event in part.events]
     data: dict[str, Any] = {
         **msgspec.structs.asdict(found),
         "response": msgspec.Raw(body),
@@ -56,14 +58,14 @@ def show(
         "events": logged if events else None,
     }
     if raw:
-        return Result(data, lambda: rawly(body, items, logged, given=given, events=events))
-    return Result(data, lambda: list(told(found, body, items if given else None, logs, events)))
+        return Result(data, lambda: render_raw(body, items, logged, given=given, events=events))
+    return Result(data, lambda: list(render(found, body, items if given else None, logs, events)))
 
 
-async def seen(
+async def fetch(
     target: str | None, store: str | None, response_id: str, given: bool, events: bool
 ) -> tuple[Entry, bytes, bytes, list[Events]]:
-    """A response as it is listed, its object, its input, and its events, as far as wanted.
+    """A response as it is listed, its object, its input, and its events, as far as documents.
 
     Raises:
         VllmopsError: as `source` and its methods.
@@ -72,11 +74,16 @@ async def seen(
         found = await responses.get(response_id)
         items = await responses.items(found) if given else b"[]"
         logs = await responses.events(found) if events else []
-        return entry(found, whole=responses.whole), json_of(document(found)), json_of(items), logs
+        return (
+            entry_of(found, whole=responses.whole),
+            json_of(document(found)),
+            json_of(items),
+            logs,
+        )
 
 
 def json_of(document: bytes) -> bytes:
-    """JSON as it is; null where it is none, or can't be put into other JSON."""
+    """The JSON unchanged; null if it is invalid or nested too deeply."""
     try:
         shape.shallow(document)
         msgspec.json.decode(document)
@@ -85,21 +92,21 @@ def json_of(document: bytes) -> bytes:
     return document
 
 
-def rawly(
+def render_raw(
     body: bytes, items: bytes, logged: list[msgspec.Raw], *, given: bool, events: bool
 ) -> list[RenderableType]:
     """JSON, the object and its input over several lines, and a line for each event."""
-    wanted = [body] if not given and not events else [items] if given else []
+    documents = [body] if not given and not events else [items] if given else []
     shown: list[RenderableType] = [
-        JsonText(msgspec.json.format(each, indent=2).decode()) for each in wanted
+        JsonText(msgspec.json.format(text, indent=2).decode()) for text in documents
     ]
-    return shown + [JsonText(bytes(each).decode()) for each in logged]
+    return shown + [JsonText(bytes(event).decode()) for event in logged]
 
 
-def told(
+def render(
     found: Entry, body: bytes, items: bytes | None, logs: list[Events], events: bool
 ) -> Iterator[RenderableType]:
-    """The same for a person."""
+    """Human-readable output."""
     from rich.text import Text  # noqa: PLC0415
 
     style = STYLES.get(state(found), "green")
@@ -109,12 +116,12 @@ def told(
     for name, value in (
         ("model", found.model),
         ("damaged", found.damaged),
-        ("made", found.created_at and f"{when(found.created_at)}, {age(found.created_at)} ago"),
+        ("created", found.created_at and f"{when(found.created_at)}, {age(found.created_at)} ago"),
         ("follows", found.previous_response_id),
         ("run", "in the background" if found.background else "in the foreground"),
         ("tokens", tokens(found) if found.input_tokens is not None else None),
         ("size", size(found.bytes)),
-        ("API key", found.owner and f"{found.owner}, by its SHA-256"),
+        ("API key", found.owner and f"{found.owner} (SHA-256)"),
         ("error", found.error),
     ):
         if value:
@@ -122,34 +129,34 @@ def told(
     yield facts
     if items is not None:
         yield Text("\ninput", style="bold")
-        yield Folded(tuple(said(lambda: shape.ITEMS.decode(items))))
+        yield Folded(tuple(item_lines(lambda: shape.ITEMS.decode(items))))
     yield Text("\noutput", style="bold")
     yield Folded(
-        tuple(said(lambda: shape.DOCUMENT.decode(body).output)) or (Line(2, "none", "dim"),)
+        tuple(item_lines(lambda: shape.DOCUMENT.decode(body).output)) or (Line(2, "none", "dim"),)
     )
     if events:
         yield Text("\nevents", style="bold")
         if not logs:
             yield Text(
-                "  none are kept: it was no stream in the background, or is over for too long"
+                "  no stored events: it was not a background stream, or it ended too long ago"
             )
         for part in logs:
             for number, event in enumerate(part.events, part.first):
                 yield Verbatim(f"{number:>7}  {brief(event)}")
         if found.status in {"queued", "in_progress"}:
-            yield Text("  it goes on")
+            yield Text("  the response is still running")
 
 
-def said(items: Callable[[], list[shape.Item]]) -> Iterator[Line]:
-    """What items say, or that they can't be read."""
+def item_lines(items: Callable[[], list[shape.Item]]) -> Iterator[Line]:
+    """The lines of items, or why they cannot be read."""
     try:
-        yield from spoken(items())
+        yield from lines_of(items())
     except shape.BROKEN as error:
-        yield Line(2, f"it is damaged: {error}", "red")
+        yield Line(2, f"damaged: {error}", "red")
 
 
-def spoken(items: list[shape.Item]) -> Iterator[Line]:
-    """What items say, whoever made them."""
+def lines_of(items: list[shape.Item]) -> Iterator[Line]:
+    """The role and text of items, as lines."""
     for item in items:
         kind = item.type or "message"
         yield Line(2, " ".join(filter(None, (item.role, *label(kind, item)))), "cyan")
@@ -159,7 +166,7 @@ def spoken(items: list[shape.Item]) -> Iterator[Line]:
 
 
 def label(kind: str, item: shape.Item) -> Iterator[str]:
-    """How an item is called, where its role does not say enough."""
+    """Type, name and call id of an item that is not a message."""
     if kind != "message":
         yield kind
         yield from filter(None, (item.name, item.call_id))
@@ -177,10 +184,10 @@ def texts(item: shape.Item) -> Iterator[str]:
 
 
 def brief(event: bytes) -> str:
-    """An event in a line."""
+    """An event as one line."""
     try:
         found: dict[str, Any] = msgspec.json.decode(event, type=dict[str, Any])
     except shape.BROKEN as error:
-        return f"it is damaged: {error}"
+        return f"damaged: {error}"
     delta = found.get("delta")
     return f"{found.get('type')}" + (f"  {delta!r}" if isinstance(delta, str) else "")

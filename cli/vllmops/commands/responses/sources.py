@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PAGE = 100
-# Requests that are on their way at once.
+# Concurrent requests.
 AT_ONCE = 16
-# A store or a server that says it is unavailable is asked again, each time after what it says.
+# Retries while a store or server is unavailable, each after the delay that it names.
 TRIES = 5
 
 
 def source(target: str | None, store: str | None, *, create: bool = False) -> Source:
-    """Where responses are looked at.
+    """The source of responses: a server, or a store opened directly.
 
     Raises:
         VllmopsError: ``usage``, or as `place` and `Storage` do.
@@ -41,24 +41,24 @@ def source(target: str | None, store: str | None, *, create: bool = False) -> So
 
 
 def either(target: str | None) -> None:
-    """Refuse a target beside a store, unless it is the environment's.
+    """Refuse a target together with a store, unless the target is from the environment.
 
     Raises:
         VllmopsError: ``usage``.
     """
     if target and target != os.environ.get("VLLMOPS_TARGET"):
-        raise usage("--target names a server, and --store asks none", "one of them")
+        raise usage("--target and --store cannot be combined", "give one of them")
 
 
 async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
-    """All responses, page by page, though some go meanwhile.
+    """All responses, page by page, even if some are deleted meanwhile.
 
     Args:
-        source: where.
-        query: which; its ``limit`` is a page's.
+        source: where the responses are.
+        query: which responses; its ``limit`` is the page size.
 
     Raises:
-        CursorUnknown: there is no response to begin behind.
+        CursorUnknown: ``query.after`` names no response.
         VllmopsError: ``responses.refused``, the list has no end.
     """
     trail = [query.after] if query.after else []
@@ -67,14 +67,16 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
     while True:
         at = msgspec.structs.replace(query, after=trail[-1] if trail else None)
         try:
-            page = await patiently(partial(source.page, at))
+            page = await retried(partial(source.page, at))
         except CursorUnknown:
             if not told:
                 raise
-            trail.pop()  # it is gone; what was before it may still be there
+            trail.pop()  # it was deleted; the response before it may still exist
             continue
-        yield [each for each in page.responses if not each.id or each.id not in told]
-        found = [each.id for each in page.responses if each.id]
+        yield [
+            response for response in page.responses if not response.id or response.id not in told
+        ]
+        found = [response.id for response in page.responses if response.id]
         new = set(found) - told
         told |= new
         trail += found
@@ -82,13 +84,13 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
             return
         if not new and at.after in asked:
             raise VllmopsError(
-                "responses.refused", f"{source.name} gives the same part of its list for ever"
+                "responses.refused", f"{source.name} repeats the same page of its list endlessly"
             )
         asked.add(at.after)
 
 
-async def patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """Call a few times while the store is unavailable.
+async def retried(call: Callable[[], Awaitable[T]]) -> T:
+    """Call again, a few times, while the store is unavailable.
 
     Raises:
         StoreUnavailable: it still is.
@@ -101,13 +103,13 @@ async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     return await call()
 
 
-async def spread(each: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
-    """Do something to each, several at once.
+async def concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
+    """Apply an action to all items, several at once.
 
     Raises:
-        VllmopsError: of the first that raises one; no others are begun then.
+        VllmopsError: of the first action that fails; no further ones start.
     """
-    left = iter(each)
+    left = iter(items)
 
     async def some() -> None:
         for one in left:

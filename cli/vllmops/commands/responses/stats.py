@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from ...vllm_api.responses import Source
 
-OWNERS = 10  # shown, those who have most
+OWNERS = 10  # those with the most responses are shown
 
 
 @command
 def stats(*, target: Target = None, store: Store = None, json_: Json = False) -> Result:
     """Count responses by status, model and API key; bytes, age and evictions.
 
-    A server tells of those of one API key, each as JSON, and not of events
-    and evictions; the store itself of all, and of bytes as they are kept.
+    A server counts the responses of one API key and their size as JSON, without
+    events and evictions. With --store, all keys are counted, with stored bytes.
     """
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "counted")
@@ -46,7 +46,7 @@ def stats(*, target: Target = None, store: Store = None, json_: Json = False) ->
 async def counted(
     target: str | None, store: str | None, counting: Counting
 ) -> tuple[str, Stats, bool]:
-    """What there is, whose word that is, and whether it is everybody's.
+    """The source's name, its statistics, and whether all API keys are included.
 
     Raises:
         VllmopsError: as `source` and its methods.
@@ -57,18 +57,20 @@ async def counted(
 
             assert isinstance(responses, Storage)
             return responses.name, await responses.stats(), True
-        return responses.name, await added_up(responses, counting), False
+        return responses.name, await sum_of_pages(responses, counting), False
 
 
-async def added_up(responses: Source, counting: Counting) -> Stats:
-    """The same from a list of all."""
+async def sum_of_pages(responses: Source, counting: Counting) -> Stats:
+    """Statistics summed over all pages of a list."""
     statuses, models, total = Counter[str](), Counter[str](), 0
     oldest: float | None = None
     async for page in walk(responses, Selection().query(descending=True)):
-        statuses.update(each.status for each in page)
-        models.update(each.model for each in page)
-        total += sum(len(each.body) for each in page)
-        oldest = min([*([] if oldest is None else [oldest]), *(each.created_at for each in page)])
+        statuses.update(response.status for response in page)
+        models.update(response.model for response in page)
+        total += sum(len(response.body) for response in page)
+        oldest = min(
+            [*([] if oldest is None else [oldest]), *(response.created_at for response in page)]
+        )
         counting.add(len(page))
     return Stats(
         statuses=dict(statuses),
@@ -81,18 +83,18 @@ async def added_up(responses: Source, counting: Counting) -> Stats:
 
 
 def figures(data: dict[str, Any]) -> Iterator[RenderableType]:
-    """The same for a person."""
+    """Human-readable output."""
     from rich.text import Text  # noqa: PLC0415
 
     yield Text(f"{data['of']}: {data['count']:,} responses", style="bold")
     for name, head in (("statuses", "status"), ("models", "model")):
         if data[name]:
             table = output.table(head, "", right=[""])
-            for word, count in sorted(data[name].items(), key=lambda each: -each[1]):
+            for word, count in sorted(data[name].items(), key=lambda pair: -pair[1]):
                 table.add_row(Text(word, STYLES.get(word, "")), f"{count:,}")
             yield table
     if data["owners"]:
-        table = output.table("API key, by its SHA-256", "", right=[""])
+        table = output.table("API key (SHA-256)", "", right=[""])
         for owner, count in list(data["owners"].items())[:OWNERS]:
             table.add_row(Text(f"{owner[:OWNER_LETTERS]}…" if owner else "none"), f"{count:,}")
         if len(data["owners"]) > OWNERS:
@@ -101,11 +103,11 @@ def figures(data: dict[str, Any]) -> Iterator[RenderableType]:
     rest = output.table("", "")
     rest.show_header = False
     rest.add_row("bytes", size(data["bytes"]))
-    rest.add_row("of events", told_or(data["event_bytes"], size))
+    rest.add_row("bytes of events", or_unavailable(data["event_bytes"], size))
     rest.add_row("oldest", f"{age(data['oldest'])} ago" if data["oldest"] is not None else "-")
-    rest.add_row("evicted, ever", told_or(data["evictions"], "{:,}".format))
+    rest.add_row("evicted in total", or_unavailable(data["evictions"], "{:,}".format))
     yield rest
 
 
-def told_or(value: Any, told: Any) -> str:
-    return "not known to a server; --store tells" if value is None else str(told(value))
+def or_unavailable(value: Any, form: Any) -> str:
+    return "not available from a server; use --store" if value is None else str(form(value))

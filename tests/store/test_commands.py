@@ -177,7 +177,7 @@ def test_nothing_is_made_by_looking(vllmops: Any, shared_url: str) -> None:
         assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.none")
     fill(shared_url, [])
     answer = vllmops("responses", "list", "--store", shared_url)
-    assert (answer.code, answer.out) == (0, "nothing is stored\n")
+    assert (answer.code, answer.out) == (0, "no responses are stored\n")
 
 
 @pytest.mark.parametrize("url", ["postgresql://u:secret@127.0.0.1:1/d", "redis://127.0.0.1:1/0"])
@@ -561,7 +561,7 @@ def test_a_server_shows_those_of_a_key(ask: Ask, served: Ours) -> None:
     assert page["next"] == made[1]
     assert ids(ask("list", "--json", "--after", page["next"])) == made[2:4]
     assert ids(ask("list", "--json", "--since", "90m")) == made[:2]
-    assert ask("list", "--status", "failed").out.startswith("no response is meant by that")
+    assert ask("list", "--status", "failed").out.startswith("no matching responses")
     first = ask("list", "--json").data["responses"][0]
     assert (first["owner"], first["input_tokens"]) == (None, 1200)
     assert first["created_at"] > time.time() - 60
