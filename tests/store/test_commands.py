@@ -396,7 +396,7 @@ def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:
     assert all(each["reason"] for each in answer.data["broken"])
     assert answer.data["count"] == 1
     text = vllmops("responses", "import", str(file), "--store", f"sqlite:///{tmp_path}/b.db")
-    assert "line 2: 'me' is no owner" in text.out
+    assert "line 2: 'me' is not an owner" in text.out
     assert "10 of 11 lines are broken" in text.err
     missing = vllmops("responses", "import", "/none", "--store", store, "--json")
     assert (missing.code, missing.error["code"]) == (Exit.FAILED, "file.unreadable")
@@ -588,7 +588,7 @@ def test_show_over_http(ask: Ask, served: Ours) -> None:
     assert ask("show", other, "--json", "--events").data["events"] == []
     text = ask("show", run, "--events")
     assert "response.created" in text.out
-    assert "it goes on" in text.out
+    assert "still running" in text.out
     assert json.loads(ask("show", name, "--raw").out)["id"] == name
 
 

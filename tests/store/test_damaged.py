@@ -352,5 +352,5 @@ def test_an_export_tells_a_person_what_it_left_out(tmp_path: Path, vllmops: Any)
     answer = vllmops("responses", "export", "--store", url)
     assert answer.code == 1, answer
     assert [json.loads(each)["id"] for each in answer.out.splitlines()] == ["resp_good"]
-    assert "left out, as it is damaged: resp_" in answer.err
+    assert "left out (damaged): resp_" in answer.err
     assert "error: unexpected" not in answer.err

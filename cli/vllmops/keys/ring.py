@@ -104,9 +104,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if len(self.secret.reveal()) < SECRET_BYTES:
             raise ValueError(f"the secret of {self.kid} is shorter than {SECRET_BYTES} bytes")
         if self.fingerprint != fingerprint(self.secret):
-            raise ValueError(f"the secret of {self.kid} is not the one of its fingerprint")
+            raise ValueError(f"the secret of {self.kid} does not match its fingerprint")
         if not all(0 <= (at or 0) <= LAST_S for at in (self.created_at, self.not_after)):
-            raise ValueError(f"a time of {self.kid} is none: it is not from 1970 to 9999")
+            raise ValueError(f"a time of {self.kid} is outside 1970 to 9999")
 
     @classmethod
     def of(cls, secret: Secret, status: Status, created_at: float | None = None) -> Key:
@@ -170,7 +170,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.primary:
             return self.primary
         raise VllmopsError(
-            "keys.no-primary", "the keyring has no key that seals", "vllmops keys rotate"
+            "keys.no-primary", "the keyring has no primary key", "vllmops keys rotate"
         )
 
     @property
@@ -196,7 +196,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return found
         raise VllmopsError(
             "keys.unknown",
-            f"there is no key {kid!r}; there are: "
+            f"no key {kid!r}; the keyring has: "
             + (", ".join(key.kid for key in self.keys) or "none"),
             "vllmops keys list",
             exit_code=Exit.NOT_FOUND,
@@ -220,11 +220,11 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         key = self.get(kid)
         if key.status is Status.REVOKED or key.over(now):
-            what = "is revoked" if key.status is Status.REVOKED else "is over"
+            what = "is revoked" if key.status is Status.REVOKED else "has expired"
             raise VllmopsError(
                 "keys.revoked",
-                f"{kid} {what}, and can't seal any more",
-                "vllmops keys rotate brings a new one",
+                f"{kid} {what}, and cannot become primary",
+                "vllmops keys rotate creates a new key",
             )
         if key.status is Status.PRIMARY:
             return self
@@ -352,14 +352,14 @@ def from_hex(text: str, where: str) -> Secret:
         raise VllmopsError(
             "keys.not-hex",
             f"{where} is not a key: it has {len(text.strip())} characters, and not all are hex",
-            "vllmops keygen makes one",
+            "create one with vllmops keygen",
         ) from None
     if len(content) < SECRET_BYTES:
         raise VllmopsError(
             "keys.too-short",
-            f"{where} is too short a key: {len(content)} bytes, where {SECRET_BYTES} "
-            f"({2 * SECRET_BYTES} hex characters) are the least",
-            "vllmops keygen makes one",
+            f"{where} is too short for a key: {len(content)} bytes; {SECRET_BYTES} "
+            f"({2 * SECRET_BYTES} hex characters) are required",
+            "create one with vllmops keygen",
         )
     return Secret(content)
 

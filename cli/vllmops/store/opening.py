@@ -25,7 +25,9 @@ def backend(url: str, limits: Limits | None = None) -> Backend:
     """
     limits = limits or Limits()
     if limits.share < 1:
-        raise usage(f"a store for {limits.share} responses keeps none", "--store-max-size 10000")
+        raise usage(
+            f"a store for {limits.share} responses would keep none", "--store-max-size 10000"
+        )
     if named := os.environ.get(CLASS):
         return users_own(named)(url, limits)
     found = urls.parsed(url)
@@ -67,7 +69,7 @@ def users_own(named: str) -> type[Backend]:
     except (ImportError, AttributeError) as error:
         raise usage(f"{CLASS} is {named}: {error}", hint) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise usage(f"{CLASS} is {named}, and that is no vllmops.store.backend.Backend", hint)
+        raise usage(f"{CLASS} is {named}, which is not a vllmops.store.backend.Backend", hint)
     return found
 
 

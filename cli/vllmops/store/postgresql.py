@@ -107,7 +107,7 @@ class Connections(Pool["Connection"]):
                 **given,
             )
         except (ValueError, asyncpg.ClientConfigurationError):
-            refuse(f"{shown(self.url)!r} has a parameter that can't be", FORMS["postgresql"])
+            refuse(f"{shown(self.url)!r} has an invalid parameter", FORMS["postgresql"])
 
     async def fit(self, connection: Connection) -> bool:
         return not connection.is_closed()
@@ -232,7 +232,7 @@ class Postgresql(Sql):
             " WHERE name IN ('fsync', 'synchronous_commit') AND setting = 'off' ORDER BY name"
         )
         caveats = [
-            f"{name} = {setting}: a crash may take the last responses" for name, setting in rows
+            f"{name} = {setting}: a crash may lose the last responses" for name, setting in rows
         ]
         names = await self.fetch("SELECT current_setting('synchronous_standby_names')")
         if len(self.connections.hosts) > 1 and not names[0][0]:

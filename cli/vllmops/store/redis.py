@@ -175,7 +175,7 @@ class Redis(Backend):
                 for i in writes:
                     if not isinstance(found[i], RedisError):
                         found[i] = UnconfirmedError(
-                            "it was written, and too few replicas have said that they have it"
+                            "it was written, but too few replicas have confirmed the write"
                         )
         return found[: len(calls)]
 
@@ -217,8 +217,8 @@ class Redis(Backend):
         if version and tuple(map(int, version.split(b"."))) < LEAST_VERSION:
             raise VllmopsError(
                 "store.redis",
-                f"the server speaks as Redis {version.decode()}, and the store needs 6.2",
-                "a newer Redis or Valkey, or another --store",
+                f"the server is compatible with Redis {version.decode()}; the store needs 6.2",
+                "install a newer Redis or Valkey, or use another --store",
             )
 
     async def close(self) -> None:
@@ -419,10 +419,10 @@ class Redis(Backend):
         said = {str(key): str(value) for key, value in found.items()}
         caveats = []
         if said.get("appendonly") == "no":
-            caveats.append("appendonly no: a crash may take the last responses")
+            caveats.append("appendonly no: a crash may lose the last responses")
         elif (when := said.get("appendfsync", "always")) != "always":
             caveats.append(
-                f"appendfsync {when}: a crash while the disk is slow may take the last 2 s"
+                f"appendfsync {when}: a crash while the disk is slow may lose the last 2 s"
             )
         if self.replicas:
             many = f"{self.replicas} replica{'s' * (self.replicas > 1)}"

@@ -205,7 +205,7 @@ def source(url: str, parts: StoreUrl, key: str) -> Source:
         hosts = [(host, port or SENTINEL_PORT) for host, port in parts.hosts]
         return Sentinels(options, hosts, parts.path.split("/")[1])
     except (ValueError, TypeError, RedisError):
-        refuse(f"{shown(url)!r} has a parameter that can't be", FORMS[parts.way or "redis"])
+        refuse(f"{shown(url)!r} has an invalid parameter", FORMS[parts.way or "redis"])
 
 
 def plain(url: str, parts: StoreUrl) -> str:

@@ -159,7 +159,7 @@ class ResponseStore:
         self.news: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         self.renewed = 0.0
         self.background: list[asyncio.Task[None]] = []
-        self.stopping = Trouble("a run that was to be stopped may go on", log.error)
+        self.stopping = Trouble("a cancelled run may continue", log.error)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -213,7 +213,7 @@ class ResponseStore:
             VllmopsError: ``store.id``, the id can't be one.
         """
         if not valid(response.id):
-            raise VllmopsError("store.id", f"{response.id!r} is no id for a response")
+            raise VllmopsError("store.id", f"{response.id!r} is not a valid response id")
         packed = await self.packed(response)
         async with self.bounded():
             return await self.backend.create(packed)
@@ -488,7 +488,7 @@ def document(response: Response) -> bytes:
             "created_at": response.created_at,
             "model": response.model,
             "output": [],
-            "error": {"code": "server_error", "message": "What was stored of it is damaged."},
+            "error": {"code": "server_error", "message": "The stored response is damaged."},
         }
     found["status"] = response.status
     if response.error:

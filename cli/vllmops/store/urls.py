@@ -116,26 +116,26 @@ def parsed(url: str) -> StoreUrl:
     found = URL.fullmatch(url)
     if found is None:
         hint = f"sqlite:///{url}" if is_file(url) else EVERY_FORM
-        refuse(f"{shown(url)!r} is no store: a URL is needed", hint)
+        refuse(f"{shown(url)!r} is not a store URL", hint)
     written, _, way = found["scheme"].lower().partition("+")
     scheme, way = ALIASES.get(written, written), f"+{way}" if way else ""
     kind = "redis" if scheme in REDIS else scheme
     if kind not in FORMS or (way and (kind != "redis" or way not in {SENTINEL, CLUSTER})):
-        refuse(f"{shown(url)!r} is no store", EVERY_FORM)
+        refuse(f"{shown(url)!r} is not a store URL", EVERY_FORM)
     form, who = FORMS[way or kind], shown(url)
     if any(ord(letter) < 32 or ord(letter) == 127 for letter in url):
-        refuse(f"{who!r} has a control character in it", form)
+        refuse(f"{who!r} contains a control character", form)
     start, _, asked = found["rest"].partition("?")
     if kind in {"memory", "sqlite"}:
         query = queried(asked, frozenset(), who, form)
         if kind == "memory" and start:
-            refuse(f"{who!r} names something, and memory:// is each process's own", form)
+            refuse(f"{who!r} must be memory:// alone: each process has its own", form)
         if kind == "sqlite" and (not start.startswith("/") or start.endswith(("/", "/:memory:"))):
-            refuse(f"{who!r} names no file", form)
+            refuse(f"{who!r} does not name a file", form)
         return StoreUrl(scheme, way, "", (), start, query)
     parts = REST.fullmatch(found["rest"])
     if parts is None or parts["fragment"] or (parts["path"] or "").count("//"):
-        refuse(f"{who!r} can't be read as a URL", form)
+        refuse(f"{who!r} is not a valid URL", form)
     hosts = tuple(host(part, who, form) for part in parts["hosts"].split(","))
     query = queried(asked, KNOWN.get(way, KNOWN[kind]), who, form)
     path = parts["path"] or ""
@@ -145,7 +145,7 @@ def parsed(url: str) -> StoreUrl:
     if several and kind == "redis" and not way:
         refuse(f"{who!r} names several hosts", f"{FORMS[SENTINEL]}; or {FORMS[CLUSTER]}")
     if (several or way) and not all(name for name, _ in hosts):
-        refuse(f"{who!r} lacks a host", form)
+        refuse(f"{who!r} has no host", form)
     return StoreUrl(scheme, way, parts["userinfo"] or "", hosts, path, query)
 
 
@@ -163,7 +163,7 @@ def queried(text: str, names: frozenset[str], who: str, form: str) -> dict[str, 
     try:
         pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text))
     except ValueError:
-        refuse(f"{who!r} has a parameter that is no NAME=VALUE", form)
+        refuse(f"{who!r} has a parameter that is not NAME=VALUE", form)
     known = names | {NAMESPACE}
     for index, (name, value) in enumerate(pairs):
         if name not in known:
@@ -171,9 +171,11 @@ def queried(text: str, names: frozenset[str], who: str, form: str) -> dict[str, 
             harmless = "@" not in text and all(before in HARMLESS for before, _ in pairs[:index])
             called = repr(name) if harmless and NAME.fullmatch(name) else "a parameter"
             listed = ", ".join(sorted(known))
-            refuse(f"{who!r}: such a store does not know {called}", f"one of {listed}")
+            refuse(
+                f"{who!r}: unknown parameter for this kind of store: {called}", f"one of {listed}"
+            )
         if name in HARMLESS and not re.fullmatch(HARMLESS[name][0], value):
-            refuse(f"{who!r}: {name} can't be that", f"?{name}={HARMLESS[name][1]}")
+            refuse(f"{who!r}: invalid value of {name}", f"?{name}={HARMLESS[name][1]}")
     query = dict(pairs)
     if len(query) < len(pairs):
         refuse(f"{who!r} has a parameter twice", form)
@@ -190,7 +192,9 @@ def check_redis(way: str, path: str, query: dict[str, str], who: str, form: str)
     wanted = {SENTINEL: f"/[A-Za-z0-9_.-]+{database}", CLUSTER: "/?0?"}.get(way, f"{database}/?")
     if not re.fullmatch(wanted, path):
         what = {SENTINEL: "a service's name", CLUSTER: "no database but 0"}
-        refuse(f"{who!r}: behind the hosts goes {what.get(way, 'the number of a database')}", form)
+        refuse(
+            f"{who!r}: after the hosts, expected {what.get(way, 'the number of a database')}", form
+        )
     if way == CLUSTER and query.get("db", "0") != "0":
         refuse(f"{who!r}: a cluster has no database but 0", form)
 
@@ -203,7 +207,7 @@ def host(text: str, who: str, form: str) -> tuple[str, int | None]:
     """
     found = HOST.fullmatch(text)
     if found is None or (found[2] and not 0 < int(found[2]) < 1 << 16):
-        refuse(f"{who!r}: a host or its port can't be; a port is a number from 1 to 65535", form)
+        refuse(f"{who!r}: invalid host or port; a port is a number from 1 to 65535", form)
     return unquote(found[1].strip("[]")), int(found[2]) if found[2] else None
 
 
