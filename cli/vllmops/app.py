@@ -50,7 +50,7 @@ COMMANDS = {
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
     "responses": Entry("responses", "Stored responses.", several=True),
     "keygen": Entry("keygen", "Print a fresh key."),
-    "keys": Entry("keys", "The keys that seal what clients carry.", several=True),
+    "keys": Entry("keys", "Keys that protect client-held conversation state.", several=True),
     "help": Entry("help", "Show a page of the manual."),
     "completions": Entry("completions", "Print a shell's completion script."),
 }
