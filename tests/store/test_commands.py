@@ -203,7 +203,7 @@ def test_show(vllmops: Any, shared_url: str) -> None:
     text = shown(background, "--input", "--events").out
     for each in ("answer 3", "a question", "another", "response.created", "lamp", '{"on":1}', ONE):
         assert each in text
-    assert "none are kept" in shown(foreground, "--events").out
+    assert "no stored events" in shown(foreground, "--events").out
     assert json.loads(shown(background, "--raw").out)["id"] == background
     assert json.loads(shown(background, "--raw", "--input").out) == GIVEN
     assert shown(background, "--raw", "--events").out.encode() == b"\n".join([*EVENTS, b""])
@@ -283,7 +283,7 @@ def test_purge(vllmops: Any, shared_url: str) -> None:
     assert purge("--json").code == Exit.USAGE
     trial = purge("--older-than", "1d", "--dry-run")
     assert "would delete 2 responses" in trial.out
-    assert "1 that stay go on from one of them" in trial.out
+    assert "1 remaining responses follow one of these" in trial.out
     assert ids(purge("--older-than", "1d", "--dry-run", "--json")) == [made[3], made[2]]
     unasked = purge("--older-than", "1d", "--json")
     assert (unasked.code, unasked.error["code"]) == (Exit.USAGE, "unconfirmed")
@@ -337,7 +337,7 @@ def test_from_one_store_to_another(
     out = vllmops("responses", "export", "--store", shared_url, "-o", str(file), "--json")
     assert out.data == {"count": 121, "running": 1, "path": str(file)}
     assert file.stat().st_mode & 0o777 == 0o600
-    assert "1 that run are left out" in vllmops("responses", "export", "--store", shared_url).err
+    assert "1 running responses left out" in vllmops("responses", "export", "--store", shared_url).err
     piped = vllmops("responses", "export", "--store", shared_url).out
     assert piped.encode() == file.read_bytes()
 
@@ -620,7 +620,7 @@ def test_stats_over_http(ask: Ask, served: Ours) -> None:
     data = ask("stats", "--json").data
     assert (data["count"], data["models"]) == (205, {"demo": 205})
     assert (data["evictions"], data["event_bytes"]) == (None, None)
-    assert "not known to a server" in ask("stats").out
+    assert "not available from a server" in ask("stats").out
     assert ask("stats", "--json", key="two").data["count"] == 1
 
 
