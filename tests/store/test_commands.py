@@ -337,7 +337,8 @@ def test_from_one_store_to_another(
     out = vllmops("responses", "export", "--store", shared_url, "-o", str(file), "--json")
     assert out.data == {"count": 121, "running": 1, "path": str(file)}
     assert file.stat().st_mode & 0o777 == 0o600
-    assert "1 running responses left out" in vllmops("responses", "export", "--store", shared_url).err
+    told = vllmops("responses", "export", "--store", shared_url).err
+    assert "1 running responses left out" in told
     piped = vllmops("responses", "export", "--store", shared_url).out
     assert piped.encode() == file.read_bytes()
 
