@@ -11,9 +11,9 @@ import pytest
 import typer
 
 from vllmops import app
-from vllmops.commands.keyring import when
 from vllmops.commands.options import duration
 from vllmops.errors import Exit, VllmopsError
+from vllmops.keys.ring import when
 from vllmops.output import size, span
 
 NONE = ("nan", "-nan", "inf", "-inf", "Infinity", "1e400", "1e300", "-1", "1_0", "0x10", "", " 1")

@@ -357,7 +357,7 @@ def test_the_overlap_is_as_long_as_carriers_live(lab: Any, path: Path) -> None:
 
 
 def test_names_of_keys_are_completed(path: Path, vllmops: Any) -> None:
-    from vllmops.commands.keyring import kids
+    from vllmops.commands.keys.keyring import kids
 
     assert kids("") == []
     kid = vllmops("keys", "add", "--json").data["kid"]

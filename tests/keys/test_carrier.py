@@ -214,7 +214,7 @@ def test_each_status_of_a_key(
 
 def test_no_key_that_seals() -> None:
     for make in (made, seal_signed):
-        with pytest.raises(VllmopsError, match="no key that seals"):
+        with pytest.raises(VllmopsError, match="no primary key"):
             make(HISTORY, ring(Status.NEXT, Status.VERIFY_ONLY))
 
 

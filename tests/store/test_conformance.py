@@ -235,7 +235,7 @@ def test_the_command_on_a_class_with_a_defect(vllmops: Any, own_class: Any) -> N
     answer = vllmops("responses", "check-store", "memory://", env=env)
     assert answer.code == 1
     assert "deletes for good: KeyError: 'resp_" in answer.out
-    assert "promises are broken" in answer.out
+    assert "checks failed" in answer.out
     assert "note: everything is gone with the process" in answer.out
 
 

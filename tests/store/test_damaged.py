@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from vllmops.commands import transfer
+from vllmops.commands.responses.import_ import LONGEST_LINE, numbered
 from vllmops.store import opening, packing
 from vllmops.store.backend import Response
 
@@ -325,11 +325,9 @@ def test_bad_lines_are_named_and_the_others_taken(
 
 def test_a_line_has_a_bound(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    path.write_bytes(
-        b"a\n" + b"x" * (transfer.LONGEST_LINE + 5) + b"\nb\n" + b"y" * (transfer.LONGEST_LINE + 1)
-    )
+    path.write_bytes(b"a\n" + b"x" * (LONGEST_LINE + 5) + b"\nb\n" + b"y" * (LONGEST_LINE + 1))
     with path.open("rb") as file:
-        found = list(transfer.numbered(file))
+        found = list(numbered(file))
     assert found == [(1, b"a\n"), (2, None), (3, b"b\n"), (4, None)]
 
 
@@ -354,5 +352,5 @@ def test_an_export_tells_a_person_what_it_left_out(tmp_path: Path, vllmops: Any)
     answer = vllmops("responses", "export", "--store", url)
     assert answer.code == 1, answer
     assert [json.loads(each)["id"] for each in answer.out.splitlines()] == ["resp_good"]
-    assert "left out, as it is damaged: resp_" in answer.err
+    assert "left out (damaged): resp_" in answer.err
     assert "error: unexpected" not in answer.err

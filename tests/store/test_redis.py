@@ -177,5 +177,5 @@ def test_a_redis_that_may_write_late_is_told(servers: Servers) -> None:
     with redis.Redis.from_url(server.url) as client:
         client.config_set("appendfsync", "everysec")
     assert asyncio.run(told()) == [
-        "appendfsync everysec: a crash while the disk is slow may take the last 2 s"
+        "appendfsync everysec: a crash while the disk is slow may lose the last 2 s"
     ]

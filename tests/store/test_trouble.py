@@ -221,7 +221,7 @@ def test_a_schema_from_the_future_is_no_trouble_that_passes(shared_url: str) -> 
         with pytest.raises(VllmopsError) as told:
             await store.open()
         assert told.value.code == "store.schema"
-        assert "schema 99, and this vllmops knows up to" in told.value.message
+        assert "schema 99, but this vllmops supports up to" in told.value.message
         assert told.value.hint == "install the newest vllmops"
         # Not a word of it was changed.
         with pytest.raises(VllmopsError) as told:

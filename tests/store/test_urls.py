@@ -283,7 +283,7 @@ def test_all_commands_agree(vllmops: Any, url: str) -> None:
         answer = vllmops(*words, "--json")
         assert (answer.code, answer.error["code"]) == (2, "usage"), words
         assert (
-            "is no store" in answer.error["message"]
+            "is not a store URL" in answer.error["message"]
             or url.partition(":")[0] in answer.error["message"]
         ), words
 

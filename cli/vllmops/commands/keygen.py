@@ -1,4 +1,4 @@
-"""``vllmops keygen``: a fresh key, and how keys are spelt for others."""
+"""``vllmops keygen``: a fresh key, and the formats in which keys are written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "vllmops-keys"
 
 
 class Format(StrEnum):
-    """How keys are written for others to read."""
+    """The formats in which keys are written."""
 
     HEX = "hex"
     ENV = "env"
@@ -36,11 +36,11 @@ Out = Annotated[
     typer.Option(
         readable=False,
         callback=to_write,
-        help="Write it to this file, for its owner's eyes only.",
+        help="Write it to this file, readable by its owner only.",
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a file that is there.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 
 
 @app.command(epilog="Example: vllmops keygen --format env --out /etc/vllm/key.env")
@@ -61,8 +61,8 @@ def keygen(
 ) -> Result:
     """Print a fresh random key of 32 bytes.
 
-    It is the only command that shows a secret without being asked to;
-    `vllmops keys add` makes one that nobody sees.
+    This is the only command that prints a secret without --reveal. To create a
+    key without showing it, use `vllmops keys add`.
     """
     ring = only(fresh())
     (key,) = ring.keys
@@ -125,8 +125,8 @@ def save(path: Path, text: str, *, force: bool) -> None:
     except FileExistsError as error:
         raise VllmopsError(
             "keys.exists",
-            f"{path} is there already, and may be a key that is in use",
-            "another --out",
+            f"{path} exists already, and may hold a key in use",
+            "choose another --out",
             exit_code=Exit.USAGE,
         ) from error
     except OSError as error:

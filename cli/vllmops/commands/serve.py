@@ -35,7 +35,6 @@ from ..output import Json, Progress, Result, Verbatim, command, say, show, span,
 from ..store import settings
 from ..store.store import ResponseStore
 from . import serve_config
-from .keyring import said
 from .options import admin_token_option, count, duration, patch_ids, time_
 
 if TYPE_CHECKING:
@@ -345,9 +344,9 @@ def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
     key = Key.of(fresh(), Status.PRIMARY, time.time())
     # Another serve may have created it meanwhile.
     ring = keys.change(path, lambda ring: ring if ring.keys else ring.add(key), create=True)
-    if ring.find(key.kid):
-        what = "protects client-held conversation state; to use no key: --keyring none"
-        said(f"created the key {key.kid} in {path}: it {what}", quiet=quiet)
+    if not quiet and ring.find(key.kid):
+        what = "it protects client-held conversation state; to have none: --keyring none"
+        say(f"made a key, {key.kid}, in {path}: {what}")
 
 
 def governed(admin_token: Path | None) -> list[str]:

@@ -46,7 +46,9 @@ def watch(
     checks: Annotated[
         int,
         typer.Option(
-            parser=count(), help="Number of looks in a row without progress.", rich_help_panel="Stalls"
+            parser=count(),
+            help="Number of looks in a row without progress.",
+            rich_help_panel="Stalls",
         ),
     ] = CHECKS,
     patience: Annotated[

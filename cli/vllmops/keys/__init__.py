@@ -1,1 +1,1 @@
-"""The keys that seal what clients carry: a ring of them, its file, and how they change."""
+"""Keys that protect client-held conversation state: keyring, file, rotation."""

@@ -37,7 +37,7 @@ def token(path: Path) -> str:
     if not TOKEN.fullmatch(text):
         raise VllmopsError(
             "admin.bad-token",
-            f"{path} has no admin token: 32 characters are the least, without space",
+            f"{path} does not hold an admin token: at least 32 characters, without spaces",
             "vllmops keygen --out FILE makes one",
         )
     return text

@@ -144,7 +144,7 @@ class CarrierError(VllmopsError):
     """
 
     def __init__(self, case: Case, message: str, carrier: Carrier | None = None) -> None:
-        super().__init__(CODES[case], message, "begin the conversation anew, without the carrier")
+        super().__init__(CODES[case], message, "start a new conversation, without the carrier")
         self.case = case
         self.carrier = carrier
 
@@ -201,7 +201,7 @@ def seal(
     """
     key = ring.sealing()
     now = time.time() if now is None else now
-    in_seconds("the time of carriers", ttl_s)
+    in_seconds("the lifetime of carriers", ttl_s)
     content = {
         "iat": int(now),
         "exp": int(now + ttl_s),
@@ -261,7 +261,7 @@ def genuine(text: str, ring: Ring) -> Carrier:
         CarrierError: ``foreign``, ``malformed``, ``tampered``, ``unknown-key`` or ``too-large``.
     """
     if not is_ours(text):
-        raise CarrierError(Case.FOREIGN, "this is no carrier of vLLM's: somebody else made it")
+        raise CarrierError(Case.FOREIGN, "this is not a vLLM carrier")
     if len(text) > longest():
         raise too_large()
     if match := FORMAT_2.fullmatch(text):
@@ -269,31 +269,31 @@ def genuine(text: str, ring: Ring) -> Carrier:
     if match := FORMAT_1.fullmatch(text):
         return from_format_1(ring, *match.groups())
     if re.match(r"vllm:[12]:", text):
-        raise malformed("it is not whole, or has characters that don't belong there")
-    raise malformed("its format is not known here: a newer version may have made it")
+        raise malformed("it is incomplete or contains invalid characters")
+    raise malformed("its format is unknown: a newer version may have made it")
 
 
 def from_format_2(ring: Ring, head: str, kid: str, suite: str, body: str) -> Carrier:
     if suite != SUITE:
-        raise malformed("its cipher is not known here: a newer version may have made it")
+        raise malformed("its cipher is unknown: a newer version may have made it")
     sealed = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)) if len(body) % 4 != 1 else b""
     if len(sealed) < SALT_BYTES + TAG_BYTES:
         raise malformed("it is cut off")
     # The last character has bits that encode nothing.
     if base64.urlsafe_b64encode(sealed).rstrip(b"=") != body.encode():
-        raise tampered("it was changed on its way")
+        raise tampered("it was modified")
     key = ring.find(kid)
     if key is None:
-        raise CarrierError(Case.UNKNOWN_KEY, "the key that sealed it is not known here")
+        raise CarrierError(Case.UNKNOWN_KEY, "the key that sealed it is unknown")
     cipher, nonce = derived(key, sealed[:SALT_BYTES])
     try:
         content = from_json(unpacked(cipher.decrypt(nonce, sealed[SALT_BYTES:], head.encode())))
     except InvalidTag:
-        raise tampered("it was changed on its way") from None
+        raise tampered("it was modified") from None
     if not isinstance(content, dict) or any(
         type(content.get(name)) is not kind for name, kind in CONTENT.items()
     ):
-        raise malformed("what it holds is no conversation")
+        raise malformed("its content is not a conversation")
     return Carrier(
         format=2,
         kid=kid,
@@ -310,13 +310,13 @@ def from_format_1(ring: Ring, payload: str, signed: str) -> Carrier:
         if hmac.compare_digest(signature(key, payload.encode()), signed):
             break
     else:
-        raise tampered("it was changed on its way, or signed by a key that is not known here")
+        raise tampered("it was modified, or signed by an unknown key")
     try:
         history = from_json(base64.b64decode(payload, validate=True))
     except binascii.Error:
         raise malformed("its base64 is damaged") from None
     if not isinstance(history, list):
-        raise malformed("what it holds is no conversation")
+        raise malformed("its content is not a conversation")
     return Carrier(format=1, kid=key.kid, history=history)
 
 
@@ -335,7 +335,7 @@ def refusal(
     if key.status is Status.REVOKED:
         return Case.REVOKED_KEY, "the key that sealed it was revoked"
     if key.over(now):
-        return Case.EXPIRED, "it has expired: the key that sealed it is over"
+        return Case.EXPIRED, "the key that sealed it has expired"
     if carrier.expires_at is not None and now >= carrier.expires_at:
         return Case.EXPIRED, "it has expired"
     if None not in (model, carrier.model) and model != carrier.model:
@@ -372,7 +372,7 @@ def to_json(content: Any) -> bytes:
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only hold escaped
             made = json.dumps(content, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError):
-        raise malformed("JSON can't hold the conversation") from None
+        raise malformed("the conversation cannot be encoded as JSON") from None
     if len(made) > MOST_BYTES:
         raise too_large()
     check_depth(made, content)
@@ -385,7 +385,7 @@ def from_json(text: bytes) -> Any:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        raise malformed("what it holds is no JSON") from None
+        raise malformed("its content is not JSON") from None
     check_depth(text, content)
     return content
 
@@ -403,8 +403,8 @@ def check_depth(text: bytes, content: Any) -> None:
     for _ in range(DEEPEST + 1):
         level = [
             part
-            for each in level
-            for part in (each.values() if each.__class__ is dict else each)
+            for value in level
+            for part in (value.values() if value.__class__ is dict else value)
             if part.__class__ in NESTING
         ]
         if not level:
@@ -421,8 +421,8 @@ def packed(content: bytes) -> bytes:
     stream = zlib.compressobj(LEVEL)
     first, *others = content.split(APART)
     made = [stream.compress(first), stream.flush(zlib.Z_FULL_FLUSH)]
-    for each in others:
-        made += stream.compress(APART + each), stream.flush(zlib.Z_FULL_FLUSH)
+    for text in others:
+        made += stream.compress(APART + text), stream.flush(zlib.Z_FULL_FLUSH)
     end = stream.flush()
     length = SALT_BYTES + sum(map(len, made)) + len(end) + TAG_BYTES
     noise = secrets.randbelow(NOISE_BYTES) + secrets.randbelow(NOISE_BYTES)
@@ -449,16 +449,16 @@ def unpacked(stream: bytes) -> bytes:
     try:
         content = inflate.decompress(stream, MOST_BYTES + 1)
     except zlib.error:
-        raise malformed("what it holds can't be unpacked") from None
+        raise malformed("its content cannot be decompressed") from None
     if len(content) > MOST_BYTES:
         raise too_large()
     if not inflate.eof or inflate.unused_data:
-        raise malformed("what it holds can't be unpacked")
+        raise malformed("its content cannot be decompressed")
     return content
 
 
 def malformed(why: str) -> CarrierError:
-    return CarrierError(Case.MALFORMED, f"the carrier can't be read: {why}")
+    return CarrierError(Case.MALFORMED, f"the carrier cannot be read: {why}")
 
 
 def tampered(why: str) -> CarrierError:

@@ -33,7 +33,7 @@ LOCK_POLL_S = 0.02
 def secret_of(kind: type[Any], text: Any) -> Secret:
     """The secret that a ring's file spells in hex."""
     if kind is not Secret or not isinstance(text, str):
-        raise ValueError("a secret is written as hex characters")
+        raise ValueError("a secret must be hex characters")
     try:
         return from_hex(text, "a secret")
     except VllmopsError as error:
@@ -211,16 +211,16 @@ def write(path: Path, ring: Ring) -> None:
     content = encode(ring)
     left = re.compile(rf"\.{re.escape(path.name)}(\.copy)?\.[a-z0-9_]{{8}}")
     try:
-        for each in path.parent.iterdir():
-            if left.fullmatch(each.name):  # by a writer that was killed: no other is at work now
-                each.unlink()
+        for entry in path.parent.iterdir():
+            if left.fullmatch(entry.name):  # by a writer that was killed: no other is at work now
+                entry.unlink()
         at = path.stat() if path.exists() else None
         group = at.st_gid if at and at.st_mode & stat.S_IRGRP else None
         # The copy first: what it has beyond the file, after a crash, is what was asked for.
         write_atomically(copy(path), content)
         write_atomically(path, content, group=group)
     except OSError as error:
-        hint = "make room, or give this user the right to write there, and try again"
+        hint = "free space or grant this user write access there, then try again"
         raise not_written(path, error, "keys.not-written", hint) from error
 
 
@@ -244,14 +244,14 @@ def locked(path: Path) -> Iterator[None]:
     except OSError as error:
         raise VllmopsError(
             "keys.not-written",
-            f"{path} can't be changed, {lock} not be opened: {error.strerror or error}",
-            "do it as the user whose ring it is, in a directory that is theirs",
+            f"{path} cannot be changed: {lock} cannot be opened: {error.strerror or error}",
+            "run this as the keyring's owner, in a directory that they own",
         ) from error
     if held is None:
         raise VllmopsError(
             "keys.locked",
             f"another command has been changing {path} for {LOCK_WAIT_S:.0f} s",
-            "try again; vllmops keys list shows what it did",
+            "try again; vllmops keys list shows the keys",
             exit_code=Exit.TIMED_OUT,
         )
     try:
@@ -269,8 +269,8 @@ def safe(path: Path, at: os.stat_result) -> None:
     if not stat.S_ISREG(at.st_mode):
         wrong, hint = "is not a file", "name a file"
     elif at.st_uid not in {0, own}:
-        wrong = f"belongs to uid {at.st_uid}, and this is uid {own}"
-        hint = f"do it as its owner, or chown {own} {path}"
+        wrong = f"belongs to uid {at.st_uid}, but this is uid {own}"
+        hint = f"run this as its owner, or chown {own} {path}"
     elif mode & (0o077 if at.st_uid else 0o037):
         wrong, hint = f"can be read or changed by others (mode {mode:o})", f"chmod 600 {path}"
     else:
@@ -282,14 +282,14 @@ def missing(path: Path) -> VllmopsError:
     if copy(path).exists():
         return VllmopsError(
             "keys.no-ring",
-            f"there is no {path}, but its copy is there: {copy(path)}",
-            f"mv {copy(path)} {path}, or move the copy away to begin anew",
+            f"{path} is missing, but its copy exists: {copy(path)}",
+            f"mv {copy(path)} {path}, or move the copy away to start over",
             exit_code=Exit.NOT_FOUND,
         )
     return VllmopsError(
         "keys.no-ring",
         f"there is no keyring {path}",
-        f"vllmops keys add --keyring {path} makes it",
+        f"create it: vllmops keys add --keyring {path}",
         exit_code=Exit.NOT_FOUND,
     )
 
@@ -297,8 +297,8 @@ def missing(path: Path) -> VllmopsError:
 def unreadable(path: Path, error: OSError) -> VllmopsError:
     return VllmopsError(
         "keys.unreadable",
-        f"{path} can't be read: {error.strerror or error}",
-        "do it as the user whose file it is",
+        f"{path} cannot be read: {error.strerror or error}",
+        "run this as the file's owner",
         exit_code=denied(error),
     )
 
@@ -306,8 +306,8 @@ def unreadable(path: Path, error: OSError) -> VllmopsError:
 def broken(path: Path, why: str) -> VllmopsError:
     return VllmopsError(
         "keys.broken",
-        f"{path} is no keyring, or a damaged one: {why}",
+        f"{path} is not a keyring, or is damaged: {why}",
         f"its last good content is in {copy(path)}: cp -p it over the file"
         if copy(path).exists()
-        else "put it back from where you keep it, or move it away and begin anew",
+        else "restore it from a backup, or move it away and start over",
     )

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import re
 import secrets
+import time
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import NoReturn
@@ -103,9 +104,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if len(self.secret.reveal()) < SECRET_BYTES:
             raise ValueError(f"the secret of {self.kid} is shorter than {SECRET_BYTES} bytes")
         if self.fingerprint != fingerprint(self.secret):
-            raise ValueError(f"the secret of {self.kid} is not the one of its fingerprint")
+            raise ValueError(f"the secret of {self.kid} does not match its fingerprint")
         if not all(0 <= (at or 0) <= LAST_S for at in (self.created_at, self.not_after)):
-            raise ValueError(f"a time of {self.kid} is none: it is not from 1970 to 9999")
+            raise ValueError(f"a time of {self.kid} is outside 1970 to 9999")
 
     @classmethod
     def of(cls, secret: Secret, status: Status, created_at: float | None = None) -> Key:
@@ -169,7 +170,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.primary:
             return self.primary
         raise VllmopsError(
-            "keys.no-primary", "the keyring has no key that seals", "vllmops keys rotate"
+            "keys.no-primary", "the keyring has no primary key", "vllmops keys rotate"
         )
 
     @property
@@ -195,7 +196,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return found
         raise VllmopsError(
             "keys.unknown",
-            f"there is no key {kid!r}; there are: "
+            f"no key {kid!r}; the keyring has: "
             + (", ".join(key.kid for key in self.keys) or "none"),
             "vllmops keys list",
             exit_code=Exit.NOT_FOUND,
@@ -219,11 +220,11 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         key = self.get(kid)
         if key.status is Status.REVOKED or key.over(now):
-            what = "is revoked" if key.status is Status.REVOKED else "is over"
+            what = "is revoked" if key.status is Status.REVOKED else "has expired"
             raise VllmopsError(
                 "keys.revoked",
-                f"{kid} {what}, and can't seal any more",
-                "vllmops keys rotate brings a new one",
+                f"{kid} {what}, and cannot become primary",
+                "vllmops keys rotate creates a new key",
             )
         if key.status is Status.PRIMARY:
             return self
@@ -250,17 +251,17 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         key = self.get(kid)
         if key.status is Status.PRIMARY:
             raise VllmopsError(
-                "keys.primary", f"{kid} is the primary: it seals", "vllmops keys rotate, then wait"
+                "keys.primary", f"{kid} is the primary key", "vllmops keys rotate, then wait"
             )
         if key.status is Status.VERIFY_ONLY and not key.over(now) and not force:
             raise VllmopsError(
                 "keys.in-use",
-                f"conversations sealed with {kid} may go on "
+                f"conversations sealed with {kid} may continue "
                 + (f"for {days(key.not_after - now)}" if key.not_after else "for ever")
                 + "; without it they are refused",
-                "leave it in the ring until then: it opens them, and seals none",
+                "keep it in the keyring until then",
             )
-        return Ring(keys=tuple(each for each in self.keys if each.kid != kid))
+        return Ring(keys=tuple(key for key in self.keys if key.kid != kid))
 
     def revoke(self, kid: str, spare: Key) -> Ring:
         """The ring with a key that opens nothing any more.
@@ -350,15 +351,15 @@ def from_hex(text: str, where: str) -> Secret:
         # Without what it says: nothing that quotes the text is to get into a traceback.
         raise VllmopsError(
             "keys.not-hex",
-            f"{where} is no key: it has {len(text.strip())} characters, and not all are hex",
-            "vllmops keygen makes one",
+            f"{where} is not a key: it has {len(text.strip())} characters, and not all are hex",
+            "create one with vllmops keygen",
         ) from None
     if len(content) < SECRET_BYTES:
         raise VllmopsError(
             "keys.too-short",
-            f"{where} is too short a key: {len(content)} bytes, where {SECRET_BYTES} "
-            f"({2 * SECRET_BYTES} hex characters) are the least",
-            "vllmops keygen makes one",
+            f"{where} is too short for a key: {len(content)} bytes; {SECRET_BYTES} "
+            f"({2 * SECRET_BYTES} hex characters) are required",
+            "create one with vllmops keygen",
         )
     return Secret(content)
 
@@ -377,8 +378,8 @@ def in_seconds(what: str, given: float) -> float:
         return given
     raise VllmopsError(
         "usage",
-        f"{what} is {given:g} s, which is no time that ends within a century",
-        "give a number of seconds, 30 say",
+        f"{what} is {given:g} s, which is not between 0 and a century",
+        "give a number of seconds, for example 30",
         exit_code=Exit.USAGE,
     )
 
@@ -393,3 +394,10 @@ def days(seconds: float) -> str:
 def kids(keys: Iterable[Key]) -> str:
     """Some keys, for a person."""
     return ", ".join(f"{key.kid} ({key.status})" for key in keys)
+
+
+def when(epoch: float | None) -> str:
+    """A time in UTC, human-readable; a dash if there is none, or if it is outside the calendar."""
+    if epoch is None or not 0 <= epoch <= LAST_S:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))

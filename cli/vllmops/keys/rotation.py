@@ -40,7 +40,7 @@ def stage(ring: Ring, held: Collection[ProcessKeys], now: float) -> Stage:
         return Stage.SPREADING if lacking(coming.kid, held) else Stage.READY
     if not ring.primary:
         return Stage.EMPTY
-    if any(not up_to_date(each, ring) for each in held):
+    if any(not up_to_date(process, ring) for process in held):
         return Stage.LAGGING
     if any(key.over(now) for key in old):
         return Stage.OVER
@@ -50,9 +50,9 @@ def stage(ring: Ring, held: Collection[ProcessKeys], now: float) -> Stage:
 def lacking(kid: str, held: Collection[ProcessKeys]) -> list[ProcessKeys]:
     """The processes that could not open what that key seals."""
     return [
-        each
-        for each in held
-        if not any(key.kid == kid and key.status != Status.REVOKED for key in each.keys)
+        process
+        for process in held
+        if not any(key.kid == kid and key.status != Status.REVOKED for key in process.keys)
     ]
 
 
@@ -78,7 +78,7 @@ def finish(ring: Ring, kid: str, now: float, overlap_s: float) -> Ring:
     if key is None or key.status is Status.REVOKED:
         raise VllmopsError(
             "keys.overtaken",
-            f"{kid} was {'revoked' if key else 'taken out'} while servers loaded it",
-            "vllmops keys rotate begins anew",
+            f"{kid} was {'revoked' if key else 'removed'} while servers loaded it",
+            "start again with vllmops keys rotate",
         )
     return ring if key.status is not Status.NEXT else ring.promote(kid, now, overlap_s)

@@ -58,7 +58,7 @@ def encode(response: Response, events: list[Events]) -> bytes:
             error=response.error,
             response=one_line(response.body),
             input=one_line(response.input),
-            events=[Logged(each.first, list(map(one_line, each.events))) for each in events],
+            events=[Logged(part.first, list(map(one_line, part.events))) for part in events],
         )
     )
 
@@ -81,7 +81,7 @@ def decode(line: bytes) -> tuple[Response, list[Events]]:
     except shape.BROKEN as error:
         raise ValueError(f"{error}") from error
     if found.vllmops != FORMAT:
-        raise ValueError(f"it is of version {found.vllmops}, and this vllmops knows {FORMAT}")
+        raise ValueError(f"the line has format {found.vllmops}; this vllmops reads {FORMAT}")
     if why := shape.refused(found):
         raise ValueError(why)
     body = shape.whole(bytes(found.response), shape.Document)
@@ -92,11 +92,11 @@ def decode(line: bytes) -> tuple[Response, list[Events]]:
         for event in part.events:
             shape.whole(bytes(event), shape.Event)
     if not OWNER.fullmatch(found.owner):
-        raise ValueError(f"{found.owner[:300]!r} is no owner")
+        raise ValueError(f"{found.owner[:300]!r} is not an owner")
     if found.status in RUNNING:
-        raise ValueError(f"{found.id} is {found.status}, and nobody runs it")
+        raise ValueError(f"{found.id} is {found.status}, but no server runs it")
     if found.status not in FINISHED:
-        raise ValueError(f"{found.status[:300]!r} is no status")
+        raise ValueError(f"{found.status[:300]!r} is not a status")
     response = Response(
         id=found.id,
         owner=found.owner,

@@ -215,7 +215,7 @@ class StoreUnavailable(VllmopsError):  # noqa: N818 - said as it is told: the st
         super().__init__(
             "store.unavailable",
             message,
-            "see that the store's server runs",
+            "check that the store's server is running",
             exit_code=Exit.NOT_FOUND,
         )
         self.retry_after_s = retry_after_s
@@ -225,7 +225,7 @@ class CursorUnknown(VllmopsError):  # noqa: N818
     """``after`` or ``before`` names no response of this owner."""
 
     def __init__(self, cursor: str) -> None:
-        super().__init__("store.cursor", f"no response {cursor!r} to list from")
+        super().__init__("store.cursor", f"no response {cursor!r} to start the list from")
 
 
 class ConversationBroken(VllmopsError):  # noqa: N818
@@ -430,6 +430,6 @@ def too_new(url: str, found: int, known: int) -> VllmopsError:
     """The refusal of a store that a newer vllmops has made."""
     return VllmopsError(
         "store.schema",
-        f"the store at {shown(url)} has schema {found}, and this vllmops knows up to {known}",
+        f"the store at {shown(url)} has schema {found}, but this vllmops supports up to {known}",
         "install the newest vllmops",
     )

@@ -136,8 +136,8 @@ async def run(url: str) -> AsyncIterator[Outcome]:
         async with places:
             return await judge(name, function, scratch(url))
 
-    for each in [asyncio.create_task(one(*item)) for item in CHECKS.items()]:
-        yield await each
+    for task in [asyncio.create_task(one(*item)) for item in CHECKS.items()]:
+        yield await task
 
 
 def scratch(url: str) -> str:
@@ -174,7 +174,7 @@ def response(
 
 
 def ids(responses: list[Response]) -> list[str]:
-    return [each.id for each in responses]
+    return [item.id for item in responses]
 
 
 async def status_of(store: ResponseStore, made: Response) -> str | None:
@@ -216,7 +216,7 @@ async def once(bench: Bench) -> None:
     stores = [await bench.open(), await bench.open()]
     tried = [response("resp_same", owner=owner) for owner in (ANN, BOB) * 10]
     done = await asyncio.gather(
-        *(stores[number % 2].create(each) for number, each in enumerate(tried))
+        *(stores[number % 2].create(item) for number, item in enumerate(tried))
     )
     same(done.count(True), 1, "how many of twenty were stored")
     winner = tried[done.index(True)]
@@ -249,8 +249,8 @@ async def compare_and_set(bench: Bench) -> None:
     swaps = await asyncio.gather(
         *(stores[number % 2].set_status(ANN, made.id, "cancelled") for number in range(20))
     )
-    same([each.changed for each in swaps].count(True), 1, "how many of twenty changed it")
-    same({each.now and each.now.status for each in swaps}, {"cancelled"}, "what they were told")
+    same([swap.changed for swap in swaps].count(True), 1, "how many of twenty changed it")
+    same({swap.now and swap.now.status for swap in swaps}, {"cancelled"}, "what they were told")
     same(await stores[1].put(replace(made, status="completed")), False, "completing it after that")
     found = await stores[1].get(ANN, made.id)
     same(
@@ -294,7 +294,7 @@ async def owners(bench: Bench) -> None:
         same((await store.set_status(owner, made.id, "cancelled")).now, None, "what he cancels")
         same(await store.conversation(owner, made.id), [], "his conversation")
         same((await store.page(owner, Query())).responses, [], "his list")
-        same([each async for each in store.follow(owner, made.id)], [], "his events")
+        same([event async for event in store.follow(owner, made.id)], [], "his events")
         same((await store.stats(owner)).count, 0, "his count")
         with contextlib.suppress(CursorUnknown):
             await store.page(owner, Query(after=made.id))
@@ -311,8 +311,8 @@ async def owners(bench: Bench) -> None:
             await store.conversation(ANN, mine.id)
             raise Failed("a conversation went on behind another's turn")
         same(await store.conversation(ANN, theirs.id), [], "a conversation that another ends")
-        for each in (theirs, mine):
-            await store.delete(EVERYBODY, each.id)
+        for item in (theirs, mine):
+            await store.delete(EVERYBODY, item.id)
     asked = [ANN, BOB, "", EVERYBODY] * 3
     found = await asyncio.gather(*(store.get(owner, made.id) for owner in asked))
     same(found, [made, None, None, made] * 3, "what several get at once")
@@ -333,8 +333,8 @@ async def pages(bench: Bench) -> None:
         )
         for number in range(40)
     ]
-    for each in reversed(made):
-        await store.create(each)
+    for item in reversed(made):
+        await store.create(item)
     for query, owner in [
         (Query(descending=descending, model=model, status=status), owner)
         for descending in (True, False)
@@ -344,11 +344,11 @@ async def pages(bench: Bench) -> None:
     ]:
         wanted = ids(
             [
-                each
-                for each in (made[::-1] if query.descending else made)
-                if owner in {EVERYBODY, each.owner}
-                and query.model in {None, each.model}
-                and query.status in {None, each.status}
+                item
+                for item in (made[::-1] if query.descending else made)
+                if owner in {EVERYBODY, item.owner}
+                and query.model in {None, item.model}
+                and query.status in {None, item.status}
             ]
         )
         for limit in (3, 100):
@@ -381,11 +381,11 @@ async def conversations(bench: Bench) -> None:
         turns.append(response(f"resp_{number}", previous_id=before, input=b"[%d]" % number))
         await store.create(turns[-1])
     kept = await store.conversation(ANN, "resp_199")
-    same([await unpacked(each) for each in kept], turns, "two hundred turns")
+    same([await unpacked(item) for item in kept], turns, "two hundred turns")
     branch = response(previous_id="resp_99", status="in_progress")
     await store.create(branch)
     kept = await store.conversation(ANN, branch.id)
-    same([await unpacked(each) for each in kept], [*turns[:100], branch], "a branch")
+    same([await unpacked(item) for item in kept], [*turns[:100], branch], "a branch")
     same(await store.conversation(ANN, "resp_x"), [], "an unknown one")
     await store.delete(ANN, "resp_50")
     for broken in ("resp_199", branch.id, "resp_51"):
@@ -412,8 +412,8 @@ async def eviction(bench: Bench) -> None:
         response("r3"),
         response("r4", previous_id="r3"),
     )
-    for each in (first, running, third, fourth):
-        await store.create(each)
+    for item in (first, running, third, fourth):
+        await store.create(item)
     await store.append(running, 0, [b"{}"])
     await store.get(ANN, "r1")
     await store.conversation(ANN, "r4")  # uses r3, too
@@ -499,8 +499,8 @@ async def fullest(bench: Bench) -> None:
 async def expiry(bench: Bench) -> None:
     store = await bench.open(ttl_s=SHORT_S)
     old, used, running = response("old"), response("used"), response("running", status="queued")
-    for each in (old, used, running):
-        await store.create(each)
+    for item in (old, used, running):
+        await store.create(item)
     await asyncio.sleep(SHORT_S)
     await store.touch(ANN, ["used"])
     same((await store.sweep()).expired, 1, "how many expired")
@@ -512,8 +512,8 @@ async def leases(bench: Bench) -> None:
     store = await bench.open(lease_s=SHORT_S)
     names = ("kept", "queued", "listed", "followed")
     made = {name: response(name, status="in_progress") for name in names}
-    for each in made.values():
-        await store.create(each)
+    for item in made.values():
+        await store.create(item)
     until = time.monotonic() + 2.2 * SHORT_S  # some servers know their age in seconds only
     while time.monotonic() < until:
         same(await store.backend.running(["kept"], renew=True), {"kept"}, "what is renewed")
@@ -524,7 +524,7 @@ async def leases(bench: Bench) -> None:
     same(seen and seen["error"]["message"], GONE, "what a client is told")
     failed = (await store.page(ANN, Query(status="failed"))).responses
     same(sorted(ids(failed)), ["followed", "listed", "queued"], "the list of what failed")
-    same([each async for each in store.follow(ANN, "followed")], [], "its events end")
+    same([event async for event in store.follow(ANN, "followed")], [], "its events end")
     same(await store.backend.running(names, renew=True), set(names), "what may yet tell its end")
     same(await status_of(store, made["queued"]), "failed", "what lapsed, until it does")
     ended = replace(made["queued"], status="completed")
@@ -551,9 +551,9 @@ async def attendance(bench: Bench) -> None:
         if len(stopped) == 2:
             both.set()
 
-    for each in made:
-        await here.create(each)
-        here.attend(each, partial(stop, each.id))
+    for item in made:
+        await here.create(item)
+        here.attend(item, partial(stop, item.id))
     await there.set_status(ANN, "cancelled", "cancelled")
     await there.delete(ANN, "deleted")
     try:
@@ -598,7 +598,7 @@ async def bounded_events(bench: Bench) -> None:
     for first in range(0, 200, 10):
         await store.append(made, first, [b'{"n":%d}' % (first + n) for n in range(10)])
     log = await store.log(ANN, made.id, -1)
-    same(log and [each.first for each in log.chunks], [150, 160, 170, 180, 190], "what is left")
+    same(log and [chunk.first for chunk in log.chunks], [150, 160, 170, 180, 190], "what is left")
     await asyncio.sleep(SHORT_S)
     await store.sweep()
     log = await store.log(ANN, made.id, -1)
@@ -623,8 +623,8 @@ async def counts(bench: Bench) -> None:
             ((ANN, "completed"), (ANN, "failed"), (BOB, "completed"), (BOB, "in_progress"))
         )
     ]
-    for each in made:
-        await store.create(each)
+    for item in made:
+        await store.create(item)
     await store.append(made[3], 0, [b"{}"])
     every = await store.stats(EVERYBODY)
     same(every.statuses, {"completed": 2, "failed": 1, "in_progress": 1}, "by status")

@@ -58,7 +58,7 @@ class Gathered(Generic[Given, Got]):
             return await future
         finally:
             left = future.cancelled() and future in self.together
-            if left and self.task and all(each.done() for each in self.together):
+            if left and self.task and all(task.done() for task in self.together):
                 self.task.cancel()  # nobody waits for it any more
 
     def begin(self) -> None:
@@ -72,11 +72,11 @@ class Gathered(Generic[Given, Got]):
         """Make the calls that have come until now."""
         given, weight = list[Given](), 0
         while self.waiting and len(given) < MOST and weight < ROOM:
-            each, future = self.waiting.popleft()
+            item, future = self.waiting.popleft()
             if not future.done():
-                given.append(each)
+                given.append(item)
                 self.together.append(future)
-                weight += self.weigh(each)
+                weight += self.weigh(item)
         return await self.run(given) if given else ()
 
     def settle(self, task: asyncio.Task[Sequence[Got]]) -> None:

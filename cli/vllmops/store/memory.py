@@ -167,23 +167,23 @@ class Memory(Backend):
         return found[::-1]
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
-        for each in ids:
-            if found := self.find(owner, each):
+        for response_id in ids:
+            if found := self.find(owner, response_id):
                 self.use(found)
 
     async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
-        found = [each for name in ids if (each := self.find(EVERYBODY, name))]
+        found = [response for name in ids if (response := self.find(EVERYBODY, name))]
         if renew:
-            for each in found:
-                if each.running:
-                    self.lease(each.id)
-        return {each.id for each in found if each.running or lapsed(each)}
+            for response in found:
+                if response.running:
+                    self.lease(response.id)
+        return {response.id for response in found if response.running or lapsed(response)}
 
     async def append(self, response: Response, chunk: Chunk) -> bool:
         if self.run(response) is None:
             return False
         chunks = self.logs.setdefault(response.id, [])
-        if all(each.first != chunk.first for each in reversed(chunks)):
+        if all(stored.first != chunk.first for stored in reversed(chunks)):
             chunks.append(chunk)
             self.log_bytes += len(chunk.events)
         self.logs.move_to_end(response.id)
@@ -199,37 +199,41 @@ class Memory(Backend):
         if found is None:
             return None
         chunks = self.logs.get(response_id, [])
-        return Log([each for each in chunks if each.last > after], found.running)
+        return Log([chunk for chunk in chunks if chunk.last > after], found.running)
 
     async def sweep(self) -> Swept:
         before = self.evictions
-        failed = [each for each in list(self.leases) if self.lapse(each)]
+        failed = [response_id for response_id in list(self.leases) if self.lapse(response_id)]
         oldest = time.time() - self.limits.ttl_s
         expired = [
-            each
+            response_id
             for share in self.shares.values()
-            for each in takewhile(lambda each: self.used[each] < oldest, share.finished)
+            for response_id in takewhile(
+                lambda response_id: self.used[response_id] < oldest, share.finished
+            )
         ]
-        for each in expired:
-            self.forget(each)
+        for response_id in expired:
+            self.forget(response_id)
         written = time.monotonic() - self.limits.events_kept_s
-        for each in [
+        for response_id in [
             i for i, at in self.written.items() if at < written and not self.responses[i].running
         ]:
-            self.forget_log(each)
+            self.forget_log(response_id)
         return Swept(len(expired), self.evictions - before, len(failed))
 
     async def stats(self, owner: str) -> Stats:
         await self.sweep()
-        found = [each for each in self.responses.values() if owner in {EVERYBODY, each.owner}]
+        found = [
+            response for response in self.responses.values() if owner in {EVERYBODY, response.owner}
+        ]
         return Stats(
-            statuses=dict(Counter(each.status for each in found)),
-            models=dict(Counter(each.model for each in found)),
-            bytes=sum(len(each.body) + len(each.input) for each in found),
+            statuses=dict(Counter(response.status for response in found)),
+            models=dict(Counter(response.model for response in found)),
+            bytes=sum(len(response.body) + len(response.input) for response in found),
             event_bytes=self.log_bytes if owner == EVERYBODY else None,
-            oldest=min((each.created_at for each in found), default=None),
+            oldest=min((response.created_at for response in found), default=None),
             evictions=self.evictions,
-            owners=dict(Counter(each.owner for each in found).most_common()),
+            owners=dict(Counter(response.owner for response in found).most_common()),
         )
 
     async def caveats(self) -> list[str]:
@@ -321,10 +325,12 @@ class Memory(Backend):
         del self.used[response_id]
         self.forget_log(response_id)
         if len(self.order) > 2 * len(self) + 64:
-            self.order = sorted((each.created_at, each.id) for each in self.responses.values())
+            self.order = sorted(
+                (response.created_at, response.id) for response in self.responses.values()
+            )
 
     def forget_log(self, response_id: str) -> None:
-        self.log_bytes -= sum(len(each.events) for each in self.logs.pop(response_id, ()))
+        self.log_bytes -= sum(len(chunk.events) for chunk in self.logs.pop(response_id, ()))
         self.written.pop(response_id, None)
 
     def cursor(self, owner: str, response_id: str | None) -> tuple[float, str] | None:

@@ -25,7 +25,9 @@ def backend(url: str, limits: Limits | None = None) -> Backend:
     """
     limits = limits or Limits()
     if limits.share < 1:
-        raise usage(f"a store for {limits.share} responses keeps none", "--store-max-size 10000")
+        raise usage(
+            f"a store for {limits.share} responses would keep none", "--store-max-size 10000"
+        )
     if named := os.environ.get(CLASS):
         return users_own(named)(url, limits)
     found = urls.parsed(url)
@@ -67,7 +69,7 @@ def users_own(named: str) -> type[Backend]:
     except (ImportError, AttributeError) as error:
         raise usage(f"{CLASS} is {named}: {error}", hint) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise usage(f"{CLASS} is {named}, and that is no vllmops.store.backend.Backend", hint)
+        raise usage(f"{CLASS} is {named}, which is not a vllmops.store.backend.Backend", hint)
     return found
 
 
@@ -75,8 +77,10 @@ def namespace(url: str) -> tuple[str, str]:
     """A URL without its ``namespace``, and that; ``vllmops`` where it has none."""
     start, _, query = url.partition("?")
     given = query.split("&") if query else []
-    rest = [each for each in given if not each.startswith("namespace=")]
-    names = [each.partition("=")[2] for each in given if each not in rest] or ["vllmops"]
+    rest = [parameter for parameter in given if not parameter.startswith("namespace=")]
+    names = [parameter.partition("=")[2] for parameter in given if parameter not in rest] or [
+        "vllmops"
+    ]
     return "?".join([start, *(["&".join(rest)] if rest else [])]), names[-1]
 
 

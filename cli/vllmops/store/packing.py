@@ -72,14 +72,14 @@ def inflate(data: bytes) -> bytes:
     if data[:1] == PLAIN:
         return data[1:]
     if data[:1] != DEFLATED:
-        raise ValueError(f"packed in a way that this version does not know: {data[:1]!r}")
+        raise ValueError(f"unknown compression: {data[:1]!r}")
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS, zdict=DICTIONARY)
     try:
         found = unpacker.decompress(data[1:])
     except zlib.error as error:
-        raise ValueError(f"packed, and broken: {error}") from error
+        raise ValueError(f"compressed data is damaged: {error}") from error
     if not unpacker.eof:
-        raise ValueError("packed, and cut off")
+        raise ValueError("compressed data is cut off")
     return found
 
 

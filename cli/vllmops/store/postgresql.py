@@ -107,7 +107,7 @@ class Connections(Pool["Connection"]):
                 **given,
             )
         except (ValueError, asyncpg.ClientConfigurationError):
-            refuse(f"{shown(self.url)!r} has a parameter that can't be", FORMS["postgresql"])
+            refuse(f"{shown(self.url)!r} has an invalid parameter", FORMS["postgresql"])
 
     async def fit(self, connection: Connection) -> bool:
         return not connection.is_closed()
@@ -128,7 +128,9 @@ class Postgresql(Sql):
         self.name = name
         self.connections = Connections(url)
         self.finding = Gathered(self.find_all, lambda _: 0, at_once=True)
-        self.adding = Gathered(self.add_all, lambda each: len(each.body) + len(each.input))
+        self.adding = Gathered(
+            self.add_all, lambda response: len(response.body) + len(response.input)
+        )
 
     async def there(self) -> bool:
         connection = await self.connections.connect()
@@ -170,9 +172,11 @@ class Postgresql(Sql):
         if len(wanted) == 1:
             return [await super().find(*wanted[0])]
         ids = {response_id for _, response_id in wanted}
-        found = {each.id: each for each in await self.alive(GET_MANY, list(ids))}
+        found = {response.id: response for response in await self.alive(GET_MANY, list(ids))}
         return [
-            each if (each := found.get(response_id)) and owner in {EVERYBODY, each.owner} else None
+            response
+            if (response := found.get(response_id)) and owner in {EVERYBODY, response.owner}
+            else None
             for owner, response_id in wanted
         ]
 
@@ -182,13 +186,13 @@ class Postgresql(Sql):
     async def add_all(self, responses: list[Response]) -> list[bool]:
         """Whether each id was free; of two with one id the first has it."""
         # In one order everywhere, or two processes could wait for each other.
-        rows = sorted((self.row(each) for each in responses), key=itemgetter(0))
-        columns = [list(each) for each in zip(*rows, strict=True)]
+        rows = sorted((self.row(response) for response in responses), key=itemgetter(0))
+        columns = [list(column) for column in zip(*rows, strict=True)]
         added = {row[0] for row in await self.fetch(self.text(CREATE_MANY), *columns)}
         done = []
-        for each in responses:
-            done.append(each.id in added)
-            added.discard(each.id)
+        for response in responses:
+            done.append(response.id in added)
+            added.discard(response.id)
         return done
 
     async def append(self, response: Response, chunk: Chunk) -> bool:
@@ -228,7 +232,7 @@ class Postgresql(Sql):
             " WHERE name IN ('fsync', 'synchronous_commit') AND setting = 'off' ORDER BY name"
         )
         caveats = [
-            f"{name} = {setting}: a crash may take the last responses" for name, setting in rows
+            f"{name} = {setting}: a crash may lose the last responses" for name, setting in rows
         ]
         names = await self.fetch("SELECT current_setting('synchronous_standby_names')")
         if len(self.connections.hosts) > 1 and not names[0][0]:

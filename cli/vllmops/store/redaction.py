@@ -75,13 +75,13 @@ def clean(value: Any, name: str = "", *, secret: bool = False) -> Any:
     """
     if isinstance(value, dict):
         return {
-            key: each
+            key: item
             if key in SCHEMAS
-            else clean(each, key, secret=secret or bool(SECRET.fullmatch(key)))
-            for key, each in value.items()
+            else clean(item, key, secret=secret or bool(SECRET.fullmatch(key)))
+            for key, item in value.items()
         }
     if isinstance(value, list):
-        return [clean(each, name, secret=secret) for each in value]
+        return [clean(item, name, secret=secret) for item in value]
     if isinstance(value, str) and value:
         if secret:
             return REDACTED

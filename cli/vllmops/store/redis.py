@@ -145,37 +145,37 @@ class Redis(Backend):
         """What the server answers to each, be it an error."""
         found = await self.try_all(calls)
         for pause_s in PAUSES_S:
-            refused = [i for i, each in enumerate(found) if elsewhere(each)]
+            refused = [i for i, answer in enumerate(found) if elsewhere(answer)]
             if not refused:
                 break
             await asyncio.sleep(pause_s)
             again = await self.try_all([calls[i] for i in refused])
-            for i, each in zip(refused, again, strict=True):
-                found[i] = each
+            for i, answer in zip(refused, again, strict=True):
+                found[i] = answer
         return found
 
     async def try_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         """As `call_all`, and another server is looked for where this one refuses a call."""
-        writes = [i for i, each in enumerate(calls) if each[4] in WRITES] if self.replicas else []
+        writes = [i for i, call in enumerate(calls) if call[4] in WRITES] if self.replicas else []
         async with self.connections.lend() as connection:
             wait_ms = GLANCE_MS if self.connections.alone and not self.strict else WAIT_MS
             wait = [("WAIT", self.replicas, wait_ms)] if writes else []
             found = await asked(connection, [*calls, *wait])
-            unknown = [i for i, each in enumerate(found) if isinstance(each, NoScriptError)]
+            unknown = [i for i, answer in enumerate(found) if isinstance(answer, NoScriptError)]
             if unknown:
                 load = ("SCRIPT LOAD", self.script.script)
                 again = await asked(connection, [load, *(calls[i] for i in unknown), *wait])
-                for i, each in zip(unknown, again[1:], strict=False):
-                    found[i] = each
+                for i, answer in zip(unknown, again[1:], strict=False):
+                    found[i] = answer
                 found[len(calls) :] = again[len(again) - len(wait) :]
-            refused = any(elsewhere(each) for each in found)
+            refused = any(elsewhere(answer) for answer in found)
             if refused or (writes and not await self.confirmed(connection, found[-1])):
                 await self.connections.leave()
                 # Some of them may have been done before the others were refused.
                 for i in writes:
                     if not isinstance(found[i], RedisError):
                         found[i] = UnconfirmedError(
-                            "it was written, and too few replicas have said that they have it"
+                            "it was written, but too few replicas have confirmed the write"
                         )
         return found[: len(calls)]
 
@@ -217,8 +217,8 @@ class Redis(Backend):
         if version and tuple(map(int, version.split(b"."))) < LEAST_VERSION:
             raise VllmopsError(
                 "store.redis",
-                f"the server speaks as Redis {version.decode()}, and the store needs 6.2",
-                "a newer Redis or Valkey, or another --store",
+                f"the server is compatible with Redis {version.decode()}; the store needs 6.2",
+                "install a newer Redis or Valkey, or use another --store",
             )
 
     async def close(self) -> None:
@@ -305,8 +305,8 @@ class Redis(Backend):
         await self.call("fail", *self.judged)
         upwards = query.descending == query.backwards
         after, before = [
-            (await self.cursor(owner, each), each) if each else ("", "")
-            for each in (query.after, query.before)
+            (await self.cursor(owner, cursor), cursor) if cursor else ("", "")
+            for cursor in (query.after, query.before)
         ]
         start, end = (before, after) if query.backwards else (after, before)
         found: list[Response] = []
@@ -322,7 +322,7 @@ class Redis(Backend):
                 query.limit + 1 - len(found),
                 LOOKED_AT,
             )
-            found += [made(each) for each in part[0]]
+            found += [made(response) for response in part[0]]
             if len(part) == 1:
                 break
             start = part[1], part[2]
@@ -338,8 +338,8 @@ class Redis(Backend):
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         found = await self.call("conversation", response_id, owner, *self.judged)
-        turns = [made(each) for each in reversed(found)]
-        await self.uses.note([each.id for each in turns])
+        turns = [made(response) for response in reversed(found)]
+        await self.uses.note([response.id for response in turns])
         return turns
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
@@ -349,7 +349,7 @@ class Redis(Backend):
 
     async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
         found = await self.call("running", self.limits.lease_s if renew else "", GONE, *ids)
-        return {each.decode() for each in found}
+        return {name.decode() for name in found}
 
     async def append(self, response: Response, chunk: Chunk) -> bool:
         done = await self.call(
@@ -419,10 +419,10 @@ class Redis(Backend):
         said = {str(key): str(value) for key, value in found.items()}
         caveats = []
         if said.get("appendonly") == "no":
-            caveats.append("appendonly no: a crash may take the last responses")
+            caveats.append("appendonly no: a crash may lose the last responses")
         elif (when := said.get("appendfsync", "always")) != "always":
             caveats.append(
-                f"appendfsync {when}: a crash while the disk is slow may take the last 2 s"
+                f"appendfsync {when}: a crash while the disk is slow may lose the last 2 s"
             )
         if self.replicas:
             many = f"{self.replicas} replica{'s' * (self.replicas > 1)}"
@@ -480,7 +480,7 @@ def weight(value: Any) -> int:
 
 def packed(uses: Collection[tuple[str, float]]) -> bytes:
     """Uses as the script takes them, each time before its id."""
-    return msgspec.json.encode([each for use in uses for each in reversed(use)])
+    return msgspec.json.encode([value for use in uses for value in reversed(use)])
 
 
 def words(statuses: Collection[str]) -> str:
@@ -490,7 +490,7 @@ def words(statuses: Collection[str]) -> str:
 
 def made(fields: list[bytes]) -> Response:
     """A response from its id and its fields."""
-    names = [each.decode() for each in fields[:7]]
+    names = [field.decode() for field in fields[:7]]
     return Response(
         id=names[0],
         owner=names[1],

@@ -135,14 +135,14 @@ class Sentinels(Source):
     async def confirms(self, connection: Connection) -> bool:
         """By most of the Sentinels, of which none says otherwise or is about to."""
         told = await asyncio.gather(
-            *(each.sentinel_master(self.service) for each in self.sentinel.sentinels),
+            *(sentinel.sentinel_master(self.service) for sentinel in self.sentinel.sentinels),
             return_exceptions=True,
         )
-        states = [each for each in told if isinstance(each, dict)]
+        states = [state for state in told if isinstance(state, dict)]
         here = str(connection.host), int(connection.port)
         return 2 * len(states) > len(told) and all(
-            (each["ip"], each["port"]) == here and "failover_in_progress" not in each["flags"]
-            for each in states
+            (state["ip"], state["port"]) == here and "failover_in_progress" not in state["flags"]
+            for state in states
         )
 
     async def close(self) -> None:
@@ -205,7 +205,7 @@ def source(url: str, parts: StoreUrl, key: str) -> Source:
         hosts = [(host, port or SENTINEL_PORT) for host, port in parts.hosts]
         return Sentinels(options, hosts, parts.path.split("/")[1])
     except (ValueError, TypeError, RedisError):
-        refuse(f"{shown(url)!r} has a parameter that can't be", FORMS[parts.way or "redis"])
+        refuse(f"{shown(url)!r} has an invalid parameter", FORMS[parts.way or "redis"])
 
 
 def plain(url: str, parts: StoreUrl) -> str:

@@ -119,8 +119,8 @@ def shallow(data: bytes) -> None:
     if data.count(b"[") + data.count(b"{") <= DEEPEST:
         return
     depth = 0
-    for each in STRING.sub(b"", data).translate(None, OTHERS):
-        depth += 1 if each in OPENING else -1
+    for byte in STRING.sub(b"", data).translate(None, OTHERS):
+        depth += 1 if byte in OPENING else -1
         if depth > DEEPEST:
             raise ValueError(f"it is nested in more than {DEEPEST} levels")
 
@@ -134,11 +134,11 @@ def named(response_id: str) -> bool:
 def refused(row: Row) -> str:
     """Why what is kept beside a response object can't be, in words; empty where it can."""
     if not named(row.id):
-        return f"{row.id[:300]!r} is no id"
+        return f"{row.id[:300]!r} is not an id"
     if row.previous_response_id is not None and not named(row.previous_response_id):
-        return f"{row.previous_response_id[:300]!r} is no id of an earlier turn"
+        return f"{row.previous_response_id[:300]!r} is not the id of an earlier turn"
     if not (storable(row.model) and storable(row.error)):
-        return "its model or its error has a character that can't be stored"
+        return "its model or error contains a character that cannot be stored"
     return ""
 
 
@@ -160,7 +160,7 @@ def read(response: Response) -> Document:
     if not response.id:
         raise ValueError("it has no id")
     if not response.body:
-        raise ValueError("what was stored of it can't be read")
+        raise ValueError("the stored response cannot be read")
     try:
         msgspec.convert(beside, Row)
         return DOCUMENT.decode(response.body)

@@ -208,10 +208,10 @@ class Sql(Backend):
         """
         if found > len(SCHEMA):
             raise too_new(self.url, found, len(SCHEMA))
-        steps = [each for step in SCHEMA[found:] for each in step]
+        steps = [statement for step in SCHEMA[found:] for statement in step]
         if steps:
             steps.append(META_SCHEMA % len(SCHEMA))
-        return [self.text(each) for each in steps]
+        return [self.text(statement) for statement in steps]
 
     def lease(self, status: str) -> float | None:
         return self.limits.lease_s if status in RUNNING else None
@@ -340,12 +340,14 @@ class Sql(Backend):
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         found = await self.alive(CONVERSATION, response_id, owner)
-        await self.uses.note([each.id for each in found])
+        await self.uses.note([response.id for response in found])
         return found
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         now = time.time()
-        await self.many(self.text(TOUCH), [(each, owner, now) for each in sorted(ids)])
+        await self.many(
+            self.text(TOUCH), [(response_id, owner, now) for response_id in sorted(ids)]
+        )
 
     async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
         if renew:
@@ -420,7 +422,9 @@ class Sql(Backend):
 
     async def used(self, uses: list[tuple[str, float]]) -> None:
         """Write down when responses were used."""
-        await self.many(self.text(TOUCH), [(each, EVERYBODY, at) for each, at in uses])
+        await self.many(
+            self.text(TOUCH), [(response_id, EVERYBODY, at) for response_id, at in uses]
+        )
 
     async def evict(self, spared: str) -> int:
         """Drop what was used longest ago until nobody, and all together, have more than may be."""
@@ -460,7 +464,7 @@ def made(row: Sequence[Any]) -> Response:
 @cache
 def among(template: str, statuses: frozenset[str]) -> str:
     """A statement with a set of statuses in its text; of no status where the set is empty."""
-    return template % ", ".join(f"'{checked(each)}'" for each in sorted(statuses or {""}))
+    return template % ", ".join(f"'{checked(status)}'" for status in sorted(statuses or {""}))
 
 
 def checked(status: str) -> str:
@@ -470,5 +474,5 @@ def checked(status: str) -> str:
         ValueError: it is none.
     """
     if status and status not in STATUSES:
-        raise ValueError(f"{status!r} is no status")
+        raise ValueError(f"{status!r} is not a status")
     return status

@@ -145,8 +145,8 @@ class Sqlite(Sql):
         if sqlite3.sqlite_version_info < LEAST_VERSION:
             raise VllmopsError(
                 "store.sqlite",
-                f"SQLite is {sqlite3.sqlite_version}, and the store needs 3.35",
-                "a newer Python or SQLite, or another --store",
+                f"SQLite is {sqlite3.sqlite_version}; the store needs 3.35",
+                "install a newer Python or SQLite, or use another --store",
             )
         self.writer = self.writer or Worker(self.connect, "responses-writer")
         self.reader = self.reader or Worker(self.connect, "responses-reader")
@@ -187,7 +187,7 @@ class Sqlite(Sql):
         assert self.reader
         assert self.writer
         worker = self.reader if statement.startswith(("SELECT", "WITH RECURSIVE")) else self.writer
-        given = [plain(each) for each in values]
+        given = [plain(value) for value in values]
         return await worker.run(lambda connection: connection.execute(statement, given).fetchall())
 
     async def many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
@@ -225,6 +225,9 @@ def path(url: str) -> Path:
     found = url.removeprefix("sqlite://")
     if not found.startswith("/") or found == "/":
         raise VllmopsError(
-            "usage", f"{url} names no file", "sqlite:///responses.db, say", exit_code=Exit.USAGE
+            "usage",
+            f"{url} does not name a file",
+            "for example sqlite:///responses.db",
+            exit_code=Exit.USAGE,
         )
     return Path(found[1:]).expanduser().absolute()

@@ -159,7 +159,7 @@ class ResponseStore:
         self.news: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         self.renewed = 0.0
         self.background: list[asyncio.Task[None]] = []
-        self.stopping = Trouble("a run that was to be stopped may go on", log.error)
+        self.stopping = Trouble("a cancelled run may continue", log.error)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -213,7 +213,7 @@ class ResponseStore:
             VllmopsError: ``store.id``, the id can't be one.
         """
         if not valid(response.id):
-            raise VllmopsError("store.id", f"{response.id!r} is no id for a response")
+            raise VllmopsError("store.id", f"{response.id!r} is not a valid response id")
         packed = await self.packed(response)
         async with self.bounded():
             return await self.backend.create(packed)
@@ -273,7 +273,7 @@ class ResponseStore:
             return Page([], False)
         async with self.bounded():
             page = await self.backend.page(owner, query)
-        return Page([await legible(each) for each in page.responses], page.more)
+        return Page([await legible(response) for response in page.responses], page.more)
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         """A turn after all before it, the oldest first; empty where there is no such turn.
@@ -294,7 +294,9 @@ class ResponseStore:
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         """Count as use of these responses."""
         async with self.bounded():
-            await self.backend.touch(owner, [each for each in ids if valid(each)])
+            await self.backend.touch(
+                owner, [response_id for response_id in ids if valid(response_id)]
+            )
 
     async def append(self, response: Response, first: int, events: Sequence[bytes]) -> bool:
         """Add to the log of a run; False where that run is gone.
@@ -306,7 +308,7 @@ class ResponseStore:
         """
         if not events:
             return True
-        joined = b"[" + b",".join(redaction.event(each) for each in events) + b"]"
+        joined = b"[" + b",".join(redaction.event(event) for event in events) + b"]"
         chunk = Chunk(first, first + len(events) - 1, await pack(joined))
         async with self.bounded():
             done = await self.backend.append(response, chunk)
@@ -486,7 +488,7 @@ def document(response: Response) -> bytes:
             "created_at": response.created_at,
             "model": response.model,
             "output": [],
-            "error": {"code": "server_error", "message": "What was stored of it is damaged."},
+            "error": {"code": "server_error", "message": "The stored response is damaged."},
         }
     found["status"] = response.status
     if response.error:
@@ -497,7 +499,7 @@ def document(response: Response) -> bytes:
 async def logged(chunk: Chunk) -> Events:
     """The events of a chunk."""
     found = msgspec.json.decode(await unpack(chunk.events), type=list[msgspec.Raw])
-    return Events(chunk.first, [bytes(each) for each in found])
+    return Events(chunk.first, [bytes(event) for event in found])
 
 
 async def unpacked(response: Response) -> Response:

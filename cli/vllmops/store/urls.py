@@ -116,27 +116,27 @@ def parsed(url: str) -> StoreUrl:
     found = URL.fullmatch(url)
     if found is None:
         hint = f"sqlite:///{url}" if is_file(url) else EVERY_FORM
-        refuse(f"{shown(url)!r} is no store: a URL is needed", hint)
+        refuse(f"{shown(url)!r} is not a store URL", hint)
     written, _, way = found["scheme"].lower().partition("+")
     scheme, way = ALIASES.get(written, written), f"+{way}" if way else ""
     kind = "redis" if scheme in REDIS else scheme
     if kind not in FORMS or (way and (kind != "redis" or way not in {SENTINEL, CLUSTER})):
-        refuse(f"{shown(url)!r} is no store", EVERY_FORM)
+        refuse(f"{shown(url)!r} is not a store URL", EVERY_FORM)
     form, who = FORMS[way or kind], shown(url)
-    if any(ord(each) < 32 or ord(each) == 127 for each in url):
-        refuse(f"{who!r} has a control character in it", form)
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in url):
+        refuse(f"{who!r} contains a control character", form)
     start, _, asked = found["rest"].partition("?")
     if kind in {"memory", "sqlite"}:
         query = queried(asked, frozenset(), who, form)
         if kind == "memory" and start:
-            refuse(f"{who!r} names something, and memory:// is each process's own", form)
+            refuse(f"{who!r} must be memory:// alone: each process has its own", form)
         if kind == "sqlite" and (not start.startswith("/") or start.endswith(("/", "/:memory:"))):
-            refuse(f"{who!r} names no file", form)
+            refuse(f"{who!r} does not name a file", form)
         return StoreUrl(scheme, way, "", (), start, query)
     parts = REST.fullmatch(found["rest"])
     if parts is None or parts["fragment"] or (parts["path"] or "").count("//"):
-        refuse(f"{who!r} can't be read as a URL", form)
-    hosts = tuple(host(each, who, form) for each in parts["hosts"].split(","))
+        refuse(f"{who!r} is not a valid URL", form)
+    hosts = tuple(host(part, who, form) for part in parts["hosts"].split(","))
     query = queried(asked, KNOWN.get(way, KNOWN[kind]), who, form)
     path = parts["path"] or ""
     if kind == "redis":
@@ -145,7 +145,7 @@ def parsed(url: str) -> StoreUrl:
     if several and kind == "redis" and not way:
         refuse(f"{who!r} names several hosts", f"{FORMS[SENTINEL]}; or {FORMS[CLUSTER]}")
     if (several or way) and not all(name for name, _ in hosts):
-        refuse(f"{who!r} lacks a host", form)
+        refuse(f"{who!r} has no host", form)
     return StoreUrl(scheme, way, parts["userinfo"] or "", hosts, path, query)
 
 
@@ -163,17 +163,19 @@ def queried(text: str, names: frozenset[str], who: str, form: str) -> dict[str, 
     try:
         pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text))
     except ValueError:
-        refuse(f"{who!r} has a parameter that is no NAME=VALUE", form)
+        refuse(f"{who!r} has a parameter that is not NAME=VALUE", form)
     known = names | {NAMESPACE}
     for index, (name, value) in enumerate(pairs):
         if name not in known:
             # It may be the rest of a password with a ? or an & in it.
-            harmless = "@" not in text and all(each in HARMLESS for each, _ in pairs[:index])
+            harmless = "@" not in text and all(before in HARMLESS for before, _ in pairs[:index])
             called = repr(name) if harmless and NAME.fullmatch(name) else "a parameter"
             listed = ", ".join(sorted(known))
-            refuse(f"{who!r}: such a store does not know {called}", f"one of {listed}")
+            refuse(
+                f"{who!r}: unknown parameter for this kind of store: {called}", f"one of {listed}"
+            )
         if name in HARMLESS and not re.fullmatch(HARMLESS[name][0], value):
-            refuse(f"{who!r}: {name} can't be that", f"?{name}={HARMLESS[name][1]}")
+            refuse(f"{who!r}: invalid value of {name}", f"?{name}={HARMLESS[name][1]}")
     query = dict(pairs)
     if len(query) < len(pairs):
         refuse(f"{who!r} has a parameter twice", form)
@@ -190,7 +192,9 @@ def check_redis(way: str, path: str, query: dict[str, str], who: str, form: str)
     wanted = {SENTINEL: f"/[A-Za-z0-9_.-]+{database}", CLUSTER: "/?0?"}.get(way, f"{database}/?")
     if not re.fullmatch(wanted, path):
         what = {SENTINEL: "a service's name", CLUSTER: "no database but 0"}
-        refuse(f"{who!r}: behind the hosts goes {what.get(way, 'the number of a database')}", form)
+        refuse(
+            f"{who!r}: after the hosts, expected {what.get(way, 'the number of a database')}", form
+        )
     if way == CLUSTER and query.get("db", "0") != "0":
         refuse(f"{who!r}: a cluster has no database but 0", form)
 
@@ -203,7 +207,7 @@ def host(text: str, who: str, form: str) -> tuple[str, int | None]:
     """
     found = HOST.fullmatch(text)
     if found is None or (found[2] and not 0 < int(found[2]) < 1 << 16):
-        refuse(f"{who!r}: a host or its port can't be; a port is a number from 1 to 65535", form)
+        refuse(f"{who!r}: invalid host or port; a port is a number from 1 to 65535", form)
     return unquote(found[1].strip("[]")), int(found[2]) if found[2] else None
 
 
@@ -230,7 +234,7 @@ def shown(url: str) -> str:
         before, _, after = rest.rpartition("@")
         return f"{scheme}://{shown_user(before, scheme)}{shown_place(after)}"
     if parts is None or any(
-        "@" in each and "pass" not in name_of(each) for each in query.split("&")
+        "@" in parameter and "pass" not in name_of(parameter) for parameter in query.split("&")
     ):
         return f"{scheme}://{MARK}"
     text = "" if parts["userinfo"] is None else shown_user(parts["userinfo"], scheme)
@@ -252,15 +256,18 @@ def shown_place(place: str) -> str:
     """Hosts and path."""
     hosts, slash, path = place.partition("/")
     # Where no host is before a port, or the port is none, somebody left the host out.
-    found = [HOST.fullmatch(each) for each in hosts.split(",")]
-    if not all(each and (each[1] or not each[2]) and int(each[2] or 0) < 1 << 16 for each in found):
+    found = [HOST.fullmatch(found_host) for found_host in hosts.split(",")]
+    if not all(
+        found_host and (found_host[1] or not found_host[2]) and int(found_host[2] or 0) < 1 << 16
+        for found_host in found
+    ):
         first, _, rest = hosts.partition(":")
         return f"{first}:{MARK}" if rest and re.fullmatch(r"[\w.-]+", first) else MARK
     return f"{hosts}{slash}{path if PLAIN.fullmatch(path) else MARK}"
 
 
 def shown_query(query: str) -> str:
-    return "&".join(shown_parameter(each) for each in query.split("&"))
+    return "&".join(shown_parameter(parameter) for parameter in query.split("&"))
 
 
 def shown_parameter(text: str) -> str:
@@ -294,11 +301,13 @@ def secrets(url: str) -> set[str]:
     # Whoever takes it apart in another way may tell any part of it.
     pieces = {url}
     for cut in ("://", "@", ":", "?", "#", "&", "=", "/", None):
-        pieces |= {half for each in pieces for half in halves(each, cut)}
+        pieces |= {half for piece in pieces for half in halves(piece, cut)}
     told = set(re.split(r"[@:/?#&=,]", safe))
-    forms = {form for each in pieces for form in (each, unquote(each), unquote_plus(each))}
-    forms |= {form for each in forms for form in (repr(each)[1:-1], json.dumps(each)[1:-1])}
-    return {each for each in forms if each not in safe and each not in told and HIDES.search(each)}
+    forms = {form for piece in pieces for form in (piece, unquote(piece), unquote_plus(piece))}
+    forms |= {form for piece in forms for form in (repr(piece)[1:-1], json.dumps(piece)[1:-1])}
+    return {
+        piece for piece in forms if piece not in safe and piece not in told and HIDES.search(piece)
+    }
 
 
 def halves(text: str, cut: str | None) -> Iterator[str]:

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from vllmops.commands.sources import walk
+from vllmops.commands.responses.sources import walk
 from vllmops.errors import Exit, VllmopsError
 from vllmops.store import opening
 from vllmops.store.direct import Storage
@@ -180,7 +180,7 @@ def test_nothing_is_made_by_looking(vllmops: Any, shared_url: str) -> None:
         assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.none")
     fill(shared_url, [])
     answer = vllmops("responses", "list", "--store", shared_url)
-    assert (answer.code, answer.out) == (0, "nothing is stored\n")
+    assert (answer.code, answer.out) == (0, "no responses are stored\n")
 
 
 @pytest.mark.parametrize("url", ["postgresql://u:secret@127.0.0.1:1/d", "redis://127.0.0.1:1/0"])
@@ -206,7 +206,7 @@ def test_show(vllmops: Any, shared_url: str) -> None:
     text = shown(background, "--input", "--events").out
     for each in ("answer 3", "a question", "another", "response.created", "lamp", '{"on":1}', ONE):
         assert each in text
-    assert "none are kept" in shown(foreground, "--events").out
+    assert "no stored events" in shown(foreground, "--events").out
     assert json.loads(shown(background, "--raw").out)["id"] == background
     assert json.loads(shown(background, "--raw", "--input").out) == GIVEN
     assert shown(background, "--raw", "--events").out.encode() == b"\n".join([*EVENTS, b""])
@@ -286,7 +286,7 @@ def test_purge(vllmops: Any, shared_url: str) -> None:
     assert purge("--json").code == Exit.USAGE
     trial = purge("--older-than", "1d", "--dry-run")
     assert "would delete 2 responses" in trial.out
-    assert "1 that stay go on from one of them" in trial.out
+    assert "1 remaining responses follow one of these" in trial.out
     assert ids(purge("--older-than", "1d", "--dry-run", "--json")) == [made[3], made[2]]
     unasked = purge("--older-than", "1d", "--json")
     assert (unasked.code, unasked.error["code"]) == (Exit.USAGE, "unconfirmed")
@@ -340,7 +340,8 @@ def test_from_one_store_to_another(
     out = vllmops("responses", "export", "--store", shared_url, "-o", str(file), "--json")
     assert out.data == {"count": 121, "running": 1, "path": str(file)}
     assert file.stat().st_mode & 0o777 == 0o600
-    assert "1 that run are left out" in vllmops("responses", "export", "--store", shared_url).err
+    told = vllmops("responses", "export", "--store", shared_url).err
+    assert "1 running responses left out" in told
     piped = vllmops("responses", "export", "--store", shared_url).out
     assert piped.encode() == file.read_bytes()
 
@@ -399,7 +400,7 @@ def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:
     assert all(each["reason"] for each in answer.data["broken"])
     assert answer.data["count"] == 1
     text = vllmops("responses", "import", str(file), "--store", f"sqlite:///{tmp_path}/b.db")
-    assert "line 2: 'me' is no owner" in text.out
+    assert "line 2: 'me' is not an owner" in text.out
     assert "10 of 11 lines are broken" in text.err
     missing = vllmops("responses", "import", "/none", "--store", store, "--json")
     assert (missing.code, missing.error["code"]) == (Exit.FAILED, "file.unreadable")
@@ -564,7 +565,7 @@ def test_a_server_shows_those_of_a_key(ask: Ask, served: Ours) -> None:
     assert page["next"] == made[1]
     assert ids(ask("list", "--json", "--after", page["next"])) == made[2:4]
     assert ids(ask("list", "--json", "--since", "90m")) == made[:2]
-    assert ask("list", "--status", "failed").out.startswith("no response is meant by that")
+    assert ask("list", "--status", "failed").out.startswith("no matching responses")
     first = ask("list", "--json").data["responses"][0]
     assert (first["owner"], first["input_tokens"]) == (None, 1200)
     assert first["created_at"] > time.time() - 60
@@ -591,7 +592,7 @@ def test_show_over_http(ask: Ask, served: Ours) -> None:
     assert ask("show", other, "--json", "--events").data["events"] == []
     text = ask("show", run, "--events")
     assert "response.created" in text.out
-    assert "it goes on" in text.out
+    assert "still running" in text.out
     assert json.loads(ask("show", name, "--raw").out)["id"] == name
 
 
@@ -623,7 +624,7 @@ def test_stats_over_http(ask: Ask, served: Ours) -> None:
     data = ask("stats", "--json").data
     assert (data["count"], data["models"]) == (205, {"demo": 205})
     assert (data["evictions"], data["event_bytes"]) == (None, None)
-    assert "not known to a server" in ask("stats").out
+    assert "not available from a server" in ask("stats").out
     assert ask("stats", "--json", key="two").data["count"] == 1
 
 

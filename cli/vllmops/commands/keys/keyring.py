@@ -1,4 +1,4 @@
-"""What the commands on keys share: which keyring, and how it is shown."""
+"""Shared by the commands on keys: the keyring option, and how a keyring is shown."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
-from .. import output
-from ..errors import Exit, VllmopsError
-from ..keys import file
-from ..keys.ring import LAST_S, Ring
-from ..output import Result, table
-from .options import time_
+from ...errors import Exit, VllmopsError
+from ...keys import file
+from ...keys.ring import Key, Ring, Status, when
+from ...output import Result, table
+from ..options import time_
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,17 +38,17 @@ Keyring = Annotated[
         "--keyring",
         readable=False,
         metavar="FILE",
-        help="The keyring; otherwise VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
+        help="The keyring file. Default: VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
         show_default=False,
     ),
 ]
-Kid = Annotated[str, typer.Argument(metavar="KID", help="The key.", autocompletion=kids)]
+Kid = Annotated[str, typer.Argument(metavar="KID", help="Key ID.", autocompletion=kids)]
 Overlap = Annotated[
     str | None,
     typer.Option(
         parser=time_,
         metavar="TIME",
-        help="For how long the old primary opens what it sealed [as long as carriers live: 30d, or"
+        help="How long the old primary stays verify-only [default: lifetime of carriers: 30d or"
         " the longest `serve --carrier-ttl`].",
         show_default=False,
     ),
@@ -66,7 +66,7 @@ def ring_path(keyring: Path | None) -> Path:
         hint = f"--keyring ./{file.OFF} for a file of that name"
         raise VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
     if str(keyring) == "-":
-        message = "--keyring - is no file: a keyring is kept, and replaced when it changes"
+        message = "--keyring needs a file, not stdin: the command changes it"
         raise VllmopsError("usage", message, "--keyring FILE", exit_code=Exit.USAGE)
     named = {file.PLACE: os.environ.get(file.PLACE, "")}
     return file.source(named, keyring).path or file.default_path()
@@ -90,7 +90,7 @@ def result(
 
 
 def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
-    """A line for each key."""
+    """A table of the keys."""
     from rich.text import Text  # noqa: PLC0415
 
     if not ring.keys:
@@ -107,15 +107,6 @@ def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
     return [Text(where), shown]
 
 
-def when(epoch: float | None) -> str:
-    """A moment for a person, in UTC; a dash where there is none, or none that a calendar has."""
-    if epoch is None or not 0 <= epoch <= LAST_S:
-        return "-"
-    return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))
-
-
-def said(*lines: str, quiet: bool) -> None:
-    """Print hints, unless ``--json`` is wanted."""
-    for line in lines:
-        if not quiet:
-            output.say(line)
+def first(ring: Ring, key: Key) -> Key:
+    """The key; as primary if it is the first of the ring."""
+    return key if ring.keys else msgspec.structs.replace(key, status=Status.PRIMARY)

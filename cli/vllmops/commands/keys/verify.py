@@ -1,4 +1,4 @@
-"""``vllmops keys verify``: which key sealed a carrier, when, for whom, and whether it is good."""
+"""``vllmops keys verify``: which key sealed a carrier, when, for whom, and whether it is valid."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from .. import output
-from ..errors import Exit
-from ..files import STDIN, read
-from ..keys import file
-from ..output import Result, command, span, table
-from .keyring import Keyring, when
+from ... import output
+from ...errors import Exit
+from ...files import STDIN, read
+from ...keys import file
+from ...keys.ring import when
+from ...output import Result, command, span, table
+from .keyring import Keyring
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ..keys.carrier import Carrier
+    from ...keys.carrier import Carrier
 
 
 @command
@@ -31,15 +32,15 @@ def verify(
         typer.Argument(metavar="CARRIER", help="The `encrypted_content`; - reads it from stdin."),
     ],
     *,
-    reveal: Annotated[bool, typer.Option("--reveal", help="Show the conversation, too.")] = False,
+    reveal: Annotated[bool, typer.Option("--reveal", help="Also show the conversation.")] = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:
-    """Say which key sealed a carrier, when and for whom, and whether it is good.
+    """Show which key sealed a carrier, when, for whom, and whether it is valid.
 
-    Exit code 1 where a server that holds this keyring would refuse it.
+    Exit code 1 if a server with this keyring would refuse it.
     """
-    from ..keys.carrier import MOST_BYTES, CarrierError, genuine, refusal  # noqa: PLC0415
+    from ...keys.carrier import MOST_BYTES, CarrierError, genuine, refusal  # noqa: PLC0415
 
     if carrier == STDIN:
         carrier = read(Path(STDIN), 2 * MOST_BYTES).decode("ascii", "replace")
@@ -63,27 +64,27 @@ def verify(
 
 
 def verdict(reason: str) -> RenderableType:
-    """Whether it is good, for a person; a reason is why not."""
+    """Whether a carrier is valid, human-readable."""
     from rich.text import Text  # noqa: PLC0415
 
     return Text(f"refused: {reason}", "bold red") if reason else Text("valid", "bold green")
 
 
 def facts(found: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[RenderableType]:
-    """What a genuine carrier says, for a person."""
+    """The facts in a genuine carrier, human-readable."""
     from rich.text import Text  # noqa: PLC0415
 
     shown = table("", "")
     shown.show_header = False
     shown.add_row("key", f"{found.kid} ({data['key_status']})")
-    shown.add_row("format", "2, encrypted" if found.format == 2 else "1, signed, for all to read")
+    shown.add_row("format", "v2 (encrypted)" if found.format == 2 else "signed-v1 (readable)")
     if found.issued_at is not None:
         shown.add_row(
             "sealed", f"{when(found.issued_at)}, {span(time.time() - found.issued_at)} ago"
         )
-        shown.add_row("good until", when(found.expires_at))
+        shown.add_row("valid until", when(found.expires_at))
         shown.add_row("model", Text(found.model or ""))
-        shown.add_row("owner", Text(found.owner or "nobody: there was no API key"))
+        shown.add_row("owner", Text(found.owner or "none: no API key was used"))
     shown.add_row("history", f"{len(found.history)} items" + ("" if reveal else "; --reveal"))
     yield shown
     if reveal:

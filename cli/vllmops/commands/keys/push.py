@@ -1,4 +1,4 @@
-"""``vllmops keys push``: the ring for a server that does not share its file."""
+"""``vllmops keys push``: send the keys to a server that does not share the file."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Annotated
 import msgspec
 import typer
 
-from .. import output
-from ..errors import Exit, VllmopsError
-from ..keys import admin_token as admin
-from ..keys import file
-from ..keys.ring import Ring, Status
-from ..output import Result, command
-from ..protocol.keys import ProcessKeys
+from ... import output
+from ...errors import Exit, VllmopsError
+from ...keys import admin_token as admin
+from ...keys import file
+from ...keys.ring import Ring, Status
+from ...output import Result, command
+from ...protocol.keys import ProcessKeys
+from ..options import AdminToken, Target
 from .keyring import Keyring, ring_path
-from .options import AdminToken, Target
 
 
 @command
@@ -25,28 +25,28 @@ def push(
     target: Target = None,
     admin_token: AdminToken = None,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Also over HTTP without TLS to another machine.")
+        bool, typer.Option("--plain", help="Allow plain HTTP, without TLS, to another machine.")
     ] = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:
-    """Give the keys to a server that does not share the file.
+    """Send the keys to a server that does not share the file.
 
-    It takes them into its own keyring, loses none of its own, and seals
-    with the same primary from then on; all its processes have them within
-    2 s. For a rotation that no server refuses: add, push to each, rotate,
-    push to each again.
+    The server adds them to its own keyring, keeps its own keys, and seals with
+    the same primary from then on. All its processes load them within 2 s. To
+    rotate without refused requests: add, push to each server, rotate, push to
+    each server again.
     """
     from rich.text import Text  # noqa: PLC0415
 
-    from ..instances.place import place  # noqa: PLC0415
-    from ..vllm_api.admin import push  # noqa: PLC0415 - brings httpx
+    from ...instances.place import place  # noqa: PLC0415
+    from ...vllm_api.admin import push  # noqa: PLC0415 - brings httpx
 
     if admin_token is None:
         raise VllmopsError(
             "usage",
-            "nobody gets in without the server's admin token",
-            "--admin-token FILE, the one that vllmops serve was given",
+            "the server's admin token is required",
+            "--admin-token FILE: the file given to vllmops serve",
             exit_code=Exit.USAGE,
         )
     ring = file.load(ring_path(keyring)).without_over(time.time())
@@ -56,7 +56,7 @@ def push(
         raise VllmopsError(
             "keys.not-taken",
             f"{server.name} {lacks}" + (f" ({held.problem})" if held.problem else ""),
-            "vllmops keys status there",
+            "run vllmops keys status on that machine",
             data=msgspec.to_builtins(held),
         )
     told = f"{server.name} has {len(held.keys)} keys in {held.keyring}"
@@ -66,7 +66,7 @@ def push(
 
 
 def lacking(ring: Ring, held: ProcessKeys) -> str:
-    """What of a ring a process does not hold, in words; empty where it holds all."""
+    """Which part of a ring a process has not loaded, in words; empty if it has all."""
     statuses = {key.kid: key.status for key in held.keys}
     if missing := [key.kid for key in ring.keys if key.kid not in statuses]:
         return f"has not loaded {', '.join(missing)}"

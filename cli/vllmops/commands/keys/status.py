@@ -1,0 +1,104 @@
+"""``vllmops keys status``: which server holds which keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ... import output
+from ...errors import VllmopsError
+from ...instances import keys as client
+from ...instances.keys import Holdings
+from ...keys import file, rotation
+from ...keys.ring import Ring
+from ...keys.rotation import Stage
+from ...output import Result, command, table
+from .keyring import Keyring, listing, ring_path
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+NEXT = {
+    Stage.EMPTY: "no primary key: run vllmops keys rotate",
+    Stage.SPREADING: "servers are loading the next key: vllmops keys rotate continues",
+    Stage.READY: "holdings server has the next key: vllmops keys rotate promotes it",
+    Stage.LAGGING: "a server has not loaded the current file yet; servers check it holdings second",
+    Stage.OVERLAP: "an old key is verify-only; the next rotation removes it",
+    Stage.OVER: "an old key's overlap has ended: remove it with vllmops keys rotate or keys retire",
+    Stage.STEADY: "",
+}
+
+
+@command
+def status(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
+    """Show which server holds which keys, and the state of a rotation."""
+    path = ring_path(keyring)
+    holdings = client.ask(ring=path)
+    own = holdings.of(path)
+    try:
+        ring = file.load(path)
+    except VllmopsError as error:
+        error.data = {"keyring": str(path), "stage": None, "keys": [], **holders(holdings, None)}
+        if not json_:
+            output.show(*render_servers(holdings))
+        raise
+    stage = rotation.stage(ring, [process.keys for process in own.told], time.time())
+    data = {
+        "keyring": str(path),
+        "stage": stage,
+        "next": NEXT[stage],
+        "keys": [key.told() for key in ring.keys],
+        **holders(holdings, ring),
+    }
+    return Result(
+        data, lambda: [*listing(ring, str(path)), "", *render_servers(holdings), *next_step(stage)]
+    )
+
+
+def next_step(stage: Stage) -> Iterator[RenderableType]:
+    from rich.text import Text  # noqa: PLC0415
+
+    yield Text(f"{stage}" + (f": {NEXT[stage]}" if NEXT[stage] else ""))
+
+
+def holders(holdings: Holdings, ring: Ring | None) -> dict[str, Any]:
+    """The processes and what they hold, for ``--json``."""
+    return {
+        "servers": [
+            {
+                "server": process.server,
+                "up_to_date": ring is not None and rotation.up_to_date(process.keys, ring),
+                **msgspec.to_builtins(process.keys),
+            }
+            for process in holdings.told
+        ],
+        "silent": [
+            {"server": server, **msgspec.to_builtins(process)}
+            for server, process in holdings.silent
+        ],
+    }
+
+
+def render_servers(holdings: Holdings) -> Iterator[RenderableType]:
+    """Human-readable output."""
+    from rich.text import Text  # noqa: PLC0415
+
+    if not holdings.told and not holdings.silent:
+        yield Text("no running server uses keys")
+        return
+    shown = table("server", "process", "keys", "from")
+    for process in holdings.told:
+        keys = ", ".join(f"{key.kid} ({key.status})" for key in process.keys.keys) or "none"
+        where = process.keys.keyring or "its environment"
+        shown.add_row(process.server, f"{process.keys.role} {process.keys.pid}", keys, where)
+    for server, silent in holdings.silent:
+        shown.add_row(server, f"{silent.role} {silent.pid}", "no answer", "")
+    yield shown
+    for process in holdings.told:
+        if process.keys.problem:
+            yield Text(f"{process.who}: {process.keys.problem}", "yellow")
+    for server, silent in holdings.silent:
+        yield Text(f"{server} {silent.role} {silent.pid}: {silent.why}", "yellow")

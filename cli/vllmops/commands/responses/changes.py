@@ -1,0 +1,163 @@
+"""Cancelling and deleting: what the commands share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from msgspec.structs import replace
+
+from ... import output
+from ...errors import VllmopsError
+from ...output import Result
+from .progress import Counting, ended, failure_of
+from .selection import Selection
+from .sources import concurrently, retried, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from ...store.source import Outcome
+
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
+]
+
+
+class Found(NamedTuple):
+    """The few fields that are kept in memory of many responses."""
+
+    id: str
+    status: str
+    model: str
+    created_at: float
+    previous_id: str | None
+
+
+def over(outcome: Outcome, told: str) -> Outcome:
+    """The outcome for an unnamed response: that it ended or was deleted first is no failure."""
+    if outcome.code not in {"responses.refused", "responses.unknown"}:
+        return outcome
+    return replace(outcome, done=True, told=told, code="", exit_code=0)
+
+
+async def gathered(responses: Any, selection: Selection, counting: Counting) -> list[Found]:
+    """All selected responses, the oldest first."""
+    found = []
+    # A query takes one status: one query per status reads fewer pages than a query for all.
+    for status in sorted(selection.statuses) or [""]:
+        part = Selection(frozenset({status} - {""}), selection.model, 0.0, selection.older)
+        async for page in walk(responses, part.query(descending=False)):
+            counting.add(len(page))
+            found += [
+                Found(
+                    response.id,
+                    response.status,
+                    response.model,
+                    response.created_at,
+                    response.previous_id,
+                )
+                for response in page
+                if response.id and part.fits(response)
+            ]
+    return sorted(found, key=lambda response: response.created_at)
+
+
+async def apply(
+    ids: Sequence[str],
+    act: Callable[[str], Awaitable[Outcome]],
+    outcomes: list[Outcome],
+    counting: Counting,
+) -> None:
+    """Apply an action to every id, and collect the outcomes.
+
+    Raises:
+        VllmopsError: the action is impossible, for example because the server does not answer.
+    """
+
+    async def one(response_id: str) -> None:
+        outcomes.append(await with_retries(partial(act, response_id)))
+        counting.add()
+
+    await concurrently(ids, one)
+    places = {response_id: place for place, response_id in enumerate(ids)}
+    outcomes.sort(key=lambda outcome: places[outcome.id])
+
+
+async def with_retries(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
+    """Run an action, and retry while the store is unavailable.
+
+    Raises:
+        StoreUnavailable: it still is.
+    """
+    tried = 0
+
+    async def again() -> Outcome:
+        nonlocal tried
+        tried += 1
+        return await act()
+
+    outcome = await retried(again)
+    if tried > 1 and outcome.code == "responses.unknown":
+        # The first try may have deleted it.
+        return replace(outcome, done=True, told="gone", code="", exit_code=0)
+    return outcome
+
+
+def run_to_end(run: Callable[[], Any], outcomes: list[Outcome], counting: Counting) -> Any:
+    """Run a coroutine to its end.
+
+    Raises:
+        VllmopsError: what ended it, with the outcomes so far.
+    """
+    try:
+        return asyncio.run(run())
+    except KeyboardInterrupt as error:
+        raise counting.interrupted({"responses": outcomes}) from error
+    except VllmopsError as error:
+        if outcomes:
+            error.message += f"; {counting.far} {counting.what} until then"
+            error.data = {"responses": outcomes}
+        raise
+
+
+def dry_run_result(ids: list[str], act: str, lines: Sequence[str] = ()) -> Result:
+    """The result of a dry run."""
+    head = f"would {act} {len(ids):,} responses" if ids else f"nothing to {act}"
+    return Result(
+        {"responses": [{"id": response_id} for response_id in ids], "dry_run": bool(ids)},
+        lambda: [head, *lines, *([] if lines else map(output.Verbatim, ids))],
+    )
+
+
+def report(outcomes: list[Outcome], what: str, *, as_json: bool, brief: bool = False) -> Result:
+    """The result of a command on several responses.
+
+    Args:
+        outcomes: one per response.
+        what: the action, as in ``deleted``.
+        as_json: whether ``--json`` is selection.
+        brief: print the count of successes instead of one line per response.
+
+    Raises:
+        VllmopsError: at least one response failed.
+    """
+
+    def text() -> list[RenderableType]:
+        counts = Counter(outcome.told for outcome in outcomes if outcome.done)
+        sums = [f"{count:,} {told}" for told, count in counts.most_common()] if brief else []
+        shown = [outcome for outcome in outcomes if not (brief and outcome.done)]
+        lines = [", ".join(sums)] if sums else []
+        lines += [output.Verbatim(f"{outcome.id}  {outcome.told}") for outcome in shown]
+        return [*(lines or [f"nothing to do: no response was {what}"])]
+
+    result = Result(
+        {"responses": outcomes, "done": sum(outcome.done for outcome in outcomes)}, text
+    )
+    return ended(result, failure_of(outcomes, what), as_json=as_json)

@@ -1,0 +1,268 @@
+"""``vllmops responses import``: responses from lines of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import msgspec
+import typer
+
+from ... import output
+from ...errors import VllmopsError
+from ...files import opened, unreadable
+from ...output import Json, Progress, Result, Verbatim, command
+from ...store import archive
+from ...store.backend import EVERYBODY, Limits
+from ..options import Target
+from .progress import Counting, ended
+from .selection import Store
+from .sources import concurrently, either, retried, usage
+
+SHOWN = 10  # broken lines
+# A response with all that it was given: images and sounds among it.
+LONGEST_LINE = 64 << 20
+# After that a line has no end, and the file is none of lines.
+ENDLESS = 1 << 30
+
+
+class Imported(msgspec.Struct):
+    """Counts of an import.
+
+    Args:
+        count: new responses.
+        replaced: existing responses that were replaced.
+        skipped: existing responses that were kept.
+        broken: line numbers, from 1, and the reasons.
+    """
+
+    count: int = 0
+    replaced: int = 0
+    skipped: int = 0
+    broken: dict[int, str] = {}
+
+    @property
+    def looked(self) -> int:
+        return self.count + self.replaced + self.skipped + len(self.broken)
+
+
+@command
+def import_(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            readable=False, metavar="FILE", help="A file that `export` wrote; - reads stdin."
+        ),
+    ],
+    *,
+    target: Target = None,
+    store: Store = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace existing responses, except running ones.")
+    ] = False,
+    json_: Json = False,
+) -> Result:
+    """Import responses into a store: a new one, an existing one, or a server's.
+
+    A server has no route for imports: with -t, its store is opened directly.
+    Existing responses are kept, so the command can be repeated. Broken lines
+    are reported, and all other lines are imported.
+    """
+    if store:
+        either(target)
+    url = store or store_behind(target)
+    done = Imported()
+    with Progress(time.time(), quiet=json_) as progress, lines_of(file) as lines:
+        counting = Counting(progress, "lines imported")
+        try:
+            name, count = asyncio.run(imported(url, lines, done, counting, overwrite=overwrite))
+        except KeyboardInterrupt as error:
+            raise counting.interrupted(done) from error
+    data = {"store": name, **msgspec.structs.asdict(done)}
+    data["broken"] = [{"line": n, "reason": why} for n, why in sorted(done.broken.items())]
+    most = Limits().max_size
+    if count > most and not json_:
+        output.say(
+            f"the store holds {count:,} responses; a server keeps {most:,} unless started with "
+            f"--store-max-size {count}",
+            "yellow",
+        )
+    failure = None
+    if done.broken:
+        failure = VllmopsError(
+            "responses.broken",
+            f"{len(done.broken):,} of {done.looked:,} lines are broken",
+            "export them again; the other lines are imported",
+        )
+    return ended(Result(data, lambda: list(summary(name, done))), failure, as_json=json_)
+
+
+def summary(name: str, done: Imported) -> Iterator[str]:
+    """Human-readable summary of an import."""
+    yield Verbatim(f"{done.count:,} responses imported into {name}")
+    if done.replaced:
+        yield f"{done.replaced:,} replaced"
+    if done.skipped:
+        yield f"{done.skipped:,} skipped: a response with that id exists"
+    for number, why in sorted(done.broken.items())[:SHOWN]:
+        yield Verbatim(f"line {number}: {why}")
+    if len(done.broken) > SHOWN:
+        yield f"and {len(done.broken) - SHOWN:,} others"
+
+
+def store_behind(target: str | None) -> str:
+    """The URL of a server's store.
+
+    Raises:
+        VllmopsError: as `place`, or ``usage`` where it is not known.
+    """
+    from ...instances.place import place  # noqa: PLC0415
+
+    server = place(target)
+    if server.store is None:
+        raise usage(
+            f"{server.name} has no route for imports, and its store's URL is not known here",
+            "--store URL",
+        )
+    return server.store
+
+
+@contextmanager
+def lines_of(file: Path) -> Iterator[IO[bytes]]:
+    """A file's lines.
+
+    Raises:
+        VllmopsError: as `opened` does.
+    """
+    with opened(file) as source:
+        if file.is_file():
+            yield source
+            return
+        # Copy the pipe first: a blocking read inside an event loop ignores Ctrl-C.
+        with tempfile.TemporaryFile() as spooled:
+            try:
+                spool(source, spooled)
+            except OSError as error:
+                raise unreadable(file, error) from error
+            spooled.seek(0)
+            yield spooled
+
+
+async def imported(
+    url: str, lines: IO[bytes], done: Imported, counting: Counting, *, overwrite: bool
+) -> tuple[str, int]:
+    """Import lines into a store. Gives its name and its number of responses.
+
+    Raises:
+        VllmopsError: as `Storage`.
+    """
+    from ...store.direct import Storage  # noqa: PLC0415
+
+    async with Storage(url, create=True) as responses:
+        lines_of_ids: dict[str, int] = {}
+
+        async def one(numbered: tuple[int, bytes | None]) -> None:
+            number, text = numbered
+            if text is None:
+                done.broken[number] = f"it is longer than {LONGEST_LINE >> 20} MiB"
+            elif text.strip():
+                await taken(responses.store, number, text, done, lines_of_ids, overwrite=overwrite)
+                counting.add()
+
+        await concurrently(numbered(lines), one)
+        return responses.name, (await responses.stats()).count
+
+
+def spool(source: IO[bytes], copy: IO[bytes]) -> None:
+    """Copy a stream, at most up to an endless line, which the reader of the copy reports."""
+    line = 0
+    while line <= ENDLESS and (chunk := source.read(1 << 20)):
+        copy.write(chunk)
+        end = chunk.rfind(b"\n")
+        line = line + len(chunk) if end < 0 else len(chunk) - end
+
+
+def numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Lines with their numbers, from 1; None for one that is too long.
+
+    Raises:
+        VllmopsError: ``responses.unreadable``, a line has no end, or the file can't be read.
+    """
+    number = 0
+    while line := part(lines, LONGEST_LINE + 1):
+        number += 1
+        if len(line) <= LONGEST_LINE or line.endswith(b"\n"):
+            yield number, line
+            continue
+        size = len(line)
+        while line and not line.endswith(b"\n"):
+            line = part(lines, 1 << 20)
+            size += len(line)
+            if size > ENDLESS:
+                raise no_lines(f"line {number} is longer than {ENDLESS >> 30} GiB")
+        yield number, None
+
+
+def part(lines: IO[bytes], most: int) -> bytes:
+    """A line, cut at a number of bytes."""
+    try:
+        return lines.readline(most)
+    except OSError as error:
+        raise no_lines(f"the file cannot be read: {error.strerror or error}") from error
+
+
+def no_lines(why: str) -> VllmopsError:
+    return VllmopsError(
+        "responses.unreadable", why, "give a file that vllmops responses export wrote"
+    )
+
+
+async def taken(
+    store: Any,
+    number: int,
+    text: bytes,
+    done: Imported,
+    lines_of_ids: dict[str, int],
+    *,
+    overwrite: bool,
+) -> None:
+    """Import one line into a store.
+
+    Args:
+        store: where it goes.
+        number: of the line, from 1.
+        text: of the line.
+        done: the counts to update.
+        lines_of_ids: line numbers of earlier responses, by id.
+        overwrite: whether an existing response is replaced.
+    """
+    try:
+        response, events = archive.decode(text)
+    except (ValueError, RecursionError) as error:
+        done.broken[number] = f"{error}"
+        return
+    if (first := lines_of_ids.setdefault(response.id, number)) != number:
+        done.broken[number] = f"{response.id} is already in line {first}"
+        return
+    new = await retried(lambda: store.create(response))
+    if not new:
+        there = await retried(lambda: store.get(EVERYBODY, response.id)) if overwrite else None
+        if there is None or there.running:
+            done.skipped += 1
+            return
+        await retried(lambda: store.delete(EVERYBODY, response.id))
+        if not await retried(lambda: store.create(response)):
+            done.skipped += 1
+            return
+    for part in events:
+        await retried(partial(store.append, response, part.first, part.events))
+    if new:
+        done.count += 1
+    else:
+        done.replaced += 1

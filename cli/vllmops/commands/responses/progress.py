@@ -1,0 +1,91 @@
+"""Progress, and the result of many."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ... import output
+from ...errors import Exit, VllmopsError
+from ...output import Progress, Result
+
+if TYPE_CHECKING:
+    from ...store.source import Outcome
+
+# Seconds before progress is shown, and between updates on a terminal and in a log.
+QUIET_S, OFTEN_S, SELDOM_S = 1.0, 0.2, 5.0
+
+
+class Counting:
+    """Shows progress of work that takes longer than `QUIET_S`.
+
+    Args:
+        progress: shows the line.
+        what: the action, as in ``deleted``.
+        total: number of items, None if unknown.
+    """
+
+    def __init__(self, progress: Progress, what: str, total: int | None = None) -> None:
+        self.progress = progress
+        self.what = what
+        self.total = total
+        self.done = 0
+        self.next = time.monotonic() + QUIET_S
+
+    def add(self, count: int = 1) -> None:
+        self.done += count
+        now = time.monotonic()
+        if now >= self.next:
+            self.next = now + (SELDOM_S if self.progress.plain else OFTEN_S)
+            self.progress.update(f"{self.far} {self.what}")
+
+    @property
+    def far(self) -> str:
+        return f"{self.done:,}" + (f" of {self.total:,}" if self.total is not None else "")
+
+    def interrupted(self, data: Any = None) -> VllmopsError:
+        """The error of an interrupted command."""
+        return VllmopsError(
+            "interrupted",
+            f"interrupted: {self.far} {self.what}",
+            "repeat the command to continue",
+            exit_code=Exit.INTERRUPTED,
+            data=data,
+        )
+
+
+def ended(result: Result, failure: VllmopsError | None, *, as_json: bool) -> Result:
+    """The result; if there is a failure, show the result, then raise the failure.
+
+    Raises:
+        VllmopsError: the failure.
+    """
+    if failure is None:
+        return result
+    failure.data = result.data
+    if not as_json:
+        output.show(*result.text())
+    raise failure
+
+
+def failure_of(outcomes: list[Outcome], what: str) -> VllmopsError | None:
+    """The error that sums up failed outcomes, None if all succeeded.
+
+    Args:
+        outcomes: one per response.
+        what: the action, as in ``deleted``.
+    """
+    bad = [outcome for outcome in outcomes if not outcome.done]
+    if not bad:
+        return None
+    codes, exits = {outcome.code for outcome in bad}, {outcome.exit_code for outcome in bad}
+    if len(outcomes) == 1:
+        message = f"{bad[0].id} was not {what}: {bad[0].told}"
+    else:
+        message = f"{len(bad):,} of {len(outcomes):,} were not {what}"
+    return VllmopsError(
+        bad[0].code if len(codes) == 1 else "responses.some-failed",
+        message,
+        "vllmops responses list shows the stored responses",
+        exit_code=Exit(bad[0].exit_code) if len(exits) == 1 else Exit.FAILED,
+    )

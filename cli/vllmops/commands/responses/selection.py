@@ -1,0 +1,183 @@
+"""Options that select responses, their completion, and the selection."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import typer
+
+from ...store.backend import STATUSES, Query, Response
+from ..options import duration, time_
+from .entries import age
+from .sources import PAGE, usage
+
+COMPLETION_S = 0.5
+
+
+def statuses(incomplete: str) -> list[str]:
+    """Statuses, for completion."""
+    return sorted(status for status in STATUSES if status.startswith(incomplete))
+
+
+def models(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Models of the responses that a server has, for completion."""
+    return sorted(
+        {response.model for response in newest(ctx) if response.model.startswith(incomplete)}
+    )
+
+
+def every_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Ids of the newest responses that a server has, for completion."""
+    return ids(newest(ctx), ctx, incomplete)
+
+
+def running_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Ids of the newest running responses, for completion."""
+    return ids([response for response in newest(ctx) if response.running], ctx, incomplete)
+
+
+def ids(found: list[Response], ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    named = ctx.params.get("ids") or ()
+    return [
+        (response.id, f"{response.status}, {response.model}, {age(response.created_at)}")
+        for response in found
+        if response.id.startswith(incomplete) and response.id not in named
+    ]
+
+
+def newest(ctx: typer.Context) -> list[Response]:
+    """The newest responses of the target server; none if anything fails."""
+    from ...instances.place import glance  # noqa: PLC0415
+    from ...vllm_api.responses import Http  # noqa: PLC0415 - brings httpx
+
+    async def ask() -> list[Response]:
+        target = ctx.params.get("target") or os.environ.get("VLLMOPS_TARGET")
+        found = glance(target)
+        if found is None:
+            return []
+        async with asyncio.timeout(COMPLETION_S), Http(found, timeout_s=COMPLETION_S) as server:
+            return (await server.page(Query(limit=PAGE))).responses
+
+    with suppress(Exception):
+        return [] if ctx.params.get("store") else asyncio.run(ask())
+    return []
+
+
+Store = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="URL",
+        help="Read this store directly, with the responses of all API keys: sqlite:///FILE, "
+        "postgresql://, redis://.",
+        show_default=False,
+    ),
+]
+Statuses = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--status",
+        metavar="STATUS",
+        help="Only responses with this status; repeatable.",
+        autocompletion=statuses,
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(help="Only responses of this model.", autocompletion=models, show_default=False),
+]
+Since = Annotated[
+    str | None,
+    typer.Option(
+        parser=time_,
+        metavar="TIME",
+        help="Only responses created within this time: 15m, 36h, 30d.",
+        show_default=False,
+    ),
+]
+OlderThan = Annotated[
+    str | None,
+    typer.Option(
+        "--older-than",
+        parser=time_,
+        metavar="TIME",
+        help="Only responses older than this: 15m, 36h, 30d.",
+        show_default=False,
+    ),
+]
+
+
+class Listed(Protocol):
+    """What a selection reads of a response."""
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def created_at(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which responses a command selects.
+
+    Args:
+        statuses: with one of these; empty for any.
+        model: of this one.
+        newer: made after that, seconds since the epoch.
+        older: made before that.
+    """
+
+    statuses: frozenset[str] = frozenset()
+    model: str | None = None
+    newer: float = 0.0
+    older: float = float("inf")
+
+    @property
+    def any(self) -> bool:
+        """Whether it selects all responses."""
+        return self == Selection()
+
+    def fits(self, response: Listed) -> bool:
+        return (
+            (not self.statuses or response.status in self.statuses)
+            and self.model in {None, response.model}
+            and self.newer <= response.created_at < self.older
+        )
+
+    def query(self, *, descending: bool, limit: int = PAGE) -> Query:
+        """The query for a source; its answer may hold more than the selection."""
+        (status,) = self.statuses if len(self.statuses) == 1 else (None,)
+        return Query(model=self.model, status=status, descending=descending, limit=limit)
+
+
+def selected(
+    statuses: list[str] | None = None,
+    model: str | None = None,
+    since: str | None = None,
+    older_than: str | None = None,
+) -> Selection:
+    """The selection that options name.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    for status in statuses or ():
+        if status not in STATUSES:
+            raise usage(f"{status!r} is no status", f"--status {', '.join(sorted(STATUSES))}")
+    now = time.time()
+    return Selection(
+        frozenset(statuses or ()),
+        model,
+        now - duration(since) if since else 0.0,
+        now - duration(older_than) if older_than else float("inf"),
+    )

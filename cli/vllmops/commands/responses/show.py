@@ -1,0 +1,193 @@
+"""``vllmops responses show``: one response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from ... import output
+from ...keys.ring import when
+from ...output import Folded, Json, JsonText, Line, Result, Verbatim, command, size
+from ...store import shape
+from ...store.store import document
+from ..options import Target
+from .entries import STYLES, Entry, age, entry_of, state, tokens
+from .selection import Store, every_id
+from .sources import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import RenderableType
+
+    from ...store.store import Events
+
+
+@command
+def show(
+    response_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The response.", autocompletion=every_id)
+    ],
+    *,
+    target: Target = None,
+    store: Store = None,
+    given: Annotated[
+        bool,
+        typer.Option("--input", help="Also show the input of this turn, without earlier turns."),
+    ] = False,
+    events: Annotated[
+        bool, typer.Option("--events", help="Also show the stored events of a background stream.")
+    ] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Print the API's JSON; with --input or --events, only that."),
+    ] = False,
+    json_: Json = False,
+) -> Result:
+    """Show a response: its status, tokens and output."""
+    found, body, items, logs = asyncio.run(fetch(target, store, response_id, given, events))
+    logged = [msgspec.Raw(json_of(event)) for part in logs for event in part.events]
+    data: dict[str, Any] = {
+        **msgspec.structs.asdict(found),
+        "response": msgspec.Raw(body),
+        "input": msgspec.Raw(items) if given else None,
+        "events": logged if events else None,
+    }
+    if raw:
+        return Result(data, lambda: render_raw(body, items, logged, given=given, events=events))
+    return Result(data, lambda: list(render(found, body, items if given else None, logs, events)))
+
+
+async def fetch(
+    target: str | None, store: str | None, response_id: str, given: bool, events: bool
+) -> tuple[Entry, bytes, bytes, list[Events]]:
+    """A response as it is listed, its object, its input, and its events, as far as documents.
+
+    Raises:
+        VllmopsError: as `source` and its methods.
+    """
+    async with source(target, store) as responses:
+        found = await responses.get(response_id)
+        items = await responses.items(found) if given else b"[]"
+        logs = await responses.events(found) if events else []
+        return (
+            entry_of(found, whole=responses.whole),
+            json_of(document(found)),
+            json_of(items),
+            logs,
+        )
+
+
+def json_of(document: bytes) -> bytes:
+    """The JSON unchanged; null if it is invalid or nested too deeply."""
+    try:
+        shape.shallow(document)
+        msgspec.json.decode(document)
+    except (ValueError, RecursionError):
+        return b"null"
+    return document
+
+
+def render_raw(
+    body: bytes, items: bytes, logged: list[msgspec.Raw], *, given: bool, events: bool
+) -> list[RenderableType]:
+    """JSON, the object and its input over several lines, and a line for each event."""
+    documents = [body] if not given and not events else [items] if given else []
+    shown: list[RenderableType] = [
+        JsonText(msgspec.json.format(text, indent=2).decode()) for text in documents
+    ]
+    return shown + [JsonText(bytes(event).decode()) for event in logged]
+
+
+def render(
+    found: Entry, body: bytes, items: bytes | None, logs: list[Events], events: bool
+) -> Iterator[RenderableType]:
+    """Human-readable output."""
+    from rich.text import Text  # noqa: PLC0415
+
+    style = STYLES.get(state(found), "green")
+    yield Text.assemble((found.id, "bold"), "  ", (state(found), style))
+    facts = output.table("", "")
+    facts.show_header = False
+    for name, value in (
+        ("model", found.model),
+        ("damaged", found.damaged),
+        ("created", found.created_at and f"{when(found.created_at)}, {age(found.created_at)} ago"),
+        ("follows", found.previous_response_id),
+        ("run", "in the background" if found.background else "in the foreground"),
+        ("tokens", tokens(found) if found.input_tokens is not None else None),
+        ("size", size(found.bytes)),
+        ("API key", found.owner and f"{found.owner} (SHA-256)"),
+        ("error", found.error),
+    ):
+        if value:
+            facts.add_row(name, Text(value))
+    yield facts
+    if items is not None:
+        yield Text("\ninput", style="bold")
+        yield Folded(tuple(item_lines(lambda: shape.ITEMS.decode(items))))
+    yield Text("\noutput", style="bold")
+    yield Folded(
+        tuple(item_lines(lambda: shape.DOCUMENT.decode(body).output)) or (Line(2, "none", "dim"),)
+    )
+    if events:
+        yield Text("\nevents", style="bold")
+        if not logs:
+            yield Text(
+                "  no stored events: it was not a background stream, or it ended too long ago"
+            )
+        for part in logs:
+            for number, event in enumerate(part.events, part.first):
+                yield Verbatim(f"{number:>7}  {brief(event)}")
+        if found.status in {"queued", "in_progress"}:
+            yield Text("  the response is still running")
+
+
+def item_lines(items: Callable[[], list[shape.Item]]) -> Iterator[Line]:
+    """The lines of items, or why they cannot be read."""
+    try:
+        yield from lines_of(items())
+    except shape.BROKEN as error:
+        yield Line(2, f"damaged: {error}", "red")
+
+
+def lines_of(items: list[shape.Item]) -> Iterator[Line]:
+    """The role and text of items, as lines."""
+    for item in items:
+        kind = item.type or "message"
+        yield Line(2, " ".join(filter(None, (item.role, *label(kind, item)))), "cyan")
+        for text in texts(item):
+            for line in text.splitlines() or [""]:
+                yield Line(4, line)
+
+
+def label(kind: str, item: shape.Item) -> Iterator[str]:
+    """Type, name and call id of an item that is not a message."""
+    if kind != "message":
+        yield kind
+        yield from filter(None, (item.name, item.call_id))
+
+
+def texts(item: shape.Item) -> Iterator[str]:
+    """The texts in an item; other parts by their type."""
+    for value in (item.content, item.summary, item.output, item.arguments, item.input):
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, str):
+                yield part
+            elif isinstance(part, dict):
+                text = part.get("text", part.get("refusal"))
+                yield text if isinstance(text, str) else f"[{part.get('type', 'part')}]"
+
+
+def brief(event: bytes) -> str:
+    """An event as one line."""
+    try:
+        found: dict[str, Any] = msgspec.json.decode(event, type=dict[str, Any])
+    except shape.BROKEN as error:
+        return f"damaged: {error}"
+    delta = found.get("delta")
+    return f"{found.get('type')}" + (f"  {delta!r}" if isinstance(delta, str) else "")

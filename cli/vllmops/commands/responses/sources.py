@@ -1,0 +1,128 @@
+"""Where responses are read: a server or a store; all of them page by page."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from ...errors import Exit, VllmopsError
+from ...store.backend import CursorUnknown, Query, Response, StoreUnavailable
+
+if TYPE_CHECKING:
+    from ...store.source import Source
+
+T = TypeVar("T")
+PAGE = 100
+# Concurrent requests.
+AT_ONCE = 16
+# Retries while a store or server is unavailable, each after the delay that it names.
+TRIES = 5
+
+
+def source(target: str | None, store: str | None, *, create: bool = False) -> Source:
+    """The source of responses: a server, or a store opened directly.
+
+    Raises:
+        VllmopsError: ``usage``, or as `place` and `Storage` do.
+    """
+    if store is None:
+        from ...instances.place import place  # noqa: PLC0415
+        from ...vllm_api.responses import Http  # noqa: PLC0415 - brings httpx
+
+        return Http(place(target))
+    either(target)
+    from ...store.direct import Storage  # noqa: PLC0415
+
+    return Storage(store, create=create)
+
+
+def either(target: str | None) -> None:
+    """Refuse a target together with a store, unless the target is from the environment.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    if target and target != os.environ.get("VLLMOPS_TARGET"):
+        raise usage("--target and --store cannot be combined", "give one of them")
+
+
+async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
+    """All responses, page by page, even if some are deleted meanwhile.
+
+    Args:
+        source: where the responses are.
+        query: which responses; its ``limit`` is the page size.
+
+    Raises:
+        CursorUnknown: ``query.after`` names no response.
+        VllmopsError: ``responses.refused``, the list has no end.
+    """
+    trail = [query.after] if query.after else []
+    told: set[str] = set()
+    asked: set[str | None] = set()
+    while True:
+        at = msgspec.structs.replace(query, after=trail[-1] if trail else None)
+        try:
+            page = await retried(partial(source.page, at))
+        except CursorUnknown:
+            if not told:
+                raise
+            trail.pop()  # it was deleted; the response before it may still exist
+            continue
+        yield [
+            response for response in page.responses if not response.id or response.id not in told
+        ]
+        found = [response.id for response in page.responses if response.id]
+        new = set(found) - told
+        told |= new
+        trail += found
+        if not page.more or not found:
+            return
+        if not new and at.after in asked:
+            raise VllmopsError(
+                "responses.refused", f"{source.name} repeats the same page of its list endlessly"
+            )
+        asked.add(at.after)
+
+
+async def retried(call: Callable[[], Awaitable[T]]) -> T:
+    """Call again, a few times, while the store is unavailable.
+
+    Raises:
+        StoreUnavailable: it still is.
+    """
+    for _ in range(TRIES):
+        try:
+            return await call()
+        except StoreUnavailable as error:
+            await asyncio.sleep(error.retry_after_s)
+    return await call()
+
+
+async def concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
+    """Apply an action to all items, several at once.
+
+    Raises:
+        VllmopsError: of the first action that fails; no further ones start.
+    """
+    left = iter(items)
+
+    async def some() -> None:
+        for one in left:
+            await work(one)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(some())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def usage(message: str, hint: str) -> VllmopsError:
+    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
