@@ -30,7 +30,7 @@ def texts(node: ast.AST) -> Iterator[str]:
 
 def collections(tree: ast.Module) -> dict[str, ast.expr]:
     """A module's named sets of texts: what codes are compared with."""
-    found = {}
+    found: dict[str, ast.expr] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             value = node.value

@@ -28,6 +28,7 @@ from vllmops.home import make, own
 from vllmops.host import listeners, ports, shm
 from vllmops.host.processes import Process, Role
 from vllmops.instances import interpreter
+from vllmops.instances import place as places
 from vllmops.instances.record import Folder, Record, State, folders
 from vllmops.instances.servers import Server
 from vllmops.keys import admin_token
@@ -35,7 +36,7 @@ from vllmops.keys.ring import Ring
 from vllmops.memory import loads
 from vllmops.protocol import identity
 from vllmops.rpc import agent
-from vllmops.vllm_api import http, responses
+from vllmops.vllm_api import http
 from vllmops.vllm_api.admin import push
 
 NOBODY = 65534
@@ -453,7 +454,7 @@ def test_no_key_goes_to_the_process_of_another_user(
     server = Server(name="s", processes=(), host=host, port=port)
     error = refusal(lambda: loads.prepare("text", server, requests=1, inputs=1, seed=0))
     assert (error.code, "was not sent" in error.message) == ("load.not-authorised", True)
-    place = responses.place(url)
+    place = places.place(url)
     error = refusal(lambda: push(place, SECRET, Ring()))
     assert (error.code, error.exit_code) == ("admin.other-user", Exit.NOT_AUTHORISED)
     found = told(theirs)

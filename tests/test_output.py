@@ -196,12 +196,12 @@ def test_nothing_foreign_reaches_the_terminal_as_it_is(
     say(evil)
     with Progress(time.time()) as progress:
         progress.update(evil)
-    fail(VllmopsError(evil, evil, evil), as_json=False)
+    fail(VllmopsError("usage", evil, evil), as_json=False)
     captured = capsys.readouterr()
     assert not UNSAFE.search(captured.out + captured.err)
     assert "".join(captured.out.split()).count("[red]b[/]c") == 7
     monkeypatch.setattr(sys, "argv", ["vllmops", evil])
-    fail(VllmopsError(evil, evil, evil, data={evil: evil}), as_json=True)
+    fail(VllmopsError("usage", evil, evil, data={evil: evil}), as_json=True)
     answer = capsys.readouterr().out
     assert not UNSAFE.search(answer)
     found = json.loads(answer)

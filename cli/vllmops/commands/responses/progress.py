@@ -83,8 +83,9 @@ def failure_of(outcomes: list[Outcome], what: str) -> VllmopsError | None:
         message = f"{bad[0].id} was not {what}: {bad[0].told}"
     else:
         message = f"{len(bad):,} of {len(outcomes):,} were not {what}"
+    code = bad[0].code if len(codes) == 1 else ""
     return VllmopsError(
-        bad[0].code if len(codes) == 1 else "responses.some-failed",
+        code or "responses.some-failed",
         message,
         "vllmops responses list shows the stored responses",
         exit_code=Exit(bad[0].exit_code) if len(exits) == 1 else Exit.FAILED,
