@@ -111,10 +111,15 @@ def test(*, everything: bool) -> None:
     run("ruff", "check", ".")
     run("lint-imports")
     run("mypy")
-    # Fast tests wait about half of their time, for processes above all.
-    run("pytest", "-n", "4", "--dist", "worksteal", "--ignore", "tests/live")
-    # A live server keeps about one core busy. Tests of a file share servers.
-    run("pytest", "-n", "2", "--dist", "loadfile", "tests/live")
+    # Fast tests wait about half of their time, for processes above all. A live server keeps about
+    # one core busy, and tests of a file share servers.
+    for workers, way, which in (
+        ("4", "worksteal", ("--ignore", "tests/live")),
+        ("2", "loadfile", ("tests/live",)),
+    ):
+        if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
+            # Some tests still depend on a machine that does nothing else: what failed runs alone.
+            run("pytest", "--last-failed", *which)
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 
 

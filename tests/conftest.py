@@ -44,7 +44,7 @@ from .support.waiting import until
 for late in (
     *("rich.emoji", "rich.live", "rich.markdown", "rich.markup", "rich.panel", "rich.pretty"),
     *("rich.progress", "rich.table", "rich.traceback", "typer.rich_utils"),
-    *("vllmops.agent.patches.registry", "vllmops.commands.explain"),
+    *("vllmops.agent.patches.registry", "vllmops.commands.stacks.explanation"),
     *(f"vllmops.commands.{entry.module.partition(':')[0]}" for entry in app.COMMANDS.values()),
 ):
     import_module(late)

@@ -72,7 +72,7 @@ def test_every_command_keeps_the_envelope(
         vllmops(*words, "--json"),
     ]
     untargeted = {("ps",), ("serve",), ("patches", "show"), ("memory", "report")}
-    untargeted |= {("stacks", "explain")}
+    untargeted |= {("stacks", "explain"), ("help",)}
     needy = ("show", "cancel", "delete", "purge", "export", "import", "check-store")
     untargeted |= {("responses", each) for each in needy}
     if words not in untargeted and words[0] not in {"keygen", "keys"}:

@@ -21,14 +21,17 @@ OURS = re.compile(r"--force\b|--overwrite\b|\bresponses (purge|delete)\b")
 ALLOWED = {
     ("commands/bundle.py", "--force"): "an option's name",
     ("commands/bundle.py", "vllmops bundle --force, or"): "what it asks where nobody can be asked",
-    ("commands/transfer.py", "--force"): "an option's name",
-    ("commands/transfer.py", "--overwrite"): "an option's name",
     ("commands/keygen.py", "--force"): "an option's name",
-    ("commands/keys.py", "--force"): "an option's name",
+    ("commands/keys/export.py", "--force"): "an option's name",
+    ("commands/keys/promote.py", "--force"): "an option's name",
+    ("commands/keys/retire.py", "--force"): "an option's name",
+    ("commands/responses/export.py", "--force"): "an option's name",
+    ("commands/responses/import_.py", "--overwrite"): "an option's name",
+    ("commands/responses/delete.py", "``vllmops responses delete``"): "the module's title",
+    ("commands/responses/purge.py", "``vllmops responses purge``"): "the module's title",
+    ("commands/responses/__init__.py", "Example: vllmops responses "): "of the commands' own help",
     ("commands/stop.py", "--force"): "an option's name; it cuts requests off, and deletes nothing",
     ("stacks/pyspy.py", "{} -m pip install --force-reinstall py-spy"): "pip's own, of a program",
-    ("commands/removal.py", "``vllmops responses cancel``"): "the module's title",
-    ("commands/responses.py", "Example: vllmops responses "): "of the commands' own help",
     ("store/sql.py", ""): "statements of the store's own, which nobody is told to paste",
 }
 

@@ -152,7 +152,7 @@ def test_what_a_person_sees(lab: Any, folder: Path) -> None:
     told = " ".join(answer.out.split())
     assert "doctor: " in told
     assert "not captured: collect_env.txt: " in told
-    assert "Nothing is redacted: keys, tokens and prompts may be in it." in told
+    assert "Nothing is redacted: it may contain keys, tokens and prompts." in told
     assert "b.tar.gz: " in told
     assert "hf_PLANTED" in parts(folder / "b.tar.gz")["configuration.json"]
     again = lab.vllmops("bundle", "-o", "b.tar.gz", "--json")

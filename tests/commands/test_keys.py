@@ -123,12 +123,12 @@ def test_revoking_asks_and_says_what_breaks(vllmops: Any, path: Path) -> None:
     kid = vllmops("keys", "add", "--json").data["kid"]
     answer = vllmops("keys", "revoke", kid, "--json")
     assert (answer.code, answer.error["code"]) == (2, "unconfirmed")
-    assert "Every conversation" in answer.error["message"]
+    assert "Every client-held conversation" in answer.error["message"]
     assert answer.error["hint"] == f"vllmops keys revoke {kid} --yes"
     assert statuses(path) == ["primary"]
     answer = vllmops("keys", "revoke", kid, "--yes", "--json")
     assert statuses(path) == ["revoked", "primary"]
-    assert "Every conversation" in answer.data["breaks"]
+    assert "Every client-held conversation" in answer.data["breaks"]
     assert vllmops("keys", "revoke", "nobody", "--yes", "--json").error["code"] == "keys.unknown"
 
 

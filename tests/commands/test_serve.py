@@ -115,7 +115,7 @@ def test_where_responses_are_kept(lab: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--store", "nonsense"), "is no store"),
+        (("--store", "nonsense"), "is not a store URL"),
         (("--store-ttl", "soon"), "is not a duration"),
         (("--carrier-ttl", "soon"), "is not a duration"),
         (("--carrier-ttl", "40000d"), "up to 36500d"),

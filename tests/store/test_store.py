@@ -49,7 +49,7 @@ def test_a_response_takes_a_quarter_of_its_json() -> None:
 
 
 def test_what_was_packed_in_another_way_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not know"):
+    with pytest.raises(ValueError, match="unknown compression"):
         packing.inflate(b"\x07abc")
 
 
@@ -146,7 +146,7 @@ def test_a_class_that_is_none(named: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_store_for_nothing_is_refused() -> None:
-    with pytest.raises(VllmopsError, match="keeps none"):
+    with pytest.raises(VllmopsError, match="keep none"):
         opening.backend("memory://", Limits(max_size=0))
 
 

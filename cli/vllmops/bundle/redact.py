@@ -56,7 +56,7 @@ SECRET_VARIABLE = re.compile(
     r"|API_?KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|COOKIE|WEBHOOK|SIGNING",
     re.IGNORECASE,
 )
-NO_SECRET = re.compile(r"(?:PWD|OLDPWD|.*_(?:FILE|PATH|DIR))$", re.IGNORECASE)
+NO_SECRET = re.compile(r"(?:PWD|OLDPWD|.*_(?:FILE|PATH|DIR|PER_KEY))$", re.IGNORECASE)
 RANDOM = re.compile(r"(?=[^\s/:,;@]*\d)(?=[^\s/:,;@]*[A-Za-z])[A-Za-z0-9+=_\-~%]{20,}")
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.MULTILINE)
 # Options whose whole value is nobody else's business.
