@@ -92,9 +92,17 @@ def default_path() -> Path:
     return place() / "keyring.json"
 
 
+def is_default(path: Path) -> bool:
+    """Whether a keyring is the state directory's own; a user without one names another file."""
+    try:
+        return path == default_path()
+    except VllmopsError:
+        return False
+
+
 def guard(path: Path) -> None:
     """Check the state directory if the ring is there; raises ``home.unsafe`` (exit code 4)."""
-    if path == default_path():
+    if is_default(path):
         home()
 
 
@@ -195,7 +203,7 @@ def change(path: Path, act: Callable[[Ring], Ring], *, create: bool = False) -> 
             code 3), or ``keys.not-written``, which leaves the file as it was.
     """
     guard(path)
-    if create and path == default_path():
+    if create and is_default(path):
         with contextlib.suppress(OSError):
             make_missing(path.parent)
     path = Path(os.path.realpath(path))
