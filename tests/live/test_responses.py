@@ -467,7 +467,7 @@ def test_a_conversation_that_is_too_large_is_refused_before_it_is_answered(clien
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send only one of them"),
         ({"background": True}, "background", "previous_response"),
-        ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages", "carried"),
+        ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages", "a carrier"),
     ],
 )
 def test_what_can_not_go_with_a_carrier(
