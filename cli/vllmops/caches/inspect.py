@@ -7,15 +7,13 @@ from functools import partial
 
 from ..diagnose.caches import findings, undecided
 from ..errors import Exit, VllmopsError
-from ..host.processes import Process, Role
+from ..host.processes import ROLES, Process, Role
 from ..instances.servers import Server
 from ..protocol.caches import CacheSnapshot, ProcessCaches, Sample, Silent
 from ..rpc import agent
 
 SAMPLES = 3
 APART_S = 0.1
-# vLLM loads no plug-in into other processes; the launcher of several API servers has no caches.
-ROLES = (Role.API, Role.ENGINE, Role.WORKER)
 
 
 def take(agents: Agents, *, keys: bool = False) -> CacheSnapshot:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ..diagnose.caches import ahead
-from ..host.processes import Process
+from ..host.processes import ROLES, Process
 from ..instances.servers import Server
 from ..protocol.caches import CacheSnapshot, Silent
 from ..protocol.repairs import ProcessRepair, RepairRequest
@@ -46,7 +46,7 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
     repairs: list[ProcessRepair] = []
     for _ in range(1 if dry_run else ROUNDS):
         answers, silent = agent.side_by_side(
-            server.of(*caches.ROLES), lambda process: ask(process, RepairRequest(dry_run=dry_run))
+            server.of(*ROLES), lambda process: ask(process, RepairRequest(dry_run=dry_run))
         )
         repairs += answers
         if not any(answer.caches for answer in answers):

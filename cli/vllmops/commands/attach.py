@@ -12,8 +12,8 @@ import typer
 from .. import output
 from ..attach import attach
 from ..attach.attach import Attached, Plan
-from ..caches.inspect import ROLES
 from ..errors import Exit, VllmopsError
+from ..host.processes import ROLES
 from ..instances.servers import Server, resolve
 from ..output import Progress, Result, command
 from ..protocol.caches import Silent

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from ..diagnose import doctor as judge
-from ..diagnose.findings import Finding, Severity, worst
+from ..diagnose.findings import Finding, Severity
 from ..diagnose.stacks import StackFinding
 from ..errors import Exit, VllmopsError
 from ..host import namesake
@@ -31,7 +31,7 @@ from ..output import (
 )
 from ..protocol.metrics import Metrics
 from ..protocol.server import ServerSnapshot, Unseen
-from .findings import STYLES
+from .findings import STYLES, FailOn, exit_code
 from .options import Target, seconds
 from .stacks.explanation import steps
 
@@ -72,10 +72,7 @@ def doctor(
     ] = None,
     *,
     target: Target = None,
-    fail_on: Annotated[
-        Severity,
-        typer.Option(help="Exit with code 1 if a finding has this severity or a higher one."),
-    ] = Severity.ERROR,
+    fail_on: FailOn = Severity.ERROR,
     only: Codes = None,
     skip: Codes = None,
     list_: Annotated[
@@ -140,8 +137,6 @@ def doctor(
         snapshot = live(target, interval, canary=canary, quiet=json_)
     diagnosis = judge.examine(snapshot)
     found = [finding for finding in diagnosis.findings if finding.code in selected]
-    highest = worst(found)
-    failed = highest is not None and highest.rank >= fail_on.rank
     data = {
         "server": snapshot.server,
         "url": snapshot.url,
@@ -157,7 +152,7 @@ def doctor(
     return Result(
         data,
         lambda: list(screen(snapshot, found, skipped=len(selected) < len(every))),
-        Exit.FAILED if failed else Exit.OK,
+        exit_code(found, fail_on),
     )
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
-from ..caches.inspect import ROLES
-from ..host.processes import Role
+from ..host.processes import ROLES, Role
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, command, size, table, typer_app

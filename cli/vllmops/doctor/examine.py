@@ -15,14 +15,13 @@ import psutil
 from .. import __version__
 from ..caches import compare as compares
 from ..caches import inspect as caches
-from ..caches.inspect import ROLES
 from ..diagnose import compares as judge
 from ..diagnose import progress, stacks
 from ..errors import VllmopsError
 from ..home import home, user
 from ..host import proc, processes, shm
 from ..host.gpu import Gpus
-from ..host.processes import Process, Role
+from ..host.processes import ROLES, Process, Role
 from ..instances.servers import Server, roots
 from ..memory import record as memory
 from ..protocol import identity

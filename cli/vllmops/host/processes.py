@@ -29,6 +29,8 @@ class Role(StrEnum):
     OTHER = "other"
 
 
+# vLLM loads no plug-in into other processes; the launcher of several API servers has no caches.
+ROLES = (Role.API, Role.ENGINE, Role.WORKER)
 # When one of these dies the server is broken, whether or not the others notice.
 VITAL = {Role.LAUNCHER, Role.API, Role.ENGINE, Role.WORKER, Role.COORDINATOR}
 # Titles as vLLM sets them with setproctitle; on the kernel's side they are cut to 15 characters.

@@ -25,11 +25,12 @@ from ..home import home
 from ..host import ports
 from ..host.processes import alive
 from ..host.shape import Shape, listens, option, shape
+from ..protocol.socket import PATH_BYTES
 from ..store.opening import CLASS
 from ..store.settings import STORE
 from ..targets import NAME
 from . import logs
-from .record import UNIX_PATH_BYTES, Folder, Record, State, create_root, folders, named
+from .record import Folder, Record, State, create_root, folders, named
 from .servers import find
 
 FIRST_PORT, LAST_PORT = 8000, 8999
@@ -93,8 +94,8 @@ def check_socket(path: str) -> None:
     """Raises ``uds.unusable`` where no server could listen on a Unix socket of that path."""
     place = Path(path).absolute()
     problem = ""
-    if len(os.fsencode(path)) > UNIX_PATH_BYTES:
-        problem = f"it has more than {UNIX_PATH_BYTES} bytes"
+    if len(os.fsencode(path)) > PATH_BYTES:
+        problem = f"it has more than {PATH_BYTES} bytes"
     elif not place.parent.is_dir():
         problem = f"{place.parent} is not a directory"
     elif not os.access(place.parent, os.W_OK | os.X_OK):

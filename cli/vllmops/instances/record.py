@@ -21,11 +21,11 @@ from ..files import asked, open_plain, read_private, take, write_atomically
 from ..home import another, home, make, own, place
 from ..host.processes import Process
 from ..host.shape import unix_url
+from ..protocol.socket import PATH_BYTES
 from ..targets import NAME
 
 SCHEMA = 2
 RECORD_BYTES = 16 << 20  # a server has some thousand processes at most
-UNIX_PATH_BYTES = 107  # sun_path of unix(7), less its final NUL
 
 
 class State(StrEnum):
@@ -264,12 +264,11 @@ def named(name: str) -> Folder:
             exit_code=Exit.USAGE,
         )
     folder = Folder(name)
-    spare = UNIX_PATH_BYTES - len(os.fsencode(folder.control))
+    spare = PATH_BYTES - len(os.fsencode(folder.control))
     if spare < 0:
         raise VllmopsError(
             "home.path-too-long",
-            f"{folder.control} is {-spare} bytes too long for a Unix socket"
-            f" (at most {UNIX_PATH_BYTES})",
+            f"{folder.control} is {-spare} bytes too long for a Unix socket (at most {PATH_BYTES})",
             f"set VLLMOPS_HOME to a shorter path, such as {another('.vo')}",
         )
     return folder

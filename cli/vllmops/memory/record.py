@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import psutil
 
-from ..caches.inspect import ROLES
 from ..errors import Exit, VllmopsError
 from ..files import not_written, read_private, take
 from ..files import read as read_bounded
 from ..home import home, make, own
 from ..host.gpu import Gpus
-from ..host.processes import VITAL, Process
+from ..host.processes import ROLES, VITAL, Process
 from ..instances.record import Folder
 from ..instances.servers import Server
 from ..protocol import files

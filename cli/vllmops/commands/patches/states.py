@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...agent.patches.registry import PATCHES
-from ...caches.inspect import ROLES
 from ...errors import Exit, VllmopsError
+from ...host.processes import ROLES
 from ...instances.launch import check_installed
 from ...instances.servers import resolve
 from ...output import Progress, table
