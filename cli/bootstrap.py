@@ -115,7 +115,7 @@ def test(*, everything: bool) -> None:
     # one core busy, and tests of a file share servers.
     for workers, way, which in (
         ("4", "worksteal", ("--ignore", "tests/live")),
-        ("2", "loadfile", ("tests/live",)),
+        ("2", "loadgroup", ("tests/live",)),
     ):
         if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
             # Some tests still depend on a machine that does nothing else: what failed runs alone.

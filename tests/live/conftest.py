@@ -261,6 +261,14 @@ class Stock(Live):
         return next(row for row in rows if row["pid"] == int(self.name))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several test processes one runs a file, and one all tests of the server they share."""
+    for item in items:
+        shared = "vision_server" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("vision" if shared else item.path.stem))
+
+
 @pytest.fixture(scope="session")
 def cli() -> Iterator[Cli]:
     # Not pytest's own directory: its path is too long for a Unix socket.

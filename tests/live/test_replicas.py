@@ -36,6 +36,7 @@ from pydantic import BaseModel
 from vllmops.store.store import GONE
 
 from ..support.databases import Server, Servers, folder_for_servers, postgres_parts
+from ..support.extent import combinations
 from ..support.waiting import until
 from .clients import (
     CARRY,
@@ -430,9 +431,9 @@ def opened(text: str, key: dict[str, Any]) -> list[dict[str, Any]]:
     return history
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("first", ["v2", "signed-v1"])
+@pytest.mark.parametrize(
+    ("first", "way", "streamed"), combinations(("v2", "signed-v1"), WAYS, (False, True))
+)
 def test_each_turn_of_a_conversation_goes_to_another_server(
     away: Any, south: Live, keyring: Path, first: str, way: str, streamed: bool
 ) -> None:

@@ -27,6 +27,7 @@ import pytest
 from vllmops.keys import carrier, file
 from vllmops.keys.ring import Ring, Secret, only
 
+from ..support.extent import combinations
 from ..support.waiting import until
 from . import clients
 from .clients import (
@@ -178,6 +179,7 @@ def test_nobody_else_gets_at_a_response(client: Any, stranger: Any, base: str) -
     seen = [each["id"] for each in ask(base, "?limit=100", key="two").json()["data"]]
     assert not {made.id, run.id} & set(seen)
     assert client.responses.retrieve(run.id).status != "cancelled"
+    client.responses.cancel(run.id)
 
 
 def test_cancelling_tells_what_it_can_not_cancel(kept: Live, client: Any) -> None:
@@ -254,9 +256,11 @@ def test_a_number_to_resume_from_that_is_none(client: Any, base: str, after: str
 
 
 def test_what_was_no_background_stream_can_not_be_resumed(client: Any) -> None:
-    for made in (say(client), background(client), say(client, background=True)):
+    run = background(client)
+    for made in (say(client), run, say(client, background=True)):
         with pytest.raises(openai.BadRequestError):
             client.responses.retrieve(made.id, stream=True)
+    client.responses.cancel(run.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_unknown", stream=True)
 
@@ -326,8 +330,7 @@ def held(text: str) -> dict[str, Any]:
     return {"type": "reasoning", "id": "rs_held", "summary": [], "encrypted_content": text}
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "streamed"), combinations(WAYS, (False, True)))
 def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool) -> None:
     *_, answer = carried([client], way, streamed=streamed)
     with pytest.raises(openai.NotFoundError):

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, Final
 
 # Set by `bootstrap.py test --all`.
 EVERYTHING: Final = os.environ.get("VLLMOPS_TEST_ALL") == "1"
+
+
+def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All combinations, or half of them: of three axes any two values still meet."""
+    numbered = product(*(enumerate(axis) for axis in axes))
+    return [
+        tuple(value for _, value in each)
+        for each in numbered
+        if EVERYTHING or sum(number for number, _ in each) % 2 == 0
+    ]
