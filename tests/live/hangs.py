@@ -123,7 +123,6 @@ def register():
 ENVIRONMENT = {
     "VLLMOPS_NO_PATCH": "mm-lru-ghost-keys,mm-lru-stale-eviction",
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
-    "SPAWNED": "1",
 }
 # 1,280 tokens fit into the KV cache, which is less than the longest prompt's 2,048.
 ARGUMENTS = (
