@@ -51,16 +51,10 @@ ALLOWED = re.compile(
     r"|HSA|RAY|FLASHINFER|GLOO|UCX|TRANSFORMERS|TOKENIZERS|HF_HUB|PYTHON\w*|MALLOC|MIMALLOC)_\w+"
     r"|PYTHON[A-Z]+|PATH|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|CONDA_PREFIX|HF_HOME|LANG|LC_ALL|TZ"
 )
-SECRET_VARIABLE = re.compile(
-    r"(?:KEYS?|TOKENS?|PASS|PWD|AUTH|DSN|SALT|SIGNATURE|BEARER|PAT|JWT|SAS|CREDS?)$"
-    r"|API_?KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|COOKIE|WEBHOOK|SIGNING",
-    re.IGNORECASE,
-)
-NO_SECRET = re.compile(r"(?:PWD|OLDPWD|.*_(?:FILE|PATH|DIR|PER_KEY))$", re.IGNORECASE)
 RANDOM = re.compile(r"(?=[^\s/:,;@]*\d)(?=[^\s/:,;@]*[A-Za-z])[A-Za-z0-9+=_\-~%]{20,}")
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.MULTILINE)
-# Options whose whole value is nobody else's business.
-PRIVATE_OPTIONS = {"webhook", "exec"}
+# Options whose whole value is nobody else's business, though other names that end so say less.
+PRIVATE_OPTION = re.compile(r"--?(?:token|pass|(?:[\w-]+-)?exec)")
 LOGIN_OPTIONS = {"-u", "--user", "-U", "--proxy-user", "--auth", "--basic-auth"}
 
 # A name and what stands between it and its value, in code, JSON, headers, queries, tables.
@@ -376,17 +370,16 @@ class Redactor:
     def words(self, words: Sequence[str]) -> list[str]:
         """A command line without secrets."""
         found = []
-        secret, before = False, ""
+        option, before = "", ""
         for word in words:
             if word.startswith("-") and len(word) > 1:
                 option, sign, value = word.partition("=")
-                secret = secret_option(option)
-                if secret and sign:
+                if sign and hides(option, value):
                     self.counts["secret argument"] += 1
                     found.append(f"{option}={MARK}")
                 else:
                     found.append(option + self.text(sign + value) if sign else self.text(option))
-            elif secret or (before in LOGIN_OPTIONS and ":" in word):
+            elif hides(option, word) or (before in LOGIN_OPTIONS and ":" in word):
                 self.counts["secret argument"] += 1
                 found.append(MARK)
             else:
@@ -401,12 +394,12 @@ class Redactor:
     def assigned(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Variables that somebody has set, without secrets; others than those keep their values."""
         return {
-            name: MARK if value and secret_variable(name) else self.text(value)
+            name: MARK if value and hides(name, value) else self.text(value)
             for name, value in variables.items()
         }
 
     def variable(self, name: str, value: str) -> str:
-        allowed = ALLOWED.fullmatch(name) and not secret_variable(name)
+        allowed = ALLOWED.fullmatch(name) and not hides(name, value)
         shown = self.text(value) if allowed else MARK
         if shown and shown != MARK and RANDOM.search(shown.replace(MARK, "")):
             shown = MARK
@@ -573,8 +566,8 @@ def end_at(line: str, start: int, mark: str) -> int:
 
 
 def hides(name: str, value: Any) -> bool:
-    """Whether data below a name is secret."""
-    what = kind(name)
+    """Whether the value of an option, a variable or a field is secret."""
+    what = Kind.SECRET if PRIVATE_OPTION.fullmatch(name) else kind(name)
     if what is Kind.SECRET:
         return not (isinstance(value, str) and re.fullmatch(r"\d+(?:\.\w+){1,5}\S{0,20}", value))
     hashes = what is Kind.LIKELY
@@ -587,20 +580,18 @@ def hides(name: str, value: Any) -> bool:
 def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
     """What is known to be secret of an environment and a command line."""
     for name, value in environment.items():
-        if secret_variable(name):
+        if hides(name, value):
             yield value
         elif not ALLOWED.fullmatch(name):
             yield from RANDOM.findall(value)
         yield from values(value)
-    secret, before = "", ""
+    option, before = "", ""
     for word in words:
+        value = word
         if word.startswith("-"):
             option, _, value = word.partition("=")
-            secret = option if secret_option(option) else ""
-        else:
-            option, value = secret, word
         # A hook's command has words that stand everywhere.
-        if secret and value and not option.endswith("exec"):
+        if value and hides(option, value) and not option.endswith("exec"):
             yield value
         if before in LOGIN_OPTIONS and ":" in word:
             yield from (word, word.partition(":")[2])
@@ -625,13 +616,3 @@ def passwords(text: str) -> Iterator[str]:
         yield from {match[1], unquote(match[1])}
 
 
-def secret_variable(name: str) -> bool:
-    """Whether an environment variable is a secret, by its name."""
-    return bool(SECRET_VARIABLE.search(name)) and not NO_SECRET.match(name)
-
-
-def secret_option(option: str) -> bool:
-    """Whether an option's value is a secret, by its name."""
-    name = option.lstrip("-").rpartition(".")[2]
-    private = name.rpartition("-")[2] in PRIVATE_OPTIONS
-    return private or kind(name) is Kind.SECRET or name in {"token", "pass"}
