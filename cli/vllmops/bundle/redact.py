@@ -60,27 +60,35 @@ LOGIN_OPTIONS = {"-u", "--user", "-U", "--proxy-user", "--auth", "--basic-auth"}
 # A name and what stands between it and its value, in code, JSON, headers, queries, tables.
 NAMED = re.compile(
     r"(?<![\w.$-])(?P<name>[\w.$-]++)"
-    rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?:=>|:=|=(?!=)|:(?![:/]))\s{{0,4}}"
+    rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?:=>|:=|=(?!=)|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+)?"
     rf"|{QUOTE}\s?,\s?(?=[bru]?{QUOTE})|[ \t]{{1,40}}(?:[|\u2502\u2192]|->)[ \t]{{1,4}})(?=\S)"
 )
-BEFORE = re.compile(r"(?<![\w.-])([A-Za-z]{1,20})[ -]$")
+BEFORE = re.compile(r"(?<![\w.-])((?:[A-Za-z]{1,20}[ -]){1,2})$")
+BEFORE_LENGTH = 42
 OPTION = re.compile(
     r"(?<![\w-])(?:--?(?P<name>[A-Za-z][\w.-]*+)"
-    r"|(?:ENV|ARG|setenv|set -\w{1,3}) (?P<variable>\w++))"
-    r"[ \t]+(?=[^\s|&;>-])"
+    r"|(?:(?:ENV|ARG|setenv|set -\w{1,3}|con\w+ set) |&)(?P<variable>[\w.-]++))"
+    r"[ \t]+(?=[^\s|&;>\\-])"
 )
 HEADER = re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie)$")
 # In sentences: with password "…", API key … is not valid.
 SENTENCE = re.compile(
     r"(?<![\w.-])(?P<name>(?i:(?:(?:secret|access|api|private|auth(?:entication|orization)?|bearer"
     r"|admin|session|refresh|signing|license|account|hub|security|master|service|client|encryption"
-    r"|shared|user|db|database|root)[ _-]?){0,3}"
-    r"(?:key|token|secret|password|passwd|passphrase|passcode|pwd|credentials?)))"
-    r"(?:\s+(?i:is|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
-    r"|header)|\s\[[^\]\s]{0,20}\]|\s+for\s+[^\s:]{1,60}(?=[\s:])){0,3}"
-    rf"(?:\s*[:=]?\s+|\s*\()(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
+    r"|shared|user(?:name)?|db|database|root|aws)[ _/-]?){0,3}"
+    r"(?:keys?|tokens?|secrets?|passwords?|passwd|passphrase|passcode|pwd|credentials?|pin|otp"
+    r"|(?:access |secret )key id|community string|community)))"
+    r"(?:\s+(?i:is|are|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
+    r"|header|pair|(?:mismatch|rejected|refused|invalid|expired|wrong|incorrect|denied|revoked"
+    r"|unknown|not \w+)(?=[: (]))|\s\[(?:None|\*+\w*)\]|\s+for\s+[^\s:]{1,60}(?=[\s:])){0,3}"
+    rf"(?:\s*[:=]?\s+|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
-TUPLE = re.compile(r"\(\s?[bru]?[\"'][^\"']{0,100}[\"'],\s?[bru]?[\"']")
+# What follows a secret, and may be one more: a key in a list, a word behind an option.
+ANOTHER = re.compile(
+    r"(?:,? (?:and|or|but got|got|instead of|!=|/|vs\.?) |\s?,\s?)(?=\S)"
+)
+ANOTHER_WORD = re.compile(r"[ \t]+(?=[^\s|&;>\\-])")
+PART = re.compile(r"(?<=[\"'])[^\"'\s]++(?=[\"'])")
 SIGN = re.compile(r"^[\w-]+[=:]")
 REFUSED = re.compile(
     r"[\"'`)]?,? (?:which |that |it )?(?:is|was|has|isn't|wasn't|does|did)? ?"
@@ -110,10 +118,17 @@ PEM_BODY = re.compile(
     r"(?:[A-Za-z0-9+/=]{0,100}|(?:Proc-Type|DEK-Info|Comment|Version|Private-MAC)\b.*)[\s\"',\\]*"
 )
 PEM_LINES = 500
+BEGINS = (":", "|", ">", "-", "+", '"""', "'''", "[", "{", ",", '"', "'", "]")
 PARENT = re.compile(
-    r"(?P<indent>[\s-]*)[\"']?(?P<name>[\w.-]+)[\"']?\s*[:=]\s*"
-    r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|)\s*$"
+    r"(?P<indent>[\s-]*)(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*[:=]\s*(?:[!&][\w./-]+\s+)?"
+    r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|\{|)|\[(?P<section>[\w.-]+)\])\s*$"
 )
+FIELD = re.compile(r"\s*[\"']?[\w.-]+[\"']?\s*[:=]\s*(?P<value>[^\s{\[|>][^\n]*?),?\s*$")
+ANY_FIELD = re.compile(r"\s*[\"']?[\w.-]+[\"']?:\s+(?P<value>[^\s|>].*)$")
+COMMENT = re.compile(r"\s*(?:#|//)")
+# An option whose value is in the next line, as in a list or behind a backslash.
+LAST_OPTION = re.compile(r"(?:^|[\s\"'])(?P<name>--[\w.-]+)[\"']?,?\s*\\?$")
+ITEM = re.compile(r"\s*(?:- )?[\"']?(?P<value>[^\s\"'-][^\s\"']*)")
 KEY_BELOW = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*:(?:\s|$)")
 CHILD = re.compile(
     r"(?P<keep>\s+[\"']?[\w.-]+[\"']?:\s+)(?P<value>[\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$"
@@ -128,8 +143,10 @@ class Blocks:
         self.until: re.Pattern[str] | None = None
         self.indent = -1
         self.all = False
-        self.data = -1
+        self.data: int | None = None
+        self.child = CHILD
         self.pair = False
+        self.option = False
 
     def hidden(self, line: str) -> int | None:
         """From where a line is to be hidden, None where it is no part of a secret."""
@@ -144,9 +161,15 @@ class Blocks:
             if self.until.search(line):
                 self.until = None
             return 0
-        pair, self.pair = self.pair, False
-        if pair and (match := BELOW.match(line)):
-            return match.end()
+        if self.pair and not COMMENT.match(line):
+            self.pair = False
+            if match := BELOW.match(line):
+                return match.end()
+        if self.option:
+            match = ITEM.match(line)
+            self.option = bool(match) and not line.rstrip().endswith("\\")
+            if match:
+                return match.start("value")
         indent = len(line) - len(line.lstrip())
         if self.indent >= 0 and line.strip():
             if indent > self.indent or (indent == self.indent and line[indent:].startswith("- ")):
@@ -154,10 +177,12 @@ class Blocks:
                     return indent
             else:
                 self.indent = -1
-        if self.data >= 0 and line.strip():
+        if self.data is not None and line.strip():
             if indent <= self.data:
-                self.data = -1
-            elif match := CHILD.match(line):
+                self.data = None
+            elif (match := self.child.match(line)) and (
+                self.child is not FIELD or mixed(inside(line, match.start("value"), match.end()))
+            ):
                 return match.start("value")
         return None
 
@@ -168,25 +193,28 @@ class Blocks:
             if begin and not PEM_END.search(line, begin.end()) and "\\n" not in line:
                 self.pem = PEM_LINES
                 return
-        if (
-            not line.rstrip().endswith((":", "|", ">", "-", "+", '"""', "'''", "[", ",", '"', "'"))
-            and "ame" not in line
-        ):
+        if "-" in line and (option := LAST_OPTION.search(line)):
+            self.option = kind(option["name"]) is Kind.SECRET
+        if not line.rstrip().endswith(BEGINS) and "ame" not in line:
             return
         if match := PARENT.match(line):
-            name, style = match["name"], match["style"]
-            if kind(name) >= Kind.LIKELY:
-                if style in {'"""', "'''"}:
+            name, style = match["name"] or match["section"], match["style"]
+            if match["section"]:
+                self.data = None
+            if kind(name) >= Kind.LIKELY or name == "tokens":
+                if style == "{" or match["section"]:
+                    self.data, self.child = len(match["indent"]) - bool(match["section"]), FIELD
+                elif style in {'"""', "'''"}:
                     self.until = re.compile(style)
                 elif style == "[":
                     self.until = re.compile(r"^\s*\]")
                 else:
-                    self.indent, self.all = (
-                        len(match["indent"].replace("-", " ").rstrip("\t")),
-                        bool(style),
-                    )
+                    self.indent = len(match["indent"].replace("-", " ").rstrip("\t"))
+                    self.all = bool(style)
+                    self.data, self.child = len(match["indent"]), FIELD
             elif name in {"data", "stringData", "binaryData"} and not style:
                 self.data = len(match["indent"])
+                self.child = ANY_FIELD if name == "stringData" else CHILD
         elif (pair := PAIR.search(line)) and pair["below"] is not None:
             self.pair = kind(pair["name"]) >= Kind.LIKELY
 
@@ -424,17 +452,54 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
         start, name = match.end(), match["name"]
         if "," in match["sign"] and not pair_of(line, match.start(), start):
             continue
-        before = BEFORE.search(line, max(match.start() - 21, 0), match.start())
+        before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
         what = kind(name, before[1] if before else "")
         if what is Kind.NONE:
             continue
         if HEADER.search(name):
             yield start, header_end(line, match.start(), start)
         elif what is not Kind.SECRET:
-            if looks_secret(maybe(line, start), hashes=what is Kind.LIKELY):
-                yield start, value_end(line, start)
+            if maybe(line, start, hashes=what is Kind.LIKELY):
+                yield from several(line, start, value_end(line, start))
         elif not code(line, start) and not same(line, start, name):
-            yield start, secret_end(line, match)
+            yield from several(line, start, secret_end(line, match), option=name.startswith("-"))
+
+
+def several(
+    line: str, start: int, end: int, sign: re.Pattern[str] = ANOTHER, *, option: bool = False
+) -> Iterator[tuple[int, int]]:
+    """A value, and those that follow it and look like secrets, too.
+
+    Args:
+        line: what it is in.
+        start: where the value begins.
+        end: where it ends.
+        sign: what stands between two of them.
+        option: whether they are an option's: all up to the next option are.
+    """
+    yield start, end
+    quoted = bool(OPENING.match(line, start))
+    while match := sign.match(line, end):
+        start = match.end()
+        if bool(OPENING.match(line, start)) is not quoted:
+            return
+        end = value_end(line, start, " \t,;)]}\"'`" if sign is ANOTHER else " \t\"'`")
+        value = inside(line, start, min(end, len(line)))
+        if option and quoted:
+            if value.startswith("-"):
+                return
+        elif SIGN.search(value) or not mixed(value):
+            return
+        yield start, end
+
+
+def mixed(value: str) -> bool:
+    """Whether a word that stands where a secret may is none of a sentence, nor a model's name."""
+    return (
+        looks_secret(value, hashes=True)
+        and bool(re.search(r"\d", value))
+        and not re.fullmatch(r"[\w.-]+/[\w.-]+", value)
+    )
 
 
 def pair_of(line: str, name: int, value: int) -> bool:
@@ -467,17 +532,17 @@ def options(line: str) -> Iterator[tuple[int, int]]:
     for match in OPTION.finditer(line):
         what = kind(match["name"] or match["variable"])
         start = match.end()
-        if what is Kind.SECRET or (what and looks_secret(maybe(line, start), hashes=True)):
-            yield start, value_end(line, start, " \t\"'`")
+        if what is Kind.SECRET or (what and maybe(line, start, hashes=True)):
+            yield from several(line, start, value_end(line, start, " \t\"'`"), ANOTHER_WORD)
 
 
 def sentences(line: str) -> Iterator[tuple[int, int]]:
     """Values in sentences: ``with password "…"``, ``API key … is not valid``."""
     for match in SENTENCE.finditer(line):
-        *before, name = re.split(r"[ _-]", match["name"])
+        *before, name = re.split(r"[ _/-]", match["name"])
         if not before:
-            before = BEFORE.findall(line, max(match.start() - 21, 0), match.start())
-        what = kind(name, before[-1] if before else "")
+            before = BEFORE.findall(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
+        what = kind(name, " ".join(before))
         start = match.end() - len(match["quote"] or "")
         end = min(value_end(line, start), len(line))
         value = inside(line, start, end)
@@ -491,14 +556,15 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             goes &= not value.startswith("<")
         else:
             value = value.rstrip(".:!?")
-            mixed = re.search(r"\d", value) or (
+            odd = re.search(r"\d", value) or (
                 what is Kind.SECRET
                 and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
             )
             goes = looks_secret(value, hashes=what >= Kind.LIKELY) and not SIGN.search(value)
-            goes = goes and bool(mixed or refused) and not code(line, start)
+            goes = goes and bool(odd or refused) and not code(line, start)
+            goes |= what is Kind.SECRET and bool(re.fullmatch(r"\d{4,}", value))
         if goes:
-            yield start, end
+            yield from several(line, start, end)
 
 
 PLACES = (paired, assigned, tagged, options, sentences)
@@ -514,15 +580,17 @@ def same(line: str, start: int, name: str) -> bool:
     return bool(word) and bool(re.search(rf"(?:^|[._-]){word[0]}$", name)) if word else False
 
 
-def maybe(line: str, start: int) -> str:
-    """A value whose name says little, if it is none of code."""
-    if TUPLE.match(line, start):
-        return line[start : start + SEEN]  # auth=('user', 'password')
-    if line[start] in "({" or code(line, start):
-        return ""
+def maybe(line: str, start: int, *, hashes: bool) -> bool:
+    """Whether a value whose name says little may be a secret, or one of its parts in brackets."""
     part = line[start : start + SEEN]
-    end = min(value_end(part, 0), len(part))
-    return inside(part, 1 if part[0] == "[" else 0, end)
+    if code(line, start):
+        return False
+    if part[0] not in CLOSING:
+        return looks_secret(inside(part, 0, min(value_end(part, 0), len(part))), hashes=hashes)
+    part = part[: value_end(part, 0)]
+    # Without quotes it may be the signature of a function.
+    items = PART.findall(part if part[0] != "[" else re.sub(r"[\"'`\[\], ]+", '"', part))
+    return any(looks_secret(item, hashes=hashes) for item in items)
 
 
 def header_end(line: str, name: int, start: int) -> int:

@@ -44,7 +44,7 @@ CODE = re.compile(
     r"|[A-Za-z_]\w*\[[\w:\-]+\]"
     r"|lambda\b|(?:str|bytes|int|bool|float|string|object|SecretStr|Any)(?:[,)=\s|]|$)"
     r"|(?:Optional|Union|Annotated|list|dict|Literal)\[|<(?:class|function|bound|object)\b|typing\."
-    r"|\$\{[\w:.-]+\}|\$[A-Z_][A-Z0-9_]*(?![\w])|\{\{|%\(\w+\)s|%s|\{\w*\}"
+    r"|\$\{[\w:.-]+\}|\$[A-Z_][A-Z0-9_]*(?![\w])|\{\{|%\(\w+\)s|%s|\{[A-Za-z_]{0,40}\}"
 )
 # Of a model's tokens, and of hashes.
 ORDINARY = re.compile(
@@ -53,7 +53,8 @@ ORDINARY = re.compile(
     r"|(?:/|\./|~/|[a-z]+://).*|0x[0-9a-f]+"
 )
 SEVERAL_WORDS = re.compile(
-    r"[a-z]{1,20}(?:-[a-z]{1,20}){0,9}|[A-Za-z_]\w*(?:\.\w+){2,}|(?:\{[\w.\[\]!:]+\}\W*)+"
+    r"[A-Za-z][\w.-]*/[\w.-]+|cuda:\d+|[a-z_]+(?:\.[a-z_]\w*)+"  # models, devices, dtypes
+    r"|[a-z]{1,20}(?:-[a-z]{1,20}){0,9}|[A-Za-z_]\w*(?:\.\w+){2,}|(?:\{[\w.\[\]!:]+\}\W*)+"
 )
 HASH = re.compile(r"(?:\w{1,12}[-_:])?(?:[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})")
 # Letters and digits in one word as people don't write them.
@@ -62,6 +63,8 @@ HEXLIKE = re.compile(r"[0-9a-f-]+|[0-9A-F-]+")
 HEX_PART = re.compile(r"(?<![A-Za-z0-9])(?:[0-9a-f]{4,}|[0-9A-F]{4,})(?![A-Za-z0-9])")
 WORDS = re.compile(r"[^A-Za-z0-9]+")
 LEAST_RANDOM, LEAST_PIECE = 16, 10
+CAMEL = re.compile(r"[A-Z][a-z]{2,}")
+CLASS_NAME = 0.6  # of the name of a class, what such parts are at least
 CHANGES = 0.35  # of the places between two characters, those where their kind changes
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 QUOTES = {'"', "'"}
@@ -88,7 +91,9 @@ def random(run: str) -> bool:
 def mixed(run: str) -> bool:
     kinds = ["d" if c.isdigit() else "u" if c.isupper() else "l" for c in run]
     changes = sum(a != b for a, b in pairwise(kinds))
-    return len(set(kinds)) == len("dul") and changes >= CHANGES * len(run)
+    if len(set(kinds)) < len("dul") or changes < CHANGES * len(run):
+        return False
+    return kinds[0] != "u" or sum(map(len, CAMEL.findall(run))) < CLASS_NAME * len(run)
 
 
 # -- where it ends ---------------------------------------------------------------------------
