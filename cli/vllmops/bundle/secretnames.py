@@ -13,7 +13,7 @@ from enum import IntEnum
 STEMS = (
     *("key", "token", "secret", "pass", "pwd", "cred", "auth", "cookie", "bearer", "dsn", "sig"),
     *("pat", "jwt", "salt", "otp", "sas", "hook", "conn", "sess", "x-amz", "dockerc", "kubec"),
-    *("pin", "pw", "community", "otlp", "otel", "mfa"),
+    *("pin", "pw", "community", "otlp", "otel", "code", "psk", "phrase", "honeycomb", "input_v"),
 )
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
@@ -36,7 +36,7 @@ STRONG = words(
     "password passwords passwd passphrase passcode secret secrets credential credentials creds "
     "cred apikey apikeys bearer authorization htpasswd dockerconfigjson dockercfg kubeconfig "
     "authtoken "
-    "accesstoken accesskey secretkey privatekey webhook webhooks cookie cookies jwt pwd pw"
+    "accesstoken accesskey secretkey privatekey webhook webhooks cookie cookies jwt pwd pw psk"
 )
 ENDINGS = (
     *("password", "passwd", "passphrase", "secret", "apikey", "apitoken", "authtoken", "sessid"),
@@ -59,7 +59,8 @@ OTHER_KEYS = words(
     "label request "
     "routing item entry feature sorted composite compile graph shape bucket kernel custom head "
     "value num n k arrow down up enter page answer image audio video modality tuple string prefix "
-    "quant activation arg first last stats per hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree node"
+    "per hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree "
+    "node quant activation arg first last"
 )
 OTHER_KEY_WORDS = words(
     "monkey turkey hotkey donkey jockey hockey whiskey pubkey publickey cachekey sortkey hashkey"
@@ -67,11 +68,12 @@ OTHER_KEY_WORDS = words(
 # Before "token": those of models.
 OTHER_TOKENS = words(
     "eos bos pad unk mask sep cls stop special image img audio video vision think thinking start "
-    "end begin next last first new num max min total prompt input output generated sampled sample "
+    "end begin next last first num max min total prompt input output sampled sample "
     "draft target bonus accepted rejected placeholder tool call boi eoi eot eom eog chunk per fim "
     "prefix suffix middle text single cached reasoning completion speech decoder encoder padding "
-    "mm multimodal patch retrieved expected computed word newline separator unexpected every each one two any "
-    "same vocab added continuation sot transcribe timestamp nl channel role turn ubatch by"
+    "mm multimodal patch newline separator unexpected every each one two any "
+    "same vocab added continuation sot transcribe timestamp nl channel role turn ubatch by "
+    "retrieved computed word"
 )
 # Before "tokens": those that give rights.
 RIGHTS = words(
@@ -81,7 +83,8 @@ RIGHTS = words(
 # Before "key", those that do.
 RIGHTS_OF_KEYS = RIGHTS | words(
     "private signing encryption master shared storage sas license client hmac ssh rsa subscription "
-    "apikey openai anthropic deploy host function developer root user your my recovery"
+    "apikey openai anthropic deploy host function developer root user your my recovery "
+    "unseal serial"
 )
 # What names end with that are secrets, though their last word says nothing alone.
 PAIRS = frozenset(
@@ -89,6 +92,8 @@ PAIRS = frozenset(
         *(("connection", "string"), ("conn", "str"), ("community", "string"), ("webhook", "url")),
         *(("webhook", "uri"), ("hook", "url"), ("hook", "uri"), ("otlp", "headers")),
         *(("otel", "headers"), ("mfa", "code"), ("otp", "code"), ("auth", "code")),
+        *(("recovery", "code"), ("backup", "code"), ("seed", "phrase"), ("honeycomb", "team")),
+        *(("input", "value"),),  # what a validator was given, whatever its name
     }
 )
 OTHER_PINS = words("cpu core thread gpu gpio version memory mem process numa")
@@ -108,7 +113,9 @@ AFTER = words(
 def of_words(name: str, before: str) -> Kind:
     """What a name of at most a hundred characters says; ``before`` are the words before it."""
     found = [word.lower() for word in WORD.findall(name)]
-    earlier = before.lower().split()
+    earlier = before.lower().replace("-", " ").split()
+    if name.isdigit() and earlier:  # Unseal Key 1
+        found = [earlier.pop()]
     last = (earlier + found)[-2:]
     if tuple(last) in PAIRS or (last[-1:] == ["headers"] and {"otlp", "otel"} & set(found)):
         return Kind.SECRET
@@ -190,4 +197,4 @@ def kind(name: str, before: str = "") -> Kind:
     if not any(stem in f"{before} {name}".lower() for stem in STEMS):
         return Kind.NONE
     # Of options and properties in dots the last part counts, and others where it is a word alone.
-    return of_words(name, before if re.fullmatch(r"[A-Za-z]+", name) else "")
+    return of_words(name, before if re.fullmatch(r"[A-Za-z]+|\d", name) else "")

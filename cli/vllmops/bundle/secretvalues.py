@@ -27,13 +27,13 @@ COMMON = frozenset(
 # A quote, and what stands for one in JSON that is in JSON, in HTML and in URLs.
 QUOTE = r"(?:\\{0,15}[\"'`]|\\{1,15}u002[27]|&quot;|&#3[49];)"
 OPENING = re.compile(
-    r"[bruBRUfF]{0,2}(?P<slashes>\\{0,15})(?P<mark>[\"'`]|u002[27])|&quot;|&#3[49];"
+    r"[bruBRUfF]{0,2}(?P<slashes>\\{0,15})(?P<mark>\"\"\"|'''|[\"'`]|u002[27])|&quot;|&#3[49];"
 )
 NOTHING = re.compile(
     r"(?:None|none|null|nil|NULL|N/A|n/a|undefined"
     r"|not (?:set|configured|given|used|provided|required)"
     r"|[Tt]rue|[Ff]alse|TRUE|FALSE|yes|no|YES|NO|on|off|unset|missing|empty"
-    r"|\[\]|\{\}|\(\)|''|\"\"|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
+    r"|\[\]|\{\}|\(\)|''(?!')|\"\"(?!\")|\\$|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
     r"|[\"']?<?\[?(?:redacted|hidden|masked|REDACTED)\]?>?[\"']?"
     r"|\\{1,15}[\"']\\{1,15}[\"'])(?![\w.@!#$%^&*+~=/-])"
 )
