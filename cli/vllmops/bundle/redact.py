@@ -22,7 +22,17 @@ from .secretblocks import Blocks
 from .secretforms import FORMS, MARK
 from .secretnames import STEMS, Kind, kind
 from .secretplaces import PLACES
-from .secretvalues import LEAST, NOTHING, RUN, inside, looks_secret, random, written
+from .secretvalues import (
+    CLOSING,
+    LEAST,
+    NOTHING,
+    RUN,
+    any_of,
+    inside,
+    looks_secret,
+    random,
+    written,
+)
 
 __all__ = ["MARK", "Redactor", "secrets"]
 
@@ -59,8 +69,8 @@ class Redactor:
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self.counts: Counter[str] = Counter()
         forms = {form for secret in secrets for form in written(secret)}
-        every = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
-        self.known = re.compile(every) if every else None
+        self.known = re.compile(any_of(forms)) if forms else None
+        self.longest = max(map(len, forms), default=0)
 
     def text(self, text: str) -> str:
         """A text without secrets; prompts stay, see `log`."""
@@ -110,7 +120,9 @@ class Redactor:
                 yield line
             else:
                 self.counts["long line"] += 1
-                head = self.literal(line)[:LINE].rpartition(" ")[0]
+                # What begins before the cut and ends behind it is no known secret any more.
+                head = self.literal(line[: LINE + self.longest])
+                head = head[: min(LINE, len(head) - self.longest)].rpartition(" ")[0]
                 yield f"{head} {CUT}"
 
     def line(self, line: str, coded: int = CODED) -> str:
@@ -118,7 +130,7 @@ class Redactor:
         if len(line) < LEAST:
             return line
         low = line.lower()
-        for form in dict.fromkeys(form for has, form in HINTS if has in low):
+        for form in dict.fromkeys([form for has, form in HINTS if has in low]):
             line = self.counted(form.name, form.pattern, line)
         if any(stem in low for stem in STEMS):
             line = self.named(line)
@@ -307,15 +319,23 @@ def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[st
         before = word
 
 
-def values(text: str) -> Iterator[str]:
-    """What is secret in a text by the name before it, and the passwords in its URLs."""
+def values(text: str, depth: int = 2) -> Iterator[str]:
+    """What is secret in a text by the name before it, and the passwords in its URLs.
+
+    Args:
+        text: any.
+        depth: how often what is in the brackets of a secret is looked through, too.
+    """
     for line in text[:TEXT].splitlines():
         if "://" in line:
             yield from passwords(line)
         for places in PLACES:
             for start, end in places(line):
                 if not NOTHING.match(line, start):
-                    yield inside(line, start, min(end, len(line)))
+                    value = inside(line, start, min(end, len(line)))
+                    yield value
+                    if value[:1] in CLOSING and depth:
+                        yield from values(value, depth - 1)
 
 
 def passwords(text: str) -> Iterator[str]:

@@ -77,8 +77,11 @@ LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
 
 def assigned(line: str) -> Iterator[tuple[int, int]]:
     """Values behind a name and a sign: ``name=value``, ``"name": "value"``."""
+    past = 0  # what is in another value is not looked at again, and again
     for match in NAMED.finditer(line):
         start, name = match.end(), match["name"]
+        if start < past:
+            continue
         if match["pair"] and not pair_of(line, match.start(), start):
             continue
         before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
@@ -89,9 +92,11 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
             yield start, header_end(line, match.start(), start)
         elif what is not Kind.SECRET:
             if maybe(line, start, hashes=what is Kind.LIKELY):
-                yield from several(line, start, value_end(line, start))
+                past = value_end(line, start)
+                yield from several(line, start, past)
         elif not code(line, start) and not same(line, start, name):
-            yield from several(line, start, secret_end(line, match), option=name.startswith("-"))
+            past = secret_end(line, match)
+            yield from several(line, start, past, option=name.startswith("-"))
 
 
 def several(
