@@ -14,7 +14,7 @@ PEM_BODY = re.compile(
     r"(?:\([\w.-]+ pid=\d+\) ?)?[\s|>\"']*"
     r"(?:[A-Za-z0-9+/=]{0,100}|(?:Proc-Type|DEK-Info|Comment|Version|Private-MAC)\b.*)[\s\"',\\]*"
 )
-PEM_LINES = 500
+PEM_LINES, PAIR_LINES = 500, 3
 BEGINS = (":", "|", ">", "-", "+", "[", "{", ",", '"', "'", "]", "\\")
 PARENT = re.compile(
     r"(?P<indent>[\s-]*)(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*[:=]\s*(?:[!&][\w./-]+\s+)?"
@@ -42,7 +42,7 @@ class Blocks:
         self.indent: int | None = None  # of the name whose value is a block below it
         self.all = False  # of that block, also what looks like another name
         self.fields: tuple[int, re.Pattern[str]] | None = None  # indent above, and how they look
-        self.pair = False
+        self.pair = 0  # lines that may still hold the value of a name
         self.last: str | None = None  # what the line before ended with: an option, a field
 
     def hidden(self, line: str) -> int | None:
@@ -67,7 +67,7 @@ class Blocks:
     def below(self, line: str) -> int | None:
         """Where the value of a name in the line before begins."""
         if self.pair and not COMMENT.match(line):
-            self.pair = False
+            self.pair -= 1
             if match := BELOW.match(line):
                 return match.end()
         if self.last:
@@ -107,12 +107,12 @@ class Blocks:
         if not line.rstrip().endswith(BEGINS) and "ame" not in line and "--" not in line:
             return
         last = LAST_NAME.search(line)
-        if last and kind(last[last.lastgroup or 0]) is Kind.SECRET:
-            self.last = last.lastgroup
+        if last and (what := kind(last[last.lastgroup or 0])) >= Kind.LIKELY:
+            self.last = last.lastgroup if what is Kind.SECRET else "field"
         if match := PARENT.match(line):
             self.parent(match)
         elif (pair := PAIR.search(line)) and pair["below"] is not None:
-            self.pair = kind(pair["name"]) >= Kind.LIKELY
+            self.pair = PAIR_LINES if kind(pair["name"]) >= Kind.LIKELY else 0
 
     def parent(self, match: re.Match[str]) -> None:
         """Look whether what stands below a name is secret."""

@@ -26,6 +26,7 @@ NAMED = re.compile(
     r"(?<![\w.$-])(?P<name>[\w.$-]++)"
     rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?::\s?&?[A-Za-z][\w.\[\]| ]{{0,30}}=\s(?=[bru]?{QUOTE})"
     rf"|=>|:=|<-|=(?!=)|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+)?"
+    rf"|{QUOTE}\]?\)\s+or\s+(?=[bru]?{QUOTE})"
     rf"|{QUOTE}(?P<pair>\s?,\s?|\s(?:a\d+=)?)(?=[bru]?{QUOTE})"
     r"|[ \t]{1,40}(?:[|\u2502\u2192]|->)[ \t]{1,4}|\t+)(?=\S)"
 )
@@ -46,14 +47,15 @@ SENTENCE = re.compile(
     r"|cred(?:ential)?s?|pin|otp|access key id|community(?: string)?|(?:recovery|backup) code"
     r"|basic auth)))"
     r"(?:\s+(?i:(?:must|to|should) be [\w -]{1,30}, (?:but )?(?:got|not)|has the value"
+    r"|changed|do(?:es)? not match(?=:)"
     r"|is|are|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
     r"|header|pair|(?:mismatch|rejected|refused|invalid|expired|wrong|incorrect|denied|revoked"
     r"|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
-    r")|\s\[(?:None|\*+\w*)\]|\s+for\s+[^\s:]{1,60}(?=[\s:])){0,3}"
+    r")|\s\[(?:None|\*+\w*)\]|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
     rf"(?:\s*[:=]?\s+|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
 # What follows a secret, and may be one more: a key in a list, a word behind an option.
-ANOTHER = re.compile(r"(?:,? (?:and|or|but got|got|instead of|!=|/|vs\.?) |\s?,\s?)(?=\S)")
+ANOTHER = re.compile(r"(?:,? (?:and|or|to|but got|got|instead of|!=|->|/|vs\.?) |\s?,\s?)(?=\S)")
 ANOTHER_WORD = re.compile(r"[ \t]+(?=[^\s|&;>\\-])")
 PART = re.compile(r"(?<=[\"'])[^\"'\s]++(?=[\"'])")
 SIGN = re.compile(r"^[\w-]+[=:]")
@@ -63,8 +65,8 @@ REFUSED = re.compile(
     r"|allowed|authorized|match)|invalid|wrong|incorrect|expired|rejected|denied|revoked|unknown)"
 )
 PAIR = re.compile(
-    rf"(?i)\b(?:name|key){QUOTE}?\s{{0,4}}[:=]\s{{0,4}}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?\s{{0,4}},?\s{{0,4}}"
-    rf"(?:{QUOTE}?value{QUOTE}?\s{{0,4}}[:=]\s{{0,4}}(?=\S)|(?P<below>$))"
+    rf"(?i)(?:\b|parameter)(?:name|key){QUOTE}?\s{{0,4}}[:=]\s{{0,4}}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?\s{{0,4}},?\s{{0,4}}"
+    rf"(?:{QUOTE}?(?:parameter)?val(?:ue)?{QUOTE}?\s{{0,4}}[:=]\s{{0,4}}(?=\S)|(?P<below>$))"
 )
 TAG = re.compile(r"<(?P<name>[\w:.-]++)(?:\s[^<>]{0,200})?>(?=[^<\s])")
 BELOW = re.compile(rf"^\s*(?:- )?{QUOTE}?value{QUOTE}?\s*[:=]\s*(?=\S)", re.IGNORECASE)
@@ -147,7 +149,7 @@ def pair_of(line: str, name: int, value: int) -> bool:
 
 def paired(line: str) -> Iterator[tuple[int, int]]:
     """Values in ``name: NAME, value: …``."""
-    if "value" in line.lower():
+    if "val" in line.lower():
         for match in PAIR.finditer(line):
             if match["below"] is None and kind(match["name"]) >= Kind.LIKELY:
                 yield match.end(), value_end(line, match.end())
