@@ -179,6 +179,8 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
         if not before:
             before = BEFORE.findall(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
         what = kind(name, " ".join(before))
+        if what is Kind.NONE:
+            continue
         start = match.end() - len(match["quote"] or "")
         end = min(value_end(line, start), len(line))
         value = inside(line, start, end)
