@@ -21,6 +21,7 @@ from ..support.extent import EVERYTHING
 
 MOST_MIB = 150
 PART_MIB = 64 if EVERYTHING else 16  # some more than is kept
+PARTS = ["log.txt", "supervisor.txt"][: 2 if EVERYTHING else 1]
 # In a process of its own: a peak is a process's.
 MEASURED = """
 import re, sys
@@ -34,7 +35,7 @@ def mib(name):
 
 def make(folder):
     contents = collecting.Contents("demo", 1e9)
-    for name in ("log.txt", "supervisor.txt"):
+    for name in sys.argv[3:]:
         contents.pieces[name] = collecting.Piece(collecting.shortened(folder / "server.log"), 0.1)
     contents.known = [f"known-secret-number-{n}-of-them" for n in range(30)]
     print(bundle.write(contents, folder / "b.tar.gz")[1].parts, file=sys.stderr)
@@ -54,7 +55,7 @@ print(mib("VmHWM") - before)
 def peak(what: str, folder: Path) -> tuple[float, str]:
     """How many MiB more than at its start a process needs for it, and what it says."""
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED, what, str(folder)],
+        [sys.executable, "-c", MEASURED, what, str(folder), *PARTS],
         capture_output=True,
         text=True,
         check=True,

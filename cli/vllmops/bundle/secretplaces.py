@@ -133,7 +133,7 @@ def mixed(value: str) -> bool:
     """Whether a word that stands where a secret may is none of a sentence, nor a model's name."""
     return (
         looks_secret(value, hashes=True)
-        and bool(re.search(r"\d", value))
+        and bool(re.search(r"[\d!@#$%^&*~]", value))
         and not re.fullmatch(r"[\w.-]+/[\w.-]+", value)
     )
 

@@ -182,15 +182,22 @@ def bracket_end(text: str, start: int) -> int:
 # -- how it is written -----------------------------------------------------------------------
 
 
-def any_of(texts: Iterable[str]) -> str:
+def any_of(texts: Iterable[str], depth: int = 20) -> str:
     """A pattern for any of some texts, the longest first, that looks once at what they share.
 
     With hundreds of alternatives one after the other, a log takes ten times as long.
+
+    Args:
+        texts: any.
+        depth: how deep groups in groups may be, which the library for patterns bounds.
     """
-    texts = sorted(set(texts))
+    texts = sorted(set(texts), reverse=True)
+    if not depth:
+        return "|".join(map(re.escape, texts))  # in this order none comes before a longer one
     start = commonprefix(texts)  # noqa: RUF071 - of characters, not of directories
     rest = [text[len(start) :] for text in texts]
-    parts = [any_of(group) for _, group in groupby(filter(None, rest), key=itemgetter(0))]
+    groups = groupby(filter(None, rest), key=itemgetter(0))
+    parts = [any_of(group, depth - 1) for _, group in groups]
     if not parts:
         return re.escape(start)
     return f"{re.escape(start)}(?:{'|'.join(parts)}){'' if all(rest) else '?'}"
