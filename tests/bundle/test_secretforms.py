@@ -22,7 +22,7 @@ from . import carriers
 SEED = 20261122
 ALLOWED_DAMAGE = 2
 SECRETS = 150
-WAYS = [Redactor.text, Redactor.log, Redactor.tail]
+WAYS: list[Callable[[Redactor, str], str]] = [Redactor.text, Redactor.log, Redactor.tail]
 DRAWS = 27 if EVERYTHING else 9  # of each kind of value one at least
 TURNS = len(WAYS)  # in the short form each name meets each carrier in one of the ways
 
