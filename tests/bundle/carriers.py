@@ -112,6 +112,11 @@ NAMED: dict[str, Callable[[str, str], str]] = {
     "YAML": lambda n, v: f"a: 1\n{n}: {v}\nb: 2",
     "YAML, quoted": lambda n, v: f"a: 1\n  {n}: '{v}'\nb: 2",
     "YAML block": lambda n, v: f"a: 1\n{n}: |\n  {v}\nb: 2",
+    "YAML, commented": lambda n, v: f"- name: {n}\n  # a comment\n  value: {v}",
+    "YAML, of a vault": lambda n, v: f"{n}: !vault |\n  {v}\nb: 2",
+    "TOML, in one line": lambda n, v: f'[x]\n{n} = """{v}"""',
+    "next line": lambda n, v: f"args:\n- --{n}\n- {v!r}\n- --port",
+    "next line, shell": lambda n, v: f"vllm serve m --{n} \\\n  {shlex.quote(v)} \\\n  --port 1",
     "YAML list": lambda n, v: f"a: 1\n{n}:\n  - {v}\nb: 2",
     "TOML": lambda n, v: f'[x]\n{n} = "{v}"\ny = 1',
     "TOML, long": lambda n, v: f'[x]\n{n} = """\n{v}\n"""\ny = 1',
@@ -403,6 +408,40 @@ MINIO_ROOT_PASSWORD=¤
 ADMIN_TOKEN=¤
 vllm_api_key: ¤
 │ api_key │ ¤ │
+vllm serve m --api-key ¤ ¤-2 --port 8000
+['vllm', 'serve', 'm', '--api-key', '¤', '¤-2', '--port', '8000']
+non-default args: {'model_tag': 'm', 'api_key': ['¤', '¤-2'], 'port': 8000}
+Namespace(model='m', api_key=['¤', '¤-2'], port=8000)
+pin=¤
+pin=73519402
+community string ¤
+SNMP community string: "¤"
+("u", "¤") is the password
+invalid username-password pair: u/¤
+tokens = ("¤", "¤-2")
+api_keys: [¤, ¤-2]
+valid api keys: ¤, ¤-2
+Access Key ID: ¤
+<AccessKeyId>¤</AccessKeyId>
+"private_key_id": "¤"
+OTEL_EXPORTER_OTLP_HEADERS="x-team=¤"
+aws configure set aws_secret_access_key ¤
+login failed for bob:¤
+AuthError: credentials bob:¤ were refused
+token mismatch: ¤ != ¤-2
+API key created: ¤
+secret too short: '¤'
+TypeError: password must be str, not ¤
+HF_TOKEN is ¤
+password <- "¤"
+api_key: str = "¤"
+token: !!str ¤
+default: &hf_token ¤
+a1="--api-key" a2="¤"
+api_key [¤] rejected
+unseal key 1: ¤
+psk=¤
+WEBHOOK_URL=¤
 api_key     ¤
 """.strip("\n").splitlines()
 

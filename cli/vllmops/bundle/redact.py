@@ -18,21 +18,19 @@ from urllib.parse import unquote
 
 from . import said
 from .loglines import Lines
+from .secretblocks import Blocks
 from .secretforms import FORMS, MARK
 from .secretnames import STEMS, Kind, kind
+from .secretplaces import PLACES
 from .secretvalues import (
     CLOSING,
-    CODE,
     LEAST,
     NOTHING,
-    OPENING,
-    QUOTE,
-    QUOTES,
     RUN,
+    any_of,
     inside,
     looks_secret,
     random,
-    value_end,
     written,
 )
 
@@ -42,7 +40,6 @@ LINE = 32 << 10  # characters of a line; what is behind them is left out
 CUT = "[the rest of the line is left out]"
 CODED = 2  # how often what is coded in URLs or in base64 is decoded again
 TEXT = 1 << 20  # characters of a text that is looked through for values
-SEEN = 300  # characters of a value whose name says little
 
 HINTS = tuple((has, form) for form in FORMS for has in form.has)
 # Environment variables whose values tell how a server runs, and not with what rights.
@@ -51,150 +48,15 @@ ALLOWED = re.compile(
     r"|HSA|RAY|FLASHINFER|GLOO|UCX|TRANSFORMERS|TOKENIZERS|HF_HUB|PYTHON\w*|MALLOC|MIMALLOC)_\w+"
     r"|PYTHON[A-Z]+|PATH|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|CONDA_PREFIX|HF_HOME|LANG|LC_ALL|TZ"
 )
-SECRET_VARIABLE = re.compile(
-    r"(?:KEYS?|TOKENS?|PASS|PWD|AUTH|DSN|SALT|SIGNATURE|BEARER|PAT|JWT|SAS|CREDS?)$"
-    r"|API_?KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|COOKIE|WEBHOOK|SIGNING",
-    re.IGNORECASE,
-)
-NO_SECRET = re.compile(r"(?:PWD|OLDPWD|.*_(?:FILE|PATH|DIR|PER_KEY))$", re.IGNORECASE)
 RANDOM = re.compile(r"(?=[^\s/:,;@]*\d)(?=[^\s/:,;@]*[A-Za-z])[A-Za-z0-9+=_\-~%]{20,}")
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.MULTILINE)
-# Options whose whole value is nobody else's business.
-PRIVATE_OPTIONS = {"webhook", "exec"}
+# Options whose whole value is nobody else's business, though other names that end so say less.
+PRIVATE_OPTION = re.compile(r"--?(?:token|pass|(?:[\w-]+-)?exec)")
 LOGIN_OPTIONS = {"-u", "--user", "-U", "--proxy-user", "--auth", "--basic-auth"}
 
-# A name and what stands between it and its value, in code, JSON, headers, queries, tables.
-NAMED = re.compile(
-    r"(?<![\w.$-])(?P<name>[\w.$-]++)"
-    rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?:=>|:=|=(?!=)|:(?![:/]))\s{{0,4}}"
-    rf"|{QUOTE}\s?,\s?(?=[bru]?{QUOTE})|[ \t]{{1,40}}(?:[|\u2502\u2192]|->)[ \t]{{1,4}})(?=\S)"
-)
-BEFORE = re.compile(r"(?<![\w.-])([A-Za-z]{1,20})[ -]$")
-OPTION = re.compile(
-    r"(?<![\w-])(?:--?(?P<name>[A-Za-z][\w.-]*+)"
-    r"|(?:ENV|ARG|setenv|set -\w{1,3}) (?P<variable>\w++))"
-    r"[ \t]+(?=[^\s|&;>-])"
-)
-HEADER = re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie)$")
-# In sentences: with password "…", API key … is not valid.
-SENTENCE = re.compile(
-    r"(?<![\w.-])(?P<name>(?i:(?:(?:secret|access|api|private|auth(?:entication|orization)?|bearer"
-    r"|admin|session|refresh|signing|license|account|hub|security|master|service|client|encryption"
-    r"|shared|user|db|database|root)[ _-]?){0,3}"
-    r"(?:key|token|secret|password|passwd|passphrase|passcode|pwd|credentials?)))"
-    r"(?:\s+(?i:is|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
-    r"|header)|\s\[[^\]\s]{0,20}\]|\s+for\s+[^\s:]{1,60}(?=[\s:])){0,3}"
-    rf"(?:\s*[:=]?\s+|\s*\()(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
-)
-TUPLE = re.compile(r"\(\s?[bru]?[\"'][^\"']{0,100}[\"'],\s?[bru]?[\"']")
-SIGN = re.compile(r"^[\w-]+[=:]")
-REFUSED = re.compile(
-    r"[\"'`)]?,? (?:which |that |it )?(?:is|was|has|isn't|wasn't|does|did)? ?"
-    r"(?:not (?:a )?(?:valid|correct|accepted|known|found"
-    r"|allowed|authorized|match)|invalid|wrong|incorrect|expired|rejected|denied|revoked|unknown)"
-)
-PAIR = re.compile(
-    rf"(?i)\b(?:name|key){QUOTE}?\s{{0,4}}[:=]\s{{0,4}}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?\s{{0,4}},?\s{{0,4}}"
-    rf"(?:{QUOTE}?value{QUOTE}?\s{{0,4}}[:=]\s{{0,4}}(?=\S)|(?P<below>$))"
-)
-TAG = re.compile(r"<(?P<name>[\w:.-]++)(?:\s[^<>]{0,200})?>(?=[^<\s])")
-BELOW = re.compile(rf"^\s*(?:- )?{QUOTE}?value{QUOTE}?\s*[:=]\s*(?=\S)", re.IGNORECASE)
-# A word as people write it unquoted; what may end it is part of it, where nothing follows.
-BARE = re.compile(
-    r"(?:[^\s\"'<>`&,;\\]|,(?!\s|$)|&(?![\w.-]+=|$)|;(?!\s|$|[\w ]{1,40}=)|\\(?![\"'nrt\\]))+"
-)
-LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
 CODED_RUN = re.compile(r"[A-Za-z0-9+/_-]{16,}+={0,2}")
 PERCENT = re.compile(r"[^\s\"'<>]++")
 ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
-
-# What goes on over several lines.
-PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|^Private-Lines: \d+\s*$")
-PEM_END = re.compile(r"-----END [A-Z0-9 ]{0,40}KEY")
-PEM_BODY = re.compile(
-    r"(?:\([\w.-]+ pid=\d+\) ?)?[\s|>\"']*"
-    r"(?:[A-Za-z0-9+/=]{0,100}|(?:Proc-Type|DEK-Info|Comment|Version|Private-MAC)\b.*)[\s\"',\\]*"
-)
-PEM_LINES = 500
-PARENT = re.compile(
-    r"(?P<indent>[\s-]*)[\"']?(?P<name>[\w.-]+)[\"']?\s*[:=]\s*"
-    r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|)\s*$"
-)
-KEY_BELOW = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*:(?:\s|$)")
-CHILD = re.compile(
-    r"(?P<keep>\s+[\"']?[\w.-]+[\"']?:\s+)(?P<value>[\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$"
-)
-
-
-class Blocks:
-    """Tells which lines are part of a secret that began in an earlier one."""
-
-    def __init__(self) -> None:
-        self.pem = 0  # lines that may still belong to a key
-        self.until: re.Pattern[str] | None = None
-        self.indent = -1
-        self.all = False
-        self.data = -1
-        self.pair = False
-
-    def hidden(self, line: str) -> int | None:
-        """From where a line is to be hidden, None where it is no part of a secret."""
-        if self.pem:
-            self.pem -= 1
-            ends = bool(PEM_END.search(line))
-            if ends or PEM_BODY.fullmatch(line):
-                self.pem = 0 if ends else self.pem
-                return 0
-            self.pem = 0
-        if self.until:
-            if self.until.search(line):
-                self.until = None
-            return 0
-        pair, self.pair = self.pair, False
-        if pair and (match := BELOW.match(line)):
-            return match.end()
-        indent = len(line) - len(line.lstrip())
-        if self.indent >= 0 and line.strip():
-            if indent > self.indent or (indent == self.indent and line[indent:].startswith("- ")):
-                if self.all or not KEY_BELOW.match(line):
-                    return indent
-            else:
-                self.indent = -1
-        if self.data >= 0 and line.strip():
-            if indent <= self.data:
-                self.data = -1
-            elif match := CHILD.match(line):
-                return match.start("value")
-        return None
-
-    def begin(self, line: str) -> None:
-        """Look whether something begins in a line that goes on in the next."""
-        if "PRIVATE KEY" in line or line.startswith("Private-Lines"):
-            begin = PEM.search(line)
-            if begin and not PEM_END.search(line, begin.end()) and "\\n" not in line:
-                self.pem = PEM_LINES
-                return
-        if (
-            not line.rstrip().endswith((":", "|", ">", "-", "+", '"""', "'''", "[", ",", '"', "'"))
-            and "ame" not in line
-        ):
-            return
-        if match := PARENT.match(line):
-            name, style = match["name"], match["style"]
-            if kind(name) >= Kind.LIKELY:
-                if style in {'"""', "'''"}:
-                    self.until = re.compile(style)
-                elif style == "[":
-                    self.until = re.compile(r"^\s*\]")
-                else:
-                    self.indent, self.all = (
-                        len(match["indent"].replace("-", " ").rstrip("\t")),
-                        bool(style),
-                    )
-            elif name in {"data", "stringData", "binaryData"} and not style:
-                self.data = len(match["indent"])
-        elif (pair := PAIR.search(line)) and pair["below"] is not None:
-            self.pair = kind(pair["name"]) >= Kind.LIKELY
 
 
 class Redactor:
@@ -207,8 +69,8 @@ class Redactor:
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self.counts: Counter[str] = Counter()
         forms = {form for secret in secrets for form in written(secret)}
-        every = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
-        self.known = re.compile(every) if every else None
+        self.known = re.compile(any_of(forms)) if forms else None
+        self.longest = max(map(len, forms), default=0)
 
     def text(self, text: str) -> str:
         """A text without secrets; prompts stay, see `log`."""
@@ -258,7 +120,9 @@ class Redactor:
                 yield line
             else:
                 self.counts["long line"] += 1
-                head = self.literal(line)[:LINE].rpartition(" ")[0]
+                # What begins before the cut and ends behind it is no known secret any more.
+                head = self.literal(line[: LINE + self.longest])
+                head = head[: min(LINE, len(head) - self.longest)].rpartition(" ")[0]
                 yield f"{head} {CUT}"
 
     def line(self, line: str, coded: int = CODED) -> str:
@@ -266,7 +130,7 @@ class Redactor:
         if len(line) < LEAST:
             return line
         low = line.lower()
-        for form in dict.fromkeys(form for has, form in HINTS if has in low):
+        for form in dict.fromkeys([form for has, form in HINTS if has in low]):
             line = self.counted(form.name, form.pattern, line)
         if any(stem in low for stem in STEMS):
             line = self.named(line)
@@ -376,17 +240,16 @@ class Redactor:
     def words(self, words: Sequence[str]) -> list[str]:
         """A command line without secrets."""
         found = []
-        secret, before = False, ""
+        option, before = "", ""
         for word in words:
             if word.startswith("-") and len(word) > 1:
                 option, sign, value = word.partition("=")
-                secret = secret_option(option)
-                if secret and sign:
+                if sign and hides(option, value):
                     self.counts["secret argument"] += 1
                     found.append(f"{option}={MARK}")
                 else:
                     found.append(option + self.text(sign + value) if sign else self.text(option))
-            elif secret or (before in LOGIN_OPTIONS and ":" in word):
+            elif hides(option, word) or (before in LOGIN_OPTIONS and ":" in word):
                 self.counts["secret argument"] += 1
                 found.append(MARK)
             else:
@@ -401,12 +264,12 @@ class Redactor:
     def assigned(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Variables that somebody has set, without secrets; others than those keep their values."""
         return {
-            name: MARK if value and secret_variable(name) else self.text(value)
+            name: MARK if value and hides(name, value) else self.text(value)
             for name, value in variables.items()
         }
 
     def variable(self, name: str, value: str) -> str:
-        allowed = ALLOWED.fullmatch(name) and not secret_variable(name)
+        allowed = ALLOWED.fullmatch(name) and not hides(name, value)
         shown = self.text(value) if allowed else MARK
         if shown and shown != MARK and RANDOM.search(shown.replace(MARK, "")):
             shown = MARK
@@ -422,159 +285,9 @@ class Redactor:
         return self.text(text)
 
 
-# -- where the values of names stand in a line: from, and to -------------------------------------
-
-
-def assigned(line: str) -> Iterator[tuple[int, int]]:
-    """Values behind a name and a sign: ``name=value``, ``"name": "value"``."""
-    for match in NAMED.finditer(line):
-        start, name = match.end(), match["name"]
-        if "," in match["sign"] and not pair_of(line, match.start(), start):
-            continue
-        before = BEFORE.search(line, max(match.start() - 21, 0), match.start())
-        what = kind(name, before[1] if before else "")
-        if what is Kind.NONE:
-            continue
-        if HEADER.search(name):
-            yield start, header_end(line, match.start(), start)
-        elif what is not Kind.SECRET:
-            if looks_secret(maybe(line, start), hashes=what is Kind.LIKELY):
-                yield start, value_end(line, start)
-        elif not code(line, start) and not same(line, start, name):
-            yield start, secret_end(line, match)
-
-
-def pair_of(line: str, name: int, value: int) -> bool:
-    """Whether two texts with a comma between them are a name and its value.
-
-    They are not where the first is the end of a path, or the second a name itself.
-    """
-    quoted = line[name - 1 : name] in {*QUOTES, "`"} if name else False
-    return quoted and not re.match(r"\s?[:=]", line[value_end(line, value) :][:2])
-
-
-def paired(line: str) -> Iterator[tuple[int, int]]:
-    """Values in ``name: NAME, value: …``."""
-    if "value" in line.lower():
-        for match in PAIR.finditer(line):
-            if match["below"] is None and kind(match["name"]) >= Kind.LIKELY:
-                yield match.end(), value_end(line, match.end())
-
-
-def tagged(line: str) -> Iterator[tuple[int, int]]:
-    """Values in XML: ``<name>value</name>``."""
-    if "</" in line:
-        for match in TAG.finditer(line):
-            if kind(match["name"]) >= Kind.LIKELY:
-                yield match.end(), end_at(line, match.end(), "<")
-
-
-def options(line: str) -> Iterator[tuple[int, int]]:
-    """Values behind options: ``--name value``, ``ENV NAME value``."""
-    for match in OPTION.finditer(line):
-        what = kind(match["name"] or match["variable"])
-        start = match.end()
-        if what is Kind.SECRET or (what and looks_secret(maybe(line, start), hashes=True)):
-            yield start, value_end(line, start, " \t\"'`")
-
-
-def sentences(line: str) -> Iterator[tuple[int, int]]:
-    """Values in sentences: ``with password "…"``, ``API key … is not valid``."""
-    for match in SENTENCE.finditer(line):
-        *before, name = re.split(r"[ _-]", match["name"])
-        if not before:
-            before = BEFORE.findall(line, max(match.start() - 21, 0), match.start())
-        what = kind(name, before[-1] if before else "")
-        start = match.end() - len(match["quote"] or "")
-        end = min(value_end(line, start), len(line))
-        value = inside(line, start, end)
-        refused = REFUSED.match(line, end)
-        if match["quote"]:
-            goes = (
-                bool(value)
-                if what is Kind.SECRET
-                else looks_secret(value, hashes=what is Kind.LIKELY)
-            )
-            goes &= not value.startswith("<")
-        else:
-            value = value.rstrip(".:!?")
-            mixed = re.search(r"\d", value) or (
-                what is Kind.SECRET
-                and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
-            )
-            goes = looks_secret(value, hashes=what >= Kind.LIKELY) and not SIGN.search(value)
-            goes = goes and bool(mixed or refused) and not code(line, start)
-        if goes:
-            yield start, end
-
-
-PLACES = (paired, assigned, tagged, options, sentences)
-
-
-def code(line: str, start: int) -> bool:
-    return bool(CODE.match(line, start))
-
-
-def same(line: str, start: int, name: str) -> bool:
-    """Whether the value is a variable of the same name: ``password=password``."""
-    word = re.match(r"\w+(?=[,)\s]|$)", line[start : start + len(name) + 2])
-    return bool(word) and bool(re.search(rf"(?:^|[._-]){word[0]}$", name)) if word else False
-
-
-def maybe(line: str, start: int) -> str:
-    """A value whose name says little, if it is none of code."""
-    if TUPLE.match(line, start):
-        return line[start : start + SEEN]  # auth=('user', 'password')
-    if line[start] in "({" or code(line, start):
-        return ""
-    part = line[start : start + SEEN]
-    end = min(value_end(part, 0), len(part))
-    return inside(part, 1 if part[0] == "[" else 0, end)
-
-
-def header_end(line: str, name: int, start: int) -> int:
-    """The end of a header's value: of the quotes that it is in, or of the line."""
-    if OPENING.match(line, start):
-        return value_end(line, start)
-    around = line[name - 1 : name] if name else ""
-    end = line.find(around, start) if around in {"'", '"'} and around else -1
-    return len(line) if end < 0 else end
-
-
-def secret_end(line: str, match: re.Match[str]) -> int:
-    """The end of a value that is secret for certain."""
-    start = match.end()
-    first = line[start]
-    call = re.compile(r"[A-Za-z_]\w*\(").match(line, start)
-    if OPENING.match(line, start) or first in CLOSING or call:
-        return value_end(line, start)
-    name, sign = match["name"], match["sign"].strip()
-    if LINE_START.fullmatch(line, 0, match.start()) and (
-        sign.endswith(":") or (sign == "=" and match["sign"] != "=")
-    ):
-        # YAML's, INI's: all of the line, a comment excepted.
-        end = line.find(" #", start)
-        end = len(line) if end < 0 else end
-        return start + len(line[start:end].rstrip(" \t\r,"))
-    if name.isupper() and sign == "=":
-        around = line[match.start() - 1 : match.start()]
-        stops = around if around in {'"', "'"} and around else " \t"
-        return value_end(line, start, stops) if stops in " \t" else end_at(line, start, stops)
-    bare = BARE.match(line, start)
-    end = bare.end() if bare else start
-    while end > start + 1 and line[end - 1] in ")]}":
-        end -= 1
-    return end
-
-
-def end_at(line: str, start: int, mark: str) -> int:
-    end = line.find(mark, start)
-    return len(line) if end < 0 else end
-
-
 def hides(name: str, value: Any) -> bool:
-    """Whether data below a name is secret."""
-    what = kind(name)
+    """Whether the value of an option, a variable or a field is secret."""
+    what = Kind.SECRET if PRIVATE_OPTION.fullmatch(name) else kind(name)
     if what is Kind.SECRET:
         return not (isinstance(value, str) and re.fullmatch(r"\d+(?:\.\w+){1,5}\S{0,20}", value))
     hashes = what is Kind.LIKELY
@@ -587,20 +300,18 @@ def hides(name: str, value: Any) -> bool:
 def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
     """What is known to be secret of an environment and a command line."""
     for name, value in environment.items():
-        if secret_variable(name):
+        if hides(name, value):
             yield value
         elif not ALLOWED.fullmatch(name):
             yield from RANDOM.findall(value)
         yield from values(value)
-    secret, before = "", ""
+    option, before = "", ""
     for word in words:
+        value = word
         if word.startswith("-"):
             option, _, value = word.partition("=")
-            secret = option if secret_option(option) else ""
-        else:
-            option, value = secret, word
         # A hook's command has words that stand everywhere.
-        if secret and value and not option.endswith("exec"):
+        if value and hides(option, value) and not option.endswith("exec"):
             yield value
         if before in LOGIN_OPTIONS and ":" in word:
             yield from (word, word.partition(":")[2])
@@ -608,30 +319,26 @@ def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[st
         before = word
 
 
-def values(text: str) -> Iterator[str]:
-    """What is secret in a text by the name before it, and the passwords in its URLs."""
+def values(text: str, depth: int = 2) -> Iterator[str]:
+    """What is secret in a text by the name before it, and the passwords in its URLs.
+
+    Args:
+        text: any.
+        depth: how often what is in the brackets of a secret is looked through, too.
+    """
     for line in text[:TEXT].splitlines():
         if "://" in line:
             yield from passwords(line)
         for places in PLACES:
             for start, end in places(line):
                 if not NOTHING.match(line, start):
-                    yield inside(line, start, min(end, len(line)))
+                    value = inside(line, start, min(end, len(line)))
+                    yield value
+                    if value[:1] in CLOSING and depth:
+                        yield from values(value, depth - 1)
 
 
 def passwords(text: str) -> Iterator[str]:
     """The passwords in a text's URLs."""
     for match in re.finditer(r"://[^\s/@:]*:(?!\d{1,5}(?:[/?#]|$))([^\s'\"<>]*)@", text):
         yield from {match[1], unquote(match[1])}
-
-
-def secret_variable(name: str) -> bool:
-    """Whether an environment variable is a secret, by its name."""
-    return bool(SECRET_VARIABLE.search(name)) and not NO_SECRET.match(name)
-
-
-def secret_option(option: str) -> bool:
-    """Whether an option's value is a secret, by its name."""
-    name = option.lstrip("-").rpartition(".")[2]
-    private = name.rpartition("-")[2] in PRIVATE_OPTIONS
-    return private or kind(name) is Kind.SECRET or name in {"token", "pass"}

@@ -13,6 +13,7 @@ from enum import IntEnum
 STEMS = (
     *("key", "token", "secret", "pass", "pwd", "cred", "auth", "cookie", "bearer", "dsn", "sig"),
     *("pat", "jwt", "salt", "otp", "sas", "hook", "conn", "sess", "x-amz", "dockerc", "kubec"),
+    *("pin", "pw", "community", "otlp", "otel", "code", "psk", "phrase", "honeycomb", "input_v"),
 )
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
@@ -35,7 +36,7 @@ STRONG = words(
     "password passwords passwd passphrase passcode secret secrets credential credentials creds "
     "cred apikey apikeys bearer authorization htpasswd dockerconfigjson dockercfg kubeconfig "
     "authtoken "
-    "accesstoken accesskey secretkey privatekey webhook webhooks cookie cookies jwt pwd"
+    "accesstoken accesskey secretkey privatekey webhook webhooks cookie cookies jwt pwd pw psk"
 )
 ENDINGS = (
     *("password", "passwd", "passphrase", "secret", "apikey", "apitoken", "authtoken", "sessid"),
@@ -58,7 +59,8 @@ OTHER_KEYS = words(
     "label request "
     "routing item entry feature sorted composite compile graph shape bucket kernel custom head "
     "value num n k arrow down up enter page answer image audio video modality tuple string prefix "
-    "per hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree node"
+    "per hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree "
+    "node quant activation arg first last"
 )
 OTHER_KEY_WORDS = words(
     "monkey turkey hotkey donkey jockey hockey whiskey pubkey publickey cachekey sortkey hashkey"
@@ -66,11 +68,12 @@ OTHER_KEY_WORDS = words(
 # Before "token": those of models.
 OTHER_TOKENS = words(
     "eos bos pad unk mask sep cls stop special image img audio video vision think thinking start "
-    "end begin next last first new num max min total prompt input output generated sampled sample "
+    "end begin next last first num max min total prompt input output sampled sample "
     "draft target bonus accepted rejected placeholder tool call boi eoi eot eom eog chunk per fim "
     "prefix suffix middle text single cached reasoning completion speech decoder encoder padding "
     "mm multimodal patch newline separator unexpected every each one two any "
-    "same vocab added continuation sot transcribe timestamp nl channel role turn ubatch by"
+    "same vocab added continuation sot transcribe timestamp nl channel role turn ubatch by "
+    "retrieved computed word"
 )
 # Before "tokens": those that give rights.
 RIGHTS = words(
@@ -80,8 +83,21 @@ RIGHTS = words(
 # Before "key", those that do.
 RIGHTS_OF_KEYS = RIGHTS | words(
     "private signing encryption master shared storage sas license client hmac ssh rsa subscription "
-    "apikey openai anthropic deploy host function developer root user your my recovery"
+    "apikey openai anthropic deploy host function developer root user your my recovery "
+    "unseal serial"
 )
+# What names end with that are secrets, though their last word says nothing alone.
+PAIRS = frozenset(
+    {
+        *(("connection", "string"), ("conn", "str"), ("community", "string"), ("webhook", "url")),
+        *(("webhook", "uri"), ("hook", "url"), ("hook", "uri"), ("otlp", "headers")),
+        *(("otel", "headers"), ("mfa", "code"), ("otp", "code"), ("auth", "code")),
+        *(("recovery", "code"), ("backup", "code"), ("seed", "phrase"), ("honeycomb", "team")),
+        *(("input", "value"),),  # what a validator was given, whatever its name
+    }
+)
+OTHER_PINS = words("cpu core thread gpu gpio version memory mem process numa")
+GIVEN = words("allowed accepted valid known user users client static")  # keys and tokens that are
 OTHER_PASSES = words(
     "forward backward fwd bwd first second third single multi one two prefill decode compile "
     "fusion inductor grad post pre custom warmup warm profile profiling dummy model optimization "
@@ -95,15 +111,19 @@ AFTER = words(
 
 
 def of_words(name: str, before: str) -> Kind:
-    """What a name of at most a hundred characters says; ``before`` is the word before it."""
+    """What a name of at most a hundred characters says; ``before`` are the words before it."""
     found = [word.lower() for word in WORD.findall(name)]
-    if found[-2:] in (["connection", "string"], ["conn", "str"]):
+    earlier = before.lower().replace("-", " ").split()
+    if name.isdigit() and earlier:  # Unseal Key 1
+        found = [earlier.pop()]
+    last = (earlier + found)[-2:]
+    if tuple(last) in PAIRS or (last[-1:] == ["headers"] and {"otlp", "otel"} & set(found)):
         return Kind.SECRET
     while len(found) > 1 and (found[-1].isdigit() or found[-1] in AFTER):
         found.pop()
     if not found:
         return Kind.NONE
-    others, capitals, alone = found[:-1] or [before.lower()], name.isupper(), len(found) == 1
+    others, capitals, alone = found[:-1] or earlier or [""], name.isupper(), len(found) == 1
     if STRONG & set(found) and found[-1] not in ABOUT:
         return Kind.LIKELY if found == ["pwd"] else Kind.SECRET  # or a directory
     return judged(found[-1], others, capitals=capitals, alone=alone)
@@ -113,9 +133,12 @@ def judged(last: str, others: list[str], *, capitals: bool, alone: bool) -> Kind
     """What a name says by its last word and those before it, or by the one before it."""
     qualifier = others[-1]
     if last in {"id", "ids"}:
-        return Kind.MAYBE if {"key", "secret"} & set(others) and "access" in others else Kind.NONE
-    if last in ABOUT and not (last in {"url", "uri"} and qualifier in {"webhook", "hook"}):
+        rights = {"key", "secret"} & set(others)
+        return Kind.SECRET if rights and {"access", "private"} & set(others) else Kind.NONE
+    if last in ABOUT:
         return Kind.NONE
+    if last in {"pin", "otp", "totp"}:
+        return Kind.NONE if qualifier in OTHER_PINS else Kind.SECRET
     if last.endswith(("pat", "sas")) and (capitals or not alone) and len(last) <= 5:
         return Kind.SECRET
     if last in {"key", "keys"} or last.endswith("key"):
@@ -126,7 +149,7 @@ def judged(last: str, others: list[str], *, capitals: bool, alone: bool) -> Kind
         return passing(last, qualifier, alone=alone)
     if last.endswith(ENDINGS):
         return Kind.SECRET
-    if last in {"auth", "sig", "signature", "salt", "hmac", "otp", "totp", "session", "sid"}:
+    if last in {"auth", "sig", "signature", "salt", "hmac", "session", "sid", "community"}:
         # "signature: (self, x)" is a function's; X-Amz-Signature is a secret.
         return Kind.SECRET if capitals or "amz" in others else Kind.LIKELY
     if last.endswith(("auth", "pwd", "tok", "token", "sess")):
@@ -138,7 +161,9 @@ def key(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Kind:
     if last in OTHER_KEY_WORDS or qualifier in OTHER_KEYS:
         return Kind.NONE
     if last == "keys":
-        return Kind.SECRET if qualifier in RIGHTS_OF_KEYS or capitals else Kind.NONE
+        if qualifier in RIGHTS_OF_KEYS or capitals:
+            return Kind.SECRET
+        return Kind.MAYBE if alone or qualifier in GIVEN else Kind.NONE
     if alone and last == "key" and not capitals:
         return Kind.SECRET if qualifier in RIGHTS_OF_KEYS else Kind.MAYBE
     return Kind.SECRET
@@ -150,7 +175,7 @@ def token(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Kind:
     if qualifier in OTHER_TOKENS:
         return Kind.LIKELY if capitals and last == "token" else Kind.NONE
     if last == "tokens":
-        return Kind.LIKELY if capitals else Kind.NONE
+        return Kind.LIKELY if capitals or alone or qualifier in GIVEN else Kind.NONE
     return Kind.LIKELY if alone and not capitals else Kind.SECRET
 
 
@@ -166,10 +191,10 @@ def kind(name: str, before: str = "") -> Kind:
 
     Args:
         name: a variable's, an option's, a field's, or the last word of several.
-        before: the word before it in a sentence.
+        before: the words before it in a sentence.
     """
     name = name.strip("-_.$")[-100:]
-    if not any(stem in name.lower() for stem in STEMS):
+    if not any(stem in f"{before} {name}".lower() for stem in STEMS):
         return Kind.NONE
     # Of options and properties in dots the last part counts, and others where it is a word alone.
-    return of_words(name, before if re.fullmatch(r"[A-Za-z]+", name) else "")
+    return of_words(name, before if re.fullmatch(r"[A-Za-z]+|\d", name) else "")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise
+from operator import itemgetter
+from os.path import commonprefix
 from urllib.parse import quote, quote_plus
 
 from .secretforms import MARK
@@ -27,13 +29,13 @@ COMMON = frozenset(
 # A quote, and what stands for one in JSON that is in JSON, in HTML and in URLs.
 QUOTE = r"(?:\\{0,15}[\"'`]|\\{1,15}u002[27]|&quot;|&#3[49];)"
 OPENING = re.compile(
-    r"[bruBRUfF]{0,2}(?P<slashes>\\{0,15})(?P<mark>[\"'`]|u002[27])|&quot;|&#3[49];"
+    r"[bruBRUfF]{0,2}(?P<slashes>\\{0,15})(?P<mark>\"\"\"|'''|[\"'`]|u002[27])|&quot;|&#3[49];"
 )
 NOTHING = re.compile(
     r"(?:None|none|null|nil|NULL|N/A|n/a|undefined"
     r"|not (?:set|configured|given|used|provided|required)"
     r"|[Tt]rue|[Ff]alse|TRUE|FALSE|yes|no|YES|NO|on|off|unset|missing|empty"
-    r"|\[\]|\{\}|\(\)|''|\"\"|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
+    r"|\[\]|\{\}|\(\)|''(?!')|\"\"(?!\")|\\$|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
     r"|[\"']?<?\[?(?:redacted|hidden|masked|REDACTED)\]?>?[\"']?"
     r"|\\{1,15}[\"']\\{1,15}[\"'])(?![\w.@!#$%^&*+~=/-])"
 )
@@ -44,7 +46,7 @@ CODE = re.compile(
     r"|[A-Za-z_]\w*\[[\w:\-]+\]"
     r"|lambda\b|(?:str|bytes|int|bool|float|string|object|SecretStr|Any)(?:[,)=\s|]|$)"
     r"|(?:Optional|Union|Annotated|list|dict|Literal)\[|<(?:class|function|bound|object)\b|typing\."
-    r"|\$\{[\w:.-]+\}|\$[A-Z_][A-Z0-9_]*(?![\w])|\{\{|%\(\w+\)s|%s|\{\w*\}"
+    r"|\$\{[\w:.-]+\}|\$[A-Z_][A-Z0-9_]*(?![\w])|\{\{|%\(\w+\)s|%s|\{[A-Za-z_]{0,40}\}"
 )
 # Of a model's tokens, and of hashes.
 ORDINARY = re.compile(
@@ -53,7 +55,8 @@ ORDINARY = re.compile(
     r"|(?:/|\./|~/|[a-z]+://).*|0x[0-9a-f]+"
 )
 SEVERAL_WORDS = re.compile(
-    r"[a-z]{1,20}(?:-[a-z]{1,20}){0,9}|[A-Za-z_]\w*(?:\.\w+){2,}|(?:\{[\w.\[\]!:]+\}\W*)+"
+    r"[A-Za-z][\w.-]*/[\w.-]+|cuda:\d+|[a-z_]+(?:\.[a-z_]\w*)+"  # models, devices, dtypes
+    r"|[a-z]{1,20}(?:-[a-z]{1,20}){0,9}|[A-Za-z_]\w*(?:\.\w+){2,}|(?:\{[\w.\[\]!:]+\}\W*)+"
 )
 HASH = re.compile(r"(?:\w{1,12}[-_:])?(?:[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})")
 # Letters and digits in one word as people don't write them.
@@ -62,6 +65,8 @@ HEXLIKE = re.compile(r"[0-9a-f-]+|[0-9A-F-]+")
 HEX_PART = re.compile(r"(?<![A-Za-z0-9])(?:[0-9a-f]{4,}|[0-9A-F]{4,})(?![A-Za-z0-9])")
 WORDS = re.compile(r"[^A-Za-z0-9]+")
 LEAST_RANDOM, LEAST_PIECE = 16, 10
+CAMEL = re.compile(r"[A-Z][a-z]{2,}")
+CLASS_NAME = 0.6  # of the name of a class, what such parts are at least
 CHANGES = 0.35  # of the places between two characters, those where their kind changes
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 QUOTES = {'"', "'"}
@@ -88,7 +93,9 @@ def random(run: str) -> bool:
 def mixed(run: str) -> bool:
     kinds = ["d" if c.isdigit() else "u" if c.isupper() else "l" for c in run]
     changes = sum(a != b for a, b in pairwise(kinds))
-    return len(set(kinds)) == len("dul") and changes >= CHANGES * len(run)
+    if len(set(kinds)) < len("dul") or changes < CHANGES * len(run):
+        return False
+    return kinds[0] != "u" or sum(map(len, CAMEL.findall(run))) < CLASS_NAME * len(run)
 
 
 # -- where it ends ---------------------------------------------------------------------------
@@ -173,6 +180,27 @@ def bracket_end(text: str, start: int) -> int:
 
 
 # -- how it is written -----------------------------------------------------------------------
+
+
+def any_of(texts: Iterable[str], depth: int = 20) -> str:
+    """A pattern for any of some texts, the longest first, that looks once at what they share.
+
+    With hundreds of alternatives one after the other, a log takes ten times as long.
+
+    Args:
+        texts: any.
+        depth: how deep groups in groups may be, which the library for patterns bounds.
+    """
+    texts = sorted(set(texts), reverse=True)
+    if not depth:
+        return "|".join(map(re.escape, texts))  # in this order none comes before a longer one
+    start = commonprefix(texts)  # noqa: RUF071 - of characters, not of directories
+    rest = [text[len(start) :] for text in texts]
+    groups = groupby(filter(None, rest), key=itemgetter(0))
+    parts = [any_of(group, depth - 1) for _, group in groups]
+    if not parts:
+        return re.escape(start)
+    return f"{re.escape(start)}(?:{'|'.join(parts)}){'' if all(rest) else '?'}"
 
 
 def written(secret: str) -> Iterator[str]:

@@ -1,0 +1,136 @@
+"""Secrets that go on over several lines: keys in files, blocks, values below their names."""
+
+from __future__ import annotations
+
+import re
+
+from .secretnames import Kind, kind
+from .secretplaces import BELOW, PAIR, mixed
+from .secretvalues import inside
+
+PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|^Private-Lines: \d+\s*$")
+PEM_END = re.compile(r"-----END [A-Z0-9 ]{0,40}KEY")
+PEM_BODY = re.compile(
+    r"(?:\([\w.-]+ pid=\d+\) ?)?[\s|>\"']*"
+    r"(?:[A-Za-z0-9+/=]{0,100}|(?:Proc-Type|DEK-Info|Comment|Version|Private-MAC)\b.*)[\s\"',\\]*"
+)
+PEM_LINES, PAIR_LINES = 500, 3
+BEGINS = (":", "|", ">", "-", "+", "[", "{", ",", '"', "'", "]", "\\")
+PARENT = re.compile(
+    r"(?P<indent>[\s-]*)(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*[:=]\s*(?:[!&][\w./-]+\s+)?"
+    r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|\{|)|\[(?P<section>[\w.-]+)\])\s*$"
+)
+FIELD = re.compile(r"\s*[\"']?[\w.-]+[\"']?\s*[:=]\s*([^\s{\[|>][^\n]*?),?\s*$")
+ANY_FIELD = re.compile(r"\s*[\"']?[\w.-]+[\"']?:\s+([^\s|>].*)$")
+COMMENT = re.compile(r"\s*(?:#|//)")
+# An option whose value is in the next line, as in a list or behind a backslash.
+LAST_NAME = re.compile(
+    r"(?:^|[\s\"'])(?:(?P<option>--[\w.-]++)[\"']?,?\s*+\\?"
+    r"|(?P<field>[\w.-]++)\s?(?:=\s?\\|:\s*+))$"
+)
+ITEM = re.compile(r"\s*(?:- )?[\"']?(?P<value>[^\s\"'-][^\s\"']*)")
+KEY_BELOW = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*:(?:\s|$)")
+CODED_FIELD = re.compile(r"\s+[\"']?[\w.-]+[\"']?:\s+([\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$")
+
+
+class Blocks:
+    """Tells which lines are part of a secret that began in an earlier one."""
+
+    def __init__(self) -> None:
+        self.pem = 0  # lines that may still belong to a key
+        self.until: re.Pattern[str] | None = None
+        self.indent: int | None = None  # of the name whose value is a block below it
+        self.all = False  # of that block, also what looks like another name
+        self.fields: tuple[int, re.Pattern[str]] | None = None  # indent above, and how they look
+        self.pair = 0  # lines that may still hold the value of a name
+        self.last: str | None = None  # what the line before ended with: an option, a field
+
+    def hidden(self, line: str) -> int | None:
+        """From where a line is to be hidden, None where it is no part of a secret."""
+        if self.in_key(line):
+            return 0
+        if self.until:
+            if self.until.search(line):
+                self.until = None
+            return 0
+        start = self.below(line)
+        return self.indented(line) if start is None and line.strip() else start
+
+    def in_key(self, line: str) -> bool:
+        if not self.pem:
+            return False
+        ends = bool(PEM_END.search(line))
+        inside = ends or bool(PEM_BODY.fullmatch(line))
+        self.pem = self.pem - 1 if inside and not ends else 0
+        return inside
+
+    def below(self, line: str) -> int | None:
+        """Where the value of a name in the line before begins."""
+        if self.pair and not COMMENT.match(line):
+            self.pair -= 1
+            if match := BELOW.match(line):
+                return match.end()
+        if self.last:
+            match = ITEM.match(line)
+            field = self.last == "field"
+            if field or not match or line.rstrip().endswith("\\"):
+                self.last = None
+            if match and (not field or mixed(match["value"])):
+                return match.start("value")
+        return None
+
+    def indented(self, line: str) -> int | None:
+        """Where what stands in a block begins."""
+        indent = len(line) - len(line.lstrip())
+        if self.indent is not None:
+            if indent > self.indent or (indent == self.indent and line[indent:].startswith("- ")):
+                if self.all or not KEY_BELOW.match(line):
+                    return indent
+            else:
+                self.indent = None
+        if self.fields:
+            above, form = self.fields
+            match = form.match(line)
+            if indent <= above:
+                self.fields = None
+            elif match and (form is not FIELD or mixed(inside(line, match.start(1), match.end(1)))):
+                return match.start(1)
+        return None
+
+    def begin(self, line: str) -> None:
+        """Look whether something begins in a line that goes on in the next."""
+        if "PRIVATE KEY" in line or line.startswith("Private-Lines"):
+            begin = PEM.search(line)
+            if begin and not PEM_END.search(line, begin.end()) and "\\n" not in line:
+                self.pem = PEM_LINES
+                return
+        if not line.rstrip().endswith(BEGINS) and "ame" not in line and "--" not in line:
+            return
+        last = LAST_NAME.search(line)
+        if last and (what := kind(last[last.lastgroup or 0])) >= Kind.LIKELY:
+            self.last = last.lastgroup if what is Kind.SECRET else "field"
+        if match := PARENT.match(line):
+            self.parent(match)
+        elif (pair := PAIR.search(line)) and pair["below"] is not None:
+            self.pair = PAIR_LINES if kind(pair["name"]) >= Kind.LIKELY else 0
+
+    def parent(self, match: re.Match[str]) -> None:
+        """Look whether what stands below a name is secret."""
+        name, style = match["name"] or match["section"], match["style"]
+        indent = -1 if match["section"] else len(match["indent"])
+        if match["section"]:
+            self.fields = None
+        if kind(name) >= Kind.LIKELY:
+            if style == "[":
+                self.until = re.compile(r"^\s*\]")
+            elif style in {'"""', "'''"}:
+                self.until = re.compile(style)
+            else:
+                self.fields = indent, FIELD
+                if style != "{" and not match["section"]:
+                    self.indent = len(match["indent"].replace("-", " ").rstrip("\t"))
+                    self.all = bool(style)
+        elif name in {"data", "binaryData"} and not style:
+            self.fields = indent, CODED_FIELD
+        elif name == "stringData" and not style:
+            self.fields = indent, ANY_FIELD

@@ -1,0 +1,273 @@
+"""Where the values of names stand in a line: behind signs, in tags and options, in sentences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .secretnames import Kind, kind
+from .secretvalues import (
+    CLOSING,
+    CODE,
+    OPENING,
+    QUOTE,
+    QUOTES,
+    inside,
+    looks_secret,
+    value_end,
+)
+
+__all__ = ["BELOW", "PAIR", "PLACES", "mixed"]
+
+SEEN = 300  # characters of a value whose name says little
+
+# A name and what stands between it and its value, in code, JSON, headers, queries, tables.
+NAMED = re.compile(
+    r"(?<![\w.$-])(?P<name>[\w.$-]++)"
+    rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?::\s?&?[A-Za-z][\w.\[\]| ]{{0,30}}=\s(?=[bru]?{QUOTE})"
+    rf"|=>|:=|<-|=(?!=)|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+)?"
+    rf"|{QUOTE}\]?\)\s+or\s+(?=[bru]?{QUOTE})"
+    rf"|{QUOTE}(?P<pair>\s?,\s?|\s(?:a\d+=)?)(?=[bru]?{QUOTE})"
+    r"|[ \t]{1,40}(?:[|\u2502\u2192]|->)[ \t]{1,4}|\t+)(?=\S)"
+)
+BEFORE = re.compile(r"(?<![\w.-])((?:[A-Za-z]{1,20}[ -]){1,2})$")
+BEFORE_LENGTH = 42
+OPTION = re.compile(
+    r"(?<![\w-])(?:--?(?P<name>[A-Za-z][\w.-]*+)"
+    r"|(?:(?:ENV|ARG|setenv|set -\w{1,3}|con\w+ set) |&)(?P<variable>[\w.-]++))"
+    r"[ \t]+(?=[^\s|&;>\\-])"
+)
+HEADER = re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie)$")
+# In sentences: with password "…", API key … is not valid.
+SENTENCE = re.compile(
+    r"(?<![\w.-])(?P<name>(?i:(?:(?:secret|access|api|private|auth(?:entication|orization)?|bearer"
+    r"|admin|session|refresh|signing|license|account|hub|security|master|service|client|encryption"
+    r"|shared|user(?:name)?|db|database|root|aws)[ _/-]?|\w{1,30}[_-]){0,3}"
+    r"(?:keys?|token|tokens(?= (?:are|were) )|secrets?|passwords?|passwd|passphrase|passcode|pwd"
+    r"|cred(?:ential)?s?|pin|otp|access key id|community(?: string)?|(?:recovery|backup) code"
+    r"|basic auth)))"
+    r"(?:\s+(?i:(?:must|to|should) be [\w -]{1,30}, (?:but )?(?:got|not)|has the value"
+    r"|changed|do(?:es)? not match(?=:)"
+    r"|is|are|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
+    r"|header|pair|(?:mismatch|rejected|refused|invalid|expired|wrong|incorrect|denied|revoked"
+    r"|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
+    r")|\s\[(?:None|\*+\w*)\]|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
+    rf"(?:\s*[:=]?\s+|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
+)
+# What follows a secret, and may be one more: a key in a list, a word behind an option.
+ANOTHER = re.compile(r"(?:,? (?:and|or|to|but got|got|instead of|!=|->|/|vs\.?) |\s?,\s?)(?=\S)")
+ANOTHER_WORD = re.compile(r"[ \t]+(?=[^\s|&;>\\-])")
+PART = re.compile(r"(?<=[\"'])[^\"'\s]++(?=[\"'])")
+SIGN = re.compile(r"^[\w-]+[=:]")
+REFUSED = re.compile(
+    r"[\"'`)]?,? (?:which |that |it )?(?:is|was|has|isn't|wasn't|does|did)? ?"
+    r"(?:not (?:a )?(?:valid|correct|accepted|known|found"
+    r"|allowed|authorized|match)|invalid|wrong|incorrect|expired|rejected|denied|revoked|unknown)"
+)
+PAIR = re.compile(
+    rf"(?i)(?:\b|parameter)(?:name|key){QUOTE}?\s{{0,4}}[:=]\s{{0,4}}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?\s{{0,4}},?\s{{0,4}}"
+    rf"(?:{QUOTE}?(?:parameter)?val(?:ue)?{QUOTE}?\s{{0,4}}[:=]\s{{0,4}}(?=\S)|(?P<below>$))"
+)
+TAG = re.compile(r"<(?P<name>[\w:.-]++)(?:\s[^<>]{0,200})?>(?=[^<\s])")
+BELOW = re.compile(rf"^\s*(?:- )?{QUOTE}?value{QUOTE}?\s*[:=]\s*(?=\S)", re.IGNORECASE)
+# A word as people write it unquoted; what may end it is part of it, where nothing follows.
+BARE = re.compile(
+    r"(?:[^\s\"'<>`&,;\\]|,(?!\s|$)|&(?![\w.-]+=|$)|;(?!\s|$|[\w ]{1,40}=)|\\(?![\"'nrt\\]))+"
+)
+LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
+
+
+def assigned(line: str) -> Iterator[tuple[int, int]]:
+    """Values behind a name and a sign: ``name=value``, ``"name": "value"``."""
+    past = 0  # what is in another value is not looked at again, and again
+    for match in NAMED.finditer(line):
+        start, name = match.end(), match["name"]
+        if start < past:
+            continue
+        if match["pair"] and not pair_of(line, match.start(), start):
+            continue
+        before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
+        what = kind(name, before[1] if before else "")
+        if what is Kind.NONE:
+            continue
+        if HEADER.search(name):
+            yield start, header_end(line, match.start(), start)
+        elif what is not Kind.SECRET:
+            if maybe(line, start, hashes=what is Kind.LIKELY):
+                past = value_end(line, start)
+                yield from several(line, start, past)
+        elif not code(line, start) and not same(line, start, name):
+            past = secret_end(line, match)
+            yield from several(line, start, past, option=name.startswith("-"))
+
+
+def several(
+    line: str, start: int, end: int, sign: re.Pattern[str] = ANOTHER, *, option: bool = False
+) -> Iterator[tuple[int, int]]:
+    """A value, and those that follow it and look like secrets, too.
+
+    Args:
+        line: what it is in.
+        start: where the value begins.
+        end: where it ends.
+        sign: what stands between two of them.
+        option: whether they are an option's: all up to the next option are.
+    """
+    yield start, end
+    quoted = bool(OPENING.match(line, start))
+    while match := sign.match(line, end):
+        start = match.end()
+        if bool(OPENING.match(line, start)) is not quoted:
+            return
+        end = value_end(line, start, " \t,;)]}\"'`" if sign is ANOTHER else " \t\"'`")
+        value = inside(line, start, min(end, len(line)))
+        if option and quoted:
+            if value.startswith("-"):
+                return
+        elif SIGN.search(value) or not mixed(value):
+            return
+        yield start, end
+
+
+def mixed(value: str) -> bool:
+    """Whether a word that stands where a secret may is none of a sentence, nor a model's name."""
+    return (
+        looks_secret(value, hashes=True)
+        and bool(re.search(r"[\d!@#$%^&*~]", value))
+        and not re.fullmatch(r"[\w.-]+/[\w.-]+", value)
+    )
+
+
+def pair_of(line: str, name: int, value: int) -> bool:
+    """Whether two texts with a comma between them are a name and its value.
+
+    They are not where the first is the end of a path, or the second a name itself.
+    """
+    quoted = line[name - 1 : name] in {*QUOTES, "`"} if name else False
+    return quoted and not re.match(r"\s?[:=]", line[value_end(line, value) :][:2])
+
+
+def paired(line: str) -> Iterator[tuple[int, int]]:
+    """Values in ``name: NAME, value: …``."""
+    if "val" in line.lower():
+        for match in PAIR.finditer(line):
+            if match["below"] is None and kind(match["name"]) >= Kind.LIKELY:
+                yield match.end(), value_end(line, match.end())
+
+
+def tagged(line: str) -> Iterator[tuple[int, int]]:
+    """Values in XML: ``<name>value</name>``."""
+    if "</" in line:
+        for match in TAG.finditer(line):
+            if kind(match["name"]) >= Kind.LIKELY:
+                yield match.end(), end_at(line, match.end(), "<")
+
+
+def options(line: str) -> Iterator[tuple[int, int]]:
+    """Values behind options: ``--name value``, ``ENV NAME value``."""
+    for match in OPTION.finditer(line):
+        what = kind(match["name"] or match["variable"])
+        start = match.end()
+        if what is Kind.SECRET or (what and maybe(line, start, hashes=True)):
+            yield from several(line, start, value_end(line, start, " \t\"'`"), ANOTHER_WORD)
+
+
+def sentences(line: str) -> Iterator[tuple[int, int]]:
+    """Values in sentences: ``with password "…"``, ``API key … is not valid``."""
+    for match in SENTENCE.finditer(line):
+        *before, name = re.split(r"[ _/-]+", match["name"])
+        if not before:
+            before = BEFORE.findall(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
+        what = kind(name, " ".join(before))
+        if what is Kind.NONE:
+            continue
+        start = match.end() - len(match["quote"] or "")
+        end = min(value_end(line, start), len(line))
+        value = inside(line, start, end)
+        refused = REFUSED.match(line, end)
+        if match["quote"]:
+            goes = (
+                bool(value)
+                if what is Kind.SECRET
+                else looks_secret(value, hashes=what is Kind.LIKELY)
+            )
+            goes &= not value.startswith("<")
+        else:
+            value = value.rstrip(".:!?")
+            odd = re.search(r"\d", value) or (
+                what is Kind.SECRET
+                and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
+            )
+            goes = looks_secret(value, hashes=what >= Kind.LIKELY) and (
+                not SIGN.search(value) or (name.startswith(("cred", "auth")) and ":" in value)
+            )
+            goes = goes and bool(odd or refused) and not code(line, start)
+            goes |= what is Kind.SECRET and bool(re.fullmatch(r"\d{4,}", value))
+        if goes:
+            yield from several(line, start, end)
+
+
+PLACES = (paired, assigned, tagged, options, sentences)
+
+
+def code(line: str, start: int) -> bool:
+    return bool(CODE.match(line, start))
+
+
+def same(line: str, start: int, name: str) -> bool:
+    """Whether the value is a variable of the same name: ``password=password``."""
+    word = re.match(r"\w+(?=[,)\s]|$)", line[start : start + len(name) + 2])
+    return bool(word) and bool(re.search(rf"(?:^|[._-]){word[0]}$", name)) if word else False
+
+
+def maybe(line: str, start: int, *, hashes: bool) -> bool:
+    """Whether a value whose name says little may be a secret, or one of its parts in brackets."""
+    part = line[start : start + SEEN]
+    if code(line, start):
+        return False
+    if part[0] not in CLOSING:
+        return looks_secret(inside(part, 0, min(value_end(part, 0), len(part))), hashes=hashes)
+    part = part[: value_end(part, 0)]
+    # Without quotes it may be the signature of a function.
+    items = PART.findall(part if part[0] != "[" else re.sub(r"[\"'`\[\], ]+", '"', part))
+    return any(looks_secret(item, hashes=hashes) for item in items)
+
+
+def header_end(line: str, name: int, start: int) -> int:
+    """The end of a header's value: of the quotes that it is in, or of the line."""
+    if OPENING.match(line, start):
+        return value_end(line, start)
+    around = line[name - 1 : name] if name else ""
+    end = line.find(around, start) if around in {"'", '"'} and around else -1
+    return len(line) if end < 0 else end
+
+
+def secret_end(line: str, match: re.Match[str]) -> int:
+    """The end of a value that is secret for certain."""
+    start = match.end()
+    first = line[start]
+    call = re.compile(r"[A-Za-z_]\w*\(").match(line, start)
+    if OPENING.match(line, start) or first in CLOSING or call:
+        return value_end(line, start)
+    name, sign = match["name"], match["sign"].strip()
+    if LINE_START.fullmatch(line, 0, match.start()) and (
+        sign.endswith(":") or (sign == "=" and match["sign"] != "=")
+    ):
+        # YAML's, INI's: all of the line, a comment excepted.
+        end = line.find(" #", start)
+        end = len(line) if end < 0 else end
+        return start + len(line[start:end].rstrip(" \t\r,"))
+    if name.isupper() and sign == "=":
+        around = line[match.start() - 1 : match.start()]
+        stops = around if around in {'"', "'"} and around else " \t"
+        return value_end(line, start, stops) if stops in " \t" else end_at(line, start, stops)
+    bare = BARE.match(line, start)
+    end = bare.end() if bare else start
+    while end > start + 1 and line[end - 1] in ")]}":
+        end -= 1
+    return end
+
+
+def end_at(line: str, start: int, mark: str) -> int:
+    end = line.find(mark, start)
+    return len(line) if end < 0 else end
