@@ -34,14 +34,14 @@ class Entry:  # not a dataclass: those cost `--version` a third of its time
 
 COMMANDS = {
     "serve": Entry("serve", "Launch a vLLM server and supervise all its processes."),
-    "ps": Entry("ps", "List every vLLM server of this machine."),
+    "ps": Entry("ps", "List every vLLM server on this machine."),
     "status": Entry("status", "Show one server on one screen."),
-    "logs": Entry("logs", "Show a server's log."),
-    "wait": Entry("wait", "Wait until a server is ready or stopped."),
+    "logs": Entry("logs", "Show a server's log, also after it has ended."),
+    "wait": Entry("wait", "Wait until a server is ready or has stopped."),
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
-    "restart": Entry("stop:restart_app", "Stop a server and start it again as it was."),
+    "restart": Entry("stop:restart_app", "Stop a server and start it again with the same command."),
     "doctor": Entry("doctor", "Show what is wrong with a server, and what to do next."),
-    "bundle": Entry("bundle", "Put what a bug report needs into one file, without secrets."),
+    "bundle": Entry("bundle", "Put the evidence for a bug report into one file, without secrets."),
     "watch": Entry("watch", "Report when a server stalls, and keep the evidence."),
     "attach": Entry("attach", "Load the agent into a server that runs without it."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
@@ -49,7 +49,7 @@ COMMANDS = {
     "memory": Entry("memory", "Memory of a server's processes over time.", several=True),
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
     "responses": Entry("responses", "Stored responses.", several=True),
-    "keygen": Entry("keygen", "Print a fresh key."),
+    "keygen": Entry("keygen", "Print a fresh random key."),
     "keys": Entry("keys", "Keys that protect client-held conversation state.", several=True),
     "help": Entry("help", "Show a page of the manual."),
     "completions": Entry("completions", "Print a shell's completion script."),
@@ -78,6 +78,8 @@ def build() -> Any:
             module, _, attribute = COMMANDS[name].module.partition(":")
             app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
             command = typer.main.get_command(app)
+            if COMMANDS[name].several:
+                command.help, command.no_args_is_help = COMMANDS[name].help, True
             gc.freeze()
             gc.enable()
             return name, command, rest

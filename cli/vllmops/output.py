@@ -67,12 +67,10 @@ class Result:
     exit_code: Exit = Exit.OK
 
 
-def typer_app(help: str = "") -> typer.Typer:  # noqa: A002 - Typer's own name for it
-    """A Typer app for one command, or with ``help`` for a noun with several."""
+def typer_app() -> typer.Typer:
+    """A Typer app for a command, or for the commands of a noun."""
     return typer.Typer(
         add_completion=False,
-        help=help or None,
-        no_args_is_help=bool(help),
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -43,7 +43,7 @@ def attach_(
     ] = 15.0,
     json_: output.Json = False,
 ) -> Result:
-    """Load the agent into a server that was started without it.
+    """Load the agent into a server that runs without it.
 
     For a stock `vllm serve` that hangs now: nothing restarts, no request
     is lost, and afterwards every command works on it. In each process one

@@ -64,7 +64,7 @@ def bundle(
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """Put what a bug report needs into one file: the server's state and the findings.
+    """Put the evidence for a bug report into one file, without secrets.
 
     It holds stacks (three samples), caches, metrics, log, configuration, versions
     and more, and says what could not be captured. Nothing changes; each process

@@ -103,12 +103,12 @@ def doctor(
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """Say what is wrong with a server, worst first, and what to do next.
+    """Show what is wrong with a server, and what to do next.
 
-    It examines progress, stacks, caches, patches, memory, processes, the
-    machine, who can reach the server, and its metrics. It takes longer if
-    something seems to be stuck, and it names what it can't see. It changes
-    nothing, and sends no request except with --canary.
+    The worst finding comes first. doctor examines progress, stacks, caches,
+    patches, memory, processes, the machine, who can reach the server, and its
+    metrics. It takes longer if something seems to be stuck, and it names what
+    it can't see. It changes nothing, and sends no request except with --canary.
     """
     every = judge.checks()
     selected = chosen(every, only, skip)

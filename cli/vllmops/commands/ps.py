@@ -66,7 +66,10 @@ def ps(
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """List every vLLM server on this machine, including those that vllmops did not start."""
+    """List every vLLM server on this machine.
+
+    Servers that vllmops did not start are listed, too.
+    """
     servers = find()
     rows = [row(server) for server in servers]
     shown = [

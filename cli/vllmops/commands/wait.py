@@ -40,7 +40,7 @@ def wait(
     ] = None,
     json_: Json = False,
 ) -> Result:
-    """Wait until a server is ready, or until it has stopped.
+    """Wait until a server is ready or has stopped.
 
     The exit code is 3 if the time is up, and 1 if the server failed.
     """

@@ -120,7 +120,9 @@ def watch(
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
     json_: Json = False,
 ) -> Result:
-    """Report when a server stalls: requests are pending but no tokens are produced.
+    """Report when a server stalls, and keep the evidence.
+
+    A server stalls if requests are pending but no tokens are produced.
 
     On a stall it first keeps the evidence, a bundle with three samples of all
     stacks, caches, metrics, heartbeats and the log. Then it reports what is
