@@ -214,7 +214,7 @@ def refused(error: OSError | MemoryError) -> VllmopsError:
         if isinstance(error, FileNotFoundError) and not named:  # getcwd(3) names nothing
             what = "the current directory does not exist any more"
         code = Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
-    hint = "VLLMOPS_DEBUG=1 before the command shows where it happens"
+    hint = "run it again with VLLMOPS_DEBUG=1 to see where it happens"
     failure = VllmopsError("system.refused", what, hint, exit_code=code)
     failure.__cause__ = error
     return failure

@@ -125,7 +125,7 @@ def trust(path: Path, *, anywhere: bool = False) -> None:
     if owner in {0, os.geteuid()}:
         return
     if anywhere or owner != path.parent.stat().st_uid:
-        raise PermissionError(errno.EPERM, f"uid {owner} has put it there")
+        raise PermissionError(errno.EPERM, f"it belongs to uid {owner}")
 
 
 def through(path: Path) -> int | None:

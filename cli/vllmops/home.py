@@ -38,15 +38,15 @@ def place() -> Path:
         if name := chosen.startswith("~") and chosen[1:].partition("/")[0]:
             raise VllmopsError(
                 "home.unknown",
-                f"VLLMOPS_HOME is {chosen}, and there is no user {name} with a home directory",
-                f"export VLLMOPS_HOME=./{chosen} where the directory is called so",
+                f"VLLMOPS_HOME is {chosen}, but there is no user {name} with a home directory",
+                f"export VLLMOPS_HOME=./{chosen} if the directory has that name",
                 exit_code=Exit.USAGE,
             ) from error
         raise VllmopsError(
             "home.unknown",
-            f"there is no telling where this user's (uid {os.getuid()}) state is kept: no HOME, "
-            "and no entry in the user database",
-            "export VLLMOPS_HOME=/var/lib/vllmops, say",
+            f"the home directory of uid {os.getuid()} is unknown: HOME is not set, and the user "
+            "database has no entry",
+            "for example: export VLLMOPS_HOME=/var/lib/vllmops",
         ) from error
     try:
         str(found).encode()
@@ -55,7 +55,7 @@ def place() -> Path:
         raise VllmopsError(
             "home.encoding",
             f"the state directory's name is not UTF-8: {os.fsencode(found)!r}",
-            "export VLLMOPS_HOME=/var/lib/vllmops, say, or rename the directory",
+            "rename the directory, or export VLLMOPS_HOME=/var/lib/vllmops, for example",
             exit_code=Exit.USAGE,
         ) from error
     return found
@@ -100,7 +100,7 @@ def own(path: Path, *, sticky: bool = False) -> Path:
             continue
         links += 1
         if found.st_uid not in {0, os.geteuid()}:
-            raise unsafe(step, path, f"is a link of {user(found.st_uid)}'s")
+            raise unsafe(step, path, f"is a symbolic link that belongs to {user(found.st_uid)}")
         if links > LINKS:
             break
         target = Path(os.readlink(step))
@@ -147,7 +147,7 @@ def unsafe(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:
     return VllmopsError(
         "home.unsafe",
         f"{whose}: vllmops would run what another user puts there",
-        f"{hint}set VLLMOPS_HOME to a directory of your own, such as {another()}",
+        f"{hint}set VLLMOPS_HOME to a directory of your own, for example {another()}",
         exit_code=Exit.NOT_AUTHORISED,
     )
 

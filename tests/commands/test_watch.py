@@ -278,7 +278,7 @@ def test_without_agents_and_with_a_restart(lab: Any, begin: Begin) -> None:
     before = lab.serve("a")
     with hang(lab, "a") as request:
         watch = begin("-t", "a", *QUICK, "--restart")
-        watch.says("a is restarted; it had stalled")
+        watch.says("a restarts because it stalled")
         request.wait(20)
     watch.says("a is ready; watching it")
     assert watch.said.index("evidence:") < watch.said.index("is restarted")

@@ -265,14 +265,14 @@ def _inject(target: Target, tid: int, code: str, entry: int, functions: tuple[in
         # Only now does it stay as it is: since somebody looked it may have gone on to wait for
         # something else.
         if not _harmless(registers.orig_rax, registers.rsi, registers.rdx):
-            raise BusyError(f"thread {tid} does not wait any more, or for a lock")
+            raise BusyError(f"thread {tid} no longer waits, or waits for a lock")
         if target.room(registers.rsp) < STACK_BYTES:
-            raise BusyError(f"thread {tid} has too small a stack")
+            raise BusyError(f"the stack of thread {tid} is too small")
         place, frame, argument = _frame(tid, registers, code.encode() + b"\0")
         with open(f"/proc/{target.pid}/task/{tid}/mem", "r+b", buffering=0) as memory:
             for content, address in ((frame, place), (STUB, entry)):
                 if os.pwrite(memory.fileno(), content, address) != len(content):
-                    raise BusyError(f"thread {tid} has no room on its stack")
+                    raise BusyError(f"the stack of thread {tid} has no free space")
         stub = Registers.from_buffer_copy(registers)
         stub.rip, stub.rsp, stub.eflags = entry, place, INTERRUPTS
         stub.orig_rax = -1  # nothing is to be restarted
@@ -405,7 +405,7 @@ def _framed(given: bytes) -> bytes:
     (used,) = struct.unpack_from("<Q", state, XSTATE_HEADER)
     if features & TILES and not used & TILES:
         if any(state[-TILE_BYTES:]):
-            raise BusyError("its registers lie in a way that is not known")
+            raise BusyError("the layout of its registers is unknown")
         del state[-TILE_BYTES:]
         features &= ~TILES
     size = len(state)

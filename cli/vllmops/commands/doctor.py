@@ -52,7 +52,7 @@ Codes = Annotated[
     list[str] | None,
     typer.Option(
         metavar="CODE",
-        help="A check's code, or the first word of codes; may be given several times.",
+        help="A check's code, or the first word of several codes; repeatable.",
         show_default=False,
         autocompletion=codes,
         rich_help_panel="Checks",

@@ -41,13 +41,13 @@ def watch(
     target: Target = None,
     interval: Annotated[
         float,
-        typer.Option(parser=seconds(0.1), help="Seconds between looks.", rich_help_panel="Stalls"),
+        typer.Option(parser=seconds(0.1), help="Seconds between checks.", rich_help_panel="Stalls"),
     ] = INTERVAL_S,
     checks: Annotated[
         int,
         typer.Option(
             parser=count(),
-            help="Number of looks in a row without progress.",
+            help="Number of checks in a row without progress.",
             rich_help_panel="Stalls",
         ),
     ] = CHECKS,

@@ -289,9 +289,9 @@ def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
         if process.state != earlier.get(process.pid):
             continue
         if process.state == "T":
-            yield STOPPED.at(called(process), f"state T; kill -CONT {process.pid} lets it go on")
+            yield STOPPED.at(called(process), f"state T; kill -CONT {process.pid} resumes it")
         elif process.state == "D":
-            yield UNINTERRUPTIBLE.at(called(process), "state D in two looks")
+            yield UNINTERRUPTIBLE.at(called(process), "state D in two samples")
     # If the agent answers, only its heartbeat file is late: the disk may be full.
     answered = {told.pid for told in snapshot.told}
     for pulse in snapshot.looks[-1].pulses:

@@ -98,7 +98,7 @@ def refusal(
             )
         return VllmopsError(
             "attach.refused" if attach else "stacks.refused",
-            f"the kernel refused to let us read pid {pid}, in spite of CAP_SYS_PTRACE: it is in"
+            f"the kernel does not allow reading pid {pid}, even with CAP_SYS_PTRACE: it is in"
             " another user namespace, or a security module (SELinux, AppArmor) forbids it",
             f"run it in the server's own container: docker exec CONTAINER {again}",
         )
@@ -120,13 +120,13 @@ def refusal(
         return VllmopsError(
             "attach.ptrace-scope" if attach else "stacks.ptrace-scope",
             f"only {only} may read pid {pid}: kernel.yama.ptrace_scope is {rights.ptrace_scope}",
-            f"{as_root}, or for good: sudo sysctl kernel.yama.ptrace_scope=0"
+            f"{as_root}, or permanently: sudo sysctl kernel.yama.ptrace_scope=0"
             if reachable
             else f"sudo sysctl kernel.yama.ptrace_scope=0 on the host, or {grant}",
         )
     return VllmopsError(
         "attach.no-capability" if attach else "stacks.no-capability",
-        f"reading pid {pid}, which is more privileged than we are, takes CAP_SYS_PTRACE, and "
-        + ("we don't have it" if reachable else "this container doesn't have it"),
+        f"pid {pid} has more privileges than {'this process' if reachable else 'this container'}: "
+        "reading it needs CAP_SYS_PTRACE",
         as_root if reachable else grant,
     )

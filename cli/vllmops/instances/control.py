@@ -184,7 +184,7 @@ def silent(folder: Folder) -> VllmopsError:
     """The error of a supervisor that runs but does nothing, for example because it is stopped."""
     return VllmopsError(
         "supervisor.silent",
-        f"the supervisor of {folder.name!r} does not finish",
+        f"the supervisor of {folder.name!r} does not stop",
         f"{LET_GO.format(name=folder.name)}; the next command starts another"
         " supervisor, which continues",
         exit_code=Exit.TIMED_OUT,

@@ -230,7 +230,7 @@ def create_root() -> Path:
         raise VllmopsError(
             "home.unusable",
             f"the state directory {place()} can't be written: {error.strerror}",
-            f"set VLLMOPS_HOME to a directory of yours, such as {another()}",
+            f"set VLLMOPS_HOME to a directory of your own, for example {another()}",
         ) from error
     return made
 
@@ -245,7 +245,7 @@ def folders() -> Iterator[Folder]:
         raise VllmopsError(
             "home.unusable",
             f"the state directory {root()} can't be read: {error.strerror}",
-            f"set VLLMOPS_HOME to a directory of yours, such as {another()}",
+            f"set VLLMOPS_HOME to a directory of your own, for example {another()}",
         ) from error
     for name in names:
         yield Folder(name)
@@ -269,6 +269,6 @@ def named(name: str) -> Folder:
         raise VllmopsError(
             "home.path-too-long",
             f"{folder.control} is {-spare} bytes too long for a Unix socket (at most {PATH_BYTES})",
-            f"set VLLMOPS_HOME to a shorter path, such as {another('.vo')}",
+            f"set VLLMOPS_HOME to a shorter path, for example {another('.vo')}",
         )
     return folder

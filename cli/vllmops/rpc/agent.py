@@ -422,7 +422,7 @@ def safe(process: Process, path: Path, uid: int) -> None:
     except OSError as error:
         raise absent(process, path) from error
     wanted = stat.S_ISSOCK if path.suffix == ".sock" else stat.S_ISDIR
-    wrong, hint = None, "restart the server with a VLLMOPS_HOME that is its user's own"
+    wrong, hint = None, "restart the server with a VLLMOPS_HOME that belongs to the server's user"
     if not wanted(at.st_mode):
         wrong = f"is not a {'socket' if path.suffix == '.sock' else 'directory'}"
     elif at.st_uid != uid:
@@ -430,8 +430,8 @@ def safe(process: Process, path: Path, uid: int) -> None:
     elif stat.S_IMODE(at.st_mode) & 0o077:
         wrong = f"is open to others (mode {stat.S_IMODE(at.st_mode):o})"
         directory = stat.S_ISDIR(at.st_mode)
-        hint = f"chmod {'700' if directory else '600'} {shlex.quote(str(path))}, and restart the"
-        hint += " server if it has no agent then"
+        hint = f"chmod {'700' if directory else '600'} {shlex.quote(str(path))}; if the server"
+        hint += " then still has no agent, restart it"
     if wrong:
         raise unsafe(process, path, wrong, hint)
 
@@ -466,7 +466,7 @@ def decode(process: Process, content: bytes, kind: type[A]) -> A:
     raise VllmopsError(
         "agent.newer",
         f"the agent of {name(process)} is newer than this vllmops {schemas}",
-        "use the vllmops that the server has",
+        "use the vllmops version of the server",
     )
 
 

@@ -264,7 +264,7 @@ async def answered(
                 if len(content) > ANSWER_BYTES:
                     raise httpx.RemoteProtocolError(f"it has more than {ANSWER_BYTES >> 20} MiB")
     except TimeoutError as error:
-        raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from error
+        raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from error
     kept = {"content-type": answer.headers.get("content-type", "")}
     return httpx.Response(answer.status_code, headers=kept, content=content, request=answer.request)
 

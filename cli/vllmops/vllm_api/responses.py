@@ -306,7 +306,7 @@ class Http:
             )
         return VllmopsError(
             "responses.no-route",
-            f"{self.name} has no route to {doing}: {who} has none without vllmops",
+            f"{self.name} has no route to {doing}: {who} has it only with vllmops",
             hint,
         )
 

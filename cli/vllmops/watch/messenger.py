@@ -43,7 +43,9 @@ class Messenger:
         self.events: queue.Queue[Event] = queue.Queue()
         self.left = 0
         self.idle = threading.Condition()
-        forever.thread("messenger", self.run, forever.Trouble("an event is not told", trouble))
+        forever.thread(
+            "messenger", self.run, forever.Trouble("an event was not delivered", trouble)
+        )
 
     def send(self, event: Event) -> None:
         """Have an event told; comes back at once."""
@@ -87,7 +89,7 @@ class Hook:
         limit_s: after which it is killed.
 
     Raises:
-        VllmopsError: ``watch.no-command`` where there is no such program.
+        VllmopsError: ``watch.no-command`` where no such program.
     """
 
     def __init__(self, command: str, limit_s: float = HOOK_S) -> None:
@@ -98,7 +100,7 @@ class Hook:
         except ValueError as error:
             raise no_command(command, str(error).lower()) from error
         if not self.words or not shutil.which(self.words[0]):
-            raise no_command(command, "there is no such program")
+            raise no_command(command, "no such program")
 
     def __call__(self, event: Event) -> None:
         """Run it.
@@ -196,7 +198,9 @@ class Webhook:
             why = f"it answered {answer.status_code}"
             if not (answer.is_server_error or answer.status_code in {408, 429}):
                 break
-        raise VllmopsError("watch.webhook", f"the webhook {self.where} was not told: {why}")
+        raise VllmopsError(
+            "watch.webhook", f"the webhook {self.where} did not accept the event: {why}"
+        )
 
 
 def no_command(command: str, why: str) -> VllmopsError:

@@ -151,7 +151,7 @@ class Watch:
         self.ongoing: Ongoing | None = None
         self.doubt_until = 0.0
         self.ask = True  # once at the beginning, to know what there is
-        self.stumbling = Trouble("a look has failed, and the watch goes on", self.stumbled)
+        self.stumbling = Trouble("a check failed, and the watch continues", self.stumbled)
 
     def run(self) -> Diary:
         """Watch until the plan says that it is enough, or nothing is left to watch."""
@@ -233,7 +233,7 @@ class Watch:
             self.ongoing = None
             lasted = self.now() - ongoing.began
             label = self.subject.server.label
-            text = f"{label} goes on again after {lasted:.0f} s"
+            text = f"{label} makes progress again after {lasted:.0f} s"
             self.say("recovered", text, number=ongoing.number, seconds=lasted)
         elif ongoing.restart_at is not None and self.now() >= ongoing.restart_at:
             ongoing.restart_at = None
@@ -312,9 +312,11 @@ class Watch:
         """Restart the instance, but never before its evidence is on the disk."""
         label = self.subject.server.label
         if not ongoing.kept:
-            self.say("trouble", f"{label} is not restarted: its evidence could not be written")
+            self.say(
+                "trouble", f"{label} is not restarted, because its evidence could not be written"
+            )
             return
-        text = f"{label} is restarted; it had stalled"
+        text = f"{label} restarts because it stalled"
         self.say("restarting", text, number=ongoing.number)
         # Who is told may want to look at it before.
         self.flush()

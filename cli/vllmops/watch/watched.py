@@ -234,6 +234,6 @@ class Watched:
 def stranger(server: Server) -> VllmopsError:
     return VllmopsError(
         "restart.stranger",
-        f"vllmops did not start {server.label}, so it knows no command to restart it",
+        f"vllmops did not start {server.label}, so it does not know the command to start it",
         "vllmops watch without --restart; --exec runs your own command",
     )

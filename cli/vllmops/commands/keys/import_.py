@@ -67,5 +67,5 @@ def parsed(source: Path, *, verify_only: bool) -> Key | Ring:
         return file.decode(content, source)
     text = content.decode(errors="replace").strip()
     text = text.removeprefix("export ").removeprefix(f"{file.SIGNING_KEY}=").strip("\"'")
-    secret = from_hex(text, "what was given")
+    secret = from_hex(text, "the input")
     return Key.of(secret, Status.VERIFY_ONLY if verify_only else Status.NEXT, time.time())

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 NEXT = {
     Stage.EMPTY: "no primary key: run vllmops keys rotate",
     Stage.SPREADING: "servers are loading the next key: vllmops keys rotate continues",
-    Stage.READY: "holdings server has the next key: vllmops keys rotate promotes it",
-    Stage.LAGGING: "a server has not loaded the current file yet; servers check it holdings second",
+    Stage.READY: "each server has the next key: vllmops keys rotate promotes it",
+    Stage.LAGGING: "a server has not loaded the current file yet; servers check it every second",
     Stage.OVERLAP: "an old key is verify-only; the next rotation removes it",
     Stage.OVER: "an old key's overlap has ended: remove it with vllmops keys rotate or keys retire",
     Stage.STEADY: "",
