@@ -190,7 +190,7 @@ def run() -> int:
 
 
 def wrong_usage(error: Any) -> VllmopsError | None:
-    """What Typer has to say of a command line, as an error of ours; None where it was help."""
+    """What Typer has to say of a command line, as an error of ours; None if it was help."""
     from .errors import Exit, VllmopsError  # noqa: PLC0415
 
     context = getattr(error, "ctx", None)

@@ -1,6 +1,6 @@
 """Where vllmops keeps its state; the CLI and the agent both ask here.
 
-What is written there is run, shown and served as its owner's own: records hold commands. So every
+vllmops runs, shows and serves what is written there: records hold commands. So every
 folder that vllmops reads or writes there belongs to the user who runs it, and nobody else but root
 can put anything into it, or exchange it.
 """
@@ -75,7 +75,7 @@ def own(path: Path, *, sticky: bool = False) -> Path:
     write to such a folder only where it is sticky, as the shared temporary directory is.
 
     Args:
-        path: absolute; what does not exist yet is in order.
+        path: absolute; what does not exist yet is accepted.
         sticky: whether others may write to it if it is sticky; what lies in it is checked, too.
 
     Returns:
@@ -93,7 +93,7 @@ def own(path: Path, *, sticky: bool = False) -> Path:
         try:
             found = step.lstat()
         except OSError:
-            break  # there is none, or whoever opens it is told why not
+            break  # it does not exist; opening it reports any other reason
         if not stat.S_ISLNK(found.st_mode):
             at = step
             judge(at, found, path, last=not left, sticky=sticky or bool(left))
@@ -153,7 +153,7 @@ def unsafe(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:
 
 
 def another(name: str = ".vllmops") -> str:
-    """A place for the state directory that is this user's own, as a shell takes it."""
+    """An assignment of VLLMOPS_HOME to a directory of this user, quoted for a shell."""
     import pwd  # noqa: PLC0415
 
     try:

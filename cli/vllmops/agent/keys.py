@@ -74,7 +74,7 @@ class Holder:
                 self.report(error)
 
     def mark(self) -> tuple[int, ...] | None:
-        """Changes whenever the file does; None where the file is missing."""
+        """Changes whenever the file does; None if the file is missing."""
         if self.source.path is None:
             return ()
         try:
@@ -131,7 +131,7 @@ def start() -> None:
 
 
 def ring() -> Ring | None:
-    """The keys that seal and open carriers now; None where this process has none."""
+    """The keys that seal and open carriers now; None if this process has none."""
     return _holder.ring if _holder else None
 
 

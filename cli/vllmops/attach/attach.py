@@ -36,7 +36,7 @@ class Plan:
 
     Args:
         process: where.
-        tids: the threads that could run it, the best first; none where Python itself does it.
+        tids: the threads that could run it, the best first; none if Python itself does it.
     """
 
     process: Process
@@ -49,7 +49,7 @@ class Attached:
 
     Args:
         process: where.
-        stopped_s: seconds for which one thread was stopped; None where none was.
+        stopped_s: seconds for which one thread was stopped; None if none was.
         seconds: until the agent answered.
     """
 
@@ -270,7 +270,7 @@ def refused(process: Process) -> VllmopsError:
 
 
 def traced_by(process: Process) -> int:
-    """The pid of whoever traces a process or one of its threads; 0 where nobody does."""
+    """The pid of whoever traces a process or one of its threads; 0 if nobody does."""
     with suppress(OSError):
         for tid in inject.Target(process.pid).tids():
             if tracer := int(proc.status(f"{process.pid}/task/{tid}")["TracerPid"]):

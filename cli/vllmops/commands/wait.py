@@ -72,7 +72,7 @@ def look(server: Server, goal: Goal) -> str:
     """The state to compare with the goal; while the server starts, its stage.
 
     Raises:
-        VllmopsError: ``serve.failed`` where it failed before it was ready.
+        VllmopsError: ``serve.failed`` if it failed before it was ready.
     """
     if server.record is None:
         if not any(map(alive, server.processes)):

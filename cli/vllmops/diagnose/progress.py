@@ -82,7 +82,7 @@ class Stall(msgspec.Struct, frozen=True):
         code: of the rule.
         subject: what has stopped.
         since_s: for how many seconds at least.
-        evidence: what was seen.
+        evidence: of that finding.
         doubt: what else it may be. ``idle``: the figures may be stale. ``work``: work may take as
             long. The stacks decide both. ``writing``: only the heartbeat's file may be late; the
             agent's answer decides.

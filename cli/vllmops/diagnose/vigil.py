@@ -32,7 +32,7 @@ class Vigil:
     several looks in a row. A machine that wakes from suspension gets time to recover that way.
 
     Args:
-        interval_s: seconds between looks.
+        interval_s: seconds between checks.
         checks: looks in a row.
         patience_s: seconds that a server may make no progress while requests are pending.
     """

@@ -1,4 +1,4 @@
-"""Why the kernel did not let us read another process, and what to do.
+"""Why the kernel does not allow reading another process, and what to do.
 
 The rules are those of ptrace(2), "Ptrace access mode checking", and of Yama.
 """
@@ -19,16 +19,16 @@ CAP_SYS_PTRACE = 1 << 19
 
 @dataclass(frozen=True)
 class Rights:
-    """What the kernel weighs.
+    """What the kernel's decision depends on.
 
     Args:
-        uid: our effective user id.
+        uid: effective user id of this process.
         target_uid: the other process's.
-        effective: our capabilities, as a bit mask.
-        bounding: those that we, or anything we start, could ever get; a container or a systemd
+        effective: capabilities of this process, as a bit mask.
+        bounding: those that this process or its children could ever get; a container or a systemd
             unit limits it.
-        ptrace_scope: ``kernel.yama.ptrace_scope``, 0 where there is no Yama.
-        seccomp: whether a filter judges our system calls.
+        ptrace_scope: ``kernel.yama.ptrace_scope``, 0 if there is no Yama.
+        seccomp: whether a filter checks the system calls of this process.
     """
 
     uid: int
@@ -40,7 +40,7 @@ class Rights:
 
 
 def rights(pid: int) -> Rights:
-    """Our rights over a process; reading them needs none.
+    """The rights of this process over another; reading them needs none.
 
     Raises:
         OSError: the process is gone.
@@ -63,11 +63,11 @@ def rights(pid: int) -> Rights:
 def refusal(
     pid: int, rights: Rights, command: Literal["stacks dump", "attach"] = "stacks dump"
 ) -> VllmopsError:
-    """The error for a process that the kernel did not let us read.
+    """The error for a process that the kernel does not allow reading.
 
     Args:
         pid: process id.
-        rights: ours over it.
+        rights: over it.
         command: that was typed.
 
     Returns:

@@ -93,7 +93,7 @@ class Run:
         words: its arguments.
 
     Raises:
-        VllmopsError: ``interpreter.failed`` where it can't be started.
+        VllmopsError: ``interpreter.failed`` if it can't be started.
     """
 
     def __init__(self, interpreter: Interpreter, words: Sequence[str]) -> None:

@@ -91,7 +91,7 @@ def check(order: Order) -> None:
 
 
 def check_socket(path: str) -> None:
-    """Raises ``uds.unusable`` where no server could listen on a Unix socket of that path."""
+    """Raises ``uds.unusable`` if no server could listen on a Unix socket of that path."""
     place = Path(path).absolute()
     problem = ""
     if len(os.fsencode(path)) > PATH_BYTES:
@@ -158,7 +158,7 @@ def check_model(model: str) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ``port.taken`` where nobody could listen there, naming who does."""
+    """Raises ``port.taken`` if nobody could listen there, naming who does."""
     problem = bind(host, port)
     if problem is None:
         # A server that loads its model is bound, and shares the port where it has several API
@@ -181,7 +181,7 @@ def claimed(host: str, port: int) -> int:
     """Take a port that was asked for; returns an open file that holds it.
 
     Raises:
-        VllmopsError: ``port.taken`` where it is another instance's of this user.
+        VllmopsError: ``port.taken`` if it is another instance's of this user.
     """
     held = ports.claim(port)
     if held is None:
@@ -226,7 +226,7 @@ def lingering(port: int) -> bool:
 
 
 def holder(port: int) -> str:
-    """Who listens on a port, or is a server that is about to; empty where nobody tells."""
+    """Who listens on a port, or is a server that is about to; empty if nobody tells."""
     with contextlib.suppress(psutil.Error):
         for found in psutil.net_connections("tcp"):
             address = found.laddr

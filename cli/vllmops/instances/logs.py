@@ -88,8 +88,8 @@ class Line:
     """One line of the log, its prefix taken off.
 
     Args:
-        process: as the prefix names it (``EngineCore``, ``Worker_TP0``), empty where none does.
-        level: ``INFO`` …, empty where the line has none.
+        process: as the prefix names it (``EngineCore``, ``Worker_TP0``), empty if none does.
+        level: ``INFO`` …, empty if the line has none.
         text: what is left.
     """
 
@@ -106,7 +106,7 @@ def parse(raw: str) -> Line:
 
 
 def role_of(raw: str) -> Role | None:
-    """Whose line it is, None where the line does not say (a library's own print)."""
+    """Whose line it is, None if the line does not say (a library's own print)."""
     process = parse(raw).process
     for role, names in NAMES.items():
         if process.startswith(names):

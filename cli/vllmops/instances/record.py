@@ -47,7 +47,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     Args:
         cause: the failing process's last error, in its own words.
-        process: which process that was, as its log lines name it; empty where unknown.
+        process: which process that was, as its log lines name it; empty if unknown.
         hint: what puts it right, where that is known.
     """
 
@@ -68,9 +68,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         session: session id of every process of the tree, None before the start.
         processes: the tree, root first.
         segments: names in ``/dev/shm`` that processes of the tree have mapped.
-        exit_code: of the root process, negative for a signal, None where unknown.
-        watch: what `vllmops watch` is given that runs beside it; None where none does.
-        port: that it listens on; None where it listens on a Unix socket, or is headless.
+        exit_code: of the root process, negative for a signal, None if unknown.
+        watch: what `vllmops watch` is given that runs beside it; None if none does.
+        port: that it listens on; None if it listens on a Unix socket, or is headless.
         uds: the Unix socket that it listens on, None for TCP.
         headless: whether it has no API server: its engines work for one on another node.
         ready_s: seconds that its last start took, by a clock that nobody sets; None before.
@@ -110,7 +110,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def address(scheme: str, host: str | None, port: int | None, uds: str | None) -> str | None:
-    """A server's URL, None where it listens on nothing that is known."""
+    """A server's URL, None if it listens on nothing that is known."""
     if uds:
         return unix_url(uds)
     return f"{scheme}://{client_host(host or '')}:{port}" if port else None
@@ -161,11 +161,11 @@ class Folder:
         return held(self.watch_lock)
 
     def read(self) -> Record | None:
-        """The record, None where there is none.
+        """The record, None if there is none.
 
         Raises:
-            VllmopsError: ``registry.corrupt`` where it can't be understood, ``registry.unreadable``
-                or ``home.unsafe`` (exit code 4) where it can't be read, or may be somebody else's.
+            VllmopsError: ``registry.corrupt`` if it can't be understood, ``registry.unreadable``
+                or ``home.unsafe`` (exit code 4) if it can't be read, or may be somebody else's.
         """
         try:
             content = read_private(own(self.path) / self.record_file.name, None, RECORD_BYTES)
@@ -192,7 +192,7 @@ class Folder:
         write_atomically(self.record_file, msgspec.json.encode(record))
 
     def lock(self) -> int | None:
-        """Take the lock; returns the open file that holds it, None where another has it."""
+        """Take the lock; returns the open file that holds it, None if another has it."""
         own(self.path)
         return take(self.lock_file)
 
@@ -221,7 +221,7 @@ def create_root() -> Path:
     """Make the state directory, private to its owner.
 
     Raises:
-        VllmopsError: ``home.unusable`` where it can't be written, ``home.unsafe`` (exit code 4).
+        VllmopsError: ``home.unusable`` if it can't be written, ``home.unsafe`` (exit code 4).
     """
     try:
         made = make(root())

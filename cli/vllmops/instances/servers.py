@@ -28,10 +28,10 @@ class Server:
     Args:
         name: the instance's name, None for one that vllmops did not start.
         processes: the tree, root first.
-        host: address it listens on, None where unknown.
-        port: TCP port, None where unknown, or where it has none.
+        host: address it listens on, None if unknown.
+        port: TCP port, None if unknown, or where it has none.
         model: the model as given to vLLM.
-        scheme: ``http``, or ``https`` where it was given a certificate.
+        scheme: ``http``, or ``https`` if it was given a certificate.
         record: what its supervisor wrote, None for one that vllmops did not start.
         supervised: whether its supervisor is alive, None for one that never had one.
         uds, headless: as in `Shape`.

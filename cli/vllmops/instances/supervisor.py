@@ -83,7 +83,7 @@ class Supervisor:
         folder: the instance's.
         record: as it is there.
         lock: an open file that holds its lock.
-        port: one that holds its port, None where another instance does.
+        port: one that holds its port, None if another instance does.
     """
 
     def __init__(self, folder: Folder, record: Record, lock: int, port: int | None) -> None:

@@ -67,7 +67,7 @@ def close_gates(tree: Sequence[Process]) -> bool:
 
 
 def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
-    """Requests that have not finished; None where nobody can tell.
+    """Requests that have not finished; None if nobody can tell.
 
     HTTP requests count, streams included, and what the engine still works on without one: a
     background response, say. Where no agent answers, vLLM's own metrics are asked.

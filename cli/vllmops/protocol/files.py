@@ -1,4 +1,4 @@
-"""Snapshots in files: JSON, told apart by their ``kind`` and their ``schema``.
+"""Snapshots in files: JSON with a ``kind`` and a ``schema``.
 
 One that grows is a file of lines: what `load` reads from the first, then `Journal.add`'s.
 """
@@ -28,7 +28,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def save(path: Path, snapshot: msgspec.Struct) -> None:
-    """Write a snapshot, readable by its owner alone: keys and frames may tell what users sent.
+    """Write a snapshot, readable by its owner alone: keys and frames may reveal what users sent.
 
     Raises:
         VllmopsError: ``file.not-written``; an older file of that name is left as it was.
@@ -69,7 +69,7 @@ class Journal:
         self.size = self.file.seek(0, os.SEEK_END) if self.regular else 0
 
     def add(self, entry: msgspec.Struct) -> None:
-        """Add a line; `trouble` tells whether it, or an older one, is not in the file."""
+        """Add a line; `failure` is set if this or an older line is not in the file."""
         self.pending += msgspec.json.encode(entry) + b"\n"
         try:
             if self.regular:
@@ -111,7 +111,7 @@ def decode_lines(
 
 
 def decode(path: Path, content: bytes, kind: type[T]) -> T:
-    """What a file's content says.
+    """The snapshot in a file's content.
 
     Raises:
         VllmopsError: ``file.not-a-snapshot``, ``file.other-kind`` or ``file.newer``.

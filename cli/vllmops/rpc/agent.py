@@ -189,7 +189,7 @@ class Connection(http.client.HTTPConnection):
         """Send a request and read the answer: its status, its content.
 
         Raises:
-            OSError: TimeoutError where it takes too long, PermissionError where somebody else
+            OSError: TimeoutError where it takes too long, PermissionError if somebody else
                 answers.
             http.client.HTTPException: no proper answer, or one that is too long.
         """
@@ -353,7 +353,7 @@ def beat(process: Process) -> Pulse | None:
     """The last heartbeat of a process, read from its file without asking the process.
 
     Returns:
-        None where there is none that is readable, of this process, and of a known schema.
+        None if there is none that is readable, of this process, and of a known schema.
     """
     path, uid = socket_path(process).with_suffix(".beat"), owner(process)
     for _ in range(3):

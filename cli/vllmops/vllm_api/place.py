@@ -27,5 +27,5 @@ class Place:
 
     @property
     def or_store(self) -> str:
-        """How to do without it, behind what else would help; empty where that is not known."""
+        """How to do without it, behind what else would help; empty if that is not known."""
         return f"; or, on the store itself: --store {shown(self.store)}" if self.store else ""

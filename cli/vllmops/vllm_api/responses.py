@@ -178,7 +178,7 @@ class Http:
         return Outcome(id=response_id, done=True, told="deleted")
 
     async def owner(self) -> str:
-        """As whose these responses are kept: a hash of the key, empty where the server asks none.
+        """As whose these responses are kept: a hash of the key, empty if the server asks none.
 
         Raises:
             VllmopsError: the server does not answer.
@@ -277,7 +277,7 @@ class Http:
             raise unknown(self.name, response_id)
 
     async def missing(self, answer: httpx.Response, response_id: str, doing: str) -> Outcome | None:
-        """The outcome where there is no such response, None where there is."""
+        """The outcome where there is no such response, None if there is."""
         try:
             await self.expect(answer, response_id, doing)
         except VllmopsError as error:
@@ -334,7 +334,7 @@ TEXT = msgspec.json.Decoder(str)
 
 
 def head_of(document: bytes) -> Rescued:
-    """What names a response, nothing where it has no name."""
+    """What names a response, nothing if it has no name."""
     try:
         parts = RESCUED.decode(document)
     except shape.BROKEN:
@@ -343,7 +343,7 @@ def head_of(document: bytes) -> Rescued:
 
 
 def text(part: msgspec.Raw | None) -> str:
-    """A text from its JSON, empty where it is none."""
+    """A text from its JSON, empty if it is none."""
     try:
         return TEXT.decode(part) if part is not None else ""
     except shape.BROKEN:
@@ -370,7 +370,7 @@ def made(document: bytes) -> Response:
 
 
 def decoded(document: bytes) -> shape.Document | None:
-    """A response object, None where it is none."""
+    """A response object, None if it is none."""
     try:
         return shape.DOCUMENT.decode(document)
     except shape.BROKEN:

@@ -1,4 +1,4 @@
-"""Tells events to others: a command of the user's, a URL; nothing waits for them."""
+"""Delivers events to a command or a URL, without making the watch wait."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Trouble = Callable[[str], None]
 
 
 class Messenger:
-    """Carries events to where they are wanted, one after the other, in a thread of its own.
+    """Delivers events to receivers, one after the other, in its own thread.
 
     Args:
-        receivers: are given each event; what they can't do they raise as VllmopsError.
-        trouble: is told what could not be done.
+        receivers: called with each event; they raise VllmopsError on failure.
+        report: called with the text of each failure.
     """
 
     def __init__(self, receivers: Sequence[Callable[[Event], None]], trouble: Trouble) -> None:
@@ -48,18 +48,18 @@ class Messenger:
         )
 
     def send(self, event: Event) -> None:
-        """Have an event told; comes back at once."""
+        """Queue an event; returns at once."""
         with self.idle:
             self.left += 1
         self.events.put(event)
 
     def flush(self, seconds: float = FLUSH_S) -> None:
-        """Wait until everything has been told, or until the time is up."""
+        """Wait until every event is delivered, or until the time is up."""
         with self.idle:
             self.idle.wait_for(lambda: not self.left, seconds)
 
     def run(self) -> None:
-        """Tell one event."""
+        """Deliver one event."""
         event = self.events.get()
         try:
             for receive in self.receivers:
@@ -70,14 +70,14 @@ class Messenger:
                 self.idle.notify_all()
 
     def give(self, receive: Callable[[Event], None], event: Event) -> None:
-        """Tell one receiver; what it can't do hinders no other."""
+        """Call one receiver; its failure does not affect the others."""
         try:
             receive(event)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, VllmopsError):
                 text = error.message
-            with suppress(Exception):  # there is nobody else who could be told
+            with suppress(Exception):  # there is nowhere else to report it
                 self.trouble(text)
 
 
@@ -89,7 +89,7 @@ class Hook:
         limit_s: after which it is killed.
 
     Raises:
-        VllmopsError: ``watch.no-command`` where no such program.
+        VllmopsError: ``watch.no-command`` if no such program.
     """
 
     def __init__(self, command: str, limit_s: float = HOOK_S) -> None:
