@@ -100,7 +100,7 @@ def build() -> Any:
         version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     ) -> None:
         if version:
-            tell_version()
+            print_version()
             raise typer.Exit
 
     if "_VLLMOPS_COMPLETE" in os.environ:
@@ -110,7 +110,7 @@ def build() -> Any:
     return typer.main.get_command(app)
 
 
-def tell_version() -> None:
+def print_version() -> None:
     """Print the version, and on stderr whether another program has our name."""
     from .host.namesake import warning  # noqa: PLC0415
 
@@ -129,7 +129,7 @@ def main() -> None:
         gc.disable()  # to import makes no garbage, and to look for it was 6 % of `stacks dump`
         code = run()
         if error := streams.close():
-            code = told(output_failed(error))
+            code = report_error(output_failed(error))
         # From here on a Ctrl-C would be a traceback from the end of the interpreter.
         streams.on_interrupt(streams.DEFAULT)
     except KeyboardInterrupt:
@@ -142,8 +142,8 @@ def interrupted(*_: object) -> NoReturn:
     try:
         from .errors import Exit, VllmopsError  # noqa: PLC0415
 
-        told(VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED))
-    except BaseException:  # half imported is what it needs to tell it
+        report_error(VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED))
+    except BaseException:  # a half-imported module can't report it
         os.write(2, b"error: interrupted\n")
     finally:
         os._exit(130)
@@ -152,7 +152,7 @@ def interrupted(*_: object) -> NoReturn:
 def run() -> int:
     """Run the command in ``sys.argv``; returns the exit code."""
     if sys.argv[1:] == ["--version"]:
-        tell_version()
+        print_version()
         return 0
     import typer  # noqa: PLC0415
 
@@ -186,7 +186,7 @@ def run() -> int:
         failure.__cause__ = error
     if os.environ.get("VLLMOPS_DEBUG") == "1":
         raise failure
-    return told(failure)
+    return report_error(failure)
 
 
 def wrong_usage(error: Any) -> VllmopsError | None:
@@ -221,7 +221,7 @@ def refused(error: OSError | MemoryError) -> VllmopsError:
 
 
 def output_failed(error: OSError) -> VllmopsError:
-    """Give standard output up; the error to tell of it."""
+    """Give standard output up; returns the error that says so."""
     from . import streams  # noqa: PLC0415
     from .errors import VllmopsError  # noqa: PLC0415
 
@@ -233,8 +233,8 @@ def output_failed(error: OSError) -> VllmopsError:
     )
 
 
-def told(failure: VllmopsError) -> int:
-    """Tell an error; returns the exit code."""
+def report_error(failure: VllmopsError) -> int:
+    """Report an error; returns the exit code."""
     from . import streams  # noqa: PLC0415
     from .output import fail, invoked  # noqa: PLC0415
 

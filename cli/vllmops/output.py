@@ -254,7 +254,7 @@ def envelope(data: object, exit_code: int, error: VllmopsError | None = None) ->
     """Print the JSON envelope, the only thing on stdout."""
     import msgspec  # noqa: PLC0415
 
-    errors = [told(error)] if error else []
+    errors = [error_fields(error)] if error else []
     status = "error" if error else "ok" if exit_code == Exit.OK else "findings"
     content = {
         "version": ENVELOPE_VERSION,
@@ -272,7 +272,7 @@ def envelope(data: object, exit_code: int, error: VllmopsError | None = None) ->
     sys.stdout.flush()
 
 
-def told(error: VllmopsError) -> dict[str, str]:
+def error_fields(error: VllmopsError) -> dict[str, str]:
     """An error as the envelope has it; ``page`` is what ``vllmops help`` takes."""
     return {
         "code": error.code,

@@ -151,7 +151,7 @@ def state(*, reload: bool = False) -> ProcessKeys:
         role=role(),
         keyring=None if path is None else str(path),
         source="environment" if path is None else "file",
-        keys=tuple(key.told() for key in (_holder.ring.keys if _holder.ring else ())),
+        keys=tuple(key.public() for key in (_holder.ring.keys if _holder.ring else ())),
         loaded_at=_holder.loaded_at,
         problem=_holder.problem,
     )

@@ -187,7 +187,7 @@ def boot(process: Process, patch: bool, problem: Path) -> str:
         "package": str(PACKAGE),
         "home": str(agent.state_home(process)),
         "patch": patch,
-        "trouble": str(problem),
+        "error_file": str(problem),
     }
     source = f"exec(compile(open({str(BOOT)!r}).read(), {str(BOOT)!r}, 'exec'))"
     names = {"__name__": "vllmops attach", "options": options}

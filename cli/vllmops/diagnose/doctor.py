@@ -137,7 +137,7 @@ def stalled(
 ) -> list[progress.Stall]:
     """What has stopped; a doubtful stall counts only if stacks and agents confirm it."""
     verdict = explained.verdict if explained else None
-    answered = {progress.process_name(told) for told in snapshot.told}
+    answered = {progress.process_name(report) for report in snapshot.told}
     found = progress.stalls(snapshot.looks, patience_s)
     return [stall for stall in found if stall.is_confirmed(verdict, answered)]
 

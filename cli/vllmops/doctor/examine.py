@@ -246,7 +246,7 @@ class Examination:
 
     def snapshot(self, parts: Parts, probe: Canary | None) -> ServerSnapshot:
         server, record = self.server, self.server.record
-        told, silent = parts.agents.result()
+        reports, silent = parts.agents.result()
         patches = parts.patches.result()
         held = parts.caches.result()
         compared = parts.comparisons.result()
@@ -256,7 +256,7 @@ class Examination:
         for unseen in parts.unseen:
             self.miss(unseen)
         began = min((process.create_time for process in server.processes), default=None)
-        versions = (answer.hello.vllm_version for answer in told)
+        versions = (answer.hello.vllm_version for answer in reports)
         version = next(filter(None, versions), None)
         return ServerSnapshot(
             taken_at=self.taken_at,
@@ -269,7 +269,7 @@ class Examination:
             uptime_s=None if began is None else max(self.taken_at - began, 0.0),
             vllm_version=version or (http.version(server.url) if server.url else None),
             looks=tuple(self.looks),
-            told=tuple(told),
+            told=tuple(reports),
             caches=held,
             comparisons=compared,
             patches=tuple(patches),
@@ -290,7 +290,7 @@ class Parts:
         self.unseen: list[Unseen] = []
         own = server.of(*ROLES)
         self.agents: Future[tuple[list[Told], list[Silent]]] = pool.submit(
-            agent.side_by_side, own, told
+            agent.side_by_side, own, report
         )
         self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
         self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
@@ -338,7 +338,7 @@ class Parts:
         return tuple(compared)
 
 
-def told(process: Process) -> Told:
+def report(process: Process) -> Told:
     """What a process's agent reports; raises as `agent.reach` does."""
     reached = agent.reach(process)
     return Told(

@@ -120,7 +120,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             secret=secret,
         )
 
-    def told(self) -> HeldKey:
+    def public(self) -> HeldKey:
         """The key without its secret."""
         return HeldKey(
             kid=self.kid,

@@ -53,7 +53,7 @@ class Journal:
     def __init__(self, path: Path, head: msgspec.Struct) -> None:
         self.path = path
         self.pending = b""
-        self.trouble: VllmopsError | None = None
+        self.failure: VllmopsError | None = None
         try:
             place = followed(path)
             special = through(place)
@@ -80,9 +80,9 @@ class Journal:
                 self.size += written
             if self.regular:
                 os.fdatasync(self.file.fileno())
-            self.trouble = None
+            self.failure = None
         except OSError as error:
-            self.trouble = not_written(self.path, error)
+            self.failure = not_written(self.path, error)
 
 
 def load(path: Path, kind: type[T]) -> T:

@@ -204,27 +204,27 @@ def one_token(url: str, timeout_s: float) -> Canary:
     began = time.monotonic()
     headers, withheld = key_for(url)
 
-    def told(outcome: Outcome, detail: str) -> Canary:
+    def result(outcome: Outcome, detail: str) -> Canary:
         return Canary(outcome, time.monotonic() - began, detail)
 
     try:
         models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers)
         if models.status_code in {401, 403}:
             why = f"{KEY} was not sent: {withheld}" if withheld else f"set {KEY}"
-            return told("unable", f"it needs an API key: {why}")
+            return result("unable", f"it needs an API key: {why}")
         model = models.raise_for_status().json()["data"][0]["id"]
         left_s = max(timeout_s - (time.monotonic() - began), 1.0)
         body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}
         answer = ask("POST", f"{url}/v1/completions", left_s, headers=headers, json=body)
     except httpx.TimeoutException:
-        return told("timeout", f"no answer within {timeout_s:.0f} s")
+        return result("timeout", f"no answer within {timeout_s:.0f} s")
     except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
-        return told("refused", f"{type(error).__name__}: {error}")
+        return result("refused", f"{type(error).__name__}: {error}")
     if answer.is_success:
-        return told("answered", "")
+        return result("answered", "")
     # A model that only transcribes, say, has no such route, or takes no text.
     outcome: Outcome = "refused" if answer.is_server_error else "unable"
-    return told(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
+    return result(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
 
 
 def get(url: str, timeout_s: float) -> httpx.Response:

@@ -164,7 +164,7 @@ class Http:
     async def cancel(self, response_id: str) -> Outcome:
         answer = await self.ask("POST", f"{path(response_id)}/cancel")
         if answer.status_code in {httpx.codes.BAD_REQUEST, httpx.codes.CONFLICT}:
-            return refused(response_id, said(answer))
+            return refused(response_id, refusal(answer))
         if failure := await self.missing(answer, response_id, "cancel a response"):
             return failure
         head = decoded(self.good(answer, "cancel a response").content)
@@ -218,7 +218,7 @@ class Http:
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
             after = answer.headers.get("Retry-After", "")
             raise StoreUnavailable(
-                f"{self.name}: {said(answer)}", float(after) if after.isdigit() else 1
+                f"{self.name}: {refusal(answer)}", float(after) if after.isdigit() else 1
             )
         return answer
 
@@ -257,7 +257,7 @@ class Http:
             raise self.lacking(doing)
         if not answer.is_success:
             raise VllmopsError(
-                "responses.refused", f"{self.name} answered {answer.status_code}: {said(answer)}"
+                "responses.refused", f"{self.name} answered {answer.status_code}: {refusal(answer)}"
             )
         return answer
 
@@ -392,11 +392,11 @@ def keep(frame: bytes, found: list[Events]) -> None:
         found.append(Events(event.sequence_number, [data]))
 
 
-def said(answer: httpx.Response) -> str:
-    """What a server says of its refusal."""
+def refusal(answer: httpx.Response) -> str:
+    """The message in a server's refusal."""
     try:
-        told = answer.json()
-        error = told.get("error", told)
+        body = answer.json()
+        error = body.get("error", body)
         message = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError, RecursionError):
         message = None

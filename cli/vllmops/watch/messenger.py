@@ -26,8 +26,6 @@ HOOK_S = 30.0
 POST_S, TRIES, PAUSE_S = 5.0, 3, 1.0
 FLUSH_S = 60.0
 
-Trouble = Callable[[str], None]
-
 
 class Messenger:
     """Delivers events to receivers, one after the other, in its own thread.
@@ -37,15 +35,15 @@ class Messenger:
         report: called with the text of each failure.
     """
 
-    def __init__(self, receivers: Sequence[Callable[[Event], None]], trouble: Trouble) -> None:
+    def __init__(
+        self, receivers: Sequence[Callable[[Event], None]], report: Callable[[str], None]
+    ) -> None:
         self.receivers = receivers
-        self.trouble = trouble
+        self.report = report
         self.events: queue.Queue[Event] = queue.Queue()
         self.left = 0
         self.idle = threading.Condition()
-        forever.thread(
-            "messenger", self.run, forever.Trouble("an event was not delivered", trouble)
-        )
+        forever.thread("messenger", self.run, forever.Trouble("an event was not delivered", report))
 
     def send(self, event: Event) -> None:
         """Queue an event; returns at once."""
@@ -78,7 +76,7 @@ class Messenger:
             if isinstance(error, VllmopsError):
                 text = error.message
             with suppress(Exception):  # there is nowhere else to report it
-                self.trouble(text)
+                self.report(text)
 
 
 class Hook:
@@ -132,7 +130,7 @@ class Hook:
 
 def facts(event: Event) -> dict[str, str]:
     """An event as environment variables."""
-    told = {
+    fields = {
         "EVENT": event.event,
         "SERVER": event.server,
         "TARGET": event.server,  # so that vllmops in the command means the same server
@@ -148,7 +146,7 @@ def facts(event: Event) -> dict[str, str]:
         "BUNDLE": event.bundle,
         "TEXT": event.text,
     }
-    return {f"VLLMOPS_{name}": value.replace("\0", "") for name, value in told.items()}
+    return {f"VLLMOPS_{name}": value.replace("\0", "") for name, value in fields.items()}
 
 
 class Webhook:

@@ -151,7 +151,7 @@ class Watch:
         self.ongoing: Ongoing | None = None
         self.doubt_until = 0.0
         self.ask = True  # once at the beginning, to know the processes
-        self.stumbling = Trouble("a check failed, and the watch continues", self.stumbled)
+        self.failures = Trouble("a check failed, and the watch continues", self.report_text)
 
     def run(self) -> Diary:
         """Watch until the plan's end, or until nothing is left to watch."""
@@ -166,7 +166,7 @@ class Watch:
                     after_s = self.check()
             except Exception as error:
                 # Nobody else watches: the next check may succeed.
-                self.stumbling.tell(error)
+                self.failures.tell(error)
             if self.plan.once and self.diary.bad:
                 break
             left_s = began + (self.plan.for_s or float("inf")) - self.now()
@@ -175,7 +175,7 @@ class Watch:
             self.rest(min(after_s, left_s))
         return self.diary
 
-    def stumbled(self, text: str) -> None:
+    def report_text(self, text: str) -> None:
         self.say("trouble", f"{self.subject.server.label}: {text}")
 
     def rest(self, seconds: float) -> None:
@@ -250,8 +250,8 @@ class Watch:
         if any(look.compilers for look in snapshot.looks[before:]):
             self.vigil.row = 0
             return
-        told = doctor.examine(snapshot, self.plan.patience_s)
-        if not any(stands(stall, snapshot, told) for stall in found):
+        diagnosis = doctor.examine(snapshot, self.plan.patience_s)
+        if not any(stands(stall, snapshot, diagnosis) for stall in found):
             self.vigil.dismiss(found)
             self.doubt_until = self.now() + DOUBT_S
             return
@@ -259,7 +259,7 @@ class Watch:
         number = self.diary.counts["stalled"] + 1
         self.ongoing = Ongoing(number, began, kept=bool(kept))
         seconds = self.now() - began
-        why = cause(found, told)
+        why = cause(found, diagnosis)
         label = self.subject.server.label
         self.say(
             "stalled",
@@ -272,10 +272,10 @@ class Watch:
             evidence=why.evidence,
             next=why.next,
             reference=why.reference,
-            findings=tuple(finding.code for finding in told.findings),
+            findings=tuple(finding.code for finding in diagnosis.findings),
             bundle=kept,
         )
-        repaired = self.plan.repair and self.repair(told)
+        repaired = self.plan.repair and self.repair(diagnosis)
         if self.plan.restart:
             self.ongoing.restart_at = self.now() + (MENDING_S if repaired else 0.0)
             self.go_on(self.ongoing)
@@ -287,18 +287,18 @@ class Watch:
         try:
             return str(self.subject.save(self.plan.folder))
         except VllmopsError as error:
-            self.trouble(error)
+            self.report_failure(error)
             return ""
 
-    def repair(self, told: doctor.Diagnosis) -> bool:
+    def repair(self, diagnosis: doctor.Diagnosis) -> bool:
         """Repair what was found, if it can be; returns whether anything was."""
-        if not any(finding.code in REPAIRABLE for finding in told.findings):
+        if not any(finding.code in REPAIRABLE for finding in diagnosis.findings):
             return False
         label = self.subject.server.label
         try:
             report = self.subject.repair()
         except VllmopsError as error:
-            self.trouble(error)
+            self.report_failure(error)
             return False
         done = [
             words(repair.role, repair.pid, cache.changes, cache.left)
@@ -323,9 +323,9 @@ class Watch:
         try:
             self.subject.restart()
         except VllmopsError as error:
-            self.trouble(error)
+            self.report_failure(error)
 
-    def trouble(self, error: VllmopsError) -> None:
+    def report_failure(self, error: VllmopsError) -> None:
         self.say("trouble", f"{self.subject.server.label}: {error.message}", next=error.hint)
 
     def say(self, event: Any, text: str, **fields: Any) -> None:
@@ -333,7 +333,7 @@ class Watch:
         server = self.subject.server
         # Chat services show it, and an exception's message may repeat a prompt or a key.
         fields |= {name: Redactor().log(fields[name]) for name in QUOTING if fields.get(name)}
-        told = Event(
+        reported = Event(
             event=event,
             at=time.time(),
             server=server.label,
@@ -342,20 +342,20 @@ class Watch:
             text=Redactor().log(text),
             **fields,
         )
-        self.diary.counts[told.event] += 1
-        self.diary.events.append(told)
-        self.tell(told)
+        self.diary.counts[reported.event] += 1
+        self.diary.events.append(reported)
+        self.tell(reported)
 
 
-def stands(stall: Stall, snapshot: ServerSnapshot, told: doctor.Diagnosis) -> bool:
+def stands(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) -> bool:
     """Whether a stall is confirmed by stacks and agents."""
-    verdict = told.explanation.verdict if told.explanation else None
+    verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
     return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.told})
 
 
-def cause(found: Sequence[Stall], told: doctor.Diagnosis) -> Finding:
+def cause(found: Sequence[Stall], diagnosis: doctor.Diagnosis) -> Finding:
     """The finding that explains a stall best."""
-    for finding in told.findings:
+    for finding in diagnosis.findings:
         if finding.code.startswith("stack.") or finding.code in CAUSES:
             return finding
     rules = {rule.code: rule for rule in progress.RULES}

@@ -151,7 +151,7 @@ def record(
 
         recorder = Recorder(watch, head, prepared, journal, tell)
         failure = recorder.run()
-    if failure and not save and journal and failure is journal.trouble:
+    if failure and not save and journal and failure is journal.failure:
         output.say(f"{UNKEPT}: {failure.message}")
         failure = None
     if not recorder.recording.samples:
