@@ -126,7 +126,7 @@ def main() -> None:
 
         streams.on_interrupt(interrupted)
         streams.prepare()
-        gc.disable()  # to import makes no garbage, and to look for it was 6 % of `stacks dump`
+        gc.disable()  # imports make no garbage, and collecting it took 6 % of `stacks dump`
         code = run()
         if error := streams.close():
             code = report_error(output_failed(error))
@@ -171,7 +171,7 @@ def run() -> int:
         failure = error
     except (KeyboardInterrupt, typer.Abort):
         failure = VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
-    except ReaderGoneError:  # it has read what it wanted
+    except ReaderGoneError:  # the reader has what it needs
         return Exit.OK
     except OutputError as error:
         failure = output_failed(error)
@@ -190,7 +190,7 @@ def run() -> int:
 
 
 def wrong_usage(error: Any) -> VllmopsError | None:
-    """What Typer has to say of a command line, as an error of ours; None if it was help."""
+    """Typer's error about a command line, as a VllmopsError; None if it showed help."""
     from .errors import Exit, VllmopsError  # noqa: PLC0415
 
     context = getattr(error, "ctx", None)
@@ -202,7 +202,7 @@ def wrong_usage(error: Any) -> VllmopsError | None:
 
 
 def refused(error: OSError | MemoryError) -> VllmopsError:
-    """What the system refused: it says which file and why, and is no fault of ours."""
+    """The error for what the operating system refused, with the file and the reason."""
     from .errors import Exit, VllmopsError  # noqa: PLC0415
 
     if isinstance(error, MemoryError):
@@ -221,7 +221,7 @@ def refused(error: OSError | MemoryError) -> VllmopsError:
 
 
 def output_failed(error: OSError) -> VllmopsError:
-    """Give standard output up; returns the error that says so."""
+    """Close standard output after an error; returns the error to report."""
     from . import streams  # noqa: PLC0415
     from .errors import VllmopsError  # noqa: PLC0415
 

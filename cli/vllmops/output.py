@@ -86,7 +86,7 @@ def command(run: Callable[P, Result]) -> Callable[P, None]:
             result = run(*args, **kwargs)
         except KeyboardInterrupt as error:  # Typer would end without a word
             raise VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED) from error
-        with suppress(ReaderGoneError):  # what was found counts, whether all of it was read or not
+        with suppress(ReaderGoneError):  # the exit code counts, whether all output was read or not
             if kwargs.get("json_"):
                 envelope(result.data, result.exit_code)
             else:
@@ -142,7 +142,7 @@ def confirm(question: str, hint: str) -> None:
         hint: the command that does it without asking.
 
     Raises:
-        VllmopsError: ``unconfirmed``, where the answer is no, or nobody is there to ask.
+        VllmopsError: ``unconfirmed``, if the answer is no, or nobody can be asked.
     """
     if not sys.stdin.isatty():
         raise VllmopsError(
@@ -159,7 +159,7 @@ class Progress:
     """A live line on stderr with the elapsed time; in a pipe, a line for each new text.
 
     Args:
-        since: when what it tells of began, seconds since the epoch.
+        since: when the work began, seconds since the epoch.
         quiet: show nothing.
     """
 
@@ -308,7 +308,7 @@ def span(seconds: float | None) -> str:
     """A duration for a person: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; a dash else."""
     if seconds is None or not abs(seconds) <= CENTURY_S:
         return "-"
-    total = max(int(seconds), 0)  # somebody may have set the clock back
+    total = max(int(seconds), 0)  # the clock may have been set back
     if total < 60:
         return f"{total}s"
     minutes, rest = divmod(total, 60)

@@ -82,7 +82,7 @@ def bundle(
         output.confirm(f"{path} exists. Replace it?", "vllmops bundle --force, or another -o FILE")
         replace = True
     stop = threading.Event()
-    # Not an exception: what there is must get to the disk, however often Ctrl-C is pressed.
+    # Not an exception: what was captured must be written, however often Ctrl-C is pressed.
     signal.signal(signal.SIGINT, lambda *_: stop.set())
     with Progress(time.time(), quiet=json_) as progress:
         contents = collect(server, timeout_s=timeout, tell=progress.update, stop=stop)

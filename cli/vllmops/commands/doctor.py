@@ -340,7 +340,7 @@ def figures(snapshot: ServerSnapshot) -> dict[str, str]:
 
 
 def pace(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:
-    """Rates and times between two looks."""
+    """Rates and times between two samples."""
     before, after = msgspec.structs.asdict(first), msgspec.structs.asdict(last)
     grown: dict[str, float] = {
         name: value - before[name]

@@ -93,7 +93,7 @@ def ps(
 
 
 def registry_faults() -> list[VllmopsError]:
-    """Records that can't be read; their servers are still listed, as strangers."""
+    """Records that can't be read; their servers are still listed, as not started by vllmops."""
     faults = []
     for folder in folders():
         try:

@@ -198,7 +198,7 @@ STYLES = {"INFO": "", "WARNING": "bold yellow"}
 
 
 class Log:
-    """The log of the server, in which a stall stands among the server's own lines.
+    """The server's log, so that a stall appears among the server's own lines.
 
     Opened each time: the supervisor renames it when the server is started anew.
     """

@@ -21,8 +21,8 @@ FULL_BYTES = GIB
 LEFT_AGE_S = 60.0
 SHOWN_LEFTOVERS = 3
 ENOUGH = 5  # requests or responses: fewer in an interval prove nothing
-# Codes of what could not be seen: an agent that is there and broken, or of another version; stacks
-# that nobody may read. An absent agent is no defect.
+# Codes of what could not be seen: a broken agent, or one of another version; stacks
+# without permission. A missing agent is no defect.
 AGENT_BROKEN = {"agent.timeout", "agent.broken", "agent.mismatch", "agent.unsafe"}
 AGENT_OTHER_VERSION = {"agent.older", "agent.newer"}
 NO_STACKS = {
@@ -281,7 +281,7 @@ def workers(snapshot: ServerSnapshot) -> int:
 
 
 def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    """Processes that can't run, in both of the last two looks: one look may catch any process."""
+    """Processes that can't run, in both of the last two samples: any process may be so in one."""
     if len(snapshot.looks) < 2:
         return
     earlier = {process.pid: process.state for process in snapshot.looks[-2].processes}
@@ -424,7 +424,7 @@ def canary(snapshot: ServerSnapshot) -> Iterator[Finding]:
 
 
 def traffic(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    """What the metrics say about the time between the first look and the last."""
+    """What the metrics show for the time between the first sample and the last."""
     with_metrics = [look for look in snapshot.looks if look.metrics]
     if len(with_metrics) < 2:
         return

@@ -95,7 +95,7 @@ class Session:
     Args:
         folder: the instance.
         control: the connection to begin with.
-        request: what to say to each successor: whether it is held.
+        request: what to say to each successor: whether the client holds it.
     """
 
     def __init__(self, folder: Folder, control: Control, request: Request = NOTHING) -> None:

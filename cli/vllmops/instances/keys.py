@@ -18,7 +18,7 @@ from ..store.settings import carriers
 from .servers import Server, find
 
 FEATURE = "keys"
-# Who can't hold a key, or is none of ours: no agent, one that is older than keys, another user.
+# Processes without keys, or of others: no agent, one older than keys, another user.
 KEYLESS = frozenset({"agent.absent", "agent.gone", "agent.stale", "agent.other-user"})
 
 
@@ -87,9 +87,9 @@ def ask(*, ring: Path | None = None, reload: bool = False) -> Holdings:
 
 
 def carriers_live(ring: Path) -> tuple[float, str]:
-    """For how long what servers seal with a ring is taken back.
+    """For how long servers accept carriers that they seal with a ring.
 
-    Those that don't run count, too: what they have sealed is about.
+    Servers that don't run count, too: clients still hold their carriers.
 
     Args:
         ring: its file.

@@ -65,7 +65,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Reserved:
-    """An instance whose name and port nobody else gets: its record is written, both are held."""
+    """An instance whose name and port are reserved: its record is written, both are held."""
 
     folder: Folder
     record: Record
@@ -158,7 +158,7 @@ def check_model(model: str) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ``port.taken`` if nobody could listen there, naming who does."""
+    """Raises ``port.taken`` if the port can't be used; the message names its user."""
     problem = bind(host, port)
     if problem is None:
         # A server that loads its model is bound, and shares the port where it has several API
@@ -226,7 +226,7 @@ def lingering(port: int) -> bool:
 
 
 def holder(port: int) -> str:
-    """Who listens on a port, or is a server that is about to; empty if nobody tells."""
+    """The process that uses a port, or will; empty if unknown."""
     with contextlib.suppress(psutil.Error):
         for found in psutil.net_connections("tcp"):
             address = found.laddr
@@ -250,7 +250,7 @@ def take_port(host: str, claimed: set[int]) -> tuple[int, int]:
 
     Args:
         host: the address.
-        claimed: ports that are instances', of which perhaps nobody holds them.
+        claimed: ports of instances, even if no process holds them.
 
     Raises:
         VllmopsError: ``port.none``.

@@ -1,4 +1,4 @@
-"""A server's log: following it, rotating it, and reading stages and causes out of it."""
+"""A server's log: follow it, rotate it, and read stages and causes from it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIGNS = {
 
 RAISED = re.compile(r"^[\w.]*[A-Z]\w*(?:: |$)")
 USAGE_ERROR = re.compile(r"^[\w.]+: error: (?P<message>.+)")
-# What a parent says about a child's failure, or a survivor about the engine's: never the cause.
+# A parent's report of a child's failure, or a survivor's of the engine's: never the cause.
 ECHOES = re.compile(
     r"initialization failed|[Rr]oot cause|EngineDeadError|EngineCore encountered an issue"
     r"|Executor failed|CancelledError|RuntimeError: cancelled|KeyboardInterrupt: terminated"

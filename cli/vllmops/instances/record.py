@@ -1,7 +1,7 @@
 """What is on disk about one instance: the record, its directory, its lock.
 
 One writer at a time: the supervisor, which holds the lock for as long as it lives. The kernel
-drops the lock with its holder, so it tells a live supervisor from a dead one whatever became of
+drops the lock with its holder, so it shows whether a supervisor lives, whatever happened to
 its pid.
 """
 
@@ -48,7 +48,7 @@ class Failure(msgspec.Struct, frozen=True):
     Args:
         cause: the failing process's last error, in its own words.
         process: which process that was, as its log lines name it; empty if unknown.
-        hint: what puts it right, where that is known.
+        hint: how to correct it, if known.
     """
 
     cause: str
@@ -61,7 +61,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         command: what is executed, without the supervisor.
-        environment: what is added to the environment of whoever starts it.
+        environment: variables that are added for the server.
         detached: False where a foreground ``serve`` holds it.
         stage: how far the server came while it started.
         note: one line about what the supervisor is doing, such as draining.
@@ -73,7 +73,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         port: that it listens on; None if it listens on a Unix socket, or is headless.
         uds: the Unix socket that it listens on, None for TCP.
         headless: whether it has no API server: its engines work for one on another node.
-        ready_s: seconds that its last start took, by a clock that nobody sets; None before.
+        ready_s: seconds that its last start took, by the monotonic clock; None before.
     """
 
     schema: int = SCHEMA
@@ -165,7 +165,7 @@ class Folder:
 
         Raises:
             VllmopsError: ``registry.corrupt`` if it can't be understood, ``registry.unreadable``
-                or ``home.unsafe`` (exit code 4) if it can't be read, or may be somebody else's.
+                or ``home.unsafe`` (exit code 4) if it can't be read, or may belong to another user.
         """
         try:
             content = read_private(own(self.path) / self.record_file.name, None, RECORD_BYTES)
@@ -188,7 +188,7 @@ class Folder:
             ) from error
 
     def write(self, record: Record) -> None:
-        """Replace the record; raises OSError (a full disk, say) with the old one intact."""
+        """Replace the record; on an OSError, as with a full disk, the old one is intact."""
         write_atomically(self.record_file, msgspec.json.encode(record))
 
     def lock(self) -> int | None:
@@ -202,7 +202,7 @@ class Folder:
 
 
 def held(path: Path) -> bool:
-    """Whether somebody holds a lock."""
+    """Whether a process holds a lock."""
     import fcntl  # noqa: PLC0415 - Windows has none
 
     try:

@@ -1,4 +1,4 @@
-"""The vLLM servers of this machine, whoever started them, and how a person names one."""
+"""The vLLM servers of this machine, and how a person names one."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def roots(table: processes.Table) -> set[int]:
     }
     found = set()
     for pid in vllm:
-        # A tree counts once even where a process that is not vLLM's stands in between.
+        # A tree counts once, even with another program's process inside it.
         above = table[pid].ppid
         while above in table and above not in vllm:
             above = table[above].ppid

@@ -75,7 +75,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         role, pid: of the process.
         age_s: seconds since it was written.
-        beat: what it says.
+        beat: its content.
     """
 
     role: str

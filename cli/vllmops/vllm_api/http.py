@@ -222,7 +222,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
         return result("refused", f"{type(error).__name__}: {error}")
     if answer.is_success:
         return result("answered", "")
-    # A model that only transcribes, say, has no such route, or takes no text.
+    # Some models, for example for transcription, have no such route or take no text.
     outcome: Outcome = "refused" if answer.is_server_error else "unable"
     return result(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
 

@@ -178,7 +178,7 @@ class Http:
         return Outcome(id=response_id, done=True, told="deleted")
 
     async def owner(self) -> str:
-        """As whose these responses are kept: a hash of the key, empty if the server asks none.
+        """The owner of these responses: a hash of the key, empty if the server needs none.
 
         Raises:
             VllmopsError: the server does not answer.
@@ -383,7 +383,7 @@ def keep(frame: bytes, found: list[Events]) -> None:
     try:
         event = SAID.decode(data)
     except DAMAGE:
-        return  # [DONE], say
+        return  # for example [DONE]
     if event.type in TERMINAL:
         return
     if found and found[-1].first + len(found[-1].events) == event.sequence_number:

@@ -60,7 +60,7 @@ def parsed(source: Path, *, verify_only: bool) -> Key | Ring:
     """A key or a ring from a file or from stdin.
 
     Raises:
-        VllmopsError: as `files.read` does, or whatever is wrong with what is there.
+        VllmopsError: as `files.read` does, or the error of the content.
     """
     content = read(source, file.MOST_BYTES)
     if content.lstrip().startswith(b"{"):
