@@ -1,5 +1,6 @@
 """The contract that every command keeps: one envelope, exit codes, help, no traceback."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -45,6 +46,12 @@ def test_there_is_a_command_for_each_name() -> None:
     assert len(WORDS) >= len(COMMANDS)
     for name in COMMANDS:
         assert resolved(name)[1] is not None
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_the_help_of_a_command_says(name: str) -> None:
+    command = resolved(name)[1]
+    assert inspect.cleandoc(command.help).partition("\n\n")[0] == COMMANDS[name].help
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)

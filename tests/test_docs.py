@@ -1,11 +1,12 @@
 """README and the manual: every example is a command line that vllmops takes.
 
-What needs no server is run, what needs no vLLM is run on the stand-in of `conftest.Lab`; the rest
-is only parsed here.
+What needs no server is run, what needs no vLLM is run on the stand-in of `conftest.Lab`, what needs
+vLLM is run by tests/live/test_examples.py; the rest is only parsed here.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -17,8 +18,12 @@ from typing import Any
 import click
 import pytest
 
-from vllmops import app
+from vllmops import app, home
 from vllmops.docs import pages
+from vllmops.keys import file
+from vllmops.keys.carrier import seal
+from vllmops.protocol import files
+from vllmops.protocol.memory import MemorySample, ProcessMemory, RecordingHead
 
 from .support import picture
 
@@ -36,8 +41,11 @@ RUN = {
     "vllmops doctor --list": 0,
     "vllmops keys list": 5,
     "vllmops keys add": 0,
+    "vllmops keys rotate": 0,
     "vllmops keys rotate --dry-run": 0,
     "vllmops keys status": 5,
+    "vllmops keys verify - < carrier.txt": 0,
+    "vllmops memory report memory.jsonl": 0,
     "vllmops keygen --out admin.key": 0,
     "vllmops patches show mm-lru-ghost-keys": 0,
     "vllmops stacks explain dump.txt": 1,
@@ -62,6 +70,54 @@ SERVED = {
     "vllmops stop demo --timeout 120": 0,
     "vllmops stop demo": 5,  # it has ended already
 }
+# In this order on a live server: the exit code, and options that make it quick.
+LIVE = {
+    "vllmops ps --json": (0, ""),
+    "vllmops cache inspect -t demo": (0, ""),
+    "vllmops cache compare -t demo": (0, ""),
+    "vllmops cache repair": (0, ""),
+    "vllmops cache repair -t demo": (0, ""),
+    "vllmops cache repair -t demo --dry-run": (0, ""),
+    "vllmops cache reset -t demo": (0, ""),
+    "vllmops attach -t 29914 --dry-run": (1, ""),  # the agent runs there already
+    "vllmops attach -t 29914 --yes": (1, ""),
+    "vllmops patches list -t demo": (0, ""),
+    "vllmops patches verify -t demo": (0, ""),
+    "vllmops memory record -t demo --rounds 5 --load images --save memory.jsonl": (
+        0,
+        "--rounds 2 --requests 2 --tolerance 10G --fail-on error",
+    ),
+    "vllmops memory record -t demo --interval 10 --duration 3600": (
+        0,
+        "--interval 0.5 --duration 1",
+    ),
+    "vllmops memory report memory.jsonl": (0, "--tolerance 10G"),
+    "vllmops responses list -t demo": (0, ""),
+    "vllmops responses show resp_9d1f43c8 -t demo": (0, ""),
+    "vllmops responses stats -t demo": (0, ""),
+    "vllmops responses cancel --all-running --older-than 15m -t demo": (0, ""),
+    "vllmops responses purge --older-than 7d --status failed -t demo": (0, "--yes"),
+    "vllmops doctor -t demo": (0, ""),
+    "vllmops doctor -t demo --json": (0, ""),
+    "vllmops doctor -t demo --fail-on warning": (0, "--skip machine --skip security"),
+    "vllmops doctor -t demo --only mm-cache --skip machine.disk": (0, ""),
+    "vllmops stacks dump --explain": (0, "--samples 1"),
+    "vllmops stacks dump -t demo --explain": (0, "--samples 2 --interval 0.1"),
+    "vllmops watch -t demo --once --for 3600": (0, "--for 1"),
+    "vllmops watch -t demo --webhook https://example.org/hook": (0, "--for 1"),
+    "vllmops bundle -t demo -o hang.tar.gz": (0, ""),
+    "vllmops doctor hang.tar.gz": (0, ""),
+    "vllmops cache inspect hang.tar.gz": (0, ""),
+    "vllmops memory report hang.tar.gz": (0, "--tolerance 10G"),
+}
+# Only parsed.
+PARSED = {
+    "vllmops doctor --clean-shm": "it acts on the whole machine",
+    "vllmops keys push -t https://b.example --admin-token admin.key": "a server elsewhere",
+    "vllmops logs demo -f --process engine": "it does not end",
+    "vllmops responses export --store sqlite:////srv/responses.db -o responses.jsonl": "a store",
+    "vllmops responses import responses.jsonl --store postgresql://user@host/database": "a store",
+}
 
 
 def blocks(text: str, language: str) -> Iterator[str]:
@@ -78,8 +134,8 @@ EXAMPLES = sorted({line for page in PAGES for line in commands(page)})
 
 
 def words(line: str) -> list[str]:
-    """A command line without redirection and placeholders in capitals."""
-    return shlex.split(line.partition(" > ")[0])
+    """A command line without redirection."""
+    return shlex.split(re.split(" [<>] ", line)[0])
 
 
 def parse(line: list[str]) -> None:
@@ -151,14 +207,41 @@ def test_commands_and_options_in_sentences_exist(page: Path) -> None:
                 assert verb in noun.commands, code
 
 
+def prepare(vllmops: Any, line: str) -> None:
+    """Write the file that an example reads into the current directory."""
+    if "dump.txt" in line:
+        shutil.copy(DUMP, "dump.txt")
+    if "carrier.txt" in line:
+        assert vllmops("keys", "add").code == 0
+        sealed = seal([], file.load(home.home() / "keyring.json"), model="m", owner="")
+        Path("carrier.txt").write_text(sealed)
+    if "memory.jsonl" in line:
+        journal = files.Journal(Path("memory.jsonl"), RecordingHead(server="demo", started_at=0.0))
+        for number in range(8):
+            engine = ProcessMemory(role="engine", pid=1, rss_bytes=1 << 30)
+            journal.add(MemorySample(taken_at=10.0 * number, processes=[engine]))
+
+
+def test_every_example_is_run_or_has_a_reason() -> None:
+    """All but those that start servers, which tests/live/test_serve.py does in every way."""
+    ours = {line for line in EXAMPLES if line.startswith("vllmops")}
+    rest = ours - {*RUN, *SERVED, *LIVE, *PARSED}
+    assert {line for line in rest if not line.startswith("vllmops serve ")} == set()
+    assert {*RUN, *SERVED, *LIVE, *PARSED} <= ours, "no page has this example"
+
+
 @pytest.mark.parametrize("line", sorted(RUN))
 def test_examples_that_need_no_server_work(
     vllmops: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert line in EXAMPLES, "no page has this example"
-    shutil.copy(DUMP, tmp_path / "dump.txt")
     monkeypatch.chdir(tmp_path)
-    answer = vllmops(*[word.replace("/tmp/", f"{tmp_path}/") for word in words(line)[1:]])
+    prepare(vllmops, line)
+
+    def redirect() -> None:
+        os.dup2(os.open(line.partition(" < ")[2], os.O_RDONLY), 0)
+
+    typed = [word.replace("/tmp/", f"{tmp_path}/") for word in words(line)[1:]]
+    answer = vllmops(*typed, before=redirect if " < " in line else lambda: None)
     assert answer.code == RUN[line], answer
 
 
@@ -168,7 +251,6 @@ def test_examples_that_need_no_vllm_work(
     lab.serve("demo")
     monkeypatch.chdir(tmp_path)
     for line, code in SERVED.items():
-        assert line in EXAMPLES, f"no page has {line}"
         answer = lab.vllmops(*words(line)[1:])
         assert answer.code == code, (line, answer)
 

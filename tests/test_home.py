@@ -26,7 +26,7 @@ def test_of_a_user_who_is_not_there(vllmops: Any) -> None:
     for words in (["keys", "add"], ["ps"]):
         answer = vllmops(*words, env={"VLLMOPS_HOME": "~nosuchuser/x"})
         assert answer.code == 2
-        assert answer.err.startswith("error: VLLMOPS_HOME is ~nosuchuser/x, and there is no user ")
+        assert answer.err.startswith("error: VLLMOPS_HOME is ~nosuchuser/x, but there is no user ")
 
 
 def test_a_name_that_is_not_utf8_is_refused_before_anything_is_done(

@@ -34,14 +34,14 @@ class Entry:  # not a dataclass: those cost `--version` a third of its time
 
 COMMANDS = {
     "serve": Entry("serve", "Launch a vLLM server and supervise all its processes."),
-    "ps": Entry("ps", "List every vLLM server of this machine."),
+    "ps": Entry("ps", "List every vLLM server on this machine."),
     "status": Entry("status", "Show one server on one screen."),
-    "logs": Entry("logs", "Show a server's log."),
-    "wait": Entry("wait", "Wait until a server is ready or stopped."),
+    "logs": Entry("logs", "Show a server's log, also after it has ended."),
+    "wait": Entry("wait", "Wait until a server is ready or has stopped."),
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
-    "restart": Entry("stop:restart_app", "Stop a server and start it again as it was."),
+    "restart": Entry("stop:restart_app", "Stop a server and start it again with the same command."),
     "doctor": Entry("doctor", "Show what is wrong with a server, and what to do next."),
-    "bundle": Entry("bundle", "Put what a bug report needs into one file, without secrets."),
+    "bundle": Entry("bundle", "Put the evidence for a bug report into one file, without secrets."),
     "watch": Entry("watch", "Report when a server stalls, and keep the evidence."),
     "attach": Entry("attach", "Load the agent into a server that runs without it."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
@@ -49,7 +49,7 @@ COMMANDS = {
     "memory": Entry("memory", "Memory of a server's processes over time.", several=True),
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
     "responses": Entry("responses", "Stored responses.", several=True),
-    "keygen": Entry("keygen", "Print a fresh key."),
+    "keygen": Entry("keygen", "Print a fresh random key."),
     "keys": Entry("keys", "Keys that protect client-held conversation state.", several=True),
     "help": Entry("help", "Show a page of the manual."),
     "completions": Entry("completions", "Print a shell's completion script."),
@@ -78,6 +78,8 @@ def build() -> Any:
             module, _, attribute = COMMANDS[name].module.partition(":")
             app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
             command = typer.main.get_command(app)
+            if COMMANDS[name].several:
+                command.help, command.no_args_is_help = COMMANDS[name].help, True
             gc.freeze()
             gc.enable()
             return name, command, rest
@@ -98,7 +100,7 @@ def build() -> Any:
         version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     ) -> None:
         if version:
-            tell_version()
+            print_version()
             raise typer.Exit
 
     if "_VLLMOPS_COMPLETE" in os.environ:
@@ -108,7 +110,7 @@ def build() -> Any:
     return typer.main.get_command(app)
 
 
-def tell_version() -> None:
+def print_version() -> None:
     """Print the version, and on stderr whether another program has our name."""
     from .host.namesake import warning  # noqa: PLC0415
 
@@ -124,10 +126,10 @@ def main() -> None:
 
         streams.on_interrupt(interrupted)
         streams.prepare()
-        gc.disable()  # to import makes no garbage, and to look for it was 6 % of `stacks dump`
+        gc.disable()  # imports make no garbage, and collecting it took 6 % of `stacks dump`
         code = run()
         if error := streams.close():
-            code = told(output_failed(error))
+            code = report_error(output_failed(error))
         # From here on a Ctrl-C would be a traceback from the end of the interpreter.
         streams.on_interrupt(streams.DEFAULT)
     except KeyboardInterrupt:
@@ -140,8 +142,8 @@ def interrupted(*_: object) -> NoReturn:
     try:
         from .errors import Exit, VllmopsError  # noqa: PLC0415
 
-        told(VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED))
-    except BaseException:  # half imported is what it needs to tell it
+        report_error(VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED))
+    except BaseException:  # a half-imported module can't report it
         os.write(2, b"error: interrupted\n")
     finally:
         os._exit(130)
@@ -150,7 +152,7 @@ def interrupted(*_: object) -> NoReturn:
 def run() -> int:
     """Run the command in ``sys.argv``; returns the exit code."""
     if sys.argv[1:] == ["--version"]:
-        tell_version()
+        print_version()
         return 0
     import typer  # noqa: PLC0415
 
@@ -169,7 +171,7 @@ def run() -> int:
         failure = error
     except (KeyboardInterrupt, typer.Abort):
         failure = VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
-    except ReaderGoneError:  # it has read what it wanted
+    except ReaderGoneError:  # the reader has what it needs
         return Exit.OK
     except OutputError as error:
         failure = output_failed(error)
@@ -184,11 +186,11 @@ def run() -> int:
         failure.__cause__ = error
     if os.environ.get("VLLMOPS_DEBUG") == "1":
         raise failure
-    return told(failure)
+    return report_error(failure)
 
 
 def wrong_usage(error: Any) -> VllmopsError | None:
-    """What Typer has to say of a command line, as an error of ours; None where it was help."""
+    """Typer's error about a command line, as a VllmopsError; None if it showed help."""
     from .errors import Exit, VllmopsError  # noqa: PLC0415
 
     context = getattr(error, "ctx", None)
@@ -200,7 +202,7 @@ def wrong_usage(error: Any) -> VllmopsError | None:
 
 
 def refused(error: OSError | MemoryError) -> VllmopsError:
-    """What the system refused: it says which file and why, and is no fault of ours."""
+    """The error for what the operating system refused, with the file and the reason."""
     from .errors import Exit, VllmopsError  # noqa: PLC0415
 
     if isinstance(error, MemoryError):
@@ -212,14 +214,14 @@ def refused(error: OSError | MemoryError) -> VllmopsError:
         if isinstance(error, FileNotFoundError) and not named:  # getcwd(3) names nothing
             what = "the current directory does not exist any more"
         code = Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
-    hint = "VLLMOPS_DEBUG=1 before the command shows where it happens"
+    hint = "run it again with VLLMOPS_DEBUG=1 to see where it happens"
     failure = VllmopsError("system.refused", what, hint, exit_code=code)
     failure.__cause__ = error
     return failure
 
 
 def output_failed(error: OSError) -> VllmopsError:
-    """Give standard output up; the error to tell of it."""
+    """Close standard output after an error; returns the error to report."""
     from . import streams  # noqa: PLC0415
     from .errors import VllmopsError  # noqa: PLC0415
 
@@ -231,8 +233,8 @@ def output_failed(error: OSError) -> VllmopsError:
     )
 
 
-def told(failure: VllmopsError) -> int:
-    """Tell an error; returns the exit code."""
+def report_error(failure: VllmopsError) -> int:
+    """Report an error; returns the exit code."""
     from . import streams  # noqa: PLC0415
     from .output import fail, invoked  # noqa: PLC0415
 

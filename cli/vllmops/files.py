@@ -1,4 +1,4 @@
-"""Files: written old or new, never half; read up to a limit; and one writer at a time."""
+"""Files: atomic writes, reads up to a limit, and one writer at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 ANYBODY = -1
 MOST_LINKS = 40  # as the kernel follows
 NAME_CHARACTERS = 50  # of a file's name that its temporary file has, too: names have 255 bytes
-# How long a FIFO may go without anybody who writes into it.
+# How long to wait for a FIFO that no process writes into.
 WRITER_WAIT_S = 3.0
 STDIN = "-"
 
@@ -39,7 +39,7 @@ def write_atomically(
 
 @contextlib.contextmanager
 def written(path: Path, *, overwrite: bool = True, group: int | None = None) -> Iterator[BinaryIO]:
-    """A file to write, which has its name once it is whole; private to its owner.
+    """A file to write. It gets its name once it is complete; only its owner can read it.
 
     A link stays, and the file that it names is replaced. A character device and a FIFO are
     written into, and never replaced.
@@ -89,10 +89,10 @@ def written(path: Path, *, overwrite: bool = True, group: int | None = None) -> 
 
 
 def followed(path: Path) -> Path:
-    """Where a name leads that may be a link's; the file itself need not be there.
+    """The path behind a name that may be a link; the file need not exist.
 
     Raises:
-        OSError: the links go in a circle, or one is neither this user's nor root's.
+        OSError: the links form a loop, or one belongs to another user than this one or root.
     """
     for _ in range(MOST_LINKS):
         path = Path(os.path.realpath(path.parent), path.name)
@@ -109,7 +109,7 @@ def in_proc(path: Path) -> bool:
 
 
 def trust(path: Path, *, anywhere: bool = False) -> None:
-    """Refuse what another user has put into a directory of somebody else's, such as /tmp.
+    """Refuse a file that another user has put into a shared directory, such as /tmp.
 
     Args:
         path: the file, or the link itself.
@@ -125,11 +125,11 @@ def trust(path: Path, *, anywhere: bool = False) -> None:
     if owner in {0, os.geteuid()}:
         return
     if anywhere or owner != path.parent.stat().st_uid:
-        raise PermissionError(errno.EPERM, f"uid {owner} has put it there")
+        raise PermissionError(errno.EPERM, f"it belongs to uid {owner}")
 
 
 def through(path: Path) -> int | None:
-    """A descriptor to write into what is no regular file; None for one, or where nothing is.
+    """A descriptor to write into a device or a FIFO; None for a regular or missing file.
 
     Args:
         path: as `followed` gives it.
@@ -163,7 +163,7 @@ def check(path: Path) -> None:
     """Raise what `written` would, before there is anything to write.
 
     Raises:
-        OSError: as `written`, as far as that can be told.
+        OSError: as `written`, as far as it can be known before.
     """
     path = followed(path)
     if path.is_dir():
@@ -178,21 +178,21 @@ def not_written(
     code: ErrorCode = "file.not-written",
     hint: str = "choose another place with --save",
 ) -> VllmopsError:
-    """The error of a file that could not be written, which is as it was."""
+    """The error of a file that could not be written; an existing file is unchanged."""
     return VllmopsError(
         code, f"{path} can't be written: {error.strerror or error}", hint, exit_code=denied(error)
     )
 
 
 def read(path: Path, most: int) -> bytes:
-    """What a file holds that a person named; ``-`` is standard input.
+    """The content of a file that a person named; ``-`` is standard input.
 
     Args:
         path: its name.
         most: bytes.
 
     Raises:
-        VllmopsError: ``file.unreadable`` (exit code 1, or 4 where permission lacks), or
+        VllmopsError: ``file.unreadable`` (exit code 1, or 4 if permission is missing), or
             ``file.too-large``.
     """
     with opened(path) as file:
@@ -210,7 +210,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """A file that a person named, to be read; ``-`` is standard input.
 
     Raises:
-        VllmopsError: ``file.unreadable`` (exit code 1, or 4 where permission lacks).
+        VllmopsError: ``file.unreadable`` (exit code 1, or 4 if permission is missing).
     """
     if str(path) == STDIN:
         if sys.stdin is None:
@@ -230,7 +230,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 class Patient(io.RawIOBase):
-    """A file that is read as others are, but that a FIFO without a writer ends with an error.
+    """A file whose read raises an error if it is a FIFO without a writer.
 
     Args:
         descriptor: of the file, which does not block.
@@ -270,7 +270,7 @@ class Patient(io.RawIOBase):
 
 
 def spelt(path: Path) -> str:
-    """How messages name a file."""
+    """The name of a file for messages."""
     return "standard input" if str(path) == STDIN else str(path)
 
 
@@ -301,7 +301,7 @@ def denied(error: Exception) -> Exit:
 
 
 def take(path: Path, *, wait: bool = False) -> int | None:
-    """Lock a file; returns the descriptor that holds it, None where somebody else does.
+    """Lock a file; returns the descriptor that holds it, None if somebody else does.
 
     An open-file-description lock: it goes along to a child that inherits the descriptor, is
     dropped with the last one, and can be asked about without being taken.
@@ -332,9 +332,9 @@ def asked(descriptor: int, command: int) -> int:
 
 
 def open_plain(path: Path, owner: int | None = None, *, follow: bool = False) -> int:
-    """Open a file for reading where others might have put something else in its place.
+    """Open a file for reading whose place other users may have filled with something else.
 
-    A FIFO, a device or a lease of somebody's keeps nobody waiting.
+    A FIFO, a device or another user's lease does not block it.
 
     Args:
         path: its name.
@@ -345,7 +345,7 @@ def open_plain(path: Path, owner: int | None = None, *, follow: bool = False) ->
         A descriptor.
 
     Raises:
-        OSError: PermissionError where it is no plain file, or is somebody else's.
+        OSError: PermissionError if it is no plain file, or is somebody else's.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
@@ -364,7 +364,7 @@ def open_plain(path: Path, owner: int | None = None, *, follow: bool = False) ->
 
 
 def read_private(path: Path, owner: int | None, limit: int) -> bytes:
-    """What a file holds that is its owner's own, and nobody else's to write.
+    """The content of a file that only its owner can write.
 
     Args:
         path: its name, as `open_plain` takes it.
@@ -372,7 +372,7 @@ def read_private(path: Path, owner: int | None, limit: int) -> bytes:
         limit: bytes that it may have.
 
     Raises:
-        OSError: as `open_plain` does; PermissionError where others may write to it; EFBIG where it
+        OSError: as `open_plain` does; PermissionError if others may write to it; EFBIG if it
             has more bytes.
     """
     with open(open_plain(path, owner), "rb", buffering=0) as file:

@@ -1,6 +1,6 @@
 """Where vllmops keeps its state; the CLI and the agent both ask here.
 
-What is written there is run, shown and served as its owner's own: records hold commands. So every
+vllmops runs, shows and serves what is written there: records hold commands. So every
 folder that vllmops reads or writes there belongs to the user who runs it, and nobody else but root
 can put anything into it, or exchange it.
 """
@@ -38,15 +38,15 @@ def place() -> Path:
         if name := chosen.startswith("~") and chosen[1:].partition("/")[0]:
             raise VllmopsError(
                 "home.unknown",
-                f"VLLMOPS_HOME is {chosen}, and there is no user {name} with a home directory",
-                f"export VLLMOPS_HOME=./{chosen} where the directory is called so",
+                f"VLLMOPS_HOME is {chosen}, but there is no user {name} with a home directory",
+                f"export VLLMOPS_HOME=./{chosen} if the directory has that name",
                 exit_code=Exit.USAGE,
             ) from error
         raise VllmopsError(
             "home.unknown",
-            f"there is no telling where this user's (uid {os.getuid()}) state is kept: no HOME, "
-            "and no entry in the user database",
-            "export VLLMOPS_HOME=/var/lib/vllmops, say",
+            f"the home directory of uid {os.getuid()} is unknown: HOME is not set, and the user "
+            "database has no entry",
+            "for example: export VLLMOPS_HOME=/var/lib/vllmops",
         ) from error
     try:
         str(found).encode()
@@ -55,7 +55,7 @@ def place() -> Path:
         raise VllmopsError(
             "home.encoding",
             f"the state directory's name is not UTF-8: {os.fsencode(found)!r}",
-            "export VLLMOPS_HOME=/var/lib/vllmops, say, or rename the directory",
+            "rename the directory, or export VLLMOPS_HOME=/var/lib/vllmops, for example",
             exit_code=Exit.USAGE,
         ) from error
     return found
@@ -75,7 +75,7 @@ def own(path: Path, *, sticky: bool = False) -> Path:
     write to such a folder only where it is sticky, as the shared temporary directory is.
 
     Args:
-        path: absolute; what does not exist yet is in order.
+        path: absolute; what does not exist yet is accepted.
         sticky: whether others may write to it if it is sticky; what lies in it is checked, too.
 
     Returns:
@@ -93,14 +93,14 @@ def own(path: Path, *, sticky: bool = False) -> Path:
         try:
             found = step.lstat()
         except OSError:
-            break  # there is none, or whoever opens it is told why not
+            break  # it does not exist; opening it reports any other reason
         if not stat.S_ISLNK(found.st_mode):
             at = step
             judge(at, found, path, last=not left, sticky=sticky or bool(left))
             continue
         links += 1
         if found.st_uid not in {0, os.geteuid()}:
-            raise unsafe(step, path, f"is a link of {user(found.st_uid)}'s")
+            raise unsafe(step, path, f"is a symbolic link that belongs to {user(found.st_uid)}")
         if links > LINKS:
             break
         target = Path(os.readlink(step))
@@ -147,13 +147,13 @@ def unsafe(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:
     return VllmopsError(
         "home.unsafe",
         f"{whose}: vllmops would run what another user puts there",
-        f"{hint}set VLLMOPS_HOME to a directory of your own, such as {another()}",
+        f"{hint}set VLLMOPS_HOME to a directory of your own, for example {another()}",
         exit_code=Exit.NOT_AUTHORISED,
     )
 
 
 def another(name: str = ".vllmops") -> str:
-    """A place for the state directory that is this user's own, as a shell takes it."""
+    """An assignment of VLLMOPS_HOME to a directory of this user, quoted for a shell."""
     import pwd  # noqa: PLC0415
 
     try:

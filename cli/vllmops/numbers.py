@@ -19,7 +19,7 @@ def number(text: str, least: float, most: float) -> float:
     """A number in plain digits, finite, of the right size.
 
     Raises:
-        ValueError: it is none; its text says which would be one.
+        ValueError: it is not; the text says what is valid.
     """
     if NUMBER.fullmatch(text) and least <= (found := float(text)) <= most:
         return found
@@ -27,10 +27,10 @@ def number(text: str, least: float, most: float) -> float:
 
 
 def whole(text: str, least: int, most: int = MOST) -> int:
-    """The same of a whole number.
+    """As `number`, for a whole number.
 
     Raises:
-        ValueError: it is none; its text says which would be one.
+        ValueError: it is not; the text says what is valid.
     """
     if WHOLE.fullmatch(text) and least <= (found := int(text)) <= most:
         return found

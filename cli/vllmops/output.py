@@ -67,12 +67,10 @@ class Result:
     exit_code: Exit = Exit.OK
 
 
-def typer_app(help: str = "") -> typer.Typer:  # noqa: A002 - Typer's own name for it
-    """A Typer app for one command, or with ``help`` for a noun with several."""
+def typer_app() -> typer.Typer:
+    """A Typer app for a command, or for the commands of a noun."""
     return typer.Typer(
         add_completion=False,
-        help=help or None,
-        no_args_is_help=bool(help),
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -88,7 +86,7 @@ def command(run: Callable[P, Result]) -> Callable[P, None]:
             result = run(*args, **kwargs)
         except KeyboardInterrupt as error:  # Typer would end without a word
             raise VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED) from error
-        with suppress(ReaderGoneError):  # what was found counts, whether all of it was read or not
+        with suppress(ReaderGoneError):  # the exit code counts, whether all output was read or not
             if kwargs.get("json_"):
                 envelope(result.data, result.exit_code)
             else:
@@ -144,7 +142,7 @@ def confirm(question: str, hint: str) -> None:
         hint: the command that does it without asking.
 
     Raises:
-        VllmopsError: ``unconfirmed``, where the answer is no, or nobody is there to ask.
+        VllmopsError: ``unconfirmed``, if the answer is no, or nobody can be asked.
     """
     if not sys.stdin.isatty():
         raise VllmopsError(
@@ -161,7 +159,7 @@ class Progress:
     """A live line on stderr with the elapsed time; in a pipe, a line for each new text.
 
     Args:
-        since: when what it tells of began, seconds since the epoch.
+        since: when the work began, seconds since the epoch.
         quiet: show nothing.
     """
 
@@ -256,7 +254,7 @@ def envelope(data: object, exit_code: int, error: VllmopsError | None = None) ->
     """Print the JSON envelope, the only thing on stdout."""
     import msgspec  # noqa: PLC0415
 
-    errors = [told(error)] if error else []
+    errors = [error_fields(error)] if error else []
     status = "error" if error else "ok" if exit_code == Exit.OK else "findings"
     content = {
         "version": ENVELOPE_VERSION,
@@ -274,7 +272,7 @@ def envelope(data: object, exit_code: int, error: VllmopsError | None = None) ->
     sys.stdout.flush()
 
 
-def told(error: VllmopsError) -> dict[str, str]:
+def error_fields(error: VllmopsError) -> dict[str, str]:
     """An error as the envelope has it; ``page`` is what ``vllmops help`` takes."""
     return {
         "code": error.code,
@@ -310,7 +308,7 @@ def span(seconds: float | None) -> str:
     """A duration for a person: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; a dash else."""
     if seconds is None or not abs(seconds) <= CENTURY_S:
         return "-"
-    total = max(int(seconds), 0)  # somebody may have set the clock back
+    total = max(int(seconds), 0)  # the clock may have been set back
     if total < 60:
         return f"{total}s"
     minutes, rest = divmod(total, 60)

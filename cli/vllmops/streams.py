@@ -1,11 +1,11 @@
-"""The standard streams, made fit for use: open, wide enough, plain about faults, printable.
+"""The standard streams: open, wide enough, with clear errors, and printable.
 
 A shell may close any of them, a disk may be full, a reader may go. Python then fails at the write,
 at the exit, or in ``print`` of None; here each of these has one meaning:
 
-- standard output that can't be written is an `OutputError`, told on standard error;
-- a reader that has gone is a `ReaderGoneError`, and no failure: nobody is left to tell;
-- standard error that can't be written is silent: there is no other place for what it says.
+- standard output that can't be written is an `OutputError`, reported on standard error;
+- a reader that has gone is a `ReaderGoneError`, and no failure: nobody reads a report;
+- standard error that can't be written is ignored: there is no other place to report it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class OutputError(OSError):
 
 
 class ReaderGoneError(OSError):
-    """Whoever read standard output reads no more."""
+    """The reader of standard output has closed it."""
 
 
 class Out(io.FileIO):
-    """Standard output: its faults have names, so that no other file's is taken for one."""
+    """Standard output: its errors have types of their own, distinct from other files' errors."""
 
     def write(self, data: Buffer) -> int:
         try:
@@ -59,7 +59,7 @@ class Out(io.FileIO):
 
 
 class Err(io.FileIO):
-    """Standard error: what it can't say is lost, and changes nothing else."""
+    """Standard error: what it can't write is lost, without an error."""
 
     def write(self, data: Buffer) -> int:
         try:
@@ -108,7 +108,7 @@ def writer(
 
 
 def set_width() -> None:
-    """Let ``COLUMNS`` and ``LINES`` be sensible or absent: Rich, Typer and shutil read them."""
+    """Make ``COLUMNS`` and ``LINES`` valid or absent: Rich, Typer and shutil read them."""
     for name, least in (("COLUMNS", MIN_COLUMNS), ("LINES", 1)):
         text = os.environ.get(name, "")
         if not re.fullmatch(r"0*[1-9][0-9]{0,9}", text, re.ASCII):
@@ -124,7 +124,7 @@ def set_width() -> None:
 
 
 def close() -> OutputError | None:
-    """Write out what is left, as the last thing; returns why it could not be written."""
+    """Flush at the end; returns the error if that fails, else None."""
     found = None
     try:
         sys.stdout.flush()
@@ -134,14 +134,14 @@ def close() -> OutputError | None:
         pass
     else:
         return None
-    with suppress(OSError):  # else Python would try again, and complain in its own way
+    with suppress(OSError):  # else Python would flush again at exit, and print an error of its own
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stdout.flush()
     return found
 
 
 def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
-    """Change what Ctrl-C does, except where we were started to ignore it, as by nohup."""
+    """Change what Ctrl-C does, except if this process was started to ignore it, as nohup does."""
     with suppress(ValueError):  # not the main thread
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, handler)
@@ -161,7 +161,7 @@ def printable(text: str, *, lines: bool = True) -> str:
 
 
 def visible(found: re.Match[str]) -> str:
-    """One character, as wide as one: layout must not change."""
+    """The visible form of a character, one column wide: layout must not change."""
     code = ord(found[0])
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"
 

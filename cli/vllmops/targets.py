@@ -55,7 +55,7 @@ def url(text: str) -> Url:
     """
     parts = split(text)
     if parts.username is not None or parts.password is not None:
-        # Not the URL itself: nobody's password is to be in a message.
+        # Not the URL itself: a message must not contain a password.
         raise refused("a server's URL has no user and no password; set VLLM_API_KEY for its key")
     if parts.query or parts.fragment:
         raise refused("a server's URL has no query and no fragment")
@@ -68,7 +68,7 @@ def split(text: str) -> SplitResult:
     """The parts of an http or https URL that can be one.
 
     Raises:
-        VllmopsError: ``usage``; the message tells no more of the URL than its host and port.
+        VllmopsError: ``usage``; the message names only host and port of the URL.
     """
     from urllib.parse import urlsplit  # noqa: PLC0415 - slow, and most targets are names
 

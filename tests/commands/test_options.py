@@ -10,8 +10,6 @@ import typer
 from vllmops.app import COMMANDS
 
 MANY = 8
-# Their options have no panels yet.
-WITHOUT = {"memory record", "stacks dump", "responses list"}
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -29,7 +27,7 @@ def crowded() -> Iterator[Any]:
         app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
         for name, command in commands(typer.main.get_command(app), noun):
             options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
-            if len(options) > MANY and name not in WITHOUT:
+            if len(options) > MANY:
                 yield pytest.param(options, id=name)
 
 

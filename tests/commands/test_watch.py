@@ -133,7 +133,7 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
     assert "engine.no-progress" in {each.code for each in examine(snapshot, 1.5).findings}
     assert str(kept) in watch.said
     let_go(engine)
-    watch.says("goes on again")
+    watch.says("makes progress again")
     watch.popen.send_signal(signal.SIGINT)
     code, out = watch.end()
     assert code == 130
@@ -203,7 +203,7 @@ def test_a_full_disk_is_told_and_watching_goes_on(
     watch.says("has stalled")
     # Heartbeats get to a full disk, too: their place is there.
     let_go(engine)
-    watch.says("goes on again")
+    watch.says("makes progress again")
     assert watch.popen.poll() is None
 
 
@@ -278,10 +278,10 @@ def test_without_agents_and_with_a_restart(lab: Any, begin: Begin) -> None:
     before = lab.serve("a")
     with hang(lab, "a") as request:
         watch = begin("-t", "a", *QUICK, "--restart")
-        watch.says("a is restarted; it had stalled")
+        watch.says("a restarts because it stalled")
         request.wait(20)
     watch.says("a is ready; watching it")
-    assert watch.said.index("evidence:") < watch.said.index("is restarted")
+    assert watch.said.index("evidence:") < watch.said.index("restarts because")
     assert lab.record("a").session != before.session
     (kept,) = bundles(lab.home)
     # There is none, and it had the time to say so.

@@ -84,7 +84,7 @@ def test_a_journal_into_a_device_a_link_and_a_fifo(tmp_path: Path) -> None:
     for path in (null, link, fifo):
         journal = files.Journal(path, SNAPSHOT)
         journal.add(SNAPSHOT)
-        assert journal.trouble is None
+        assert journal.failure is None
     assert stat.S_ISCHR(null.lstat().st_mode)
     assert link.is_symlink()
     lines = msgspec.json.encode(SNAPSHOT) + b"\n"

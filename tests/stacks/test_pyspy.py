@@ -366,7 +366,7 @@ IN_CONTAINER = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace
     ("wrap", "expected", "words", "hint"),
     [
         (AS_NOBODY, "stacks.other-user", "belongs to root and you are nobody", "sudo "),
-        (IN_CONTAINER, "stacks.no-capability", "container doesn't have it", "--cap-add SYS_PTRACE"),
+        (IN_CONTAINER, "stacks.no-capability", "than this container", "--cap-add SYS_PTRACE"),
     ],
 )
 def test_no_permission(wrap: list[str], expected: str, words: str, hint: str) -> None:

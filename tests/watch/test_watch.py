@@ -225,7 +225,7 @@ def test_a_stall_is_captured_told_and_told_to_be_over() -> None:
     assert 15 <= stalled.seconds <= 20
     assert recovered.number == 1
     assert 40 <= recovered.seconds <= 42
-    assert recovered.text == f"demo goes on again after {recovered.seconds:.0f} s"
+    assert recovered.text == f"demo makes progress again after {recovered.seconds:.0f} s"
 
 
 def test_each_stall_is_captured_once() -> None:

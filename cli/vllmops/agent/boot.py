@@ -20,13 +20,13 @@ class Options(TypedDict):
         package: the folder of this package.
         home: the state directory.
         patch: whether to apply patches too.
-        trouble: the file that gets the error, if any.
+        error_file: the file that gets the error, if any.
     """
 
     package: str
     home: str
     patch: bool
-    trouble: str
+    error_file: str
 
 
 def run(options: Options) -> None:
@@ -39,9 +39,9 @@ def run(options: Options) -> None:
         attach.start(patch=options["patch"])
     except Exception as error:
         # By a rename: the command line waits for this file and must not read a part of it.
-        half = Path(f"{options['trouble']}.half")
+        half = Path(f"{options['error_file']}.half")
         half.write_text(f"{type(error).__name__}: {error}")
-        half.rename(options["trouble"])
+        half.rename(options["error_file"])
 
 
 def load(package: Path) -> None:

@@ -72,7 +72,7 @@ class Turns:
         self.asked: float | None = None
 
     def look(self, now: float) -> float | None:
-        """For how many seconds it has run nothing; None where this process is no API server.
+        """For how many seconds it has run nothing; None if this process is no API server.
 
         Args:
             now: monotonic, in seconds.
@@ -156,7 +156,7 @@ def step(scheduler: Any) -> int | None:
 
 
 def attempt(read: Callable[[], T]) -> T | None:
-    """The result of `read`, None where this vLLM has an unknown shape."""
+    """The result of `read`, None if this vLLM has an unknown shape."""
     try:
         return read()
     except Exception:

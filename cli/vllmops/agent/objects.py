@@ -63,7 +63,7 @@ def every(kind: str) -> list[Any]:
 
 
 def latest(kind: str) -> Any | None:
-    """The newest live object of a kind, None where there is none."""
+    """The newest live object of a kind, None if there is none."""
     return next(reversed(every(kind)), None)
 
 

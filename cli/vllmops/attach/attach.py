@@ -36,7 +36,7 @@ class Plan:
 
     Args:
         process: where.
-        tids: the threads that could run it, the best first; none where Python itself does it.
+        tids: the threads that could run it, the best first; none if Python itself does it.
     """
 
     process: Process
@@ -49,7 +49,7 @@ class Attached:
 
     Args:
         process: where.
-        stopped_s: seconds for which one thread was stopped; None where none was.
+        stopped_s: seconds for which one thread was stopped; None if none was.
         seconds: until the agent answered.
     """
 
@@ -187,7 +187,7 @@ def boot(process: Process, patch: bool, problem: Path) -> str:
         "package": str(PACKAGE),
         "home": str(agent.state_home(process)),
         "patch": patch,
-        "trouble": str(problem),
+        "error_file": str(problem),
     }
     source = f"exec(compile(open({str(BOOT)!r}).read(), {str(BOOT)!r}, 'exec'))"
     names = {"__name__": "vllmops attach", "options": options}
@@ -270,7 +270,7 @@ def refused(process: Process) -> VllmopsError:
 
 
 def traced_by(process: Process) -> int:
-    """The pid of whoever traces a process or one of its threads; 0 where nobody does."""
+    """The pid of whoever traces a process or one of its threads; 0 if nobody does."""
     with suppress(OSError):
         for tid in inject.Target(process.pid).tids():
             if tracer := int(proc.status(f"{process.pid}/task/{tid}")["TracerPid"]):

@@ -6,7 +6,7 @@ when it is killed in between: the process dies of it. Here one idle thread alone
 millisecond, and made to look as if a signal had come, with a stub as its handler: what it was doing
 lies on its stack in a signal frame, the stub takes the GIL, runs the line, gives the GIL back, and
 returns through sigreturn(2), which lets the thread go on as it was. All that counts is one
-PTRACE_SETREGS: whoever dies before or after it leaves nothing half-done.
+PTRACE_SETREGS: a crash before or after it leaves nothing half-done.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SAVED = (
     *("rax", "rcx", "rsp", "rip", "eflags"),
 )
 
-# What a restarted system call leaves in rax, and those two that go on without anybody noticing.
+# What a restarted system call leaves in rax, and the two calls that restart invisibly.
 ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = -512, -513, -514, -516
 RESTARTED = (ERESTARTSYS, ERESTARTNOINTR)
 INTERRUPTED = (ERESTARTNOHAND, ERESTART_RESTARTBLOCK)
@@ -119,7 +119,7 @@ class Target:
 
     @cached_property
     def entry(self) -> int:
-        """Where its program began: code that never runs again, the place for the stub."""
+        """Its program's entry point: code that never runs again, so the stub can replace it."""
         program = os.readlink(f"/proc/{self.pid}/exe")
         with Elf(Path(f"/proc/{self.pid}/exe")) as elf:
             return elf.entry + self.bias(program, elf)
@@ -169,7 +169,7 @@ class Target:
         """Whether a thread waits in a system call in which it holds no lock of the C library's.
 
         Raises:
-            PermissionError: the kernel does not let us look.
+            PermissionError: the kernel does not allow it.
         """
         try:
             words = Path(f"/proc/{self.pid}/task/{tid}/syscall").read_text().split()
@@ -182,12 +182,12 @@ class Target:
         return _harmless(int(words[0]), int(words[2], 16), int(words[3], 16))
 
     def tids(self) -> list[int]:
-        """Its threads, the main one first."""
+        """The ids of its threads, the main one first."""
         return sorted(int(name) for name in os.listdir(f"/proc/{self.pid}/task"))
 
 
 class Elf:
-    """What is needed of an ELF file."""
+    """The parts of an ELF file that are needed."""
 
     def __init__(self, path: Path) -> None:
         from elftools.elf.elffile import ELFFile  # noqa: PLC0415
@@ -222,7 +222,7 @@ class Elf:
 
 
 def supported() -> bool:
-    """Whether this way is known on this machine."""
+    """Whether this method works on this machine's processor."""
     return platform.machine() == MACHINE
 
 
@@ -241,7 +241,7 @@ def inject(target: Target, tid: int, code: str) -> float:
 
     Raises:
         BusyError: the thread does not wait in the kernel, or waits for what may be a lock of the C
-            library's, or has no room on its stack, or is gone.
+            library's, or has no free stack, or is gone.
         PermissionError: the kernel does not allow it.
         VllmopsError: ``attach.not-python`` or ``attach.unknown-program``.
     """
@@ -250,7 +250,7 @@ def inject(target: Target, tid: int, code: str) -> float:
     try:
         return _inject(target, tid, code, entry, functions)
     except (ProcessLookupError, FileNotFoundError) as error:
-        # Whatever was stopped went with it.
+        # The stopped thread ended with it.
         raise BusyError(f"thread {tid} is gone") from error
 
 
@@ -265,14 +265,14 @@ def _inject(target: Target, tid: int, code: str, entry: int, functions: tuple[in
         # Only now does it stay as it is: since somebody looked it may have gone on to wait for
         # something else.
         if not _harmless(registers.orig_rax, registers.rsi, registers.rdx):
-            raise BusyError(f"thread {tid} does not wait any more, or for a lock")
+            raise BusyError(f"thread {tid} no longer waits, or waits for a lock")
         if target.room(registers.rsp) < STACK_BYTES:
-            raise BusyError(f"thread {tid} has too small a stack")
+            raise BusyError(f"the stack of thread {tid} is too small")
         place, frame, argument = _frame(tid, registers, code.encode() + b"\0")
         with open(f"/proc/{target.pid}/task/{tid}/mem", "r+b", buffering=0) as memory:
             for content, address in ((frame, place), (STUB, entry)):
                 if os.pwrite(memory.fileno(), content, address) != len(content):
-                    raise BusyError(f"thread {tid} has no room on its stack")
+                    raise BusyError(f"the stack of thread {tid} has no free space")
         stub = Registers.from_buffer_copy(registers)
         stub.rip, stub.rsp, stub.eflags = entry, place, INTERRUPTS
         stub.orig_rax = -1  # nothing is to be restarted
@@ -315,7 +315,7 @@ def _check(target: Target) -> None:
 
 
 def _stopped(tid: int) -> None:
-    """Wait until a thread has stopped for us."""
+    """Wait until a traced thread has stopped."""
     deadline = time.monotonic() + STOP_S
     while True:
         pid, status = os.waitpid(tid, WALL | os.WNOHANG)
@@ -323,11 +323,11 @@ def _stopped(tid: int) -> None:
             raise BusyError(f"thread {tid} is gone")
         if pid and status >> 16 == PTRACE_EVENT_STOP:
             return
-        if pid:  # a signal of its own came first: it shall have it
+        if pid:  # a signal for the thread came first: deliver it
             _ptrace(PTRACE_DETACH, tid, os.WSTOPSIG(status))
             raise BusyError(f"thread {tid} got a signal")
         if time.monotonic() > deadline:
-            # It ends with this thread, and so does our hold on it.
+            # The tracing ends with this thread.
             raise BusyError(f"thread {tid} did not stop within {STOP_S:g} s")
         time.sleep(0.0002)
 
@@ -375,7 +375,7 @@ def _float_state(tid: int) -> bytes:
 
 
 def _extended_state(tid: int, room: int = XSTATE_BYTES) -> bytes:
-    """The same as ptrace(2) gives them, whole.
+    """The same registers in full, as ptrace(2) gives them.
 
     Args:
         tid: the thread.
@@ -405,7 +405,7 @@ def _framed(given: bytes) -> bytes:
     (used,) = struct.unpack_from("<Q", state, XSTATE_HEADER)
     if features & TILES and not used & TILES:
         if any(state[-TILE_BYTES:]):
-            raise BusyError("its registers lie in a way that is not known")
+            raise BusyError("the layout of its registers is unknown")
         del state[-TILE_BYTES:]
         features &= ~TILES
     size = len(state)

@@ -1,4 +1,4 @@
-"""Takes a snapshot of a server's caches; where something looks wrong, takes several samples."""
+"""Takes a snapshot of a server's caches; if something looks wrong, takes several samples."""
 
 from __future__ import annotations
 

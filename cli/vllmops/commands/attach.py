@@ -43,7 +43,7 @@ def attach_(
     ] = 15.0,
     json_: output.Json = False,
 ) -> Result:
-    """Load the agent into a server that was started without it.
+    """Load the agent into a server that runs without it.
 
     For a stock `vllm serve` that hangs now: nothing restarts, no request
     is lost, and afterwards every command works on it. In each process one
@@ -117,12 +117,12 @@ def planned(plans: Sequence[Plan]) -> list[RenderableType]:
     table = output.table("ROLE", "PID", "HOW", right=("PID",))
     for plan in plans:
         how = (
-            f"by thread {plan.tids[0]}, which is idle ({len(plan.tids)} are)"
+            f"by thread {plan.tids[0]} (idle threads: {len(plan.tids)})"
             if plan.tids
             else "by sys.remote_exec, which needs Python 3.14"
         )
         table.add_row(plan.process.role, str(plan.process.pid), how)
-    return ["It could be attached to:", table]
+    return ["Would attach to:", table]
 
 
 def report(
@@ -142,5 +142,5 @@ def report(
         parts.append(Text(f"{missing.role} {missing.pid}: {missing.why}", "bold red"))
         parts.append(Text(f"  hint: {missing.hint}"))
     if done:
-        parts.append(Text(f"Now, say: vllmops cache inspect -t {server.label}"))
+        parts.append(Text(f"Next: vllmops cache inspect -t {server.label}"))
     return parts

@@ -64,7 +64,7 @@ def bundle(
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """Put what a bug report needs into one file: the server's state and the findings.
+    """Put the evidence for a bug report into one file, without secrets.
 
     It holds stacks (three samples), caches, metrics, log, configuration, versions
     and more, and says what could not be captured. Nothing changes; each process
@@ -82,7 +82,7 @@ def bundle(
         output.confirm(f"{path} exists. Replace it?", "vllmops bundle --force, or another -o FILE")
         replace = True
     stop = threading.Event()
-    # Not an exception: what there is must get to the disk, however often Ctrl-C is pressed.
+    # Not an exception: what was captured must be written, however often Ctrl-C is pressed.
     signal.signal(signal.SIGINT, lambda *_: stop.set())
     with Progress(time.time(), quiet=json_) as progress:
         contents = collect(server, timeout_s=timeout, tell=progress.update, stop=stop)

@@ -27,7 +27,10 @@ def completions(
     shell: Annotated[Shell, typer.Argument(help="The shell to complete in.")],
     json_: Json = False,
 ) -> Result:
-    """Print the completion script of a shell. It also completes instance names."""
+    """Print a shell's completion script.
+
+    The script also completes instance names.
+    """
     script = get_completion_script(
         prog_name="vllmops", complete_var="_VLLMOPS_COMPLETE", shell=shell
     )

@@ -52,7 +52,7 @@ Codes = Annotated[
     list[str] | None,
     typer.Option(
         metavar="CODE",
-        help="A check's code, or the first word of codes; may be given several times.",
+        help="A check's code, or the first word of several codes; repeatable.",
         show_default=False,
         autocompletion=codes,
         rich_help_panel="Checks",
@@ -103,12 +103,12 @@ def doctor(
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """Say what is wrong with a server, worst first, and what to do next.
+    """Show what is wrong with a server, and what to do next.
 
-    It examines progress, stacks, caches, patches, memory, processes, the
-    machine, who can reach the server, and its metrics. It takes longer if
-    something seems to be stuck, and it names what it can't see. It changes
-    nothing, and sends no request except with --canary.
+    The worst finding comes first. doctor examines progress, stacks, caches,
+    patches, memory, processes, the machine, who can reach the server, and its
+    metrics. It takes longer if something seems to be stuck, and it names what
+    it can't see. It changes nothing, and sends no request except with --canary.
     """
     every = judge.checks()
     selected = chosen(every, only, skip)
@@ -319,9 +319,9 @@ def figures(snapshot: ServerSnapshot) -> dict[str, str]:
     """The server's figures, as far as they are known."""
     looks = [look for look in snapshot.looks if look.metrics]
     found: dict[str, str] = {}
-    engines = [told.engine for told in snapshot.told if told.engine.running is not None]
+    engines = [report.engine for report in snapshot.told if report.engine.running is not None]
     last = looks[-1].metrics if looks else None
-    http = sum(told.traffic.in_flight or 0 for told in snapshot.told)
+    http = sum(report.traffic.in_flight or 0 for report in snapshot.told)
     if engines:
         running = sum(engine.running or 0 for engine in engines)
         waiting = sum(engine.waiting or 0 for engine in engines)
@@ -340,7 +340,7 @@ def figures(snapshot: ServerSnapshot) -> dict[str, str]:
 
 
 def pace(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:
-    """Rates and times between two looks."""
+    """Rates and times between two samples."""
     before, after = msgspec.structs.asdict(first), msgspec.structs.asdict(last)
     grown: dict[str, float] = {
         name: value - before[name]

@@ -38,7 +38,10 @@ def help_(
     *,
     json_: Json = False,
 ) -> Result:
-    """Show a page of the manual; without a word, list the topics."""
+    """Show a page of the manual.
+
+    Without a word, list the topics.
+    """
     found = pages()
     if word is None:
         return Result(

@@ -59,7 +59,9 @@ def keygen(
     force: Force = False,
     json_: output.Json = False,
 ) -> Result:
-    """Print a fresh random key of 32 bytes.
+    """Print a fresh random key.
+
+    It has 32 bytes.
 
     This is the only command that prints a secret without --reveal. To create a
     key without showing it, use `vllmops keys add`.

@@ -46,7 +46,10 @@ def logs(
     ] = None,
     json_: Json = False,
 ) -> Result:
-    """Show the log of an instance, including its rotated parts, even after it has ended."""
+    """Show a server's log, also after it has ended.
+
+    Rotated parts of the log are included.
+    """
     if json_ and follow:
         raise VllmopsError(
             "usage",

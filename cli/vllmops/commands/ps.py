@@ -66,7 +66,10 @@ def ps(
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """List every vLLM server on this machine, including those that vllmops did not start."""
+    """List every vLLM server on this machine.
+
+    Servers that vllmops did not start are listed, too.
+    """
     servers = find()
     rows = [row(server) for server in servers]
     shown = [
@@ -90,7 +93,7 @@ def ps(
 
 
 def registry_faults() -> list[VllmopsError]:
-    """Records that can't be read; their servers are still listed, as strangers."""
+    """Records that can't be read; their servers are still listed, as not started by vllmops."""
     faults = []
     for folder in folders():
         try:

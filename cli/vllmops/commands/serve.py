@@ -229,7 +229,7 @@ def serve(
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """Start a vLLM server and supervise all its processes.
+    """Launch a vLLM server and supervise all its processes.
 
     It stays in the foreground; when it ends, for whatever reason, the server ends too.
     With --detach the server keeps running, and `vllmops stop` ends it. Everything after -- goes to

@@ -145,7 +145,7 @@ def variables(value: object) -> Iterator[str]:
 
 
 def command_line_wins(ctx: typer.Context, behind: Sequence[str]) -> None:
-    """Drop from the file what the command line says in another way.
+    """Drop keys of the file that the command line sets under another name.
 
     Args:
         ctx: of a command line that is parsed.

@@ -36,7 +36,10 @@ class CacheUse(msgspec.Struct, frozen=True):
 @app.command(epilog="Example: vllmops status demo")
 @command
 def status(name: TargetArgument = None, target: Target = None, json_: Json = False) -> Result:
-    """Show one server on one screen: processes, requests, cache use, patches."""
+    """Show one server on one screen.
+
+    The screen has its processes, requests, cache use and patches.
+    """
     server = resolve(name or target)
     seen = row(server)
     engines, _ = agent.side_by_side(

@@ -39,10 +39,11 @@ def stop(
     force: Force = False,
     json_: Json = False,
 ) -> Result:
-    """Drain a server, then stop it: every process, its port, its shared memory.
+    """Drain a server, then stop it.
 
     New requests get 503. Requests in flight have --timeout seconds to finish; then every process
-    is stopped. It also works on a server that vllmops did not start.
+    is stopped, and the port and the shared memory are freed. It also works on a server that
+    vllmops did not start.
     """
     server = resolve(name or target, strangers=False)
     wait_s = 0.0 if force else timeout
@@ -87,9 +88,10 @@ def restart(
     force: Force = False,
     json_: Json = False,
 ) -> Result:
-    """Stop an instance as `stop` does, and start it again with the recorded command.
+    """Stop a server and start it again with the same command.
 
-    An instance that has stopped or failed is also started again, detached.
+    It stops the server as `stop` does, and uses the recorded command. An instance that has
+    stopped or failed is also started again, detached.
     """
     record = recorded(name or target)
     folder = Folder(record.name)

@@ -40,7 +40,7 @@ def wait(
     ] = None,
     json_: Json = False,
 ) -> Result:
-    """Wait until a server is ready, or until it has stopped.
+    """Wait until a server is ready or has stopped.
 
     The exit code is 3 if the time is up, and 1 if the server failed.
     """
@@ -72,7 +72,7 @@ def look(server: Server, goal: Goal) -> str:
     """The state to compare with the goal; while the server starts, its stage.
 
     Raises:
-        VllmopsError: ``serve.failed`` where it failed before it was ready.
+        VllmopsError: ``serve.failed`` if it failed before it was ready.
     """
     if server.record is None:
         if not any(map(alive, server.processes)):

@@ -41,13 +41,13 @@ def watch(
     target: Target = None,
     interval: Annotated[
         float,
-        typer.Option(parser=seconds(0.1), help="Seconds between looks.", rich_help_panel="Stalls"),
+        typer.Option(parser=seconds(0.1), help="Seconds between checks.", rich_help_panel="Stalls"),
     ] = INTERVAL_S,
     checks: Annotated[
         int,
         typer.Option(
             parser=count(),
-            help="Number of looks in a row without progress.",
+            help="Number of checks in a row without progress.",
             rich_help_panel="Stalls",
         ),
     ] = CHECKS,
@@ -120,7 +120,9 @@ def watch(
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
     json_: Json = False,
 ) -> Result:
-    """Report when a server stalls: requests are pending but no tokens are produced.
+    """Report when a server stalls, and keep the evidence.
+
+    A server stalls if requests are pending but no tokens are produced.
 
     On a stall it first keeps the evidence, a bundle with three samples of all
     stacks, caches, metrics, heartbeats and the log. Then it reports what is
@@ -196,7 +198,7 @@ STYLES = {"INFO": "", "WARNING": "bold yellow"}
 
 
 class Log:
-    """The log of the server, in which a stall stands among the server's own lines.
+    """The server's log, so that a stall appears among the server's own lines.
 
     Opened each time: the supervisor renames it when the server is started anew.
     """

@@ -32,7 +32,7 @@ def model_dir(kind: Kind) -> Path:
     Two builders at once do no harm: the model comes in one rename, and the first one stays.
 
     Raises:
-        VllmopsError: ``demo.not-built``; ``demo.no-sound`` where vLLM could not decode any.
+        VllmopsError: ``demo.not-built``; ``demo.no-sound`` if vLLM could not decode any.
     """
     if kind is Kind.AUDIO and not find_spec("av"):
         raise VllmopsError(

@@ -194,7 +194,7 @@ class Note(msgspec.Struct, frozen=True):
 
     Args:
         code: a stable word, such as ``text-model``.
-        text: the same in words.
+        text: in words.
     """
 
     code: str

@@ -1,10 +1,10 @@
 """Lasting differences between the sides of caches while requests are in flight.
 
-Scheduler and workers are read at the same step and must agree in each look. Front end and engine
-are never at the same request, so only what can be proved counts, of the last look:
+Scheduler and workers are read at the same step and must agree in each sample. Front end and engine
+are never at the same request, so only what can be proved counts, of the last sample:
 
 - A use of an entry moves it to the end of the LRU order and counts a query. If there were N queries
-  since the first look, at most the last N entries were used; the older ones were not.
+  since the first sample, at most the last N entries were used; the older ones were not.
 - The request that added or moved such an older entry has reached the engine since, or is over
   (`Comparison.settled`). So the engine has the entry, in the same place, or never will.
 - While such an entry is left, nothing newer was evicted. So an entry that the engine has, and that
@@ -38,7 +38,7 @@ PARTLY = frozenset({"unsettled", "reset", "in-use"})
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Two sides of a cache as the last look found them, with requests in flight.
+    """Two sides of a cache in the last sample, with requests in flight.
 
     Args:
         kind: ``mm-lru`` or ``encoder``.
@@ -81,7 +81,7 @@ def mirrors(comparison: Comparison) -> Iterator[Pair]:
 
 
 def drift(comparison: Comparison) -> list[Finding]:
-    """What differs, worst first; scheduler and worker must differ in every look."""
+    """What differs, worst first; scheduler and worker must differ in every sample."""
     *earlier, last = (list(encoders(sample(look))) for look in comparison.looks)
     found = lasting(earlier, last)
     if (reduced := provable(comparison)) is not None:
@@ -90,12 +90,12 @@ def drift(comparison: Comparison) -> list[Finding]:
 
 
 def sample(look: Look) -> Sample:
-    """A look as a sample for `diagnose.caches`."""
+    """A comparison's sample, as `diagnose.caches` takes it."""
     return Sample(taken_at=0.0, processes=[look.front, *look.engines])
 
 
 def provable(comparison: Comparison) -> Sample | None:
-    """The last look without the entries that requests in flight may explain.
+    """The last sample without the entries that requests in flight may explain.
 
     Returns:
         None if there is nothing to compare, or nothing that can be compared.

@@ -80,7 +80,7 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
 def explanation(
     snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S
 ) -> stacks.Explanation | None:
-    """What the stacks say, together with the figures of the looks; None without stacks."""
+    """What the stacks show, together with the samples' figures; None without stacks."""
     return explain(snapshot.stacks, snapshot.looks, patience_s) if snapshot.stacks else None
 
 
@@ -89,7 +89,7 @@ def explain(
     looks: Sequence[Look],
     patience_s: float = progress.PATIENCE_S,
 ) -> stacks.Explanation:
-    """What the stacks of all processes say, together with the figures of the looks."""
+    """What the stacks of all processes show, together with the samples' figures."""
     pasted = Pasted(tuple(samples), complete=True)
     known = facts(looks, patience_s)
     alone = stacks.explain(pasted)
@@ -137,7 +137,7 @@ def stalled(
 ) -> list[progress.Stall]:
     """What has stopped; a doubtful stall counts only if stacks and agents confirm it."""
     verdict = explained.verdict if explained else None
-    answered = {progress.process_name(told) for told in snapshot.told}
+    answered = {progress.process_name(report) for report in snapshot.told}
     found = progress.stalls(snapshot.looks, patience_s)
     return [stall for stall in found if stall.is_confirmed(verdict, answered)]
 

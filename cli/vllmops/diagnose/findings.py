@@ -1,4 +1,4 @@
-"""What a diagnosis says: findings with stable codes, and the rules they are instances of."""
+"""The result of a diagnosis: findings with stable codes, and their rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Severity(StrEnum):
-    """How bad a finding is: good to know, may cause trouble, broken."""
+    """How bad a finding is: for information, may cause problems, broken."""
 
     INFO = "info"
     WARNING = "warning"

@@ -161,7 +161,7 @@ def _doubts(
 
 
 def _is_part(pasted: Pasted) -> bool:
-    """Whether somebody seems to have cut a dump: each process has at most one thread, no ids."""
+    """Whether a dump seems to be cut: each process has at most one thread, no ids."""
     return all(
         len(process.threads) < 2
         and all(not thread.frames or thread.tid is None for thread in process.threads)

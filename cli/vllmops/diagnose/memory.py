@@ -38,7 +38,7 @@ RSS_GROWING = Rule(
     "memory.rss-growing",
     Severity.ERROR,
     "resident memory grows",
-    "look which figures grow with it (finished requests, caches, stored responses) and "
+    "see which figures grow with it (finished requests, caches, stored responses) and "
     "whether vllmops patches list shows a patch that is off; record longer with the same "
     "load to be more certain",
 )

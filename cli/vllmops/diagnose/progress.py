@@ -1,4 +1,4 @@
-"""Whether a server makes no progress; pure, from looks at it.
+"""Whether a server makes no progress: pure functions of its samples.
 
 ``/health`` and the gauge of running requests can't show it: ``/health`` makes no round trip to the
 engine, and the gauge keeps its last value when the engine stops.
@@ -82,7 +82,7 @@ class Stall(msgspec.Struct, frozen=True):
         code: of the rule.
         subject: what has stopped.
         since_s: for how many seconds at least.
-        evidence: what was seen.
+        evidence: of that finding.
         doubt: what else it may be. ``idle``: the figures may be stale. ``work``: work may take as
             long. The stacks decide both. ``writing``: only the heartbeat's file may be late; the
             agent's answer decides.
@@ -114,10 +114,10 @@ class Stall(msgspec.Struct, frozen=True):
 
 
 def stalls(looks: Sequence[Look], patience_s: float = PATIENCE_S) -> list[Stall]:
-    """What has stopped, by the last look.
+    """What has stopped, by the last sample.
 
     Args:
-        looks: oldest first; what an agent does not report needs older looks.
+        looks: oldest first; what an agent does not report needs older samples.
         patience_s: seconds that a server may make no progress while requests are pending.
 
     Returns:
@@ -138,7 +138,7 @@ def stalls(looks: Sequence[Look], patience_s: float = PATIENCE_S) -> list[Stall]
 
 
 def suspicious(looks: Sequence[Look]) -> bool:
-    """Whether a longer look could show a stall: requests are pending and nothing has moved."""
+    """Whether a longer time could show a stall: requests are pending and nothing has moved."""
     return bool(stalls(looks, patience_s=0.0)) and len(looks) > 1
 
 
@@ -162,7 +162,7 @@ def frozen(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
     for pulse in living(looks[-1]):
         beat = pulse.beat
         if not beat.still_s or pulse.age_s >= LATE_S:
-            continue  # a late heartbeat does not tell the present
+            continue  # a late heartbeat does not show the present
         still_s = beat.still_s + pulse.age_s
         if still_s >= patience_s:
             evidence = (
@@ -210,14 +210,14 @@ def unreached(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
 def on_the_way(look: Look) -> object:
     """What the API server has handed over while the engines have no request; None otherwise.
 
-    Two looks are about the same requests only if their number and the engines' steps are the same.
+    Two samples are about the same requests only if their number and the steps are the same.
     """
     engines = [pulse.beat for pulse in look.pulses if pulse.beat.still_s is not None]
     handed = sum(pulse.beat.handed or 0 for pulse in look.pulses)
     if not engines or not handed or any(beat.running or beat.waiting for beat in engines):
         return None
     if any(pulse.age_s >= LATE_S for pulse in look.pulses):
-        return None  # a late heartbeat does not tell the present
+        return None  # a late heartbeat does not show the present
     return handed, tuple(beat.current_step for beat in engines)
 
 
@@ -337,7 +337,7 @@ def counters(look: Look) -> object:
 
 
 def lasting(looks: Sequence[Look], sign: Callable[[Look], object]) -> float | None:
-    """For how many seconds a sign has been what it is in the last look; None if it is None now."""
+    """For how many seconds a sign has had its last value; None if that is None."""
     current = sign(looks[-1])
     if current is None:
         return None

@@ -21,8 +21,8 @@ FULL_BYTES = GIB
 LEFT_AGE_S = 60.0
 SHOWN_LEFTOVERS = 3
 ENOUGH = 5  # requests or responses: fewer in an interval prove nothing
-# Codes of what could not be seen: an agent that is there and broken, or of another version; stacks
-# that nobody may read. An absent agent is no defect.
+# Codes of what could not be seen: a broken agent, or one of another version; stacks
+# without permission. A missing agent is no defect.
 AGENT_BROKEN = {"agent.timeout", "agent.broken", "agent.mismatch", "agent.unsafe"}
 AGENT_OTHER_VERSION = {"agent.older", "agent.newer"}
 NO_STACKS = {
@@ -254,7 +254,7 @@ def missing(snapshot: ServerSnapshot) -> Iterator[Finding]:
     apis = [process for process in last.processes if process.role == "api"]
     # Without multiprocessing the engine runs inside the API server.
     inside = any(
-        told.role == "api" and told.engine.current_step is not None for told in snapshot.told
+        report.role == "api" and report.engine.current_step is not None for report in snapshot.told
     )
     if apis and last.health and "engine" not in roles and not inside:
         evidence = f"api {apis[0].pid} has no EngineCore process below it"
@@ -281,7 +281,7 @@ def workers(snapshot: ServerSnapshot) -> int:
 
 
 def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    """Processes that can't run, in both of the last two looks: one look may catch any process."""
+    """Processes that can't run, in both of the last two samples: any process may be so in one."""
     if len(snapshot.looks) < 2:
         return
     earlier = {process.pid: process.state for process in snapshot.looks[-2].processes}
@@ -289,11 +289,11 @@ def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
         if process.state != earlier.get(process.pid):
             continue
         if process.state == "T":
-            yield STOPPED.at(called(process), f"state T; kill -CONT {process.pid} lets it go on")
+            yield STOPPED.at(called(process), f"state T; kill -CONT {process.pid} resumes it")
         elif process.state == "D":
-            yield UNINTERRUPTIBLE.at(called(process), "state D in two looks")
+            yield UNINTERRUPTIBLE.at(called(process), "state D in two samples")
     # If the agent answers, only its heartbeat file is late: the disk may be full.
-    answered = {told.pid for told in snapshot.told}
+    answered = {report.pid for report in snapshot.told}
     for pulse in snapshot.looks[-1].pulses:
         if pulse.age_s >= PATIENCE_S and pulse.pid not in answered:
             yield NO_PYTHON.at(process_name(pulse), late(pulse))
@@ -313,11 +313,11 @@ def agents(snapshot: ServerSnapshot) -> Iterator[Finding]:
         elif unseen.code in AGENT_OTHER_VERSION:
             yield AGENT_VERSION.at(unseen.part, unseen.why)
     versions: dict[str, list[str]] = {}
-    for told in snapshot.told:
-        if told.hello.agent != snapshot.vllmops:
-            versions.setdefault(told.hello.agent, []).append(process_name(told))
-        for problem in told.hello.problems:
-            yield AGENT_PROBLEM.at(process_name(told), problem)
+    for report in snapshot.told:
+        if report.hello.agent != snapshot.vllmops:
+            versions.setdefault(report.hello.agent, []).append(process_name(report))
+        for problem in report.hello.problems:
+            yield AGENT_PROBLEM.at(process_name(report), problem)
     for version, names in versions.items():
         evidence = f"server: vllmops {version}; command line: vllmops {snapshot.vllmops}"
         yield AGENT_VERSION.at(", ".join(names), evidence)
@@ -398,7 +398,7 @@ def guarded(snapshot: ServerSnapshot) -> Iterator[Finding]:
         yield DEV_ROUTES.at(addresses, "vLLM's development routes are on and need no API key")
     if guard.signing_key == "weak":
         yield WEAK_KEY.at("VLLM_RESPONSES_STATE_SIGNING_KEY", "not hex, or fewer than 64 digits")
-    apis = [told for told in snapshot.told if told.role == "api"]
+    apis = [report for report in snapshot.told if report.role == "api"]
     if guard.store == "memory" and len(apis) > 1:
         yield SEVERAL_STORES.at(", ".join(map(process_name, apis)), "they share no store")
 
@@ -424,7 +424,7 @@ def canary(snapshot: ServerSnapshot) -> Iterator[Finding]:
 
 
 def traffic(snapshot: ServerSnapshot) -> Iterator[Finding]:
-    """What the metrics say about the time between the first look and the last."""
+    """What the metrics show for the time between the first sample and the last."""
     with_metrics = [look for look in snapshot.looks if look.metrics]
     if len(with_metrics) < 2:
         return

@@ -21,7 +21,7 @@ class ThreadPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Threads that must be there, or must not.
 
     Args:
-        roles: of the processes to look at.
+        roles: of the processes to examine.
         frames: in this order from the innermost outwards; others may lie between. Each is a
             function, bare or as ``Class.function``, or several with ``|``;
             ``function@end/of/path.py`` also demands the file; ``*`` is any function. A thread's

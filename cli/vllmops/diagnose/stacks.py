@@ -44,7 +44,7 @@ STOPPED = Rule(
     "process.stopped",
     Severity.ERROR,
     "a signal stopped a process",
-    "kill -CONT PID lets it go on",
+    "kill -CONT PID resumes it",
 )
 
 
@@ -191,7 +191,7 @@ def _crashed(crash: Crash) -> StackFinding:
 
 
 def _stopped(process: ProcessStacks) -> StackFinding:
-    finding = STOPPED.at(label(process), f"state T; kill -CONT {process.pid} lets it go on")
+    finding = STOPPED.at(label(process), f"state T; kill -CONT {process.pid} resumes it")
     return StackFinding(
         **msgspec.structs.asdict(finding),
         confidence="sure",

@@ -1,4 +1,4 @@
-"""Whether a watched server has stalled; pure, from one look after the other."""
+"""Whether a watched server has stalled: pure functions of successive samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASK_S = 15.0
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What the next look is.
+    """When and how to take the next sample.
 
     Args:
         after_s: seconds until then.
@@ -29,11 +29,11 @@ class Vigil:
     """Looks at a server, and what they show together.
 
     A server has stalled if something has made no progress for `patience_s` and was seen so in
-    several looks in a row. A machine that wakes from suspension gets time to recover that way.
+    several samples in a row. A machine that wakes from suspension gets time to recover that way.
 
     Args:
-        interval_s: seconds between looks.
-        checks: looks in a row.
+        interval_s: seconds between checks.
+        checks: samples in a row.
         patience_s: seconds that a server may make no progress while requests are pending.
     """
 
@@ -49,14 +49,14 @@ class Vigil:
         self.begin()
 
     def begin(self) -> None:
-        """Forget all looks: it is another server, or the last look is long ago."""
+        """Forget all samples: it is another server, or the last sample is old."""
         self.looks: list[Look] = []
         self.row = 0
         self.asked_s = -ASK_S
         self.dismissed: set[tuple[str, str]] = set()
 
     def see(self, look: Look) -> list[Stall]:
-        """Take a look; returns the stalls that were not dismissed before."""
+        """Add a sample; returns the stalls that were not dismissed before."""
         self.looks.append(look)
         if look.metrics or look.health is not None:
             self.asked_s = look.at_s
@@ -83,7 +83,7 @@ class Vigil:
         return bool(self.after(min(self.interval_s, self.patience_s)))
 
     def step(self) -> Step:
-        """When to look again, and how; a server that makes progress is asked nothing."""
+        """When and how to sample again; a server that makes progress is not asked."""
         last = self.looks[-1]
         beats = [pulse.beat for pulse in last.pulses]
         blind = not any(beat.still_s is not None for beat in beats)

@@ -70,7 +70,7 @@ class Options:
     """How thorough an examination is.
 
     Args:
-        interval_s: seconds between the first look and the second, at least.
+        interval_s: least seconds between the first read and the second.
         patience_s: seconds that a server may make no progress while requests are pending.
         samples: of stacks, if something seems to hang.
         apart_s: seconds between them.
@@ -108,8 +108,8 @@ class Examination:
         server: as discovery found it.
         options: how thorough.
         show: takes what the examination waits for, in words.
-        looks: earlier looks that belong to it.
-        began: when the first look was taken, by the monotonic clock.
+        looks: earlier samples that belong to it.
+        began: when the first sample was taken, by the monotonic clock.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Examination:
         return explained.verdict in {"hang", "maybe"}
 
     def longer(self, pool: ThreadPoolExecutor) -> None:
-        """Take more stacks, and looks for as long as a healthy server may make no progress."""
+        """Take more stacks, and samples for as long as a healthy server may make no progress."""
         taken = pool.submit(self.further) if self.samples else None
         while (taken and not taken.done()) or self.undecided():
             self.show("something seems to be stuck; watching it for some seconds")
@@ -246,7 +246,7 @@ class Examination:
 
     def snapshot(self, parts: Parts, probe: Canary | None) -> ServerSnapshot:
         server, record = self.server, self.server.record
-        told, silent = parts.agents.result()
+        reports, silent = parts.agents.result()
         patches = parts.patches.result()
         held = parts.caches.result()
         compared = parts.comparisons.result()
@@ -256,7 +256,7 @@ class Examination:
         for unseen in parts.unseen:
             self.miss(unseen)
         began = min((process.create_time for process in server.processes), default=None)
-        versions = (answer.hello.vllm_version for answer in told)
+        versions = (answer.hello.vllm_version for answer in reports)
         version = next(filter(None, versions), None)
         return ServerSnapshot(
             taken_at=self.taken_at,
@@ -269,7 +269,7 @@ class Examination:
             uptime_s=None if began is None else max(self.taken_at - began, 0.0),
             vllm_version=version or (http.version(server.url) if server.url else None),
             looks=tuple(self.looks),
-            told=tuple(told),
+            told=tuple(reports),
             caches=held,
             comparisons=compared,
             patches=tuple(patches),
@@ -283,14 +283,14 @@ class Examination:
 
 
 class Parts:
-    """The parts that are asked for besides the looks, all at once."""
+    """The other parts, all at once."""
 
     def __init__(self, pool: ThreadPoolExecutor, server: Server) -> None:
         self.server = server
         self.unseen: list[Unseen] = []
         own = server.of(*ROLES)
         self.agents: Future[tuple[list[Told], list[Silent]]] = pool.submit(
-            agent.side_by_side, own, told
+            agent.side_by_side, own, report
         )
         self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
         self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
@@ -338,7 +338,7 @@ class Parts:
         return tuple(compared)
 
 
-def told(process: Process) -> Told:
+def report(process: Process) -> Told:
     """What a process's agent reports; raises as `agent.reach` does."""
     reached = agent.reach(process)
     return Told(
@@ -354,8 +354,8 @@ def look(server: Server, began: float, *, web: bool = True) -> Look:
     """What changes from moment to moment; costs next to nothing without `web`.
 
     Args:
-        server: to look at.
-        began: when the first look was taken, by the monotonic clock.
+        server: to examine.
+        began: when the first sample was taken, by the monotonic clock.
         web: whether to ask for ``/metrics`` and ``/health``, too.
     """
     at_s = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Who listens on a port of this machine: a secret goes to nobody else's process."""
+"""Who listens on a port of this machine: secrets go only to this user's processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_S = 1.0
 
 
 def distrust(url: str) -> str:
-    """Why a key or a token must not be sent to a URL; empty where it may be.
+    """Why a key or a token must not be sent to a URL; empty if it may be.
 
     On this machine it goes to a listener of this user's or of root's alone: on any port any user
     can listen. A server on another machine is the one that was named.
@@ -39,7 +39,7 @@ def distrust(url: str) -> str:
 
 
 def here(host: str, port: int) -> bool:
-    """Whether a host's name can mean this machine."""
+    """Whether a host name can be this machine."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 OURS = "vllmops-cli"
 COMMAND = "vllmops"
-# What every script of ours imports, however it was installed.
+# What every script of vllmops imports, however it was installed.
 MARK = b"vllmops.app"
 SCRIPT = re.compile(r"^\[console_scripts\]\s*(?:^[^\[].*\n)*?^\s*vllmops\s*=", re.MULTILINE)
 METADATA = re.compile(r"(?P<name>[\w.-]+?)-(?P<version>[^-]+?)(?:-py[\d.]+)?\.(?:dist|egg)-info")
@@ -17,7 +17,7 @@ SCRIPT_BYTES = 1 << 16
 
 
 def warning() -> str:
-    """One line for a person; empty where this is the only one."""
+    """One line for a person; empty if this is the only one."""
     found = sorted({*packages(), *scripts()})
     if not found:
         return ""
@@ -55,7 +55,7 @@ def scripts() -> Iterator[str]:
 
 
 def content(path: str) -> bytes:
-    """The begin of a file; nothing where there is none."""
+    """The first bytes of a file; empty if there is none."""
     try:
         if os.path.isfile(path):
             with open(path, "rb") as file:

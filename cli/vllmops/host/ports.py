@@ -1,4 +1,4 @@
-"""Port numbers that this user's instances have taken, whichever home they are of.
+"""Ports that this user's instances have claimed, in any VLLMOPS_HOME.
 
 Binding shows whether somebody listens on a port. But a server listens only once its model is
 loaded, and two servers that share a port (SO_REUSEPORT, with several API servers) get no error even
@@ -12,18 +12,18 @@ import socket
 
 from ..files import peer
 
-ASKING = 4096  # who ask whose a claim is; the kernel allows fewer, and each start is a few
+ASKING = 4096  # connections that ask for the owner of a claim; the kernel allows fewer
 
 
 def claim(port: int) -> int | None:
-    """Take the number of a port.
+    """Claim a port.
 
     An abstract Unix socket is of the same network as the port, leaves no file, and goes with the
-    last process that holds it. It listens, so that the kernel tells whose it is: any user can take
+    last process that holds it. It listens, so that the kernel knows its owner: any user can take
     any name.
 
     Returns:
-        An open file that holds it; None where another instance of this user's does.
+        An open file that holds it; None if another instance of this user's does.
     """
     name = f"\0vllmops-port-{port}-of-{os.geteuid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as held:
@@ -37,7 +37,7 @@ def claim(port: int) -> int | None:
 
 
 def holder(name: str) -> int | None:
-    """The uid of the process that listens by a name; None where it can't be told."""
+    """The uid of the process that listens by a name; None if unknown."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.setblocking(False)  # whose queue is full would keep it waiting
         try:

@@ -1,4 +1,4 @@
-"""The one place that reads what ``/proc`` tells of other processes.
+"""The one place that reads other processes' ``/proc`` files.
 
 `protocol.identity` reads ``stat`` also for the agent, which does not import this package.
 psutil is used where it gives the same. It does not for a command line that setproctitle has
@@ -50,7 +50,7 @@ def other_than_root(pid: int) -> tuple[int, int] | None:
 
 
 def parent(pid: int) -> int:
-    """The parent's pid, 0 where there is none."""
+    """The parent's pid, 0 if there is none."""
     try:
         return int(stat(pid)[1])
     except OSError:
@@ -58,7 +58,7 @@ def parent(pid: int) -> int:
 
 
 def command_line(pid: int) -> list[str]:
-    """The command line; empty where it can't be read, or where vLLM has put a title there."""
+    """The command line; empty if it can't be read, or where vLLM has put a title there."""
     try:
         words = (folder(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
@@ -67,7 +67,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment at the start of a process; empty where it can't be read."""
+    """The environment at the start of a process; empty if it can't be read."""
     try:
         words = (folder(pid) / "environ").read_bytes().split(b"\0")
     except OSError:

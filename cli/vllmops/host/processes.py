@@ -57,7 +57,7 @@ class Process:
         pid: process id.
         start_ticks: with the pid and the boot its `Identity`.
         title: command line or title, for a person.
-        rss_bytes: resident memory in bytes, None where it can't be read.
+        rss_bytes: resident memory in bytes, None if it can't be read.
         boot: as in `Identity`.
     """
 
@@ -134,7 +134,7 @@ def alive(process: Process) -> bool:
 
 
 def titled(words: Sequence[str]) -> Role | None:
-    """The role that a process title tells, None for a command line that is no title."""
+    """The role in a process title, None for a command line without a title."""
     first = words[0] if words else ""
     return next((role for title, role in TITLES.items() if first.startswith(title)), None)
 
@@ -198,8 +198,8 @@ def still_known(known: Iterable[Process], seen: Sequence[Process]) -> tuple[Proc
 def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
     """What a process does, by its title or its command line.
 
-    A fork looks like its parent until it executes something: it is none of the server's own, and
-    its end means nothing.
+    A fork looks like its parent until it executes something: it does not count as
+    a process of the server.
     """
     if parent is not None and seen.words == parent.words:
         return Role.OTHER
@@ -211,7 +211,7 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
 
 
 def absolute(pid: int, path: str) -> str:
-    """A path as a process means it."""
+    """A path of a process, relative ones resolved in its working directory."""
     if os.path.isabs(path):
         return path
     try:

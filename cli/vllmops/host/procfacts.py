@@ -1,4 +1,4 @@
-"""What the kernel knows about a process: the facts that Python stacks leave out."""
+"""What the kernel knows about a process and Python stacks do not show."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from . import proc
 
 FILES = ("status", "stat", "limits", "cgroup", "wchan", "io", "oom_score", "schedstat")
-# These wait for the process's memory map, which one that hangs in the kernel may hold for ever.
+# These wait for the process's memory map, held as long as a process hangs.
 SLOW = ("smaps_rollup",)
 THREADS = 512
 

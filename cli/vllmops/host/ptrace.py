@@ -1,4 +1,4 @@
-"""Why the kernel did not let us read another process, and what to do.
+"""Why the kernel does not allow reading another process, and what to do.
 
 The rules are those of ptrace(2), "Ptrace access mode checking", and of Yama.
 """
@@ -19,16 +19,16 @@ CAP_SYS_PTRACE = 1 << 19
 
 @dataclass(frozen=True)
 class Rights:
-    """What the kernel weighs.
+    """What the kernel's decision depends on.
 
     Args:
-        uid: our effective user id.
+        uid: effective user id of this process.
         target_uid: the other process's.
-        effective: our capabilities, as a bit mask.
-        bounding: those that we, or anything we start, could ever get; a container or a systemd
+        effective: capabilities of this process, as a bit mask.
+        bounding: those that this process or its children could ever get; a container or a systemd
             unit limits it.
-        ptrace_scope: ``kernel.yama.ptrace_scope``, 0 where there is no Yama.
-        seccomp: whether a filter judges our system calls.
+        ptrace_scope: ``kernel.yama.ptrace_scope``, 0 if there is no Yama.
+        seccomp: whether a filter checks the system calls of this process.
     """
 
     uid: int
@@ -40,7 +40,7 @@ class Rights:
 
 
 def rights(pid: int) -> Rights:
-    """Our rights over a process; reading them needs none.
+    """The rights of this process over another; reading them needs none.
 
     Raises:
         OSError: the process is gone.
@@ -63,11 +63,11 @@ def rights(pid: int) -> Rights:
 def refusal(
     pid: int, rights: Rights, command: Literal["stacks dump", "attach"] = "stacks dump"
 ) -> VllmopsError:
-    """The error for a process that the kernel did not let us read.
+    """The error for a process that the kernel does not allow reading.
 
     Args:
         pid: process id.
-        rights: ours over it.
+        rights: over it.
         command: that was typed.
 
     Returns:
@@ -98,7 +98,7 @@ def refusal(
             )
         return VllmopsError(
             "attach.refused" if attach else "stacks.refused",
-            f"the kernel refused to let us read pid {pid}, in spite of CAP_SYS_PTRACE: it is in"
+            f"the kernel does not allow reading pid {pid}, even with CAP_SYS_PTRACE: it is in"
             " another user namespace, or a security module (SELinux, AppArmor) forbids it",
             f"run it in the server's own container: docker exec CONTAINER {again}",
         )
@@ -120,13 +120,13 @@ def refusal(
         return VllmopsError(
             "attach.ptrace-scope" if attach else "stacks.ptrace-scope",
             f"only {only} may read pid {pid}: kernel.yama.ptrace_scope is {rights.ptrace_scope}",
-            f"{as_root}, or for good: sudo sysctl kernel.yama.ptrace_scope=0"
+            f"{as_root}, or permanently: sudo sysctl kernel.yama.ptrace_scope=0"
             if reachable
             else f"sudo sysctl kernel.yama.ptrace_scope=0 on the host, or {grant}",
         )
     return VllmopsError(
         "attach.no-capability" if attach else "stacks.no-capability",
-        f"reading pid {pid}, which is more privileged than we are, takes CAP_SYS_PTRACE, and "
-        + ("we don't have it" if reachable else "this container doesn't have it"),
+        f"pid {pid} has more privileges than {'this process' if reachable else 'this container'}: "
+        "reading it needs CAP_SYS_PTRACE",
         as_root if reachable else grant,
     )

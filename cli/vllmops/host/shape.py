@@ -1,4 +1,4 @@
-"""How a server is reached, by what vLLM was given: a TCP port, a Unix socket, or not at all."""
+"""How a server is reached, from vLLM's arguments: a TCP port, a Unix socket, or not at all."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def listens(path: str) -> bool:
 
 
 def remove_dead(path: str) -> None:
-    """Remove a Unix socket that a server left, for vLLM starts on none that is there.
+    """Remove a Unix socket that a server left: vLLM does not start if it exists.
 
-    Only a socket, of ours, on which nobody listens.
+    Only this user's socket, and only if nobody listens on it.
     """
     with contextlib.suppress(OSError):
         at = os.lstat(path)

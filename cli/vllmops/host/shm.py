@@ -1,4 +1,4 @@
-"""Shared memory in ``/dev/shm``: whose it is, and removing that of the dead.
+"""Shared memory in ``/dev/shm``: its owners, and removing what dead processes left.
 
 vLLM's processes share ``psm_*`` segments and ``sem.mp-*`` semaphores. Python's resource tracker
 unlinks them when a server ends in order, and nobody does when it is killed (vLLM #51579, #54002).
@@ -41,7 +41,7 @@ class Segment:
         name: relative to it.
         file: device and inode.
         bytes: its size.
-        uid: whose it is.
+        uid: of its owner.
         age_s: seconds since it was last changed, by the clock as it is set now.
     """
 
@@ -114,7 +114,7 @@ def used_by(pid: int) -> set[str]:
 def sweep(names: Iterable[str]) -> list[str]:
     """Remove those of the segments that no live process uses; returns what was removed.
 
-    A segment with an owner other than us is left alone: its users may be out of our sight.
+    A segment with an owner other than us is left alone: its users may be invisible here.
 
     Args:
         names: of segments that were a server's.
@@ -124,7 +124,7 @@ def sweep(names: Iterable[str]) -> list[str]:
     left = {segment for segment in segments() if segment.name in own and segment.uid == uid}
     try:
         used = in_use(left)
-    except OSError:  # no file can be opened, say: then nothing is known
+    except OSError:  # for example, no file can be opened: then nothing is known
         return []
     return remove(segment for segment in left if segment.file not in used)
 
@@ -156,8 +156,8 @@ class Unused:
 
     Args:
         segments: those, of the kinds that vLLM makes.
-        doubt: why somebody out of sight may use them, in words; empty where that is out of the
-            question.
+        doubt: why a process that can't be seen may use them, in words; empty if
+            none can.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -198,7 +198,7 @@ def unused(include: Callable[[Segment], bool] = lambda _: True) -> Unused:
 
 
 def out_of_sight() -> str:
-    """Why there may be processes that ``/proc`` does not show here; empty where it shows all."""
+    """Why there may be processes that ``/proc`` does not show here; empty if it shows all."""
     try:
         if os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE:
             return "this is a container: processes outside may use its memory; run it on the host"

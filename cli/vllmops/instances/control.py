@@ -95,7 +95,7 @@ class Session:
     Args:
         folder: the instance.
         control: the connection to begin with.
-        request: what to say to each successor: whether it is held.
+        request: what to say to each successor: whether the client holds it.
     """
 
     def __init__(self, folder: Folder, control: Control, request: Request = NOTHING) -> None:
@@ -184,7 +184,7 @@ def silent(folder: Folder) -> VllmopsError:
     """The error of a supervisor that runs but does nothing, for example because it is stopped."""
     return VllmopsError(
         "supervisor.silent",
-        f"the supervisor of {folder.name!r} does not finish",
+        f"the supervisor of {folder.name!r} does not stop",
         f"{LET_GO.format(name=folder.name)}; the next command starts another"
         " supervisor, which continues",
         exit_code=Exit.TIMED_OUT,

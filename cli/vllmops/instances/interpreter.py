@@ -30,7 +30,7 @@ class Interpreter:
 
     Args:
         program: what is executed.
-        name: what it is called: by its own name Python finds the virtual environment it is of.
+        name: the name that it is started by: Python finds its virtual environment by it.
         environment: the server's.
         directory: the server's.
         owner: uid and gid that it is to have, None for one's own: what another user's environment
@@ -93,11 +93,11 @@ class Run:
         words: its arguments.
 
     Raises:
-        VllmopsError: ``interpreter.failed`` where it can't be started.
+        VllmopsError: ``interpreter.failed`` if it can't be started.
     """
 
     def __init__(self, interpreter: Interpreter, words: Sequence[str]) -> None:
-        # Files, not pipes: nobody waits for a process that is late and can't be killed.
+        # Files, not pipes: a process that is late and can't be killed does not block.
         self.out = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as it runs
         self.complaint = tempfile.TemporaryFile()  # noqa: SIM115
         uid, gid = interpreter.owner or (None, None)

@@ -18,7 +18,7 @@ from ..store.settings import carriers
 from .servers import Server, find
 
 FEATURE = "keys"
-# Who can't hold a key, or is none of ours: no agent, one that is older than keys, another user.
+# Processes without keys, or of others: no agent, one older than keys, another user.
 KEYLESS = frozenset({"agent.absent", "agent.gone", "agent.stale", "agent.other-user"})
 
 
@@ -41,20 +41,20 @@ class Holding:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What the processes that serve HTTP hold, and those that did not tell.
+    """What the processes that serve HTTP hold, and those that did not answer.
 
     Args:
-        told: those that tell of keys.
-        silent: those that may hold some, and did not tell, each with its server's name.
+        reported: what those that have keys reported.
+        silent: those that may hold some, and did not answer, each with its server's name.
     """
 
-    told: list[Holding]
+    reported: list[Holding]
     silent: list[tuple[str, Silent]]
 
     def of(self, path: Path) -> Holdings:
         """Those that follow one ring, and those that may."""
-        told = [holding for holding in self.told if follows(holding.keys, path)]
-        return Holdings(told, self.silent)
+        reported = [holding for holding in self.reported if follows(holding.keys, path)]
+        return Holdings(reported, self.silent)
 
 
 def ask(*, ring: Path | None = None, reload: bool = False) -> Holdings:
@@ -68,13 +68,13 @@ def ask(*, ring: Path | None = None, reload: bool = False) -> Holdings:
         process: server for server in find() for process in server.of(Role.API)
     }
 
-    def told(process: Process) -> Holding | None:
+    def ask_process(process: Process) -> Holding | None:
         reached = agent.reach(process)
         if FEATURE not in reached.hello().features:
             return None
         return Holding(servers[process].label, reached.keys(reload=reload))
 
-    answers, silent = agent.side_by_side(servers, told)
+    answers, silent = agent.side_by_side(servers, ask_process)
     by_pid = {process.pid: server for process, server in servers.items()}
     return Holdings(
         [holding for holding in answers if holding and holding.keys.source != "none"],
@@ -87,9 +87,9 @@ def ask(*, ring: Path | None = None, reload: bool = False) -> Holdings:
 
 
 def carriers_live(ring: Path) -> tuple[float, str]:
-    """For how long what servers seal with a ring is taken back.
+    """For how long servers accept carriers that they seal with a ring.
 
-    Those that don't run count, too: what they have sealed is about.
+    Servers that don't run count, too: clients still hold their carriers.
 
     Args:
         ring: its file.

@@ -65,7 +65,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Reserved:
-    """An instance whose name and port nobody else gets: its record is written, both are held."""
+    """An instance whose name and port are reserved: its record is written, both are held."""
 
     folder: Folder
     record: Record
@@ -91,7 +91,7 @@ def check(order: Order) -> None:
 
 
 def check_socket(path: str) -> None:
-    """Raises ``uds.unusable`` where no server could listen on a Unix socket of that path."""
+    """Raises ``uds.unusable`` if no server could listen on a Unix socket of that path."""
     place = Path(path).absolute()
     problem = ""
     if len(os.fsencode(path)) > PATH_BYTES:
@@ -158,7 +158,7 @@ def check_model(model: str) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ``port.taken`` where nobody could listen there, naming who does."""
+    """Raises ``port.taken`` if the port can't be used; the message names its user."""
     problem = bind(host, port)
     if problem is None:
         # A server that loads its model is bound, and shares the port where it has several API
@@ -181,7 +181,7 @@ def claimed(host: str, port: int) -> int:
     """Take a port that was asked for; returns an open file that holds it.
 
     Raises:
-        VllmopsError: ``port.taken`` where it is another instance's of this user.
+        VllmopsError: ``port.taken`` if it is another instance's of this user.
     """
     held = ports.claim(port)
     if held is None:
@@ -226,7 +226,7 @@ def lingering(port: int) -> bool:
 
 
 def holder(port: int) -> str:
-    """Who listens on a port, or is a server that is about to; empty where nobody tells."""
+    """The process that uses a port, or will; empty if unknown."""
     with contextlib.suppress(psutil.Error):
         for found in psutil.net_connections("tcp"):
             address = found.laddr
@@ -250,7 +250,7 @@ def take_port(host: str, claimed: set[int]) -> tuple[int, int]:
 
     Args:
         host: the address.
-        claimed: ports that are instances', of which perhaps nobody holds them.
+        claimed: ports of instances, even if no process holds them.
 
     Raises:
         VllmopsError: ``port.none``.

@@ -1,4 +1,4 @@
-"""A server's log: following it, rotating it, and reading stages and causes out of it."""
+"""A server's log: follow it, rotate it, and read stages and causes from it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIGNS = {
 
 RAISED = re.compile(r"^[\w.]*[A-Z]\w*(?:: |$)")
 USAGE_ERROR = re.compile(r"^[\w.]+: error: (?P<message>.+)")
-# What a parent says about a child's failure, or a survivor about the engine's: never the cause.
+# A parent's report of a child's failure, or a survivor's of the engine's: never the cause.
 ECHOES = re.compile(
     r"initialization failed|[Rr]oot cause|EngineDeadError|EngineCore encountered an issue"
     r"|Executor failed|CancelledError|RuntimeError: cancelled|KeyboardInterrupt: terminated"
@@ -88,8 +88,8 @@ class Line:
     """One line of the log, its prefix taken off.
 
     Args:
-        process: as the prefix names it (``EngineCore``, ``Worker_TP0``), empty where none does.
-        level: ``INFO`` …, empty where the line has none.
+        process: as the prefix names it (``EngineCore``, ``Worker_TP0``), empty if none does.
+        level: ``INFO`` …, empty if the line has none.
         text: what is left.
     """
 
@@ -106,7 +106,7 @@ def parse(raw: str) -> Line:
 
 
 def role_of(raw: str) -> Role | None:
-    """Whose line it is, None where the line does not say (a library's own print)."""
+    """Whose line it is, None if the line does not say (a library's own print)."""
     process = parse(raw).process
     for role, names in NAMES.items():
         if process.startswith(names):

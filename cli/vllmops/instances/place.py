@@ -48,13 +48,13 @@ def last(target: str | None) -> Record | None:
 
 
 def store_of(record: Record) -> str | None:
-    """The URL of an instance's store, None where it has none that can be got at from outside."""
+    """The URL of an instance's store, None if it has none that can be got at from outside."""
     url = record.environment.get(STORE)
     return None if url is None or url.startswith(("memory:", "none")) else url
 
 
 def glance(target: str | None) -> Place | None:
-    """The same in no time, None where it takes more: for completion."""
+    """The same in no time, None if it takes more: for completion."""
     if target and "://" in target:
         return place(target)
     named = [Folder(target)] if target else folders()

@@ -1,7 +1,7 @@
 """What is on disk about one instance: the record, its directory, its lock.
 
 One writer at a time: the supervisor, which holds the lock for as long as it lives. The kernel
-drops the lock with its holder, so it tells a live supervisor from a dead one whatever became of
+drops the lock with its holder, so it shows whether a supervisor lives, whatever happened to
 its pid.
 """
 
@@ -47,8 +47,8 @@ class Failure(msgspec.Struct, frozen=True):
 
     Args:
         cause: the failing process's last error, in its own words.
-        process: which process that was, as its log lines name it; empty where unknown.
-        hint: what puts it right, where that is known.
+        process: which process that was, as its log lines name it; empty if unknown.
+        hint: how to correct it, if known.
     """
 
     cause: str
@@ -61,19 +61,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         command: what is executed, without the supervisor.
-        environment: what is added to the environment of whoever starts it.
+        environment: variables that are added for the server.
         detached: False where a foreground ``serve`` holds it.
         stage: how far the server came while it started.
         note: one line about what the supervisor is doing, such as draining.
         session: session id of every process of the tree, None before the start.
         processes: the tree, root first.
         segments: names in ``/dev/shm`` that processes of the tree have mapped.
-        exit_code: of the root process, negative for a signal, None where unknown.
-        watch: what `vllmops watch` is given that runs beside it; None where none does.
-        port: that it listens on; None where it listens on a Unix socket, or is headless.
+        exit_code: of the root process, negative for a signal, None if unknown.
+        watch: what `vllmops watch` is given that runs beside it; None if none does.
+        port: that it listens on; None if it listens on a Unix socket, or is headless.
         uds: the Unix socket that it listens on, None for TCP.
         headless: whether it has no API server: its engines work for one on another node.
-        ready_s: seconds that its last start took, by a clock that nobody sets; None before.
+        ready_s: seconds that its last start took, by the monotonic clock; None before.
     """
 
     schema: int = SCHEMA
@@ -110,7 +110,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def address(scheme: str, host: str | None, port: int | None, uds: str | None) -> str | None:
-    """A server's URL, None where it listens on nothing that is known."""
+    """A server's URL, None if it listens on nothing that is known."""
     if uds:
         return unix_url(uds)
     return f"{scheme}://{client_host(host or '')}:{port}" if port else None
@@ -161,11 +161,11 @@ class Folder:
         return held(self.watch_lock)
 
     def read(self) -> Record | None:
-        """The record, None where there is none.
+        """The record, None if there is none.
 
         Raises:
-            VllmopsError: ``registry.corrupt`` where it can't be understood, ``registry.unreadable``
-                or ``home.unsafe`` (exit code 4) where it can't be read, or may be somebody else's.
+            VllmopsError: ``registry.corrupt`` if it can't be understood, ``registry.unreadable``
+                or ``home.unsafe`` (exit code 4) if it can't be read, or may belong to another user.
         """
         try:
             content = read_private(own(self.path) / self.record_file.name, None, RECORD_BYTES)
@@ -188,11 +188,11 @@ class Folder:
             ) from error
 
     def write(self, record: Record) -> None:
-        """Replace the record; raises OSError (a full disk, say) with the old one intact."""
+        """Replace the record; on an OSError, as with a full disk, the old one is intact."""
         write_atomically(self.record_file, msgspec.json.encode(record))
 
     def lock(self) -> int | None:
-        """Take the lock; returns the open file that holds it, None where another has it."""
+        """Take the lock; returns the open file that holds it, None if another has it."""
         own(self.path)
         return take(self.lock_file)
 
@@ -202,7 +202,7 @@ class Folder:
 
 
 def held(path: Path) -> bool:
-    """Whether somebody holds a lock."""
+    """Whether a process holds a lock."""
     import fcntl  # noqa: PLC0415 - Windows has none
 
     try:
@@ -221,7 +221,7 @@ def create_root() -> Path:
     """Make the state directory, private to its owner.
 
     Raises:
-        VllmopsError: ``home.unusable`` where it can't be written, ``home.unsafe`` (exit code 4).
+        VllmopsError: ``home.unusable`` if it can't be written, ``home.unsafe`` (exit code 4).
     """
     try:
         made = make(root())
@@ -230,7 +230,7 @@ def create_root() -> Path:
         raise VllmopsError(
             "home.unusable",
             f"the state directory {place()} can't be written: {error.strerror}",
-            f"set VLLMOPS_HOME to a directory of yours, such as {another()}",
+            f"set VLLMOPS_HOME to a directory of your own, for example {another()}",
         ) from error
     return made
 
@@ -245,7 +245,7 @@ def folders() -> Iterator[Folder]:
         raise VllmopsError(
             "home.unusable",
             f"the state directory {root()} can't be read: {error.strerror}",
-            f"set VLLMOPS_HOME to a directory of yours, such as {another()}",
+            f"set VLLMOPS_HOME to a directory of your own, for example {another()}",
         ) from error
     for name in names:
         yield Folder(name)
@@ -269,6 +269,6 @@ def named(name: str) -> Folder:
         raise VllmopsError(
             "home.path-too-long",
             f"{folder.control} is {-spare} bytes too long for a Unix socket (at most {PATH_BYTES})",
-            f"set VLLMOPS_HOME to a shorter path, such as {another('.vo')}",
+            f"set VLLMOPS_HOME to a shorter path, for example {another('.vo')}",
         )
     return folder

@@ -1,4 +1,4 @@
-"""The vLLM servers of this machine, whoever started them, and how a person names one."""
+"""The vLLM servers of this machine, and how a person names one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Server:
     Args:
         name: the instance's name, None for one that vllmops did not start.
         processes: the tree, root first.
-        host: address it listens on, None where unknown.
-        port: TCP port, None where unknown, or where it has none.
+        host: address it listens on, None if unknown.
+        port: TCP port, None if unknown, or where it has none.
         model: the model as given to vLLM.
-        scheme: ``http``, or ``https`` where it was given a certificate.
+        scheme: ``http``, or ``https`` if it was given a certificate.
         record: what its supervisor wrote, None for one that vllmops did not start.
         supervised: whether its supervisor is alive, None for one that never had one.
         uds, headless: as in `Shape`.
@@ -120,7 +120,7 @@ def roots(table: processes.Table) -> set[int]:
     }
     found = set()
     for pid in vllm:
-        # A tree counts once even where a process that is not vLLM's stands in between.
+        # A tree counts once, even with another program's process inside it.
         above = table[pid].ppid
         while above in table and above not in vllm:
             above = table[above].ppid

@@ -45,7 +45,7 @@ WATCH_S = 10.0  # between two starts of a watch
 GOODBYE_S = 2.0
 CLIENTS = 100  # each costs a file descriptor
 UNREAD_BYTES = 2**20  # of a client that does not read
-HOUSE_S = 1.0  # between two looks at the files it needs
+HOUSE_S = 1.0  # between two checks of the files it needs
 RETRY_S = 1.0
 HOLDER_GRACE_S = 10.0
 LOG_LIMIT_BYTES = logs.LIMIT_BYTES
@@ -83,7 +83,7 @@ class Supervisor:
         folder: the instance's.
         record: as it is there.
         lock: an open file that holds its lock.
-        port: one that holds its port, None where another instance does.
+        port: one that holds its port, None if another instance does.
     """
 
     def __init__(self, folder: Folder, record: Record, lock: int, port: int | None) -> None:
@@ -129,7 +129,7 @@ class Supervisor:
             return
         task = asyncio.current_task()
         assert task
-        if len(self.clients) >= CLIENTS:  # who only listens, for the longest, comes again
+        if len(self.clients) >= CLIENTS:  # one that only listens connects again
             for listener in [client for client in self.clients if client not in self.holders][:1]:
                 del self.clients[listener]
                 listener.close()
@@ -203,7 +203,7 @@ class Supervisor:
         elif not await attempt(self.launch, self.trouble):
             self.end(State.FAILED, Failure(f"the server can't be started: {self.trouble.last}"))
         while not self.record.state.over:
-            # A server must not lose its supervisor over one bad look.
+            # A server must not lose its supervisor because one check fails.
             if not await attempt(self.tick, self.trouble):
                 await asyncio.sleep(RETRY_S)
         await self.goodbye()
@@ -227,7 +227,7 @@ class Supervisor:
                     env=environment,
                     start_new_session=True,
                 )
-        except (OSError, ValueError) as error:  # ValueError: a NUL in an argument, say
+        except (OSError, ValueError) as error:  # ValueError: for example a NUL in an argument
             why = (
                 f"{error.filename or 'vLLM'}: {error.strerror}"
                 if isinstance(error, OSError)
@@ -251,7 +251,7 @@ class Supervisor:
         )
 
     async def take_over(self) -> None:
-        """Continue where a supervisor died; take the server down if nobody holds it any more."""
+        """Continue where a supervisor died; take the server down if its holder is gone."""
         for line in self.tail.lines():  # only for the processes that are up
             self.note_up(line)
         left = [process for process in self.record.processes if alive(process)]
@@ -284,7 +284,7 @@ class Supervisor:
             return False
 
     async def held(self) -> bool:
-        """Whether somebody holds it; a foreground ``serve`` that lives comes back at once."""
+        """Whether a client holds it; a foreground ``serve`` that lives connects again at once."""
         deadline = time.monotonic() + HOLDER_GRACE_S
         while not self.record.detached and not self.holders and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(TICK_S)
@@ -317,7 +317,7 @@ class Supervisor:
             await self.obey(await asyncio.wait_for(self.requests.get(), TICK_S))
 
     async def keep_house(self) -> None:
-        """Create again what somebody deleted: the folder, record, lock and control socket."""
+        """Create again what was deleted: the folder, record, lock and control socket."""
         now = time.monotonic()
         if now - self.housekept < HOUSE_S:
             return
@@ -337,7 +337,7 @@ class Supervisor:
                 if self.server:
                     self.server.close()
                 await self.listen()
-        except OSError as error:  # a full disk, no descriptor left: the next look may succeed
+        except OSError as error:  # a full disk, no descriptor left: the next try may succeed
             log(f"{error.filename or folder.path}: {error.strerror}")
 
     def rotate(self) -> None:
@@ -413,7 +413,7 @@ class Supervisor:
     def why(
         self, lines: Sequence[str], dead: Sequence[Process], code: int | None, *, asked: bool
     ) -> Failure:
-        """The cause, by the root's exit code, by the log's last words, by who is missing."""
+        """The cause, by the root's exit code, by the log's last lines, by the missing process."""
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return Failure(f"{Role.API} (pid {self.record.session}) was killed by {name}")
@@ -466,7 +466,7 @@ class Supervisor:
         )
 
     async def take_down(self) -> None:
-        """End all of it; where something hinders that, such as no descriptor left, again."""
+        """Stop the server; on an error, for example no free descriptor, try again."""
         while True:
             try:
                 self.scan()

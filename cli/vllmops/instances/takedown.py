@@ -22,7 +22,7 @@ from ..vllm_api import http as client_http
 POLL_S = 0.1
 EXIT_GRACE_S = 10.0
 KILL_TIMEOUT_S = 30.0
-# By then a take-down is over, whatever hangs; what asks agents and sweeps takes its time, too.
+# A take-down ends within this time, whatever hangs; asking agents and cleaning up included.
 END_S = EXIT_GRACE_S + KILL_TIMEOUT_S + 20.0
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def drain(
         tree: the server's processes.
         url: asked for vLLM's own counts where an agent does not answer.
         seconds: how long to wait at most.
-        tell: is given a line about the state of things.
+        tell: called with a line about the progress.
         hurry: whether to wait no longer.
     """
     refusing = close_gates(tree)
@@ -67,7 +67,7 @@ def close_gates(tree: Sequence[Process]) -> bool:
 
 
 def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
-    """Requests that have not finished; None where nobody can tell.
+    """Requests that have not finished; None if unknown.
 
     HTTP requests count, streams included, and what the engine still works on without one: a
     background response, say. Where no agent answers, vLLM's own metrics are asked.
@@ -106,7 +106,7 @@ class Remains:
 
     Args:
         removed: segments that were removed.
-        unkillable: processes that SIGKILL did not end: a driver call does not return, say.
+        unkillable: processes that SIGKILL did not end, as in a driver call that does not return.
     """
 
     removed: tuple[str, ...]
@@ -142,7 +142,7 @@ def take_down(
             look(survivors(tree, session), shared)
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (left := survivors(tree, session)) and time.monotonic() < deadline:
-        # Stopped first: one that is starting may share something new after the last look.
+        # Stopped first: one that is starting may share something new after the check.
         for process in left:
             kill(process, signal.SIGSTOP)
         look(left, shared)

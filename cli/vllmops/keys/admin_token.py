@@ -1,4 +1,4 @@
-"""The admin token: with it a server does from afar what its user's commands have it do here.
+"""The admin token: it permits remote what the server's own user can do on its machine.
 
 It is what a file holds, so that it is in no environment and no list of processes, and can be
 changed while the server runs.
@@ -15,7 +15,7 @@ from ..files import unreadable
 PLACE = "VLLMOPS_ADMIN_TOKEN_FILE"
 ROUTES = "/v1/vllmops/"
 KEYS = f"{ROUTES}keys"
-# Nobody guesses so many characters, if they are random.
+# Random characters; so many can't be guessed.
 TOKEN = re.compile(r"[!-~]{32,1024}")
 
 

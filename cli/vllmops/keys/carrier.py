@@ -135,12 +135,12 @@ CODES: dict[Case, ErrorCode] = {
 
 
 class CarrierError(VllmopsError):
-    """A carrier that is refused; the message is fit for whoever sent it, and tells no secret.
+    """A carrier that is refused; the message is safe for the client and has no secret.
 
     Args:
         case: what is wrong; the code is ``carrier.`` and this.
-        message: the same in words.
-        carrier: what it says, where it is genuine and was only refused.
+        message: in words.
+        carrier: its content, if it is genuine and was refused for another reason.
     """
 
     def __init__(self, case: Case, message: str, carrier: Carrier | None = None) -> None:
@@ -150,7 +150,7 @@ class CarrierError(VllmopsError):
 
 
 class Carrier(msgspec.Struct, frozen=True, kw_only=True):
-    """What a genuine carrier says. What format 1 does not tell is None.
+    """The content of a genuine carrier. Fields that format 1 does not have are None.
 
     Args:
         format: 1 or 2.
@@ -172,7 +172,7 @@ class Carrier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_ours(text: str) -> bool:
-    """Whether an ``encrypted_content`` means to be a carrier of vLLM's, good or bad."""
+    """Whether an ``encrypted_content`` has the form of a vLLM carrier, valid or not."""
     return text.startswith(OURS)
 
 
@@ -196,8 +196,8 @@ def seal(
         now: seconds since the epoch; the present.
 
     Raises:
-        VllmopsError: ``keys.no-primary``, or ``usage`` where `ttl_s` is no number of seconds.
-        CarrierError: ``too-large``, or ``malformed`` where JSON can't hold the history.
+        VllmopsError: ``keys.no-primary``, or ``usage`` if `ttl_s` is no number of seconds.
+        CarrierError: ``too-large``, or ``malformed`` if JSON can't hold the history.
     """
     key = ring.sealing()
     now = time.time() if now is None else now
@@ -226,22 +226,22 @@ def seal_signed(history: list[Any], ring: Ring) -> str:
 
 
 def check(history: list[Any]) -> int:
-    """See whether a carrier can hold a history, and how many bytes it is as JSON.
+    """Check that a carrier can hold a history; returns its bytes as JSON.
 
     Raises:
-        CarrierError: ``too-large``, or ``malformed`` where JSON can't hold it.
+        CarrierError: ``too-large``, or ``malformed`` if JSON can't hold it.
     """
     return len(to_json(history))
 
 
 def unseal(text: str, ring: Ring, *, model: str, owner: str, now: float | None = None) -> Carrier:
-    """What a carrier says, if it is to be taken back.
+    """The content of a carrier that is valid here.
 
     Args:
         text: the carrier.
         ring: the keys.
         model: what is served here.
-        owner: who presents it, as `seal` was told.
+        owner: who presents it, as in `seal`.
         now: seconds since the epoch; the present.
 
     Raises:
@@ -255,7 +255,7 @@ def unseal(text: str, ring: Ring, *, model: str, owner: str, now: float | None =
 
 
 def genuine(text: str, ring: Ring) -> Carrier:
-    """What a carrier says that a key of the ring has made, be the key revoked, be it expired.
+    """The content of a carrier that a key of the ring has sealed, also a revoked or expired one.
 
     Raises:
         CarrierError: ``foreign``, ``malformed``, ``tampered``, ``unknown-key`` or ``too-large``.
@@ -323,14 +323,14 @@ def from_format_1(ring: Ring, payload: str, signed: str) -> Carrier:
 def refusal(
     carrier: Carrier, key: Key, now: float, model: str | None = None, owner: str | None = None
 ) -> tuple[Case, str] | None:
-    """Why a genuine carrier is not taken back, None where it is.
+    """Why a genuine carrier is refused, None if it is accepted.
 
     Args:
         carrier: what it says.
         key: that sealed it.
         now: seconds since the epoch.
-        model: what is served here, None for whatever.
-        owner: who presents it, None for whoever.
+        model: what is served here, None for any.
+        owner: who presents it, None for anybody.
     """
     if key.status is Status.REVOKED:
         return Case.REVOKED_KEY, "the key that sealed it was revoked"
@@ -346,7 +346,7 @@ def refusal(
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two texts are equal, in a time that does not tell where they differ."""
+    """Whether two texts are equal, in a time that does not depend on where they differ."""
     return hmac.compare_digest(
         one.encode(errors="surrogatepass"), other.encode(errors="surrogatepass")
     )
@@ -413,7 +413,7 @@ def check_depth(text: bytes, content: Any) -> None:
 
 
 def packed(content: bytes) -> bytes:
-    """A zlib stream whose length tells little of what it holds.
+    """A zlib stream whose length reveals little of its content.
 
     Args:
         content: JSON without blanks.
@@ -437,14 +437,14 @@ def longest() -> int:
 
 
 def bucket(length: int) -> int:
-    """The next of few lengths that is no shorter, by a sixteenth at most where it is a long one."""
+    """The next of few lengths that is not shorter; a long one grows by a sixteenth at most."""
     triples = -(-length // 3)  # of bytes: base64 makes a whole number of characters of them
     step = max(LEAST_BUCKET // 3, (1 << triples.bit_length()) // (2 * BUCKETS))
     return -(-triples // step) * step * 3
 
 
 def unpacked(stream: bytes) -> bytes:
-    """What a zlib stream holds, as far as it is let."""
+    """The content of a zlib stream, up to the limit."""
     inflate = zlib.decompressobj()
     try:
         content = inflate.decompress(stream, MOST_BYTES + 1)

@@ -1,7 +1,7 @@
 """The ring's file, and where a ring comes from.
 
 The file is replaced whole, by one writer at a time. A copy beside it is written first, so that
-whatever becomes of the file, by hand or by a broken disk, the keys are still there.
+the keys survive if a person or a broken disk damages the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .ring import VERSION, Ring, Secret, from_hex, only
 
 PLACE = "VLLMOPS_KEYRING"
 SIGNING_KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
-OFF = "none"  # in the place of a file: no keys at all
+OFF = "none"  # in place of a file name: no keys at all
 MOST_BYTES = 1 << 20
 LOCK_WAIT_S = 10.0
 LOCK_POLL_S = 0.02
@@ -47,7 +47,7 @@ def hex_of(secret: Any) -> str:
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What a ring's file tells in any version."""
+    """The part of a ring's file that every version has."""
 
     version: int
 
@@ -62,7 +62,7 @@ class Source(NamedTuple):
 
     Args:
         path: the file, whether it is there or not; None for a key of the environment's.
-        text: that key, in hex; empty where no keys are wanted.
+        text: that key, in hex; empty if no keys are wanted.
     """
 
     path: Path | None
@@ -88,7 +88,7 @@ class Source(NamedTuple):
 
 
 def default_path() -> Path:
-    """Where the ring is unless something else is said; `guard` tells whether it may be used."""
+    """The default place of the ring; `guard` checks whether it may be used."""
     return place() / "keyring.json"
 
 
@@ -107,7 +107,7 @@ def guard(path: Path) -> None:
 
 
 def source(environment: Mapping[str, str], chosen: Path | None = None) -> Source:
-    """Where a process finds its ring: what is said counts more than what merely is there.
+    """Where a process finds its ring: an explicit choice wins over a default.
 
     Args:
         environment: of the process.
@@ -166,7 +166,7 @@ def private(path: Path) -> bytes:
 
 
 def decode(content: bytes, path: Path) -> Ring:
-    """What a ring's file says; `path` is for messages."""
+    """The ring in a file's content; `path` is for messages."""
     try:
         version = HEAD.decode(content).version
         if version > VERSION:
@@ -178,7 +178,7 @@ def decode(content: bytes, path: Path) -> Ring:
             )
         return RING.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # Its text tells a place in the file, never what stands there.
+        # Its text names a position in the file, never the content there.
         raise broken(path, str(error)) from None
 
 
@@ -192,7 +192,7 @@ def change(path: Path, act: Callable[[Ring], Ring], *, create: bool = False) -> 
 
     Args:
         path: the file; a link is followed.
-        act: from the ring as it is to the ring as it shall be; one that is equal is not written.
+        act: makes the new ring from the old one; an equal one is not written.
         create: begin with an empty ring where there is no file, and no copy of one.
 
     Returns:
@@ -239,7 +239,7 @@ def copy(path: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Be the one who changes a ring.
+    """Hold the lock for changing a ring.
 
     Raises:
         VllmopsError: ``keys.locked`` (exit code 3), or ``keys.not-written``.

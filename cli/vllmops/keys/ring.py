@@ -24,7 +24,7 @@ DAY_S = 24 * 3600
 CARRIER_TTL_S = 30 * DAY_S
 # Servers go on sealing with the key before for a moment, until they have seen the promotion.
 LATE_S = 60
-LONGEST_S = 36_500 * DAY_S  # for which anything may be wanted
+LONGEST_S = 36_500 * DAY_S  # limit for any duration
 LAST_S = 253_402_300_799  # the end of the year 9999: what comes later is no time
 
 
@@ -34,7 +34,7 @@ class Status(StrEnum):
     NEXT = "next"  # opens; seals once every server has it and it is promoted
     PRIMARY = "primary"  # seals and opens
     VERIFY_ONLY = "verify-only"  # opens what it sealed before
-    REVOKED = "revoked"  # nothing any more; kept to tell its carriers from forged ones
+    REVOKED = "revoked"  # nothing; kept to distinguish its carriers from forged ones
 
 
 # In the order of a key's life.
@@ -42,7 +42,7 @@ AGE = {status: age for age, status in enumerate(Status)}
 
 
 class Secret:
-    """A key's bytes. They get into no message, no JSON and no pickle by accident."""
+    """A key's bytes. They can't get into a message, JSON or a pickle by accident."""
 
     __slots__ = ("_bytes",)
 
@@ -72,7 +72,7 @@ def fresh() -> Secret:
 
 
 def fingerprint(secret: Secret) -> str:
-    """What names a secret without telling it: 32 hex characters, the same everywhere."""
+    """A public name of a secret: 32 hex characters, the same everywhere."""
     return hashlib.sha256(b"vllmops key fingerprint 1\0" + secret.reveal()).hexdigest()[:32]
 
 
@@ -82,7 +82,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Args:
         kid: its name, which carriers tell; the first characters of its fingerprint.
         status: what it is used for.
-        created_at: when it was made or came in, None where that is not known.
+        created_at: when it was made or came in, None if that is not known.
         not_after: when it stops opening anything, None for never.
         fingerprint: of the secret.
         secret: 32 bytes or more.
@@ -120,7 +120,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             secret=secret,
         )
 
-    def told(self) -> HeldKey:
+    def public(self) -> HeldKey:
         """The key without its secret."""
         return HeldKey(
             kid=self.kid,
@@ -158,7 +158,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def primary(self) -> Key | None:
-        """The key that seals, None where there is none."""
+        """The key that seals, None if there is none."""
         return next(iter(self.those(Status.PRIMARY)), None)
 
     def sealing(self) -> Key:
@@ -183,7 +183,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(key for key in self.keys if key.status in statuses)
 
     def find(self, kid: str) -> Key | None:
-        """The key of that name, None where there is none."""
+        """The key of that name, None if there is none."""
         return next((key for key in self.keys if key.kid == kid), None)
 
     def get(self, kid: str) -> Key:
@@ -216,7 +216,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Raises:
             VllmopsError: ``keys.unknown``, ``keys.revoked`` for a key that opens nothing, or
-                ``usage`` where the overlap is no number of seconds.
+                ``usage`` if the overlap is no number of seconds.
         """
         key = self.get(kid)
         if key.status is Status.REVOKED or key.over(now):
@@ -281,7 +281,7 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ring.add(heir).replaced(msgspec.structs.replace(heir, status=Status.PRIMARY))
 
     def merge(self, other: Ring) -> Ring:
-        """The ring with another one's keys, and whatever that one knows further on in their lives.
+        """The ring with another one's keys, and the later state of each key that both have.
 
         Where both have a primary of their own, this one's stays, and the other's is next.
         """
@@ -348,7 +348,7 @@ def from_hex(text: str, where: str) -> Secret:
     try:
         content = bytes.fromhex(text.strip())
     except ValueError:
-        # Without what it says: nothing that quotes the text is to get into a traceback.
+        # Without the cause: a traceback must not quote the text.
         raise VllmopsError(
             "keys.not-hex",
             f"{where} is not a key: it has {len(text.strip())} characters, and not all are hex",
@@ -385,7 +385,7 @@ def in_seconds(what: str, given: float) -> float:
 
 
 def days(seconds: float) -> str:
-    """A time to come, for a person."""
+    """A duration, for a person."""
     if seconds >= 2 * DAY_S:
         return f"{seconds / DAY_S:.0f} days"
     return f"{seconds / 3600:.0f} hours" if seconds >= 2 * 3600 else f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""How far a rotation is, and its steps; pure, from a ring and what servers hold of it.
+"""The stage of a rotation, and its steps: pure functions of a ring and the servers' keys.
 
 Add, wait until every server has loaded the key, promote, and keep the old one for as long as
 carriers live. Each step looks at the ring anew, so that a rotation that was cut off goes on where
@@ -16,22 +16,22 @@ from .ring import Key, Ring, Status
 
 
 class Stage(StrEnum):
-    """How far a rotation is."""
+    """The stage of a rotation."""
 
     EMPTY = "empty"  # no key seals
     SPREADING = "spreading"  # a key is next, and not every server has it
     READY = "ready"  # a key is next, and every server has it
-    LAGGING = "lagging"  # a server holds something else than the file says
+    LAGGING = "lagging"  # a server's keys differ from the file
     OVERLAP = "overlap"  # an old key opens what it sealed
-    OVER = "over"  # an old key's time is over
+    OVER = "over"  # an old key's overlap has ended
     STEADY = "steady"
 
 
 def stage(ring: Ring, held: Collection[ProcessKeys], now: float) -> Stage:
-    """How far the rotation of a ring is.
+    """The stage of a ring's rotation.
 
     Args:
-        ring: as its file says.
+        ring: of the file.
         held: what each process that follows it holds.
         now: seconds since the epoch.
     """
@@ -57,13 +57,13 @@ def lacking(kid: str, held: Collection[ProcessKeys]) -> list[ProcessKeys]:
 
 
 def up_to_date(held: ProcessKeys, ring: Ring) -> bool:
-    """Whether a process holds what the ring says."""
+    """Whether a process holds the keys of the ring."""
     own = [(key.kid, key.status, key.not_after) for key in held.keys]
     return own == [(key.kid, key.status.value, key.not_after) for key in ring.keys]
 
 
 def begin(ring: Ring, fresh: Key, now: float) -> Ring:
-    """The ring with a key that is next, a fresh one if need be, and without what is over."""
+    """The ring with a key that is next, a fresh one if needed, and without ended overlaps."""
     ring = ring.without_over(now)
     return ring if ring.next else ring.add(fresh)
 
@@ -72,7 +72,7 @@ def finish(ring: Ring, kid: str, now: float, overlap_s: float) -> Ring:
     """The ring with the key promoted; it may have been by somebody else, too.
 
     Raises:
-        VllmopsError: ``keys.overtaken`` where it was taken out or revoked meanwhile.
+        VllmopsError: ``keys.overtaken`` if it was taken out or revoked meanwhile.
     """
     key = ring.find(kid)
     if key is None or key.status is Status.REVOKED:

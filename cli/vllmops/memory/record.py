@@ -277,7 +277,7 @@ class Recorder:
         self.recording.end = End(at=time.time(), why=failure.message if failure else "")
         if self.journal:
             self.journal.add(self.recording.end)
-            failure = failure or self.journal.trouble
+            failure = failure or self.journal.failure
         return failure
 
     def by_rounds(self, rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""What a bundle says of itself: its index."""
+"""The index of a bundle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """Something that could not be captured, or not as a whole.
+    """Something that could not be captured, or only in part.
 
     Args:
         name: the part's.
@@ -46,12 +46,12 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         seconds: how long it took.
         vllmops: the version that made it.
         server: the server's name, or the pid of its first process.
-        redacted: whether secrets and prompts were taken out.
-        interrupted: whether somebody broke capturing off.
+        redacted: whether secrets and prompts were removed.
+        interrupted: whether somebody interrupted the capture.
         parts: in their order in the archive.
         missing: what is not there, and why.
-        redactions: how often what was taken out, by kind.
-        note: what a reader must know before passing it on.
+        redactions: how many things were removed, by kind.
+        note: what a reader must know before sharing it.
     """
 
     kind: Literal["bundle"] = "bundle"

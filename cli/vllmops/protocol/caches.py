@@ -24,9 +24,9 @@ class LruCache(msgspec.Struct, frozen=True, kw_only=True, tag="lru"):
             process's role.
         name: the class's name.
         order: keys by last use, oldest first; None unless asked for, they may be many.
-        sizes: each key's bytes, aligned with `order`; None where the cache does not know.
+        sizes: each key's bytes, aligned with `order`; None if the cache does not know.
         digest: stands for `order`: two caches with the same keys in the same order have the same;
-            empty where requests are in flight, and the two sides can't be compared.
+            empty if requests are in flight, and the two sides can't be compared.
         oldest: the first key of the order, None without any.
         newest: the last one.
         order_only: keys in the order without data: eviction spins on them.
@@ -34,8 +34,8 @@ class LruCache(msgspec.Struct, frozen=True, kw_only=True, tag="lru"):
         unsized: keys with data and no size.
         sized_only: keys with a size and no data.
         entries: keys with data.
-        bytes: what the cache takes its contents for.
-        sum_bytes: what the sizes add up to; None where the cache keeps none.
+        bytes: the size that the cache counts.
+        sum_bytes: what the sizes add up to; None if the cache keeps none.
         capacity_bytes: the most it may hold.
         pinned: keys that eviction passes over.
         pinned_only: those of them without data.
@@ -114,7 +114,7 @@ class EncoderCache(msgspec.Struct, frozen=True, kw_only=True, tag="encoder"):
         freeable: entries that no request refers to with their slots, next to go first.
         inputs: for each request, the keys of those inputs that it holds in the cache; None in a
             vLLM that keeps no such record.
-        strangers: requests referred to that the scheduler does not know, or has finished.
+        strangers: requests with references that the scheduler does not know, or has finished.
     """
 
     name: str
@@ -135,7 +135,7 @@ class EncoderDecoderCache(msgspec.Struct, frozen=True, kw_only=True, tag="encode
         name: the manager's class name.
         slots: capacity in encoder embeddings.
         free_slots: as the manager counts; it frees twice, so this may exceed `slots`.
-        passing: keys that the worker is about to drop, or has not yet been told to drop.
+        passing: keys that the worker is about to drop, or will be asked to drop.
     """
 
     name: str
@@ -166,7 +166,7 @@ Cache = LruCache | ShmCache | EncoderCache | EncoderDecoderCache | WorkerEncoder
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides which caches a server has; None where it can't be told.
+    """What decides which caches a server has; None if unknown.
 
     Args:
         model: the model as given to vLLM.
@@ -201,11 +201,11 @@ class ProcessCaches(Answer, frozen=True, kw_only=True):
         parent: process id of the parent.
         role: what the process is; the agent's own word until the CLI puts the true one in.
         caches: what was found.
-        setup: None where the process has no engine and no worker.
+        setup: None if the process has no engine and no worker.
         unfinished: requests its scheduler has not finished, None without a scheduler.
         step: calls of ``schedule()`` so far, None without a scheduler.
-        in_flight: HTTP requests being answered, None where not counted.
-        started: HTTP requests so far, None where not counted.
+        in_flight: HTTP requests being answered, None if not counted.
+        started: HTTP requests so far, None if not counted.
         problems: what could not be read, in words.
     """
 
@@ -222,7 +222,7 @@ class ProcessCaches(Answer, frozen=True, kw_only=True):
 
 
 class Silent(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that did not tell.
+    """A process that did not answer.
 
     Args:
         role: what it is.
@@ -230,7 +230,7 @@ class Silent(msgspec.Struct, frozen=True, kw_only=True):
         code: a stable word, such as ``agent.stale``.
         why: in words.
         hint: what to do.
-        exit_code: what a command ends with that can't do without it.
+        exit_code: the exit code of a command that needs this answer.
         beat_age_s: seconds since its last heartbeat, None without one.
     """
 

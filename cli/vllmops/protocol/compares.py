@@ -1,4 +1,4 @@
-"""Both sides of a server's caches while it works, looked at twice."""
+"""Both sides of a server's caches while it works, read twice."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .engine import Answer, Seconds
 
 
 class CompareRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an API server's agent is asked for.
+    """The request to an API server's agent.
 
     Args:
-        apart_s: seconds between the two looks, at least.
+        apart_s: least seconds between the two reads.
         timeout_s: seconds for all of it; the engine may not answer.
     """
 
@@ -21,13 +21,13 @@ class CompareRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """One look: the front end first, then each engine and its workers at the same step.
+    """One read: the front end first, then each engine and its workers at the same step.
 
     Args:
         front: the API server.
         engines: engines and workers, each engine between two of its steps.
         handed: requests that the front end has handed to the engine and that are not over.
-        rendering: HTTP requests in flight that have not come as far.
+        rendering: HTTP requests in flight that have not been handed over yet.
         problems: who could not be read, in words.
     """
 
@@ -39,16 +39,16 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(Answer, frozen=True, kw_only=True):
-    """Two looks, by one API server.
+    """Two reads, by one API server.
 
     Args:
-        looks: none or one where the engine did not answer in time.
-        after: the API server once more, after the last look; None without one.
+        looks: fewer than two if the engine did not answer in time.
+        after: the API server again, after the last read; None without one.
         end: and a moment later, without keys: what was half-way through a request in `after` has
             counted its queries.
-        settled: whether every request that had not reached the engine at the first look had done
+        settled: whether every request that had not reached the engine at the first read had done
             so at the last, or was over.
-        waited_s: seconds between the looks.
+        waited_s: seconds between the reads.
     """
 
     looks: list[Look]

@@ -26,16 +26,16 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Answer, frozen=True, kw_only=True):
-    """Who answers.
+    """The process that answers.
 
     Args:
         agent: version of vllmops that runs in the process.
         pid: process id.
         start_ticks, boot: with the pid its `Identity`.
-        role: what the process takes itself for; the process tree knows better.
-        vllm_version: None where it can't be told.
+        role: the process's own guess; the process tree knows better.
+        vllm_version: None if unknown.
         python: version of Python.
-        features: what can be asked for.
+        features: the requests that this agent understands.
         problems: what the agent can't do here, in words.
     """
 
@@ -55,7 +55,7 @@ class Hello(Answer, frozen=True, kw_only=True):
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
-    """A process's last sign of life, and how far its engine had come.
+    """A process's last heartbeat, and the state of its engine then.
 
     Args:
         schema: as in `Answer`.
@@ -64,16 +64,16 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
         pid: process id.
         start_ticks, boot: with the pid its `Identity`.
         role: as in `Hello`.
-        current_step: calls of ``schedule()`` so far; None where the process has no scheduler.
+        current_step: calls of ``schedule()`` so far; None if the process has no scheduler.
         running: requests running.
         waiting: requests waiting.
-        still_s: seconds for which requests have been there and none got a token further; 0 where
-            none is there and while it is paused or sleeps, None where the process has no scheduler.
+        still_s: seconds for which requests have been there and none got a token further; 0 if
+            none is there and while it is paused or sleeps, None if the process has no scheduler.
         handed: requests that an API server has handed to its engines and that are not over; None
             where the process is none.
         rendering_s: seconds for which the oldest of the HTTP requests that have not come to the
-            engine is there, 0 without one; None where the process takes none.
-        loop_s: seconds for which an API server's event loop has run nothing; None where the process
+            engine is there, 0 without one; None if the process takes none.
+        loop_s: seconds for which an API server's event loop has run nothing; None if the process
             is none, or is not up yet.
     """
 
@@ -98,7 +98,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(Answer, frozen=True, kw_only=True):
-    """How an engine is doing; every field is None where the process has no scheduler.
+    """How an engine is doing; every field is None if the process has no scheduler.
 
     Args:
         running: requests running.
@@ -129,7 +129,7 @@ class Traffic(Answer, frozen=True, kw_only=True):
     """An API server's HTTP requests; health checks and scrapes not counted.
 
     Args:
-        in_flight: being answered now; None where this process can't count them.
+        in_flight: being answered now; None if this process can't count them.
         started: since the process started.
         draining: whether new requests are refused.
     """

@@ -1,4 +1,4 @@
-"""Snapshots in files: JSON, told apart by their ``kind`` and their ``schema``.
+"""Snapshots in files: JSON with a ``kind`` and a ``schema``.
 
 One that grows is a file of lines: what `load` reads from the first, then `Journal.add`'s.
 """
@@ -28,7 +28,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def save(path: Path, snapshot: msgspec.Struct) -> None:
-    """Write a snapshot, readable by its owner alone: keys and frames may tell what users sent.
+    """Write a snapshot, readable by its owner alone: keys and frames may reveal what users sent.
 
     Raises:
         VllmopsError: ``file.not-written``; an older file of that name is left as it was.
@@ -53,7 +53,7 @@ class Journal:
     def __init__(self, path: Path, head: msgspec.Struct) -> None:
         self.path = path
         self.pending = b""
-        self.trouble: VllmopsError | None = None
+        self.failure: VllmopsError | None = None
         try:
             place = followed(path)
             special = through(place)
@@ -69,7 +69,7 @@ class Journal:
         self.size = self.file.seek(0, os.SEEK_END) if self.regular else 0
 
     def add(self, entry: msgspec.Struct) -> None:
-        """Add a line; `trouble` tells whether it, or an older one, is not in the file."""
+        """Add a line; `failure` is set if this or an older line is not in the file."""
         self.pending += msgspec.json.encode(entry) + b"\n"
         try:
             if self.regular:
@@ -80,9 +80,9 @@ class Journal:
                 self.size += written
             if self.regular:
                 os.fdatasync(self.file.fileno())
-            self.trouble = None
+            self.failure = None
         except OSError as error:
-            self.trouble = not_written(self.path, error)
+            self.failure = not_written(self.path, error)
 
 
 def load(path: Path, kind: type[T]) -> T:
@@ -111,7 +111,7 @@ def decode_lines(
 
 
 def decode(path: Path, content: bytes, kind: type[T]) -> T:
-    """What a file's content says.
+    """The snapshot in a file's content.
 
     Raises:
         VllmopsError: ``file.not-a-snapshot``, ``file.other-kind`` or ``file.newer``.

@@ -16,12 +16,12 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Identity(NamedTuple):
-    """One process, for ever.
+    """One process, also after its pid is used again.
 
     Args:
         pid: process id.
         start_ticks: when it started, in clock ticks since boot: field 22 of ``/proc/PID/stat``.
-        boot: the kernel's id of that boot; empty where the kernel tells none.
+        boot: the kernel's id of that boot; empty if the kernel has none.
     """
 
     pid: int
@@ -34,7 +34,7 @@ def of(pid: int) -> Identity:
 
     Raises:
         ProcessLookupError: there is none.
-        OSError: it can't be looked at: no file can be opened, say.
+        OSError: it can't be read, for example because no file can be opened.
     """
     return Identity(pid, int(stat(pid)[19]), boot_id())
 
@@ -49,7 +49,7 @@ def stat(pid: int | str) -> list[str]:
 
 @cache
 def boot_id() -> str:
-    """The kernel's id of this boot of the machine, empty where it tells none."""
+    """The kernel's id of this boot of the machine, empty if it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except FileNotFoundError:
@@ -57,5 +57,5 @@ def boot_id() -> str:
 
 
 def age_s(start_ticks: int) -> float:
-    """For how many seconds a process of this boot has been there, by a clock that nobody sets."""
+    """The age of a process of this boot in seconds, by a clock that nobody sets."""
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / TICKS, 0.0)

@@ -13,7 +13,7 @@ class HeldKey(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         kid: its name.
         status: ``next``, ``primary``, ``verify-only`` or ``revoked``.
-        created_at: None where it is not known.
+        created_at: None if it is not known.
         not_after: when it stops opening anything, None for never.
         fingerprint: of the secret, the same wherever the key is.
     """
@@ -31,11 +31,11 @@ class ProcessKeys(Answer, frozen=True, kw_only=True):
     Args:
         pid: process id.
         role: as in `Hello`.
-        keyring: the file that it follows, None where it follows none.
+        keyring: the file that it follows, None if it follows none.
         source: ``file``, ``environment``, or ``none`` for a process that has no use for keys.
-        keys: what it holds, which need not be what the file says.
-        loaded_at: when it took them, seconds since the epoch; None where it holds none.
-        problem: why it does not hold what the file says, in words; empty where it does.
+        keys: that it holds; they may differ from the file.
+        loaded_at: when it loaded them, seconds since the epoch; None if it holds none.
+        problem: why its keys differ from the file, in words; empty if they do not.
     """
 
     pid: int

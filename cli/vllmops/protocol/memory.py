@@ -1,6 +1,6 @@
 """The memory of a server's processes over time; sizes in bytes, times in seconds.
 
-What only the process itself can tell comes from the agent, the rest from outside. Judged by
+What only the process itself knows comes from the agent, the rest from outside. Judged by
 `diagnose.memory`, kept in files by `snapshots.files`: a head, then a line for each sample.
 """
 
@@ -35,8 +35,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
         kind: ``mm-lru``, ``mm-processor-only``, ``mm-shm``, ``encoder`` (a scheduler's, which
             counts slots) or ``encoder-outputs`` (a worker's).
         name: the class's name.
-        entries: items in it, None where this side does not know.
-        bytes: what it takes its contents for, None where it does not know.
+        entries: items in it, None if this side does not know.
+        bytes: the size that it counts, None if it does not count.
         here: whether those bytes are this process's own memory: not of a front end that keeps
             count of what the engine has, nor of shared memory, nor of a GPU's.
         slots: of an encoder cache, in use.
@@ -65,7 +65,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store(msgspec.Struct, frozen=True, kw_only=True):
-    """An API server's store of Responses, in entries: its bytes can't be told at any low price."""
+    """An API server's store of Responses, in entries: counting its bytes would cost too much."""
 
     responses: int
     messages: int
@@ -76,13 +76,13 @@ class AgentMemory(Answer, frozen=True, kw_only=True):
     """What an agent says about its process's memory.
 
     Args:
-        requests: None where the process has no scheduler.
+        requests: None if the process has no scheduler.
         caches: each cache that could be read.
         gc: by generation, the youngest first.
-        store: None where there is none.
+        store: None if there is none.
         unfinished: requests that the scheduler knows, None without one.
-        in_flight: HTTP requests being answered, None where it can't count them.
-        problems: what can't be told, in words.
+        in_flight: HTTP requests being answered, None if it can't count them.
+        problems: what is unknown, and why, in words.
     """
 
     requests: Requests | None = None
@@ -100,12 +100,12 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     Args:
         role: what it does.
         pid: process id.
-        rss_bytes: resident, shared pages included; None where the process is gone.
-        pss_bytes: resident, shared pages by share; None where it was not measured.
-        uss_bytes: resident and its own; None where it was not measured.
+        rss_bytes: resident, shared pages included; None if the process is gone.
+        pss_bytes: resident, shared pages by share; None if it was not measured.
+        uss_bytes: resident and its own; None if it was not measured.
         gpu_bytes: on all GPUs; None without a GPU, or where the driver does not say.
-        agent: what its agent said; None where it has none or was silent.
-        silent: why there is no `agent`, in words.
+        agent: what its agent reported; None if it has none or did not answer.
+        silent: why `agent` is None, in words.
     """
 
     role: str
@@ -125,7 +125,7 @@ class MemorySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         taken_at: seconds since the epoch.
         round: rounds of the load so far, 0 before the first; None in a recording by time.
         processes: those of the recording's start, in the same order.
-        quiet: whether nothing was in flight, as far as the agents know; None where none told.
+        quiet: whether nothing was in flight, as far as the agents know; None if none answered.
         gpus_bytes: of each GPU, what everybody uses of it.
     """
 
@@ -141,7 +141,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
 
     Args:
         at: seconds since the epoch.
-        why: what cut it short, in words; empty where it ran its course.
+        why: what cut it short, in words; empty if it ended as planned.
     """
 
     at: float
@@ -155,7 +155,7 @@ class RecordingHead(msgspec.Struct, frozen=True, kw_only=True):
         kind: what the file holds.
         schema: raised when an older reader would misread it.
         server: how the server was named.
-        model: what it serves, None where unknown.
+        model: what it serves, None if unknown.
         started_at: seconds since the epoch.
         rounds: of the load; None in a recording by time.
         interval_s: between samples; None in one by rounds.
@@ -186,7 +186,7 @@ class Recording(msgspec.Struct, kw_only=True):
     Args:
         head: what was asked for.
         samples: in the order of time.
-        end: None while it goes on, or where it was cut off without a word.
+        end: None while it runs, or if it was killed.
     """
 
     head: RecordingHead

@@ -1,4 +1,4 @@
-"""What a server's ``/metrics`` says, as far as anything here looks at it."""
+"""The part of a server's ``/metrics`` that vllmops uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Metrics(msgspec.Struct, frozen=True):
-    """What vLLM counts, summed over its engines; None where this vLLM does not count it.
+    """vLLM's counters, summed over its engines; None if this vLLM does not have the counter.
 
     Fields that end in ``_s`` and ``_n`` are a histogram's: seconds in all, and how many.
 
@@ -17,9 +17,9 @@ class Metrics(msgspec.Struct, frozen=True):
         prefix_hits, prefix_queries: tokens.
         mm_hits, mm_queries: multimodal items.
         tokens: of prompts and answers, from the server's start.
-        deferred: requests of `waiting` that can't be scheduled yet, whatever room there is.
+        deferred: requests of `waiting` that can't be scheduled yet, even if the KV cache is free.
         awake: engines that do not sleep.
-        preemptions: requests thrown out of the KV cache, to be computed again.
+        preemptions: requests removed from the KV cache, to be computed again.
         finished: requests that ended, in whatever way.
         failed: those of them that ended with an error.
         answers: HTTP requests that were answered.
@@ -29,7 +29,7 @@ class Metrics(msgspec.Struct, frozen=True):
         decode_s, decode_n: from there to its last.
         first_s, first_n: to the first token, as the API server sees it.
         between_s, between_n: from token to token, as the API server sees it.
-        whole_s, whole_n: a request's, as the API server sees it.
+        whole_s, whole_n: the whole request, as the API server sees it.
     """
 
     running: float | None = None

@@ -12,8 +12,8 @@ class Crash:
     """A traceback: where an exception came from, or a fatal error of the interpreter.
 
     Args:
-        process: as the log prefix names it, such as ``EngineCore pid 7``; empty where unknown.
-        error: the last line, such as ``ValueError: no``; empty where it is missing.
+        process: as the log prefix names it, such as ``EngineCore pid 7``; empty if unknown.
+        error: the last line, such as ``ValueError: no``; empty if it is missing.
         frames: innermost first, as in stacks.
     """
 
@@ -27,10 +27,10 @@ class Pasted:
     """Stacks, crashes, and the text around them.
 
     Args:
-        samples: in the order of time; a process that comes twice is in two of them.
+        samples: by time; a process that appears twice is in two samples.
         crashes: tracebacks, in the order of the text.
-        text: without prefixes and escape codes, for what the log says.
-        complete: whether all processes of the server are known to be there.
+        text: without prefixes and escape codes, to find log lines in it.
+        complete: whether all processes of the server are known to be in it.
     """
 
     samples: tuple[StacksSnapshot, ...]

@@ -10,7 +10,7 @@ from .engine import Answer
 
 
 class State(StrEnum):
-    """What became of a patch in one process."""
+    """The state of a patch in one process."""
 
     FIXED = "fixed upstream"
     APPLIED = "applied"
@@ -23,9 +23,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         id: the patch.
-        state: what became of it.
+        state: whether it is applied, and if not, why.
         reason: why it failed, in words.
-        present: whether the defect is there by a probe made just now; None where none was made.
+        present: whether a probe finds the defect now; None if none was run.
     """
 
     id: str
@@ -35,14 +35,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessPatches(Answer, frozen=True, kw_only=True):
-    """All patches of one process; those whose modules it has not imported are left out.
+    """All patches of one process, except those whose modules it has not imported.
 
     Args:
         pid: process id.
         role: as in `Hello`.
-        vllm_version: None where it can't be told.
+        vllm_version: None if unknown.
         patches: in the registry's order.
-        seconds: what probing and applying took.
+        seconds: the duration of probing and applying.
     """
 
     pid: int

@@ -42,7 +42,7 @@ class CacheRepair(msgspec.Struct, frozen=True, kw_only=True):
         name: the class of the cache.
         side: as in `LruCache`.
         changes: what was repaired; with ``dry_run`` what would be.
-        left: why it was left as it is, None where it was not.
+        left: why it was not repaired; None if it was.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ProcessRepair(Answer, frozen=True, kw_only=True):
         pid: process id.
         role: as in `Hello`.
         dry_run: whether nothing was changed.
-        seconds: what it took.
+        seconds: the duration.
     """
 
     pid: int
@@ -69,7 +69,7 @@ class ProcessRepair(Answer, frozen=True, kw_only=True):
 
 
 class RepairRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent is asked to repair.
+    """The request to repair caches.
 
     Args:
         dry_run: find only.

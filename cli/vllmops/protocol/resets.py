@@ -8,7 +8,7 @@ from .engine import Answer, Seconds
 
 
 class ResetRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an API server's agent is asked for.
+    """The request to an API server's agent.
 
     Args:
         drain_s: refuse new requests and wait for those in flight for so many seconds at most;
@@ -19,11 +19,11 @@ class ResetRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResetDone(Answer, frozen=True, kw_only=True):
-    """What came of it.
+    """The result of a reset.
 
     Args:
-        done: whether the caches were reset; not where requests were still in flight.
-        in_flight: requests in flight when it was, or was not.
+        done: whether the caches were reset; false if requests were still in flight.
+        in_flight: requests in flight at that time.
         refused_s: seconds for which new requests were refused.
     """
 

@@ -1,7 +1,7 @@
 """A server as `vllmops doctor` sees it: all that can be known from outside and from its agents.
 
-Taken by `client.examine`, judged by `diagnose.doctor`, kept in bundles. What could not be had is
-among it, too.
+Taken by `client.examine`, judged by `diagnose.doctor`, kept in bundles. It also lists what
+could not be read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .stacks import StacksSnapshot
 
 
 class Unseen(msgspec.Struct, frozen=True):
-    """Something that could not be looked at.
+    """Something that could not be examined.
 
     Args:
         part: what it is about, such as ``agent of engine 7``.
         code: a stable word, such as ``agent.absent``.
         why: in words.
-        hint: what to do about it; empty where nothing helps.
+        hint: what to do about it; empty if nothing helps.
     """
 
     part: str
@@ -43,7 +43,7 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
         pid: process id.
         create_time: seconds since the epoch.
         title: the title vLLM gave it, such as ``VLLM::Worker_TP1``; empty without one.
-        state: the kernel's letter: ``R``, ``S``, ``D``, ``T``, ``Z`` …; empty where it is gone.
+        state: the kernel's letter: ``R``, ``S``, ``D``, ``T``, ``Z`` …; empty if it is gone.
         cpu_s: user and system time so far, in seconds.
         rss_bytes: resident.
         threads: how many.
@@ -60,7 +60,7 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent said of its process, caches and patches left out."""
+    """An agent's report about its process, without caches and patches."""
 
     role: str
     pid: int
@@ -75,7 +75,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         role, pid: of the process.
         age_s: seconds since it was written.
-        beat: what it says.
+        beat: its content.
     """
 
     role: str
@@ -85,14 +85,14 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What changes from moment to moment.
+    """The state at one moment.
 
     Args:
         at_s: seconds since the first look.
         pulses: of the processes that have a heartbeat.
-        metrics: None where the server gives none.
-        health: status of ``/health``, 0 where it took the connection and did not answer in time;
-            None where it was not asked, or can't be reached.
+        metrics: None if the server gives none.
+        health: status of ``/health``, 0 if it took the connection and did not answer in time;
+            None if it was not asked, or can't be reached.
         processes: as the kernel sees them.
         compilers: names of compilers that run below the server, such as ``nvcc``.
     """
@@ -124,7 +124,7 @@ class Canary(msgspec.Struct, frozen=True):
 
 
 class Guard(msgspec.Struct, frozen=True, kw_only=True):
-    """Who can reach the server, and what keeps them; None where it can't be told.
+    """Who can reach the server, and what protects it; None if unknown.
 
     Args:
         addresses: that it listens on.
@@ -164,8 +164,8 @@ class Leftover(msgspec.Struct, frozen=True):
         name: in ``/dev/shm``.
         bytes: its size.
         age_s: seconds since it was last changed.
-        owner: the user whose it is.
-        doubt: why a process out of sight may use it; empty where that is out of the question.
+        owner: the user who owns it.
+        doubt: why a process that can't be seen may use it; empty if none can.
     """
 
     name: str
@@ -176,7 +176,7 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU; None where the driver does not say.
+    """A GPU; None if the driver does not say.
 
     Args:
         index: as the driver counts.
@@ -185,7 +185,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
         busy: share of the time in which a kernel ran, 0 to 1.
         watts, limit_watts: power.
         celsius: temperature.
-        throttled: whether heat or power brake it.
+        throttled: whether heat or power limit it.
         bad_memory: uncorrected memory errors since the driver was loaded.
     """
 
@@ -202,7 +202,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server stands on; bytes.
+    """The machine of the server; bytes.
 
     Args:
         memory_total: what this machine, or the container, may use.
@@ -229,24 +229,24 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         taken_at: seconds since the epoch.
         vllmops: the version that took it.
         server: its name, or the pid of its first process.
-        url: where it answers, None where unknown.
+        url: where it answers, None if unknown.
         model: as given to vLLM.
-        state: of an instance of ours, such as ``starting``; empty for others.
-        stage: how far an instance came that starts.
+        state: of an instance that vllmops started, such as ``starting``; else empty.
+        stage: the stage of an instance that starts.
         uptime_s: seconds since its first process began.
-        vllm_version: None where it can't be told.
+        vllm_version: None if unknown.
         looks: some time apart, in their order.
-        told: what the agents said.
-        caches: None where no agent told any.
+        told: the agents' reports.
+        caches: None if no agent reported any.
         comparisons: of both sides of its caches, by each API server; none of a quiet one, whose
             `caches` tell as much.
         patches: by process.
         stacks: samples, in their order.
         memory: the newest recording of it, None without one.
         guard: who can reach it.
-        machine: what it stands on.
+        machine: that it runs on.
         canary: None unless asked for.
-        unseen: what could not be looked at.
+        unseen: what could not be examined.
     """
 
     kind: Literal["server"] = "server"

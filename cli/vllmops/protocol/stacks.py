@@ -1,4 +1,4 @@
-"""What every process of a server was executing at one moment."""
+"""The stacks of every process of a server at one moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Local(msgspec.Struct, frozen=True):
 
     Args:
         name: the variable.
-        value: its repr, None where py-spy makes none.
+        value: its repr, None if py-spy makes none.
         argument: whether it is one of the function's parameters.
     """
 
@@ -30,7 +30,7 @@ class Frame(msgspec.Struct, frozen=True):
         function: qualified name where the Python version tells it.
         file: full path in the process's own file system; the library for a native frame.
         short_file: the path from the package down, such as ``vllm/v1/engine/core.py``.
-        line: line number, None where unknown, as in native code without debug information.
+        line: line number, None if unknown, as in native code without debug information.
         locals: None unless they were asked for.
     """
 
@@ -46,7 +46,7 @@ class Thread(msgspec.Struct, frozen=True):
 
     Args:
         name: as the program set it, ``thread TID`` where it has none.
-        state: ``active`` where it was on a processor, or about to be.
+        state: ``active`` if it was on a processor, or about to be.
         owns_gil: whether it held the global interpreter lock.
         tid: the kernel's thread id; the main thread's is the pid.
         frames: innermost first.
@@ -60,7 +60,7 @@ class Thread(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Why a process has no stacks: a stable code, what is wrong, what mends it."""
+    """Why a process has no stacks: a stable code, what is wrong, and a hint."""
 
     code: str
     message: str
@@ -68,7 +68,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class ProcessStacks(msgspec.Struct, frozen=True, kw_only=True):
-    """The threads of one process, or why they could not be had.
+    """The threads of one process, or why they could not be read.
 
     Args:
         role: as `vllmops.host.processes.Role`.
@@ -77,10 +77,10 @@ class ProcessStacks(msgspec.Struct, frozen=True, kw_only=True):
         title: the title vLLM gave it, such as ``VLLM::Worker_TP1``; empty for a plain command
             line, which may hold keys.
         seconds: how long it took.
-        note: what a reader must know of how it was taken; empty where it went as asked.
-        threads: the most telling first: holder of the GIL, active, idle.
+        note: what a reader must know about the capture; empty if all went as requested.
+        threads: the most informative first: holder of the GIL, active, idle.
         stopped: whether a signal had stopped it.
-        error: None where the process was dumped.
+        error: None if the process was dumped.
     """
 
     role: str

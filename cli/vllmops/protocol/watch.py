@@ -1,4 +1,4 @@
-"""What somebody who watches a server tells."""
+"""The events that a watch reports."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         event: ``stalled``, ``recovered``, ``repaired``, ``restarting``, ``failed`` (it ended, and
             not because somebody wanted that), ``ended``, ``away`` (it stops, or starts), ``ready``,
-            or ``trouble``: what the watch itself could not do.
+            or ``trouble``: the watch could not do something.
         at: seconds since the epoch.
         server: its name, or the pid of its first process.
         text: all of it in a line.
-        url: where it answers, None where unknown.
+        url: where it answers, None if unknown.
         model: as given to vLLM.
-        number: which stall, from 1; 0 where it is about none.
-        seconds: how long the stall lasts by now, or has lasted.
+        number: the number of the stall, from 1; 0 if the event is about none.
+        seconds: how long the stall has lasted.
         code: of the finding that explains it best.
-        title: what that says.
+        title: of that finding.
         subject: what it is about.
-        evidence: what was seen.
+        evidence: of that finding.
         next: what to do.
-        reference: where upstream deals with it.
-        findings: codes of everything that was found.
-        bundle: where the evidence is; empty where it could not be written.
+        reference: an upstream issue or pull request.
+        findings: codes of all findings.
+        bundle: where the evidence is; empty if it could not be written.
     """
 
     event: Literal[

@@ -35,7 +35,7 @@ from ..protocol.resets import ResetDone, ResetRequest
 from ..protocol.socket import DIRECTORY, PATH_BYTES
 
 TIMEOUT_S = 2.0
-# Beats come every second; this many seconds without one mean that no Python runs any more.
+# Beats come every second; this many seconds without one mean that Python no longer runs.
 BEAT_LATE_S = 5.0
 ANCESTORS = 4
 ANSWER_BYTES = 256 << 20  # the keys of some million cache entries
@@ -85,7 +85,7 @@ class Agent:
         return self.ask("GET", "/engine", EngineState)
 
     def caches(self, *, keys: bool = False) -> ProcessCaches:
-        """Its caches, with the role that the process tree tells.
+        """Its caches, with the role from the process tree.
 
         Args:
             keys: whether to list every key of LRU caches too.
@@ -94,7 +94,7 @@ class Agent:
         return msgspec.structs.replace(answer, role=self.process.role.value)
 
     def patches(self, *, verify: bool = False) -> ProcessPatches:
-        """Its patches, with the role that the process tree tells.
+        """Its patches, with the role from the process tree.
 
         Args:
             verify: whether to probe again.
@@ -103,11 +103,11 @@ class Agent:
         return msgspec.structs.replace(answer, role=self.process.role.value)
 
     def memory(self) -> AgentMemory:
-        """What only it can tell of its process's memory."""
+        """What only the process itself knows of its memory."""
         return self.ask("GET", "/memory", AgentMemory)
 
     def keys(self, *, reload: bool = False) -> ProcessKeys:
-        """Its keys, without their secrets, with the role that the process tree tells.
+        """Its keys, without their secrets, with the role from the process tree.
 
         Args:
             reload: whether it is to read their file first.
@@ -124,7 +124,7 @@ class Agent:
         return self.ask("POST", "/drain", Traffic, msgspec.json.encode({"on": on}))
 
     def repair(self, request: RepairRequest) -> ProcessRepair:
-        """Repair its caches, with the role that the process tree tells."""
+        """Repair its caches, with the role from the process tree."""
         answer = self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(request))
         return msgspec.structs.replace(answer, role=self.process.role.value)
 
@@ -161,7 +161,7 @@ class Agent:
 
 
 class Timely(socket.socket):
-    """A socket whose answers end by a deadline, however slowly they trickle in."""
+    """A socket whose answers end by a deadline, however slowly they arrive."""
 
     deadline = 0.0
 
@@ -189,7 +189,7 @@ class Connection(http.client.HTTPConnection):
         """Send a request and read the answer: its status, its content.
 
         Raises:
-            OSError: TimeoutError where it takes too long, PermissionError where somebody else
+            OSError: TimeoutError where it takes too long, PermissionError if somebody else
                 answers.
             http.client.HTTPException: no proper answer, or one that is too long.
         """
@@ -224,7 +224,7 @@ class Connection(http.client.HTTPConnection):
                 if time.monotonic() > made.deadline:
                     raise
                 time.sleep(0.01)
-        # Between the look at the path and this, somebody may have put another socket there.
+        # Since the check of the path, another user may have put another socket there.
         if (uid := peer(made)) != self.uid:
             raise PermissionError(errno.EPERM, f"is answered by {user(uid)}")
 
@@ -279,7 +279,7 @@ def side_by_side(
     """Ask about every process at the same time.
 
     Returns:
-        What was told, and the processes for which `ask` raised VllmopsError; each in the order
+        The answers, and the processes for which `ask` raised VllmopsError; each in the order
         of `processes`.
     """
 
@@ -298,7 +298,7 @@ def side_by_side(
 
 
 def untold(process: Process, error: VllmopsError) -> Silent:
-    """A process that did not tell, and how it is as far as its heartbeat shows."""
+    """A process that did not answer, with the age of its heartbeat."""
     try:
         pulse = beat(process)
     except VllmopsError:
@@ -315,12 +315,12 @@ def untold(process: Process, error: VllmopsError) -> Silent:
 
 
 def nobody(code: ErrorCode, what: str, silent: Sequence[Silent]) -> VllmopsError:
-    """One error for all who did not tell, where nothing can be done without them.
+    """One error for all processes that did not answer, if none did.
 
     Args:
         code: as in `VllmopsError`.
         what: what can't be done.
-        silent: who did not tell; at least one.
+        silent: the processes that did not answer; at least one.
     """
     return VllmopsError(
         code,
@@ -336,7 +336,7 @@ class Pulse:
     """A heartbeat as read from outside.
 
     Args:
-        beat: what it says.
+        beat: its content.
         age_s: seconds since it was written.
     """
 
@@ -353,7 +353,7 @@ def beat(process: Process) -> Pulse | None:
     """The last heartbeat of a process, read from its file without asking the process.
 
     Returns:
-        None where there is none that is readable, of this process, and of a known schema.
+        None if there is none that is readable, of this process, and of a known schema.
     """
     path, uid = socket_path(process).with_suffix(".beat"), owner(process)
     for _ in range(3):
@@ -412,7 +412,7 @@ def owner(process: Process) -> int:
 
 
 def safe(process: Process, path: Path, uid: int) -> None:
-    """Check that a socket or its directory is the process's user's own, and nobody else's to use.
+    """Check that only the process's user can use a socket or its directory.
 
     Raises:
         VllmopsError: ``agent.absent`` or ``agent.unsafe``.
@@ -422,7 +422,7 @@ def safe(process: Process, path: Path, uid: int) -> None:
     except OSError as error:
         raise absent(process, path) from error
     wanted = stat.S_ISSOCK if path.suffix == ".sock" else stat.S_ISDIR
-    wrong, hint = None, "restart the server with a VLLMOPS_HOME that is its user's own"
+    wrong, hint = None, "restart the server with a VLLMOPS_HOME that belongs to the server's user"
     if not wanted(at.st_mode):
         wrong = f"is not a {'socket' if path.suffix == '.sock' else 'directory'}"
     elif at.st_uid != uid:
@@ -430,8 +430,8 @@ def safe(process: Process, path: Path, uid: int) -> None:
     elif stat.S_IMODE(at.st_mode) & 0o077:
         wrong = f"is open to others (mode {stat.S_IMODE(at.st_mode):o})"
         directory = stat.S_ISDIR(at.st_mode)
-        hint = f"chmod {'700' if directory else '600'} {shlex.quote(str(path))}, and restart the"
-        hint += " server if it has no agent then"
+        hint = f"chmod {'700' if directory else '600'} {shlex.quote(str(path))}; if the server"
+        hint += " then still has no agent, restart it"
     if wrong:
         raise unsafe(process, path, wrong, hint)
 
@@ -466,12 +466,12 @@ def decode(process: Process, content: bytes, kind: type[A]) -> A:
     raise VllmopsError(
         "agent.newer",
         f"the agent of {name(process)} is newer than this vllmops {schemas}",
-        "use the vllmops that the server has",
+        "use the vllmops version of the server",
     )
 
 
 def silent(process: Process, timeout_s: float) -> VllmopsError:
-    """No answer in time: the heartbeat tells whether the process still runs Python."""
+    """No answer in time: the heartbeat shows whether the process still runs Python."""
     pulse = beat(process)
     what = f"the agent of {name(process)} did not answer within {timeout_s:g} s"
     if pulse is None:

@@ -20,7 +20,7 @@ from ..store.urls import shown
 from . import http
 from .place import Place
 
-# As long as a server waits for whoever else changes its keyring, and some.
+# As long as a server waits for another change of its keyring, and some seconds more.
 TIMEOUT_S = 15.0
 
 
@@ -55,7 +55,7 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         VllmopsError: ``admin.plain`` (exit code 2), ``admin.other-user`` (4) where a process of
             this machine that is neither this user's nor root's listens there,
             ``admin.unreachable`` (5), ``admin.timeout`` (3), ``admin.refused`` (4),
-            ``admin.no-route``, or what the server says.
+            ``admin.no-route``, or the server's own error.
     """
     if not (place.local or plain or urlsplit(place.url).scheme == "https"):
         raise VllmopsError(

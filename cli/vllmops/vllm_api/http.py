@@ -74,7 +74,7 @@ class UnixSocket(httpx.BaseTransport):
 
 
 class Closing(httpx.SyncByteStream):
-    """A stream that takes its connection with it."""
+    """A stream that closes its connection with itself."""
 
     def __init__(self, stream: httpx.SyncByteStream, transport: httpx.HTTPTransport) -> None:
         self.stream = stream
@@ -138,10 +138,10 @@ def healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
 
 
 def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
-    """The status of ``/health``; 0 where a connection is taken and not answered in time.
+    """The status of ``/health``; 0 if a connection is taken and not answered in time.
 
     Returns:
-        None where there is no connection: it may not be up yet, or not reachable from here.
+        None if there is no connection: it may not be up yet, or not reachable from here.
     """
     try:
         return get(f"{url}/health", timeout_s).status_code
@@ -152,7 +152,7 @@ def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
 
 
 def code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int | None:
-    """The status of any answer, None where nothing answers."""
+    """The status of any answer, None if nothing answers."""
     try:
         return ask(method, url, timeout_s).status_code
     except (httpx.HTTPError, httpx.InvalidURL):
@@ -160,7 +160,7 @@ def code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int 
 
 
 def version(url: str) -> str | None:
-    """The server's vLLM version, None where it does not tell."""
+    """The server's vLLM version, None if unknown."""
     try:
         found = ask("GET", f"{url}/version", TIMEOUT_S).raise_for_status().json()["version"]
         return str(found)
@@ -169,11 +169,11 @@ def version(url: str) -> str | None:
 
 
 class Key(NamedTuple):
-    """What a server is sent of the user's API key.
+    """The headers with the user's API key for a server.
 
     Args:
         headers: the one that holds it, if any.
-        withheld: why it is not sent although there is one; empty where it is.
+        withheld: why it is not sent although there is one; empty if it is.
     """
 
     headers: dict[str, str]
@@ -181,9 +181,9 @@ class Key(NamedTuple):
 
 
 def key_for(url: str) -> Key:
-    """What a server gets of ``VLLM_API_KEY``: nothing where it is another user's process.
+    """The API key from ``VLLM_API_KEY`` for a server; none for another user's process.
 
-    Never another variable: a key that is somebody else's is not for this server.
+    No other variable is read: a key for another service must not reach this server.
     """
     from ..host.listeners import distrust  # noqa: PLC0415 - most commands send no key
 
@@ -204,27 +204,27 @@ def one_token(url: str, timeout_s: float) -> Canary:
     began = time.monotonic()
     headers, withheld = key_for(url)
 
-    def told(outcome: Outcome, detail: str) -> Canary:
+    def result(outcome: Outcome, detail: str) -> Canary:
         return Canary(outcome, time.monotonic() - began, detail)
 
     try:
         models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers)
         if models.status_code in {401, 403}:
             why = f"{KEY} was not sent: {withheld}" if withheld else f"set {KEY}"
-            return told("unable", f"it needs an API key: {why}")
+            return result("unable", f"it needs an API key: {why}")
         model = models.raise_for_status().json()["data"][0]["id"]
         left_s = max(timeout_s - (time.monotonic() - began), 1.0)
         body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}
         answer = ask("POST", f"{url}/v1/completions", left_s, headers=headers, json=body)
     except httpx.TimeoutException:
-        return told("timeout", f"no answer within {timeout_s:.0f} s")
+        return result("timeout", f"no answer within {timeout_s:.0f} s")
     except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
-        return told("refused", f"{type(error).__name__}: {error}")
+        return result("refused", f"{type(error).__name__}: {error}")
     if answer.is_success:
-        return told("answered", "")
-    # A model that only transcribes, say, has no such route, or takes no text.
+        return result("answered", "")
+    # Some models, for example for transcription, have no such route or take no text.
     outcome: Outcome = "refused" if answer.is_server_error else "unable"
-    return told(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
+    return result(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
 
 
 def get(url: str, timeout_s: float) -> httpx.Response:
@@ -234,10 +234,10 @@ def get(url: str, timeout_s: float) -> httpx.Response:
 def ask(method: str, url: str, timeout_s: float, **fields: Any) -> httpx.Response:
     """A server's answer; not on a thread whose event loop runs.
 
-    Whoever listens there may be anybody: what trickles in for ever, or never ends, is given up.
+    Any program may listen there: an answer that is too slow or too long is given up.
 
     Raises:
-        httpx.HTTPError, httpx.InvalidURL: there is none, in this time or of a decent size.
+        httpx.HTTPError, httpx.InvalidURL: no answer in time, or one that is too large.
     """
     return asyncio.run(answered(method, url, timeout_s, fields))
 
@@ -264,13 +264,13 @@ async def answered(
                 if len(content) > ANSWER_BYTES:
                     raise httpx.RemoteProtocolError(f"it has more than {ANSWER_BYTES >> 20} MiB")
     except TimeoutError as error:
-        raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from error
+        raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from error
     kept = {"content-type": answer.headers.get("content-type", "")}
     return httpx.Response(answer.status_code, headers=kept, content=content, request=answer.request)
 
 
 def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:
-    """The server's metrics, None where it does not give them."""
+    """The server's metrics, None if it does not answer."""
     try:
         answer = get(f"{url}/metrics", timeout_s).raise_for_status()
         return read(answer.text)
@@ -279,10 +279,10 @@ def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:
 
 
 def read(text: str) -> Metrics:
-    """What a text in Prometheus' format says.
+    """The metrics in a text in Prometheus' format.
 
     Raises:
-        ValueError: it is in another.
+        ValueError: it is in another format.
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 

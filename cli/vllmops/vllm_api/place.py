@@ -14,9 +14,9 @@ class Place:
     Args:
         url: of its API, without ``/v1``.
         name: how messages name it.
-        store: the URL of its store, where a record tells.
+        store: the URL of its store, if a record has it.
         local: whether it is on this machine.
-        vllm: whether it is known to be vLLM, rather than whatever answers there.
+        vllm: whether it is known to be vLLM, not just any program.
     """
 
     url: str
@@ -27,5 +27,5 @@ class Place:
 
     @property
     def or_store(self) -> str:
-        """How to do without it, behind what else would help; empty where that is not known."""
+        """An alternative to add to a hint: the store itself; empty if its URL is unknown."""
         return f"; or, on the store itself: --store {shown(self.store)}" if self.store else ""

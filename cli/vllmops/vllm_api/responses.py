@@ -164,7 +164,7 @@ class Http:
     async def cancel(self, response_id: str) -> Outcome:
         answer = await self.ask("POST", f"{path(response_id)}/cancel")
         if answer.status_code in {httpx.codes.BAD_REQUEST, httpx.codes.CONFLICT}:
-            return refused(response_id, said(answer))
+            return refused(response_id, refusal(answer))
         if failure := await self.missing(answer, response_id, "cancel a response"):
             return failure
         head = decoded(self.good(answer, "cancel a response").content)
@@ -178,7 +178,7 @@ class Http:
         return Outcome(id=response_id, done=True, told="deleted")
 
     async def owner(self) -> str:
-        """As whose these responses are kept: a hash of the key, empty where the server asks none.
+        """The owner of these responses: a hash of the key, empty if the server needs none.
 
         Raises:
             VllmopsError: the server does not answer.
@@ -218,7 +218,7 @@ class Http:
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
             after = answer.headers.get("Retry-After", "")
             raise StoreUnavailable(
-                f"{self.name}: {said(answer)}", float(after) if after.isdigit() else 1
+                f"{self.name}: {refusal(answer)}", float(after) if after.isdigit() else 1
             )
         return answer
 
@@ -257,7 +257,7 @@ class Http:
             raise self.lacking(doing)
         if not answer.is_success:
             raise VllmopsError(
-                "responses.refused", f"{self.name} answered {answer.status_code}: {said(answer)}"
+                "responses.refused", f"{self.name} answered {answer.status_code}: {refusal(answer)}"
             )
         return answer
 
@@ -277,7 +277,7 @@ class Http:
             raise unknown(self.name, response_id)
 
     async def missing(self, answer: httpx.Response, response_id: str, doing: str) -> Outcome | None:
-        """The outcome where there is no such response, None where there is."""
+        """The outcome where there is no such response, None if there is."""
         try:
             await self.expect(answer, response_id, doing)
         except VllmopsError as error:
@@ -306,7 +306,7 @@ class Http:
             )
         return VllmopsError(
             "responses.no-route",
-            f"{self.name} has no route to {doing}: {who} has none without vllmops",
+            f"{self.name} has no route to {doing}: {who} has it only with vllmops",
             hint,
         )
 
@@ -334,7 +334,7 @@ TEXT = msgspec.json.Decoder(str)
 
 
 def head_of(document: bytes) -> Rescued:
-    """What names a response, nothing where it has no name."""
+    """What names a response, nothing if it has no name."""
     try:
         parts = RESCUED.decode(document)
     except shape.BROKEN:
@@ -343,7 +343,7 @@ def head_of(document: bytes) -> Rescued:
 
 
 def text(part: msgspec.Raw | None) -> str:
-    """A text from its JSON, empty where it is none."""
+    """A text from its JSON, empty if it is none."""
     try:
         return TEXT.decode(part) if part is not None else ""
     except shape.BROKEN:
@@ -370,7 +370,7 @@ def made(document: bytes) -> Response:
 
 
 def decoded(document: bytes) -> shape.Document | None:
-    """A response object, None where it is none."""
+    """A response object, None if it is none."""
     try:
         return shape.DOCUMENT.decode(document)
     except shape.BROKEN:
@@ -383,7 +383,7 @@ def keep(frame: bytes, found: list[Events]) -> None:
     try:
         event = SAID.decode(data)
     except DAMAGE:
-        return  # [DONE], say
+        return  # for example [DONE]
     if event.type in TERMINAL:
         return
     if found and found[-1].first + len(found[-1].events) == event.sequence_number:
@@ -392,11 +392,11 @@ def keep(frame: bytes, found: list[Events]) -> None:
         found.append(Events(event.sequence_number, [data]))
 
 
-def said(answer: httpx.Response) -> str:
-    """What a server says of its refusal."""
+def refusal(answer: httpx.Response) -> str:
+    """The message in a server's refusal."""
     try:
-        told = answer.json()
-        error = told.get("error", told)
+        body = answer.json()
+        error = body.get("error", body)
         message = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError, RecursionError):
         message = None

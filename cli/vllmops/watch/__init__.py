@@ -1,1 +1,1 @@
-"""Watches a server and tells when it stalls."""
+"""Watches a server and reports when it stalls."""

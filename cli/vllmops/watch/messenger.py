@@ -1,4 +1,4 @@
-"""Tells events to others: a command of the user's, a URL; nothing waits for them."""
+"""Delivers events to a command or a URL, without making the watch wait."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ HOOK_S = 30.0
 POST_S, TRIES, PAUSE_S = 5.0, 3, 1.0
 FLUSH_S = 60.0
 
-Trouble = Callable[[str], None]
-
 
 class Messenger:
-    """Carries events to where they are wanted, one after the other, in a thread of its own.
+    """Delivers events to receivers, one after the other, in its own thread.
 
     Args:
-        receivers: are given each event; what they can't do they raise as VllmopsError.
-        trouble: is told what could not be done.
+        receivers: called with each event; they raise VllmopsError on failure.
+        report: called with the text of each failure.
     """
 
-    def __init__(self, receivers: Sequence[Callable[[Event], None]], trouble: Trouble) -> None:
+    def __init__(
+        self, receivers: Sequence[Callable[[Event], None]], report: Callable[[str], None]
+    ) -> None:
         self.receivers = receivers
-        self.trouble = trouble
+        self.report = report
         self.events: queue.Queue[Event] = queue.Queue()
         self.left = 0
         self.idle = threading.Condition()
-        forever.thread("messenger", self.run, forever.Trouble("an event is not told", trouble))
+        forever.thread("messenger", self.run, forever.Trouble("an event was not delivered", report))
 
     def send(self, event: Event) -> None:
-        """Have an event told; comes back at once."""
+        """Queue an event; returns at once."""
         with self.idle:
             self.left += 1
         self.events.put(event)
 
     def flush(self, seconds: float = FLUSH_S) -> None:
-        """Wait until everything has been told, or until the time is up."""
+        """Wait until every event is delivered, or until the time is up."""
         with self.idle:
             self.idle.wait_for(lambda: not self.left, seconds)
 
     def run(self) -> None:
-        """Tell one event."""
+        """Deliver one event."""
         event = self.events.get()
         try:
             for receive in self.receivers:
@@ -68,15 +68,15 @@ class Messenger:
                 self.idle.notify_all()
 
     def give(self, receive: Callable[[Event], None], event: Event) -> None:
-        """Tell one receiver; what it can't do hinders no other."""
+        """Call one receiver; its failure does not affect the others."""
         try:
             receive(event)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, VllmopsError):
                 text = error.message
-            with suppress(Exception):  # there is nobody else who could be told
-                self.trouble(text)
+            with suppress(Exception):  # there is nowhere else to report it
+                self.report(text)
 
 
 class Hook:
@@ -87,7 +87,7 @@ class Hook:
         limit_s: after which it is killed.
 
     Raises:
-        VllmopsError: ``watch.no-command`` where there is no such program.
+        VllmopsError: ``watch.no-command`` if no such program.
     """
 
     def __init__(self, command: str, limit_s: float = HOOK_S) -> None:
@@ -98,7 +98,7 @@ class Hook:
         except ValueError as error:
             raise no_command(command, str(error).lower()) from error
         if not self.words or not shutil.which(self.words[0]):
-            raise no_command(command, "there is no such program")
+            raise no_command(command, "no such program")
 
     def __call__(self, event: Event) -> None:
         """Run it.
@@ -130,7 +130,7 @@ class Hook:
 
 def facts(event: Event) -> dict[str, str]:
     """An event as environment variables."""
-    told = {
+    fields = {
         "EVENT": event.event,
         "SERVER": event.server,
         "TARGET": event.server,  # so that vllmops in the command means the same server
@@ -146,7 +146,7 @@ def facts(event: Event) -> dict[str, str]:
         "BUNDLE": event.bundle,
         "TEXT": event.text,
     }
-    return {f"VLLMOPS_{name}": value.replace("\0", "") for name, value in told.items()}
+    return {f"VLLMOPS_{name}": value.replace("\0", "") for name, value in fields.items()}
 
 
 class Webhook:
@@ -196,7 +196,9 @@ class Webhook:
             why = f"it answered {answer.status_code}"
             if not (answer.is_server_error or answer.status_code in {408, 429}):
                 break
-        raise VllmopsError("watch.webhook", f"the webhook {self.where} was not told: {why}")
+        raise VllmopsError(
+            "watch.webhook", f"the webhook {self.where} did not accept the event: {why}"
+        )
 
 
 def no_command(command: str, why: str) -> VllmopsError:

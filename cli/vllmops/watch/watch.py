@@ -24,17 +24,17 @@ from ..protocol.server import Look, ServerSnapshot
 from ..protocol.watch import Event
 from .watched import Phase
 
-# After a stall that was none: each look at stacks stops the processes for a moment.
+# After a false alarm: reading stacks stops the processes for a moment.
 DOUBT_S = 60.0
-# Whoever watches was suspended, or starved, and the server with it.
+# This process was suspended or got no CPU, and so perhaps did the server.
 SLIP_S = 5.0
-# A repaired server has as long as this to go on, before it is restarted.
+# A repaired server has this long to make progress before it is restarted.
 MENDING_S = 20.0
 KEPT = 1000  # events
 REPAIRABLE = {"mm-cache.ghost-keys"}
-# What of an event may quote a log.
+# Fields of an event that may quote a log.
 QUOTING = ("title", "evidence")
-# What says why something stands still, besides stacks.
+# Findings that explain a stall, besides those of stacks.
 CAUSES = {"process.stopped", "engine.missing"}
 
 
@@ -44,12 +44,12 @@ class Plan:
 
     Args:
         folder: where evidence goes.
-        interval_s: seconds between looks.
-        checks: looks in a row in which it must stand.
-        patience_s: how long a server may show no sign while requests are there.
+        interval_s: seconds between checks.
+        checks: checks in a row without progress that make a stall.
+        patience_s: how long a server may make no progress while requests are pending.
         once: end with the first stall.
-        for_s: end after so many seconds; None never.
-        repair: repair what is proved to be broken, and can be.
+        for_s: end after so many seconds; None for no end.
+        repair: repair a cache that is proven to be broken.
         restart: restart a stalled instance, once the evidence is on the disk.
     """
 
@@ -92,7 +92,7 @@ class Ongoing:
         number: from 1.
         began: by the monotonic clock.
         kept: whether its evidence is on the disk.
-        restart_at: when to restart, by the monotonic clock; None not at all.
+        restart_at: when to restart, by the monotonic clock; None for never.
     """
 
     number: int
@@ -103,7 +103,7 @@ class Ongoing:
 
 @dataclass
 class Diary:
-    """What was told: how often each, and the last ones."""
+    """The events reported: the count of each, and the last ones."""
 
     counts: Counter[str] = field(default_factory=Counter)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -120,9 +120,9 @@ class Watch:
     Args:
         subject: what is watched.
         plan: how.
-        tell: is given each event, the moment that it is known.
+        tell: called with each event at once.
         stop: once it is set the watch ends.
-        flush: waits until what was told has gone out.
+        flush: waits until all events are delivered.
         now: the monotonic clock, in seconds.
         wait: waits for that many seconds, or until `stop`.
     """
@@ -150,11 +150,11 @@ class Watch:
         self.phase: Phase | None = None
         self.ongoing: Ongoing | None = None
         self.doubt_until = 0.0
-        self.ask = True  # once at the beginning, to know what there is
-        self.stumbling = Trouble("a look has failed, and the watch goes on", self.stumbled)
+        self.ask = True  # once at the beginning, to know the processes
+        self.failures = Trouble("a check failed, and the watch continues", self.report_text)
 
     def run(self) -> Diary:
-        """Watch until the plan says that it is enough, or nothing is left to watch."""
+        """Watch until the plan's end, or until nothing is left to watch."""
         began = self.now()
         while not self.stop.is_set():
             after_s = self.plan.interval_s
@@ -165,8 +165,8 @@ class Watch:
                 if self.phase is Phase.UP:
                     after_s = self.check()
             except Exception as error:
-                # Nobody else watches: the next look may succeed.
-                self.stumbling.tell(error)
+                # Nobody else watches: the next check may succeed.
+                self.failures.tell(error)
             if self.plan.once and self.diary.bad:
                 break
             left_s = began + (self.plan.for_s or float("inf")) - self.now()
@@ -175,11 +175,11 @@ class Watch:
             self.rest(min(after_s, left_s))
         return self.diary
 
-    def stumbled(self, text: str) -> None:
+    def report_text(self, text: str) -> None:
         self.say("trouble", f"{self.subject.server.label}: {text}")
 
     def rest(self, seconds: float) -> None:
-        """Wait; after a much longer time than that nothing is known any more."""
+        """Wait; after a much longer pause, earlier checks no longer count."""
         due = self.now() + seconds
         self.wait(seconds)
         if self.now() - due > SLIP_S and not self.ongoing:
@@ -188,7 +188,7 @@ class Watch:
     # -- its life ----------------------------------------------------------------------------
 
     def follow(self, phase: Phase) -> None:
-        """Tell that the server has gone, or come."""
+        """Report that the server has gone, or is back."""
         before, self.phase = self.phase, phase
         if before is None or phase is before:
             return
@@ -206,7 +206,7 @@ class Watch:
             self.say("ended", f"{label} has ended: {why}")
 
     def failed(self, looks: Sequence[Look]) -> None:
-        """It ended, and nobody wanted that: what it left is evidence, too."""
+        """The server ended unexpectedly: keep what it left as evidence."""
         self.subject.capture(looks, self.plan.patience_s, self.stop, sure=True)
         kept = self.keep()
         label, why = self.subject.server.label, self.subject.why
@@ -217,7 +217,7 @@ class Watch:
     # -- looking -----------------------------------------------------------------------------
 
     def check(self) -> float:
-        """Look once, and do what is to be done; returns the seconds until the next look."""
+        """Check once, and act; returns the seconds until the next check."""
         found = self.vigil.see(self.subject.look(ask=self.ask))
         if self.ongoing:
             self.go_on(self.ongoing)
@@ -228,19 +228,19 @@ class Watch:
         return step.after_s
 
     def go_on(self, ongoing: Ongoing) -> None:
-        """A stall is known already: is it over, or is it time to restart?"""
+        """During a known stall: check whether it is over, or whether to restart."""
         if not self.vigil.standing:
             self.ongoing = None
             lasted = self.now() - ongoing.began
             label = self.subject.server.label
-            text = f"{label} goes on again after {lasted:.0f} s"
+            text = f"{label} makes progress again after {lasted:.0f} s"
             self.say("recovered", text, number=ongoing.number, seconds=lasted)
         elif ongoing.restart_at is not None and self.now() >= ongoing.restart_at:
             ongoing.restart_at = None
             self.restart(ongoing)
 
     def stalled(self, found: list[Stall]) -> None:
-        """Keep the evidence, explain it, tell, and act if the plan says so."""
+        """Keep the evidence, explain it, report, and act if the plan says so."""
         began = self.now() - max(stall.since_s for stall in found)
         before = len(self.vigil.looks)
         sure = not all(stall.doubt for stall in found)
@@ -250,8 +250,8 @@ class Watch:
         if any(look.compilers for look in snapshot.looks[before:]):
             self.vigil.row = 0
             return
-        told = doctor.examine(snapshot, self.plan.patience_s)
-        if not any(stands(stall, snapshot, told) for stall in found):
+        diagnosis = doctor.examine(snapshot, self.plan.patience_s)
+        if not any(stands(stall, snapshot, diagnosis) for stall in found):
             self.vigil.dismiss(found)
             self.doubt_until = self.now() + DOUBT_S
             return
@@ -259,7 +259,7 @@ class Watch:
         number = self.diary.counts["stalled"] + 1
         self.ongoing = Ongoing(number, began, kept=bool(kept))
         seconds = self.now() - began
-        why = cause(found, told)
+        why = cause(found, diagnosis)
         label = self.subject.server.label
         self.say(
             "stalled",
@@ -272,10 +272,10 @@ class Watch:
             evidence=why.evidence,
             next=why.next,
             reference=why.reference,
-            findings=tuple(finding.code for finding in told.findings),
+            findings=tuple(finding.code for finding in diagnosis.findings),
             bundle=kept,
         )
-        repaired = self.plan.repair and self.repair(told)
+        repaired = self.plan.repair and self.repair(diagnosis)
         if self.plan.restart:
             self.ongoing.restart_at = self.now() + (MENDING_S if repaired else 0.0)
             self.go_on(self.ongoing)
@@ -283,22 +283,22 @@ class Watch:
     # -- acting ------------------------------------------------------------------------------
 
     def keep(self) -> str:
-        """Write a bundle; returns where it is, empty where it could not be written."""
+        """Write a bundle; returns where it is, empty if it could not be written."""
         try:
             return str(self.subject.save(self.plan.folder))
         except VllmopsError as error:
-            self.trouble(error)
+            self.report_failure(error)
             return ""
 
-    def repair(self, told: doctor.Diagnosis) -> bool:
+    def repair(self, diagnosis: doctor.Diagnosis) -> bool:
         """Repair what was found, if it can be; returns whether anything was."""
-        if not any(finding.code in REPAIRABLE for finding in told.findings):
+        if not any(finding.code in REPAIRABLE for finding in diagnosis.findings):
             return False
         label = self.subject.server.label
         try:
             report = self.subject.repair()
         except VllmopsError as error:
-            self.trouble(error)
+            self.report_failure(error)
             return False
         done = [
             words(repair.role, repair.pid, cache.changes, cache.left)
@@ -312,26 +312,28 @@ class Watch:
         """Restart the instance, but never before its evidence is on the disk."""
         label = self.subject.server.label
         if not ongoing.kept:
-            self.say("trouble", f"{label} is not restarted: its evidence could not be written")
+            self.say(
+                "trouble", f"{label} is not restarted, because its evidence could not be written"
+            )
             return
-        text = f"{label} is restarted; it had stalled"
+        text = f"{label} restarts because it stalled"
         self.say("restarting", text, number=ongoing.number)
-        # Who is told may want to look at it before.
+        # A receiver may want to examine the server before.
         self.flush()
         try:
             self.subject.restart()
         except VllmopsError as error:
-            self.trouble(error)
+            self.report_failure(error)
 
-    def trouble(self, error: VllmopsError) -> None:
+    def report_failure(self, error: VllmopsError) -> None:
         self.say("trouble", f"{self.subject.server.label}: {error.message}", next=error.hint)
 
     def say(self, event: Any, text: str, **fields: Any) -> None:
-        """Tell something, and remember it."""
+        """Report an event, and keep it in the diary."""
         server = self.subject.server
         # Chat services show it, and an exception's message may repeat a prompt or a key.
         fields |= {name: Redactor().log(fields[name]) for name in QUOTING if fields.get(name)}
-        told = Event(
+        reported = Event(
             event=event,
             at=time.time(),
             server=server.label,
@@ -340,20 +342,20 @@ class Watch:
             text=Redactor().log(text),
             **fields,
         )
-        self.diary.counts[told.event] += 1
-        self.diary.events.append(told)
-        self.tell(told)
+        self.diary.counts[reported.event] += 1
+        self.diary.events.append(reported)
+        self.tell(reported)
 
 
-def stands(stall: Stall, snapshot: ServerSnapshot, told: doctor.Diagnosis) -> bool:
-    """Whether a stall counts, now that stacks and agents have been asked."""
-    verdict = told.explanation.verdict if told.explanation else None
+def stands(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) -> bool:
+    """Whether a stall is confirmed by stacks and agents."""
+    verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
     return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.told})
 
 
-def cause(found: Sequence[Stall], told: doctor.Diagnosis) -> Finding:
+def cause(found: Sequence[Stall], diagnosis: doctor.Diagnosis) -> Finding:
     """The finding that explains a stall best."""
-    for finding in told.findings:
+    for finding in diagnosis.findings:
         if finding.code.startswith("stack.") or finding.code in CAUSES:
             return finding
     rules = {rule.code: rule for rule in progress.RULES}

@@ -1,4 +1,4 @@
-"""The server that somebody watches, over restarts: looked at for next to nothing, then closely."""
+"""The server that is watched, over restarts: cheap checks first, then a close examination."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ..protocol.server import Look, ServerSnapshot
 
 FIND_S = 10.0  # the process table takes long to read
 CAPTURE_S = 18.0  # for evidence; it is judged and written in two more
-# Nothing that goes away, so it is not waited for as long: somebody is to be told, and may restart.
+# A lasting state needs less patience: somebody must be informed, and may restart.
 COLLECT_ENV_S = 15.0
 
 
 class Phase(StrEnum):
-    """Where a server is in its life."""
+    """The phase of a server."""
 
     UP = "up"
     AWAY = "away"  # it stops, or starts
@@ -40,12 +40,12 @@ class Phase(StrEnum):
 
 
 class Watched:
-    """A server, an instance of ours or a stranger.
+    """A server, started by vllmops or not.
 
     Args:
         server: as discovery found it.
-        follow: whether what comes in its place is meant, too: the next start of an instance, or
-            who answers at a stranger's address.
+        follow: whether to watch its successor, too: the next start of an instance, or
+            the next server at the same address.
     """
 
     def __init__(self, server: Server, *, follow: bool = True) -> None:
@@ -63,7 +63,7 @@ class Watched:
     # -- where it is -------------------------------------------------------------------------
 
     def phase(self) -> Phase:
-        """Where it is in its life, as far as a file or the last look tells."""
+        """Its phase, as far as a file or the last check shows."""
         return self.recorded(self.folder) if self.folder else self.stranger()
 
     def recorded(self, folder: Folder) -> Phase:
@@ -80,7 +80,7 @@ class Watched:
         if record.created_at != self.created_at and not self.follow:
             return Phase.OVER  # it was started anew, by somebody who may watch it, too
         if self.dead and self.due() and not folder.supervised():
-            # Nobody writes what became of it: a supervisor that takes over does.
+            # Nobody records its end; a supervisor that takes over does.
             with suppress(VllmopsError):
                 if connection := control.adopt(folder):
                     connection.close()
@@ -126,7 +126,7 @@ class Watched:
 
     @property
     def why(self) -> str:
-        """Why it is over, or is not there: the supervisor's word for it."""
+        """Why it has ended or is absent, as the supervisor recorded."""
         record = self.server.record
         if record is None:
             return "its processes are gone"
@@ -136,14 +136,14 @@ class Watched:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended, and nobody wanted that."""
+        """Whether it ended unexpectedly."""
         record = self.server.record
         return record is not None and record.state is State.FAILED
 
     # -- looking -----------------------------------------------------------------------------
 
     def look(self, *, ask: bool) -> Look:
-        """What changes from moment to moment.
+        """The state at one moment.
 
         Args:
             ask: whether to ask the server itself, and to look for compilers; the rest costs next
@@ -165,7 +165,7 @@ class Watched:
         return look
 
     def grow(self, look: Look) -> None:
-        """Take in the processes that a stranger has started since; the last time once it is up."""
+        """Add the processes that a foreign server has started since; the last time once ready."""
         up = look.health == 200 or any(pulse.beat.loop_s is not None for pulse in look.pulses)
         if not self.due():
             return
@@ -180,13 +180,13 @@ class Watched:
     def capture(
         self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot:
-        """All that can be seen of it, whatever hangs; `save` takes what else is evidence.
+        """A snapshot of it, whatever hangs; `save` takes the other evidence.
 
         Args:
-            looks: that were taken before, and belong to it.
-            patience_s: how long a server may show no sign.
-            stop: once it is set nothing is waited for any more.
-            sure: whether all else will be wanted, too, and may be taken meanwhile.
+            looks: that were taken before the snapshot.
+            patience_s: how long a server may make no progress.
+            stop: ends all waiting once it is set.
+            sure: whether all evidence will be needed, and may be captured at the same time.
         """
         if self.collecting:
             self.collecting.end()
@@ -234,6 +234,6 @@ class Watched:
 def stranger(server: Server) -> VllmopsError:
     return VllmopsError(
         "restart.stranger",
-        f"vllmops did not start {server.label}, so it knows no command to restart it",
+        f"vllmops did not start {server.label}, so it does not know the command to start it",
         "vllmops watch without --restart; --exec runs your own command",
     )

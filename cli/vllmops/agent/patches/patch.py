@@ -18,7 +18,7 @@ class Patch:
         hit: who is affected, and what they see.
         changes: what the patch changes.
         modules: vLLM's modules that contain the classes, in any version.
-        present: whether a module's classes have the defect; None where it has no such class.
+        present: whether a module's classes have the defect; None if it has no such class.
             Uses only scratch objects, and takes well under 100 ms.
         apply: fixes it in place; idempotent.
         live: whether it is safe for classes that already have instances in use.

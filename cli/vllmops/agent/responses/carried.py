@@ -55,11 +55,11 @@ class Brought(NamedTuple):
 
 
 def brought(items: list[Item], previous: Any) -> Brought | None:
-    """The carrier that counts, None where there is none.
+    """The carrier that counts, None if there is none.
 
     Args:
         items: of the request's input.
-        previous: its ``previous_response``, None where it has none.
+        previous: its ``previous_response``, None if it has none.
 
     Raises:
         Refused: ``previous_response`` has no carrier, or the input has a later one.
@@ -95,13 +95,13 @@ def within(previous: Any) -> str:
 
 
 def encrypted(item: Item) -> str:
-    """The encrypted content of an item, empty where it has none."""
+    """The encrypted content of an item, empty if it has none."""
     content = item.get("encrypted_content") if item.get("type") == "reasoning" else None
     return content if isinstance(content, str) else ""
 
 
 def readable(item: Item) -> Item | None:
-    """An item without its encrypted content, None where nothing else is in it."""
+    """An item without its encrypted content, None if nothing else is in it."""
     if not encrypted(item):
         return item
     if not (item.get("content") or item.get("summary")):
@@ -171,7 +171,7 @@ def end_of_repeats(items: list[Item], last: int, texts: set[tuple[str, str] | No
 
 
 def identity(item: Item) -> tuple[str, str] | None:
-    """What identifies an item, None where nothing does."""
+    """What identifies an item, None if nothing does."""
     kind, call_id, item_id = item.get("type"), item.get("call_id"), item.get("id")
     if isinstance(call_id, str) and kind in CALLS | OUTPUTS:
         return CALL if kind in CALLS else OUTPUT, call_id
@@ -187,7 +187,7 @@ def leading_instructions(items: list[Item]) -> list[Item]:
 
 
 def speech(item: Item) -> tuple[str, str] | None:
-    """The role and the text of a message, None where an item is no message."""
+    """The role and the text of a message, None if an item is no message."""
     role, content = item.get("role"), item.get("content")
     if not isinstance(role, str) or not isinstance(content, str | list):
         return None

@@ -19,7 +19,7 @@ def install(ring: Callable[[], Ring | None]) -> None:
     """Wait for vLLM's routes of the Responses API, where the environment names a store.
 
     Args:
-        ring: gives the keys that seal and open carriers, None where there are none.
+        ring: gives the keys that seal and open carriers, None if there are none.
     """
     if settings.wanted():
         when_imported(ROUTER, partial(replace, ring))

@@ -73,7 +73,7 @@ def install(
         module: ``vllm.entrypoints.openai.responses.api_router``.
         backend: what keeps the responses.
         carriers: how carriers are written.
-        ring: gives the keys that seal and open carriers, None where there are none.
+        ring: gives the keys that seal and open carriers, None if there are none.
 
     Raises:
         Exception: this vLLM has an unknown shape; nothing is changed.

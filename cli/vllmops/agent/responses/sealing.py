@@ -111,7 +111,7 @@ async def sealed(
     model: str,
     owner: str,
 ) -> str | None:
-    """A carrier, None where there is no key that seals any more.
+    """A carrier, None if there is no key that seals any more.
 
     Args:
         history: the items, or messages for format 1.

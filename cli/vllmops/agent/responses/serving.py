@@ -65,7 +65,7 @@ class Turn:
         request: vLLM's ResponsesRequest.
         owner: whose it is.
         items: what it adds to the conversation, a JSON array.
-        history: the turns before it, as the store keeps them, oldest first; None where the
+        history: the turns before it, as the store keeps them, oldest first; None if the
             request names no previous response.
         hidden: whether some of the items have encrypted content.
         brought: the carrier in the request.
@@ -218,7 +218,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         return await self.kept(turn, answer)
 
     async def turn(self, request: Any, raw_request: Request) -> Turn | None:
-        """Collect what a request needs before vLLM begins; None where neither store nor carrier is.
+        """Collect what a request needs before vLLM begins; None if neither store nor carrier is.
 
         Raises:
             Refused: the id is not available, the turn before this one can't be continued, or a
@@ -268,7 +268,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             raise wire.taken(request.request_id)
 
     async def earlier(self, who: str, response_id: str | None) -> list[Response] | None:
-        """The turns up to a response, oldest first; None where no response is named.
+        """The turns up to a response, oldest first; None if no response is named.
 
         Raises:
             Refused: there is no such response, part of its conversation is missing, or it is still
@@ -347,7 +347,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         return carried.merge(history, items, turn.brought.at)
 
     async def seal(self, turn: Turn | None, response: Any) -> Any:
-        """The item with the carrier of a conversation and its answer; None where none is wanted.
+        """The item with the carrier of a conversation and its answer; None if none is wanted.
 
         Raises:
             Refused: the conversation is too large.
@@ -628,7 +628,7 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
 
 
 def owner(raw_request: Request) -> str:
-    """A hash of the API key of a request, empty where the server requires none."""
+    """A hash of the API key of a request, empty if the server requires none."""
     keys = raw_request.app.state.args.api_key or [envs.VLLM_API_KEY]
     if not any(keys):
         return ""
@@ -637,7 +637,7 @@ def owner(raw_request: Request) -> str:
 
 
 def response_before(request: Any) -> Any:
-    """The ``previous_response`` of a request, which vLLM does not know; None where it has none."""
+    """The ``previous_response`` of a request, which vLLM does not know; None if it has none."""
     return (request.model_extra or {}).get(carried.PREVIOUS)
 
 
@@ -718,7 +718,7 @@ def failure(response: Any, number: int, message: str) -> Frame:
     """The event that ends a stream that failed.
 
     Args:
-        response: as it was when the stream began, None where it never began.
+        response: as it was when the stream began, None if it never began.
         number: the sequence number.
         message: what went wrong.
     """

@@ -3,12 +3,7 @@
 from ...output import typer_app
 from . import compare, inspect, repair, reset
 
-app = typer_app("Multimodal and encoder caches.")
-
-
-@app.callback()
-def cache() -> None:
-    """Multimodal and encoder caches."""
+app = typer_app()
 
 
 app.command(epilog="Example: vllmops cache inspect -t demo --save before.json")(inspect.inspect)

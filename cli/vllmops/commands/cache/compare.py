@@ -63,7 +63,7 @@ def report(
 ) -> dict[str, Any]:
     """The data for ``--json``.
 
-    Several API servers share engines, so an engine and what is said of it count once.
+    Several API servers share engines, so an engine and its notes count once.
     """
     lasts = [comparison.looks[-1] for comparison in comparisons]
     engines = {

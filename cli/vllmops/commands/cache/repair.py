@@ -85,10 +85,10 @@ def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
     for silent in data["silent"]:
         yield Text(f"{silent.role} {silent.pid} did not answer: {silent.why}", "yellow")
     if data["findings"]:
-        yield Text("Looked again:")
+        yield Text("Checked again:")
         yield from lines(data["findings"])
     else:
-        yield Text("Looked again: no findings.", "green")
+        yield Text("Checked again: no findings.", "green")
 
 
 def words(change: Change) -> str:

@@ -15,12 +15,7 @@ from .rotate import rotate
 from .status import status
 from .verify import verify
 
-app = output.typer_app("Keys that protect client-held conversation state.")
-
-
-@app.callback()
-def keys() -> None:
-    """Keys that protect client-held conversation state."""
+app = output.typer_app()
 
 
 app.command("list", epilog="Example: vllmops keys list --json")(list_)

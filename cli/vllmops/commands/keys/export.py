@@ -59,5 +59,5 @@ def export(
         keygen.save(out, text, force=force)
         if not json_:
             output.say(f"{len(ring.keys)} keys are in {out}")
-    data = {"path": str(out) if out else None, "keys": [key.told() for key in ring.keys]}
+    data = {"path": str(out) if out else None, "keys": [key.public() for key in ring.keys]}
     return Result(data if out else {**data, "text": text}, lambda: () if out else [Verbatim(text)])

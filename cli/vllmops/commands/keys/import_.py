@@ -60,12 +60,12 @@ def parsed(source: Path, *, verify_only: bool) -> Key | Ring:
     """A key or a ring from a file or from stdin.
 
     Raises:
-        VllmopsError: as `files.read` does, or whatever is wrong with what is there.
+        VllmopsError: as `files.read` does, or the error of the content.
     """
     content = read(source, file.MOST_BYTES)
     if content.lstrip().startswith(b"{"):
         return file.decode(content, source)
     text = content.decode(errors="replace").strip()
     text = text.removeprefix("export ").removeprefix(f"{file.SIGNING_KEY}=").strip("\"'")
-    secret = from_hex(text, "what was given")
+    secret = from_hex(text, "the input")
     return Key.of(secret, Status.VERIFY_ONLY if verify_only else Status.NEXT, time.time())

@@ -85,7 +85,7 @@ def result(
     """
     from rich.text import Text  # noqa: PLC0415
 
-    data = {"keyring": where, "keys": [key.told() for key in ring.keys], **(more or {})}
+    data = {"keyring": where, "keys": [key.public() for key in ring.keys], **(more or {})}
     return Result(data, lambda: [*listing(ring, where), *map(Text, notes)])
 
 

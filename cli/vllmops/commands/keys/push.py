@@ -59,10 +59,10 @@ def push(
             "run vllmops keys status on that machine",
             data=msgspec.to_builtins(held),
         )
-    told = f"{server.name} has {len(held.keys)} keys in {held.keyring}"
+    text = f"{server.name} has {len(held.keys)} keys in {held.keyring}"
     sealing = f", and seals with {ring.primary.kid}" if ring.primary else ""
     data = {"server": server.name, "url": server.url, **msgspec.to_builtins(held)}
-    return Result(data, lambda: [Text(told + sealing)])
+    return Result(data, lambda: [Text(text + sealing)])
 
 
 def lacking(ring: Ring, held: ProcessKeys) -> str:

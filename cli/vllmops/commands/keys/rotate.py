@@ -80,10 +80,10 @@ def plan(path: Path, spare: Key, overlap_period: Period) -> list[str]:
     steps.append(
         f"continue with {ring.next.kid}, the next key" if ring.next else "add a fresh key as next"
     )
-    if not holdings.told and not holdings.silent:
+    if not holdings.reported and not holdings.silent:
         steps.append("no wait: no running server uses this keyring")
     else:
-        waited = [process.who for process in holdings.told]
+        waited = [process.who for process in holdings.reported]
         waited += [f"{server} {process.role} {process.pid}" for server, process in holdings.silent]
         steps.append(f"wait until these processes have loaded it: {', '.join(waited)}")
     steps.append("promote it")

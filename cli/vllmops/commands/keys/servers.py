@@ -33,17 +33,17 @@ def period(overlap: str | None, path: Path) -> Period:
     if overlap is None:
         return Period(min(needed, LONGEST_S), live)
     seconds = duration(overlap)
-    return Period(seconds, "--overlap" + (f", though {live}" if seconds < needed else ""))
+    return Period(seconds, "--overlap" + (f", although {live}" if seconds < needed else ""))
 
 
 def not_loaded(path: Path, kid: str) -> list[str]:
     """Which processes have not loaded a key, and why; the servers reload the file first."""
     holdings = client.ask(ring=path, reload=True).of(path)
-    lacking = rotation.lacking(kid, [process.keys for process in holdings.told])
+    lacking = rotation.lacking(kid, [process.keys for process in holdings.reported])
     why = [
         f"{process.who} has not loaded it"
         + (f" ({process.keys.problem})" if process.keys.problem else "")
-        for process in holdings.told
+        for process in holdings.reported
         if process.keys in lacking
     ]
     return why + [
@@ -55,8 +55,8 @@ def not_loaded(path: Path, kid: str) -> list[str]:
 def after(path: Path, ring: Ring) -> tuple[dict[str, Any], list[str]]:
     """Which servers have loaded a change: fields for ``--json``, and lines for a person."""
     holdings = client.ask(ring=path, reload=True).of(path)
-    taken = [process for process in holdings.told if rotation.up_to_date(process.keys, ring)]
-    late = [process.who for process in holdings.told if process not in taken]
+    taken = [process for process in holdings.reported if rotation.up_to_date(process.keys, ring)]
+    late = [process.who for process in holdings.reported if process not in taken]
     late += [f"{server} {process.role} {process.pid}" for server, process in holdings.silent]
     notes = [f"loaded by {', '.join(process.who for process in taken)}"] if taken else []
     notes += [f"not loaded yet by {', '.join(late)}: vllmops keys status"] if late else []

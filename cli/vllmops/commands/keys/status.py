@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 NEXT = {
     Stage.EMPTY: "no primary key: run vllmops keys rotate",
     Stage.SPREADING: "servers are loading the next key: vllmops keys rotate continues",
-    Stage.READY: "holdings server has the next key: vllmops keys rotate promotes it",
-    Stage.LAGGING: "a server has not loaded the current file yet; servers check it holdings second",
+    Stage.READY: "each server has the next key: vllmops keys rotate promotes it",
+    Stage.LAGGING: "a server has not loaded the current file yet; servers check it every second",
     Stage.OVERLAP: "an old key is verify-only; the next rotation removes it",
     Stage.OVER: "an old key's overlap has ended: remove it with vllmops keys rotate or keys retire",
     Stage.STEADY: "",
@@ -45,12 +45,12 @@ def status(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
         if not json_:
             output.show(*render_servers(holdings))
         raise
-    stage = rotation.stage(ring, [process.keys for process in own.told], time.time())
+    stage = rotation.stage(ring, [process.keys for process in own.reported], time.time())
     data = {
         "keyring": str(path),
         "stage": stage,
         "next": NEXT[stage],
-        "keys": [key.told() for key in ring.keys],
+        "keys": [key.public() for key in ring.keys],
         **holders(holdings, ring),
     }
     return Result(
@@ -73,7 +73,7 @@ def holders(holdings: Holdings, ring: Ring | None) -> dict[str, Any]:
                 "up_to_date": ring is not None and rotation.up_to_date(process.keys, ring),
                 **msgspec.to_builtins(process.keys),
             }
-            for process in holdings.told
+            for process in holdings.reported
         ],
         "silent": [
             {"server": server, **msgspec.to_builtins(process)}
@@ -86,18 +86,18 @@ def render_servers(holdings: Holdings) -> Iterator[RenderableType]:
     """Human-readable output."""
     from rich.text import Text  # noqa: PLC0415
 
-    if not holdings.told and not holdings.silent:
+    if not holdings.reported and not holdings.silent:
         yield Text("no running server uses keys")
         return
     shown = table("server", "process", "keys", "from")
-    for process in holdings.told:
+    for process in holdings.reported:
         keys = ", ".join(f"{key.kid} ({key.status})" for key in process.keys.keys) or "none"
         where = process.keys.keyring or "its environment"
         shown.add_row(process.server, f"{process.keys.role} {process.keys.pid}", keys, where)
     for server, silent in holdings.silent:
         shown.add_row(server, f"{silent.role} {silent.pid}", "no answer", "")
     yield shown
-    for process in holdings.told:
+    for process in holdings.reported:
         if process.keys.problem:
             yield Text(f"{process.who}: {process.keys.problem}", "yellow")
     for server, silent in holdings.silent:

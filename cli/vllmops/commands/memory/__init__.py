@@ -3,12 +3,7 @@
 from ...output import typer_app
 from . import record, report
 
-app = typer_app("Memory of a server's processes over time.")
-
-
-@app.callback()
-def memory() -> None:
-    """Memory of a server's processes over time."""
+app = typer_app()
 
 
 app.command(epilog="Example: vllmops memory record -t demo --rounds 5 --load images")(record.record)

@@ -28,6 +28,7 @@ ROUNDS = 5
 INTERVAL_S, DURATION_S = 10.0, 300.0
 LEAST_SAMPLES = 20  # without --interval
 REQUESTS, INPUTS = 40, 4
+LENGTH, LOAD = "Length", "Built-in load"
 UNKEPT = "this recording is not kept for doctor and bundle"
 
 
@@ -35,24 +36,6 @@ UNKEPT = "this recording is not kept for doctor and bundle"
 def record(
     *,
     target: Target = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            parser=count(), help="Number of rounds of the load.", show_default=str(ROUNDS)
-        ),
-    ] = None,
-    interval: Annotated[
-        float | None,
-        typer.Option(
-            parser=seconds(0.1), help="Seconds between samples.", show_default=f"{INTERVAL_S:g}"
-        ),
-    ] = None,
-    duration: Annotated[
-        float | None,
-        typer.Option(
-            parser=seconds(0.1, YEAR_S), help="Seconds to record.", show_default=f"{DURATION_S:g}"
-        ),
-    ] = None,
     load: Annotated[
         str | None,
         typer.Option(
@@ -61,15 +44,45 @@ def record(
             show_default=False,
         ),
     ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            parser=count(),
+            help="Number of rounds of the load.",
+            show_default=str(ROUNDS),
+            rich_help_panel=LENGTH,
+        ),
+    ] = None,
+    interval: Annotated[
+        float | None,
+        typer.Option(
+            parser=seconds(0.1),
+            help="Seconds between samples.",
+            show_default=f"{INTERVAL_S:g}",
+            rich_help_panel=LENGTH,
+        ),
+    ] = None,
+    duration: Annotated[
+        float | None,
+        typer.Option(
+            parser=seconds(0.1, YEAR_S),
+            help="Seconds to record.",
+            show_default=f"{DURATION_S:g}",
+            rich_help_panel=LENGTH,
+        ),
+    ] = None,
     requests: Annotated[
-        int, typer.Option(parser=count(), help="Requests of a built-in load in each round.")
+        int, typer.Option(parser=count(), help="Requests in each round.", rich_help_panel=LOAD)
     ] = REQUESTS,
-    inputs: Annotated[int, typer.Option(parser=count(), help="Images in each request.")] = INPUTS,
+    inputs: Annotated[
+        int, typer.Option(parser=count(), help="Images in each request.", rich_help_panel=LOAD)
+    ] = INPUTS,
     seed: Annotated[
         int | None,
         typer.Option(
             parser=count(0, MOST),
-            help="Seed of a built-in load's inputs; by default a new one.",
+            help="Seed of the inputs; by default a new one.",
+            rich_help_panel=LOAD,
             show_default=False,
         ),
     ] = None,
@@ -138,7 +151,7 @@ def record(
 
         recorder = Recorder(watch, head, prepared, journal, tell)
         failure = recorder.run()
-    if failure and not save and journal and failure is journal.trouble:
+    if failure and not save and journal and failure is journal.failure:
         output.say(f"{UNKEPT}: {failure.message}")
         failure = None
     if not recorder.recording.samples:

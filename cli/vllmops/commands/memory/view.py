@@ -55,7 +55,7 @@ def columns(recording: Recording) -> dict[str, list[ProcessMemory]]:
 
 
 def rss(recording: Recording) -> dict[str, list[int | None]]:
-    """Bytes of RSS in each sample, in total and by process; None where a process is gone."""
+    """Bytes of RSS in each sample, in total and by process; None if a process is gone."""
     own = {name: [sample.rss_bytes for sample in part] for name, part in columns(recording).items()}
     rows = list(zip(*own.values(), strict=True))
     return {TOTAL: [None if None in row else sum(filter(None, row)) for row in rows], **own}

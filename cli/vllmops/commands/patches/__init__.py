@@ -3,12 +3,7 @@
 from ...output import typer_app
 from . import list_, show, verify
 
-app = typer_app("Known vLLM defects and their patch status.")
-
-
-@app.callback()
-def patches() -> None:
-    """Known vLLM defects and their patch status."""
+app = typer_app()
 
 
 app.command("list", epilog="Example: vllmops patches list -t demo")(list_.list_)

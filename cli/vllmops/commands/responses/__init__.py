@@ -13,12 +13,7 @@ from .purge import purge
 from .show import show
 from .stats import stats
 
-app = output.typer_app("Stored responses.")
-
-
-@app.callback()
-def responses() -> None:
-    """Stored responses."""
+app = output.typer_app()
 
 
 app.command("list", epilog="Example: vllmops responses list --status failed")(list_)

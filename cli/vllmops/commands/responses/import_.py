@@ -120,7 +120,7 @@ def store_behind(target: str | None) -> str:
     """The URL of a server's store.
 
     Raises:
-        VllmopsError: as `place`, or ``usage`` where it is not known.
+        VllmopsError: as `place`, or ``usage`` if it is not known.
     """
     from ...instances.place import place  # noqa: PLC0415
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Columns of a terminal that shows all fields.
 WIDE = 100
 AT_A_TIME = 500
+PAGES = "Pages"
 
 
 @command
@@ -40,14 +41,23 @@ def list_(
     since: Since = None,
     limit: Annotated[
         int,
-        typer.Option("--limit", "-n", parser=count(), help="Maximum number of responses to list."),
+        typer.Option(
+            "--limit",
+            "-n",
+            parser=count(),
+            help="Maximum number of responses to list.",
+            rich_help_panel=PAGES,
+        ),
     ] = 20,
-    every: Annotated[bool, typer.Option("--all", help="List all responses.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="List all responses.", rich_help_panel=PAGES)
+    ] = False,
     after: Annotated[
         str | None,
         typer.Option(
             metavar="ID",
             help="List the responses that follow this one in the list.",
+            rich_help_panel=PAGES,
             autocompletion=every_id,
             show_default=False,
         ),

@@ -63,23 +63,23 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
         VllmopsError: ``responses.refused``, the list has no end.
     """
     trail = [query.after] if query.after else []
-    told: set[str] = set()
+    listed: set[str] = set()
     asked: set[str | None] = set()
     while True:
         at = msgspec.structs.replace(query, after=trail[-1] if trail else None)
         try:
             page = await retried(partial(source.page, at))
         except CursorUnknown:
-            if not told:
+            if not listed:
                 raise
             trail.pop()  # it was deleted; the response before it may still exist
             continue
         yield [
-            response for response in page.responses if not response.id or response.id not in told
+            response for response in page.responses if not response.id or response.id not in listed
         ]
         found = [response.id for response in page.responses if response.id]
-        new = set(found) - told
-        told |= new
+        new = set(found) - listed
+        listed |= new
         trail += found
         if not page.more or not found:
             return

@@ -3,12 +3,7 @@
 from ...output import typer_app
 from . import dump, explain
 
-app = typer_app("Stacks of every process of a server.")
-
-
-@app.callback()
-def stacks() -> None:
-    """Stacks of every process of a server."""
+app = typer_app()
 
 
 app.command(epilog="Example: vllmops stacks dump -t demo --save stuck.json")(dump.dump)

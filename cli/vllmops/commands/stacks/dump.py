@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SLOW_S = 1.0
 SAMPLES, INTERVAL_S = 3, 2.0
+CAPTURE, EXPLAIN = "Capture", "With --explain"
 
 ROLES: dict[str, str] = {
     Role.LAUNCHER: "Launcher",
@@ -40,25 +41,10 @@ ROLES: dict[str, str] = {
 def dump(
     *,
     target: Target = None,
-    timeout: Annotated[
-        float, typer.Option(parser=seconds(0.1), help="Seconds for all processes together.")
-    ] = 20.0,
-    locals_: Annotated[
+    explain_: Annotated[
         bool,
         typer.Option(
-            "--locals", help="Show local variables; they may include prompts, images and keys."
-        ),
-    ] = False,
-    native: Annotated[
-        bool,
-        typer.Option(
-            "--native", help="Show C, C++ and Cython frames too; the processes are stopped longer."
-        ),
-    ] = False,
-    nonblocking: Annotated[
-        bool,
-        typer.Option(
-            "--nonblocking", help="Do not stop the processes; frames may be inconsistent."
+            "--explain", help="Show what is stuck, why, and what to do next, instead of stacks."
         ),
     ] = False,
     save: Annotated[
@@ -70,23 +56,51 @@ def dump(
             show_default=False,
         ),
     ] = None,
-    explain_: Annotated[
+    timeout: Annotated[
+        float,
+        typer.Option(
+            parser=seconds(0.1), help="Seconds for all processes together.", rich_help_panel=CAPTURE
+        ),
+    ] = 20.0,
+    locals_: Annotated[
         bool,
         typer.Option(
-            "--explain", help="Show what is stuck, why, and what to do next, instead of stacks."
+            "--locals",
+            help="Show local variables; they may include prompts, images and keys.",
+            rich_help_panel=CAPTURE,
+        ),
+    ] = False,
+    native: Annotated[
+        bool,
+        typer.Option(
+            "--native",
+            help="Show C, C++ and Cython frames too; the processes are stopped longer.",
+            rich_help_panel=CAPTURE,
+        ),
+    ] = False,
+    nonblocking: Annotated[
+        bool,
+        typer.Option(
+            "--nonblocking",
+            help="Do not stop the processes; frames may be inconsistent.",
+            rich_help_panel=CAPTURE,
         ),
     ] = False,
     samples: Annotated[
         int | None,
         typer.Option(
-            parser=count(), help="With --explain: number of dumps.", show_default=str(SAMPLES)
+            parser=count(),
+            help="Number of dumps.",
+            show_default=str(SAMPLES),
+            rich_help_panel=EXPLAIN,
         ),
     ] = None,
     interval: Annotated[
         float | None,
         typer.Option(
             parser=seconds(),
-            help="With --explain: seconds between dumps.",
+            help="Seconds between dumps.",
+            rich_help_panel=EXPLAIN,
             show_default=f"{INTERVAL_S:g}",
         ),
     ] = None,

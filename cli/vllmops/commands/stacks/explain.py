@@ -1,4 +1,4 @@
-"""``vllmops stacks explain``: what is stuck, from stacks that somebody pasted or saved."""
+"""``vllmops stacks explain``: what is stuck, from pasted or saved stacks."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ def live(
         # Each dump is on disk before the next is taken: the evidence survives what comes.
         if journal:
             journal.add(snapshot)
-            if journal.trouble:
-                raise journal.trouble
+            if journal.failure:
+                raise journal.failure
         elif save:
             journal = files.Journal(save, snapshot)
     looks.append(look(server, began))
