@@ -166,11 +166,12 @@ async def driver(
             yield execute
         return
     assert isinstance(backend, Postgresql)
+    async with backend.lend() as lent:
+        bare = lent._con
 
     async def fetch(operation: str, values: list[Any]) -> Any:
         # The same one: another's process would be found asleep.
-        connection, _ = backend.connections.idle[-1]
-        return await connection.fetch(texts[operation], *values)
+        return await bare.fetch(texts[operation], *values)
 
     yield fetch
 

@@ -38,8 +38,7 @@ from .backend import (
     too_new,
 )
 from .gathering import Gathered
-from .pool import Pool
-from .redis_source import TROUBLE, Source, source, waited_for
+from .redis_source import TROUBLE, source, waited_for
 from .urls import parsed
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 LEAST_VERSION = (6, 2)  # ZADD GT
-# One for calls that are gathered, the rest for what may take long.
-CONNECTIONS = 4
 BATCH = 1000
 # Entries that one call looks at for a page: a Redis server does nothing else meanwhile.
 LOOKED_AT = 5000
@@ -70,45 +67,6 @@ class UnconfirmedError(RedisError):
     """A write that too few replicas have: it may be lost when another server takes over."""
 
 
-class Connections(Pool["Connection"]):
-    """Connections to the server that takes writes.
-
-    Args:
-        source: where they come from.
-    """
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(CONNECTIONS)
-        self.source = source
-        # Whether the server is taken to have no replica: who waits for one looks first.
-        self.alone = True
-
-    async def take(self) -> Connection:
-        if await self.source.moved():
-            await self.empty()
-        return await super().take()
-
-    async def connect(self) -> Connection:
-        self.alone = True
-        try:
-            return await self.source.connection()
-        except TROUBLE:
-            self.source.forget()
-            raise
-
-    async def fit(self, connection: Connection) -> bool:
-        # Whatever there is to read would be an answer to somebody else, or the end.
-        return connection.is_connected and not await connection.can_read()
-
-    async def end(self, connection: Connection) -> None:
-        await connection.disconnect(nowait=True)
-
-    async def leave(self) -> None:
-        """Use none of these any more, the one that is in use included: look for the server anew."""
-        self.source.forget()
-        await self.empty()
-
-
 class Redis(Backend):
     """A server for all; it comes back by itself when that does."""
 
@@ -120,8 +78,8 @@ class Redis(Backend):
         parts = parsed(url)
         self.source = source(url, parts, self.root)
         self.client = self.source.client
-        # For the script, which is nearly all there is: the client does much that it does not need.
-        self.connections = Connections(self.source)
+        # Replicas confirm what came on one connection, and the client would ask for the script
+        # before each call: so calls are written to connections.
         self.script = self.client.register_script(
             files(__package__).joinpath("redis.lua").read_text()
         )
@@ -157,8 +115,8 @@ class Redis(Backend):
     async def try_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         """As `call_all`, and another server is looked for where this one refuses a call."""
         writes = [i for i, call in enumerate(calls) if call[4] in WRITES] if self.replicas else []
-        async with self.connections.lend() as connection:
-            wait_ms = GLANCE_MS if self.connections.alone and not self.strict else WAIT_MS
+        async with self.source.lend() as connection:
+            wait_ms = GLANCE_MS if self.source.alone and not self.strict else WAIT_MS
             wait = [("WAIT", self.replicas, wait_ms)] if writes else []
             found = await asked(connection, [*calls, *wait])
             unknown = [i for i, answer in enumerate(found) if isinstance(answer, NoScriptError)]
@@ -170,7 +128,7 @@ class Redis(Backend):
                 found[len(calls) :] = again[len(again) - len(wait) :]
             refused = any(elsewhere(answer) for answer in found)
             if refused or (writes and not await self.confirmed(connection, found[-1])):
-                await self.connections.leave()
+                await self.source.leave()
                 # Some of them may have been done before the others were refused.
                 for i in writes:
                     if not isinstance(found[i], RedisError):
@@ -186,9 +144,9 @@ class Redis(Backend):
             connection: on which it was written.
             count: how many have said so.
         """
-        glanced = self.connections.alone
-        self.connections.alone = answered(count) < self.replicas
-        if self.connections.alone and not self.strict:
+        glanced = self.source.alone
+        self.source.alone = answered(count) < self.replicas
+        if self.source.alone and not self.strict:
             (role,) = await asked(connection, [("ROLE",)])
             if answered(role)[0] != b"master":
                 return False
@@ -197,8 +155,8 @@ class Redis(Backend):
                 return await self.source.confirms(connection)
             if glanced:
                 (count,) = await asked(connection, [("WAIT", self.replicas, WAIT_MS)])
-            self.connections.alone = answered(count) < self.replicas
-        return not self.connections.alone
+            self.source.alone = answered(count) < self.replicas
+        return not self.source.alone
 
     async def used(self, uses: list[tuple[str, float]]) -> None:
         """Write down when responses were used, where none is created with which that goes."""
@@ -225,7 +183,6 @@ class Redis(Backend):
         try:
             await self.uses.flush()
         finally:
-            await self.connections.empty()
             await self.source.close()
 
     async def drop(self) -> None:
