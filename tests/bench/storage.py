@@ -20,8 +20,8 @@ from vllmops.store import opening
 from vllmops.store.backend import Backend, Limits, Query, Response
 from vllmops.store.postgresql import Postgresql
 from vllmops.store.redis import Redis
-from vllmops.store.sql import CREATE_ONE, GET, Sql
-from vllmops.store.sqlite import Sqlite, path
+from vllmops.store.sql import Sql
+from vllmops.store.sqlite import Sqlite, numbered, path
 from vllmops.store.store import ResponseStore
 
 from .figure import Figure, Limit, paired
@@ -150,16 +150,18 @@ async def driver(
         yield call
         return
     assert isinstance(backend, Sql)
-    texts = {"create": backend.text(CREATE_ONE), "get": backend.text(GET)}
+    texts = {name: backend.text[name] for name in ("create", "get")}
     if isinstance(backend, Sqlite):
         connection = sqlite3.connect(path(url), isolation_level=None, check_same_thread=False)
         with contextlib.closing(connection):
             connection.execute("PRAGMA synchronous = NORMAL")
+            connection.create_function("statement_timestamp", 0, time.time)
+            connection.create_function("date_part", 2, lambda _, at: at)
 
             async def execute(operation: str, values: list[Any]) -> Any:
                 # As an event loop must, which a disk could hold up otherwise.
                 def run() -> Any:
-                    return connection.execute(texts[operation], values).fetchall()
+                    return connection.execute(texts[operation], numbered(values)).fetchall()
 
                 return await asyncio.to_thread(run)
 
@@ -167,11 +169,12 @@ async def driver(
         return
     assert isinstance(backend, Postgresql)
     async with backend.lend() as lent:
-        bare = lent._con
+        bare = lent._con  # the same one: another's process would be found asleep
 
     async def fetch(operation: str, values: list[Any]) -> Any:
-        # The same one: another's process would be found asleep.
-        return await bare.fetch(texts[operation], *values)
+        # There is a statement for many alone.
+        given = [[value] for value in values] if operation == "create" else values
+        return await bare.fetch(texts[operation], *given)
 
     yield fetch
 
@@ -208,46 +211,31 @@ async def fill(store: ResponseStore, count: int) -> None:
     """Put many small responses into a store, past what would take them one by one."""
     backend, packed = store.backend, await store.packed(response(0))
     now = time.time()
-    small = [packed.owner, packed.model, packed.status]
-    if isinstance(backend, Sql):
-        statement = backend.text(
-            """INSERT INTO {name}_responses (id, owner, model, status, created_at, previous_id,
-                error, body, input, accessed_at, lease) VALUES
-                ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"""
+
+    def small(number: int) -> Response:
+        return Response(
+            id=f"r{number:09d}",
+            owner=OWNER,
+            model="demo",
+            status="completed",
+            created_at=now + number,
+            body=packed.input,
+            input=packed.input,
         )
-        for start in range(0, count, 10_000):
-            rows = [
-                (
-                    f"r{n:09d}",
-                    *small,
-                    now + n,
-                    None,
-                    "",
-                    packed.input,
-                    packed.input,
-                    now,
-                    None,
-                )
-                for n in range(start, min(start + 10_000, count))
-            ]
-            await backend.many(statement, rows)
-        return
-    assert isinstance(backend, Redis)
+
     for start in range(0, count, 10_000):
-        async with backend.client.pipeline(transaction=False) as pipeline:
-            for n in range(start, min(start + 10_000, count)):
-                made = Response(
-                    id=f"r{n:09d}",
-                    owner=OWNER,
-                    model="demo",
-                    status="completed",
-                    created_at=now + n,
-                    body=packed.input,
-                    input=packed.input,
-                )
-                words = ["create", repr(time.time()), *inserted(backend, made, made.id)]
-                pipeline.evalsha(backend.script.sha, 1, backend.root, *words)
-            await pipeline.execute()
+        some = [small(number) for number in range(start, min(start + 10_000, count))]
+        if isinstance(backend, Postgresql):
+            await backend.add_all(some)
+        elif isinstance(backend, Sqlite):
+            await backend.many("create", [backend.row(made) for made in some])
+        else:
+            assert isinstance(backend, Redis)
+            async with backend.client.pipeline(transaction=False) as pipeline:
+                for made in some:
+                    words = ["create", repr(time.time()), *inserted(backend, made, made.id)]
+                    pipeline.evalsha(backend.script.sha, 1, backend.root, *words)
+                await pipeline.execute()
 
 
 async def in_memory(setting: Setting) -> Figure:

@@ -238,7 +238,7 @@ async def raise_schema(store: ResponseStore) -> None:
     if hasattr(backend, "client"):
         await backend.client.set(f"{backend.root}schema", 99)
     else:
-        await backend.many(backend.text("UPDATE {name}_meta SET value = $1"), [(99,)])
+        await backend.fetch("meta add", "schema", 99 - sql.SCHEMA)
 
 
 @pytest.mark.parametrize("shared_url", ["sqlite", "postgresql"], indirect=True)
@@ -246,7 +246,7 @@ def test_an_older_schema_is_upgraded(shared_url: str, monkeypatch: pytest.Monkey
     async def main() -> None:
         made = [response(f"r{number}") for number in range(5)]
         with monkeypatch.context() as old:
-            old.setattr(sql, "SCHEMA", sql.SCHEMA[:1])
+            old.setattr(sql, "SCHEMA", 1)
             async with ResponseStore(opening.backend(shared_url)) as store:
                 for each in made:
                     assert await store.create(each)
@@ -255,8 +255,8 @@ def test_an_older_schema_is_upgraded(shared_url: str, monkeypatch: pytest.Monkey
         await asyncio.gather(*(each.open() for each in stores))
         for store in stores:
             backend: Any = store.backend
-            rows = await backend.fetch(backend.text(sql.META_GET), "schema")
-            assert rows[0][0] == len(sql.SCHEMA) > 1
+            rows = await backend.fetch("meta get", "schema")
+            assert rows[0][0] == sql.SCHEMA > 1
             page = await store.page(OWNER, Query(descending=False))
             assert page.responses == made
             await store.close()

@@ -397,6 +397,11 @@ def targets(owners: Mapping[str, int], limits: Limits) -> dict[str, int]:
     return {owner: target for owner, target in left.items() if target < owners[owner]}
 
 
+def words(statuses: Collection[str]) -> str:
+    """A set of statuses as one text, in which each stands between spaces."""
+    return f" {' '.join(statuses)} "
+
+
 class Uses:
     """When responses were used last, noted until it is written down, all at once.
 

@@ -13,37 +13,12 @@ import asyncpg
 
 from .backend import EVERYBODY, SILENT_S, Chunk, Limits, Response
 from .gathering import Gathered
-from .sql import CREATE, GET_MANY, META, META_GET, Dialect, Sql
+from .sql import Sql
 from .urls import FORMS, parsed, refuse, shown
 
 T = TypeVar("T")
 
 CONNECTIONS = 8
-WORDS = {
-    "text": 'TEXT COLLATE "C"',
-    "float": "DOUBLE PRECISION",
-    "bytes": "BYTEA",
-    # As of the statement, so that an index can be asked.
-    "now": "CAST(extract(epoch FROM statement_timestamp()) AS DOUBLE PRECISION)",
-    "false": "FALSE",
-    "most": "greatest",
-    "skip": "FOR UPDATE SKIP LOCKED",
-    "among": "= ANY($1)",
-}
-# The rows as columns: one commit, and one answer, for all of them.
-CREATE_MANY = (
-    CREATE
-    % """SELECT id, owner, model, status, created_at, previous_id, error, body, input, used,
-    {now} + lease FROM unnest(CAST($1 AS TEXT[]), CAST($2 AS TEXT[]), CAST($3 AS TEXT[]),
-    CAST($4 AS TEXT[]), CAST($5 AS FLOAT[]), CAST($6 AS TEXT[]), CAST($7 AS TEXT[]),
-    CAST($8 AS BYTEA[]), CAST($9 AS BYTEA[]), CAST($10 AS FLOAT[]), CAST($11 AS FLOAT[]))
-    AS given (id, owner, model, status, created_at, previous_id, error, body, input, used, lease)"""
-)
-# They are packed already.
-UNPACKED = """ALTER TABLE {name}_responses ALTER body SET STORAGE EXTERNAL,
-    ALTER input SET STORAGE EXTERNAL"""
-
-
 # How long one of several hosts is waited for: less than a call may take.
 HOST_S = 0.8
 PORT = 5432
@@ -62,7 +37,7 @@ ELSEWHERE = (
 )
 
 
-class Connection(asyncpg.Connection):
+class Connection(asyncpg.Connection):  # type: ignore[misc]
     """A connection of the driver's pool, which may let go of a silent one and does not wait."""
 
     async def close(self, **_: Any) -> None:
@@ -79,9 +54,7 @@ class Postgresql(Sql):
     unavailable: ClassVar[tuple[type[Exception], ...]] = TROUBLE
 
     def __init__(self, url: str, limits: Limits, name: str) -> None:
-        lease = f"interval '{limits.lease_s:f} s'"
-        steady = f"pg_postmaster_start_time() < statement_timestamp() - {lease}"
-        super().__init__(url, limits, name, Dialect(words={**WORDS, "steady": steady}))
+        super().__init__(url, limits, name, "postgresql.sql")
         self.name = name
         self.pool: Any = None
         parts = parsed(url)
@@ -122,12 +95,13 @@ class Postgresql(Sql):
             VllmopsError: ``usage``, where the driver can't read the URL.
         """
         try:
-            return await asyncpg.connect(
+            made: Connection = await asyncpg.connect(
                 self.url,
                 server_settings={"application_name": "vllmops"},
                 target_session_attrs=self.wanted,
                 **given,
             )
+            return made
         except (ValueError, asyncpg.ClientConfigurationError):
             refuse(f"{shown(self.url)!r} has an invalid parameter", FORMS["postgresql"])
 
@@ -144,14 +118,11 @@ class Postgresql(Sql):
             await self.upgrade(connection)
 
     async def upgrade(self, connection: Connection) -> None:
-        # Several processes start at once, and one of them makes the tables.
-        await connection.execute("SELECT pg_advisory_xact_lock(hashtext($1))", self.name)
-        await connection.execute(self.text(META))
-        row = await connection.fetchrow(self.text(META_GET), "schema")
-        for statement in self.steps(row[0] if row else 0):
+        await connection.execute(self.text["alone"])
+        await connection.execute(self.text["meta"])
+        version = await connection.fetchval(self.text["meta get"], "schema") or 0
+        for statement in self.steps(version):
             await connection.execute(statement)
-        if row is None:
-            await connection.execute(self.text(UNPACKED))
 
     async def close(self) -> None:
         try:
@@ -185,7 +156,7 @@ class Postgresql(Sql):
         if len(wanted) == 1:
             return [await super().find(*wanted[0])]
         ids = {response_id for _, response_id in wanted}
-        found = {response.id: response for response in await self.alive(GET_MANY, list(ids))}
+        found = {response.id: response for response in await self.alive("get many", list(ids))}
         return [
             response
             if (response := found.get(response_id)) and owner in {EVERYBODY, response.owner}
@@ -201,7 +172,7 @@ class Postgresql(Sql):
         # In one order everywhere, or two processes could wait for each other.
         rows = sorted((self.row(response) for response in responses), key=itemgetter(0))
         columns = [list(column) for column in zip(*rows, strict=True)]
-        added = {row[0] for row in await self.fetch(self.text(CREATE_MANY), *columns)}
+        added = {row[0] for row in await self.fetch("create", *columns)}
         done = []
         for response in responses:
             done.append(response.id in added)
@@ -214,11 +185,12 @@ class Postgresql(Sql):
         except asyncpg.ForeignKeyViolationError:  # deleted while the statement ran
             return False
 
-    async def fetch(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
+    async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         return await self.writable(lambda connection: connection.fetch(statement, *values))
 
-    async def many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
-        await self.writable(lambda connection: connection.executemany(statement, values))
+    async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
+        text = self.text[name]
+        await self.writable(lambda connection: connection.executemany(text, values))
 
     async def writable(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
         """Run something on a server that takes writes.
@@ -234,14 +206,11 @@ class Postgresql(Sql):
                 return await run(connection)
 
     async def caveats(self) -> list[str]:
-        rows = await self.fetch(
-            "SELECT name, setting FROM pg_settings"
-            " WHERE name IN ('fsync', 'synchronous_commit') AND setting = 'off' ORDER BY name"
-        )
+        rows = await self.fetch("caveats")
         caveats = [
             f"{name} = {setting}: a crash may lose the last responses" for name, setting in rows
         ]
-        names = await self.fetch("SELECT current_setting('synchronous_standby_names')")
+        names = await self.fetch("standbys")
         if len(self.hosts) > 1 and not names[0][0]:
             caveats.append(
                 "synchronous_standby_names is empty: when a standby takes over, the last responses "

@@ -36,6 +36,7 @@ from .backend import (
     Swept,
     Uses,
     too_new,
+    words,
 )
 from .gathering import Gathered
 from .redis_source import TROUBLE, source, waited_for
@@ -438,11 +439,6 @@ def weight(value: Any) -> int:
 def packed(uses: Collection[tuple[str, float]]) -> bytes:
     """Uses as the script takes them, each time before its id."""
     return msgspec.json.encode([value for use in uses for value in reversed(use)])
-
-
-def words(statuses: Collection[str]) -> str:
-    """A set of statuses as the script takes it."""
-    return f" {' '.join(statuses)} "
 
 
 def made(fields: list[bytes]) -> Response:

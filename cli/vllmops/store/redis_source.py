@@ -61,7 +61,7 @@ class Found:
     async def connect(self) -> None:
         here: Any = self
         if here.is_connected and time.monotonic() - self.used > IDLE_S:
-            await here.disconnect(nowait=True)
+            await self.disconnect()
         if not here.is_connected:
             self.source.alone = True
             try:
@@ -70,6 +70,10 @@ class Found:
             except TROUBLE:
                 self.source.forget()
                 raise
+
+    async def disconnect(self, *_: Any, **given: Any) -> None:
+        """Let go of it, and wait for nobody: the server may be silent."""
+        await super().disconnect(**{**given, "nowait": True})  # type: ignore[misc]
 
 
 class Plain(Found, driver.Connection):
@@ -95,7 +99,7 @@ class Source(ABC):
         # A call that was sent twice would find its own doing: whether to try again is the caller's,
         # as is how long it may take.
         given = {**options, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-        self.pool = driver.BlockingConnectionPool(
+        self.pool: Any = driver.BlockingConnectionPool(
             connection_class=Encrypted if self.tls else Plain,
             max_connections=CONNECTIONS,
             timeout=None,
@@ -117,7 +121,7 @@ class Source(ABC):
         try:
             yield connection
         except BaseException:
-            await connection.disconnect(nowait=True)
+            await connection.disconnect()
             if time.monotonic() - began > SILENT_S:
                 await self.empty()
             raise
@@ -233,7 +237,7 @@ class Cluster(Source):
         if self.stale:
             await self.cluster.nodes_manager.initialize()
             self.stale = False
-        node = self.cluster.get_node_from_key(self.key)
+        node: Any = self.cluster.get_node_from_key(self.key)
         return node.host, int(node.port)
 
     def forget(self) -> None:
