@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 import pwd
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,9 +47,8 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.create_server((LOCAL, 0)) as free:
-            self.port = free.getsockname()[1]
-        self.process: psutil.Popen | None = None
+        self.port = free_port()
+        self.process: Any = None
 
     @property
     def url(self) -> str:
@@ -62,9 +65,10 @@ class Server:
         until(self.up, 30)
 
     def up(self) -> bool:
-        assert self.process
         assert self.process.poll() is None, (self.folder / "log").read_text()
-        return self.answers()
+        # Another server could have the port, and answer for a while.
+        heard = [each.laddr.port for each in self.process.net_connections() if not each.raddr]
+        return self.port in heard and self.answers()
 
     def answers(self) -> bool:
         raise NotImplementedError
@@ -82,7 +86,8 @@ class Server:
         if self.process:
             shared = shm.files_of(self.process.pid) if self.process.is_running() else set()
             self.signal(signal.SIGKILL)
-            self.process.wait(10)
+            if isinstance(self.process, psutil.Popen):  # else somebody else has to collect it
+                self.process.wait(10)
             shm.remove(each for each in shm.segments() if each.file in shared)
 
 
@@ -221,6 +226,17 @@ class SentinelServer(ValkeyServer):
         return len(self.ask("SENTINEL", whom, "main")) == count
 
 
+def free_port() -> int:
+    """A port that nobody listens on, nor gets for a connection, while its server is down too.
+
+    A cluster's servers talk to each other on the one 10,000 above.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(10_000)
+        with suppress(OSError), socket.create_server((LOCAL, port)):
+            return port
+
+
 def lower() -> dict[str, Any]:
     """What starts a process as somebody who is not root."""
     if os.geteuid() != 0:
@@ -325,3 +341,48 @@ class Servers:
         for each in self.made:
             each.kill()
             shutil.rmtree(each.folder, ignore_errors=True)
+
+
+# A crash of the machine is none of the tests' that share servers: these need not wait for a disk.
+FAST = {"postgresql": ("fsync=off",), "redis": ("--appendfsync", "no")}
+
+
+@contextmanager
+def shared(root: Path) -> Iterator[tuple[tuple[Path, Path], dict[str, Server]]]:
+    """PostgreSQL's parts, and a server of each kind, for all workers of a test run.
+
+    The first who comes starts them, the last who leaves ends them.
+
+    Args:
+        root: a directory that the workers share.
+    """
+    kept = root / "servers"
+    with (root / "servers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if kept.exists():
+            folder, parts, servers, pids, users = pickle.loads(kept.read_bytes())
+        else:
+            folder = folder_for_servers()
+            parts = postgres_parts(folder)
+            made = Servers(parts)
+            servers = {
+                "postgresql": made.postgres(None, *FAST["postgresql"]),
+                "redis": made.valkey(*FAST["redis"]),
+            }
+            pids, users = {kind: each.process.pid for kind, each in servers.items()}, 0
+            for each in servers.values():
+                each.process = None
+        kept.write_bytes(pickle.dumps((folder, parts, servers, pids, users + 1)))
+    yield parts, servers
+    with (root / "servers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        *_, users = pickle.loads(kept.read_bytes())
+        if users > 1:
+            kept.write_bytes(pickle.dumps((folder, parts, servers, pids, users - 1)))
+            return
+        kept.unlink()
+        for kind, each in servers.items():
+            each.process = psutil.Process(pids[kind])
+            each.kill()
+            shutil.rmtree(each.folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
