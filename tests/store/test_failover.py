@@ -55,7 +55,7 @@ class Load:
                 if await self.tried(lambda: store.create(made)):  # noqa: B023 - awaited at once
                     self.acknowledged.append(made.id)
                     self.written.append(time.monotonic())
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.02)
 
     async def look(self) -> None:
         """What is read is an answer, of the server that takes writes."""
@@ -63,7 +63,7 @@ class Load:
             while True:
                 if await self.tried(lambda: store.get(OWNER, "first")):
                     self.read.append(time.monotonic())
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.02)
 
     async def tried(self, call: Callable[[], Any]) -> Any:
         """What a call gives, None where the store was unavailable; other errors are raised."""

@@ -60,7 +60,7 @@ class Server:
     def start(self) -> None:
         with (self.folder / "log").open("ab") as log:
             self.process = psutil.Popen(
-                self.words(), stdout=log, stderr=log, cwd=self.folder, **lower()
+                self.words(), stdout=log, stderr=log, cwd=self.folder, env=nobodys(), **lower()
             )
         until(self.up, 30)
 
@@ -235,6 +235,11 @@ def free_port() -> int:
         port = 10_000 + secrets.randbelow(10_000)
         with suppress(OSError), socket.create_server((LOCAL, port)):
             return port
+
+
+def nobodys() -> dict[str, str]:
+    """An environment for what may outlive the test that starts it, which ends what is its own."""
+    return {name: value for name, value in os.environ.items() if name != "VLLMOPS_HOME"}
 
 
 def lower() -> dict[str, Any]:

@@ -79,8 +79,6 @@ class Redis(Backend):
         parts = parsed(url)
         self.source = source(url, parts, self.root)
         self.client = self.source.client
-        # Replicas confirm what came on one connection, and the client would ask for the script
-        # before each call: so calls are written to connections.
         self.script = self.client.register_script(
             files(__package__).joinpath("redis.lua").read_text()
         )
@@ -402,7 +400,11 @@ class Redis(Backend):
 
 
 async def asked(connection: Connection, calls: Collection[tuple[Any, ...]]) -> list[Any]:
-    """What the server answers to some commands, of which it is told at once."""
+    """What the server answers to some commands, of which it is told at once.
+
+    A pipeline of redis-py's would give the connection back, and replicas confirm what came on one
+    and the same; it would also ask for the script before each call: 0.26 ms, 2 % of a request.
+    """
     await connection.send_packed_command(connection.pack_commands(calls))
     found: list[Any] = []
     for _ in calls:
