@@ -29,8 +29,9 @@ class Lender:
 
     def __init__(self, kind: str, servers: dict[str, Server]) -> None:
         self.kind = kind
-        self.backend: Any = opening.backend(f"{servers[kind].url}?namespace=t{time.time_ns()}")
-        self.lend = (self.backend.source if kind == "redis" else self.backend).lend
+        backend: Any = opening.backend(f"{servers[kind].url}?namespace=t{time.time_ns()}")
+        self.backend = backend
+        self.lend = (backend.source if kind == "redis" else backend).lend
 
     async def two(self) -> set[int]:
         """Two at once, by their names."""

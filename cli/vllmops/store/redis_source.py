@@ -97,7 +97,8 @@ class Source(ABC):
         # A call that was sent twice would find its own doing: whether to try again is the caller's,
         # as is how long it may take.
         given = {**options, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-        self.pool: Any = driver.BlockingConnectionPool(
+        kind: Any = driver.BlockingConnectionPool
+        self.pool = kind(
             connection_class=Encrypted if self.tls else Plain,
             max_connections=CONNECTIONS,
             timeout=None,
