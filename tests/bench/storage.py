@@ -125,7 +125,8 @@ def inserted(backend: Backend, packed: Response, response_id: str) -> list[Any]:
     limits = backend.limits
     if isinstance(backend, Redis):
         created = repr(packed.created_at)
-        return [response_id, *row, created, "", *rest, limits.lease_s, limits.max_size, "[]"]
+        bounds = [limits.lease_s, limits.max_size, limits.share]
+        return [response_id, *row, created, "", *rest, *bounds, "[]"]
     return [response_id, *row, packed.created_at, None, *rest, time.time(), None]
 
 
@@ -169,14 +170,13 @@ async def driver(
         return
     assert isinstance(backend, Postgresql)
     async with backend.lend() as lent:
-        bare = lent._con  # the same one: another's process would be found asleep
 
-    async def fetch(operation: str, values: list[Any]) -> Any:
-        # There is a statement for many alone.
-        given = [[value] for value in values] if operation == "create" else values
-        return await bare.fetch(texts[operation], *given)
+        async def fetch(operation: str, values: list[Any]) -> Any:
+            # There is a statement for many alone.
+            given = [[value] for value in values] if operation == "create" else values
+            return await lent.fetch(texts[operation], *given)
 
-    yield fetch
+        yield fetch
 
 
 async def lists(setting: Setting, kind: str, url: str) -> Figure:

@@ -114,7 +114,7 @@ class Sql(Backend):
         return bool(await self.fetch("create", *self.row(response)))
 
     def row(self, response: Response) -> tuple[Any, ...]:
-        """What `CREATE` takes for a response."""
+        """What ``create`` takes for a response."""
         return (
             response.id,
             response.owner,
