@@ -35,8 +35,7 @@ from vllmops.instances.record import Folder, Record
 from vllmops.protocol import identity
 from vllmops.vllm_api.http import healthy
 
-from .support import databases
-from .support.databases import Server, Servers, folder_for_servers
+from .support.databases import Server, shared
 from .support.waiting import until
 
 # What commands import late: a fork that has it starts in a third of the time. And a user who may
@@ -496,23 +495,27 @@ def full_disk(home: Path) -> Iterator[Callable[[], None]]:
 
 
 @pytest.fixture(scope="session")
-def server_folder() -> Iterator[Path]:
-    folder = folder_for_servers()
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+def databases(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[tuple[Path, Path], dict[str, Server]]]:
+    """What all workers of a run share; see `shared`."""
+    root = tmp_path_factory.getbasetemp()
+    with shared(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
-def postgres_parts(server_folder: Path) -> tuple[Path, Path]:
+def postgres_parts(databases: Any) -> tuple[Path, Path]:
     """Where PostgreSQL's programs are, and a directory of data to copy."""
-    return databases.postgres_parts(server_folder)
+    parts: tuple[Path, Path] = databases[0]
+    return parts
 
 
 @pytest.fixture(scope="session")
-def shared_servers(postgres_parts: tuple[Path, Path]) -> Iterator[dict[str, Server]]:
-    servers = Servers(postgres_parts)
-    yield {kind: servers.add(kind) for kind in ("postgresql", "redis")}
-    servers.end()
+def shared_servers(databases: Any) -> dict[str, Server]:
+    """A server of each kind, which no test may kill."""
+    servers: dict[str, Server] = databases[1]
+    return servers
 
 
 @pytest.fixture(params=["sqlite", "postgresql", "redis"])

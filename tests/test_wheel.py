@@ -84,6 +84,7 @@ def test_what_needs_no_vllm_works(run: Run) -> None:
     answer = run("vllmops", "stacks", "explain", str(STACKS))
     assert "mm-cache-eviction-spin" in answer.stdout
     assert answer.returncode == 1
+    assert run("vllmops", "responses", "check-store", "sqlite:///responses.db").returncode == 0
 
 
 def test_the_manual_and_the_licence_are_in_it(run: Run, installed: Path) -> None:

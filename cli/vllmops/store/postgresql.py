@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import asyncpg
 
-from .backend import EVERYBODY, Chunk, Limits, Response
+from .backend import EVERYBODY, SILENT_S, Chunk, Limits, Response
 from .gathering import Gathered
-from .pool import Pool
-from .sql import CREATE, GET_MANY, META, META_GET, Dialect, Sql
+from .sql import Sql
 from .urls import FORMS, parsed, refuse, shown
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    Connection: TypeAlias = asyncpg.Connection[asyncpg.Record]
-
 CONNECTIONS = 8
-WORDS = {
-    "text": 'TEXT COLLATE "C"',
-    "float": "DOUBLE PRECISION",
-    "bytes": "BYTEA",
-    # As of the statement, so that an index can be asked.
-    "now": "CAST(extract(epoch FROM statement_timestamp()) AS DOUBLE PRECISION)",
-    "false": "FALSE",
-    "most": "greatest",
-    "skip": "FOR UPDATE SKIP LOCKED",
-    "among": "= ANY($1)",
-}
-# The rows as columns: one commit, and one answer, for all of them.
-CREATE_MANY = (
-    CREATE
-    % """SELECT id, owner, model, status, created_at, previous_id, error, body, input, used,
-    {now} + lease FROM unnest(CAST($1 AS TEXT[]), CAST($2 AS TEXT[]), CAST($3 AS TEXT[]),
-    CAST($4 AS TEXT[]), CAST($5 AS FLOAT[]), CAST($6 AS TEXT[]), CAST($7 AS TEXT[]),
-    CAST($8 AS BYTEA[]), CAST($9 AS BYTEA[]), CAST($10 AS FLOAT[]), CAST($11 AS FLOAT[]))
-    AS given (id, owner, model, status, created_at, previous_id, error, body, input, used, lease)"""
-)
-# They are packed already.
-UNPACKED = """ALTER TABLE {name}_responses ALTER body SET STORAGE EXTERNAL,
-    ALTER input SET STORAGE EXTERNAL"""
-
-
 # How long one of several hosts is waited for: less than a call may take.
 HOST_S = 0.8
 PORT = 5432
@@ -64,29 +37,51 @@ ELSEWHERE = (
 )
 
 
-class Connections(Pool["Connection"]):
-    """Connections to one database, of which several hosts may have a copy.
+class Connection(asyncpg.Connection):  # type: ignore[misc]
+    """A connection of the driver's pool, which may let go of a silent one and does not wait."""
 
-    Args:
-        url: of it.
-    """
+    async def close(self, **_: Any) -> None:
+        self.terminate()
 
-    def __init__(self, url: str) -> None:
-        super().__init__(CONNECTIONS)
-        self.url = url
+
+async def nothing(_: Connection) -> None:
+    """Statements by themselves leave nothing to reset, which takes the driver a round trip."""
+
+
+class Postgresql(Sql):
+    """A database for all; it comes back by itself when the server does."""
+
+    unavailable: ClassVar[tuple[type[Exception], ...]] = TROUBLE
+
+    def __init__(self, url: str, limits: Limits, name: str) -> None:
+        super().__init__(url, limits, name, "postgresql.sql")
+        self.name = name
+        self.pool: Any = None
         parts = parsed(url)
         self.hosts = [(host, port or PORT) for host, port in parts.hosts]
         told = "target_session_attrs" in parts.query or "PGTARGETSESSIONATTRS" in os.environ
         # Of several hosts only one takes writes.
         self.wanted = None if told or len(self.hosts) < 2 else "read-write"
+        self.finding = Gathered(self.find_all, lambda _: 0, at_once=True)
+        self.adding = Gathered(
+            self.add_all, lambda response: len(response.body) + len(response.input)
+        )
 
-    async def connect(self) -> Connection:
+    async def there(self) -> bool:
+        connection = await self.connect()
+        try:
+            return bool(await connection.fetchval("SELECT to_regclass($1)", f"{self.name}_meta"))
+        finally:
+            await connection.close()
+
+    async def connect(self, _: str | None = None, **given: Any) -> Connection:
+        """A new connection, for the driver's pool: to a host that takes writes, of several."""
         if len(self.hosts) < 2:
-            return await self.connect_to()
+            return await self.connect_to(**given)
         error: Exception = OSError("no host")
         for host, port in list(self.hosts):
             try:
-                return await self.connect_to(host=host, port=port, timeout=HOST_S)
+                return await self.connect_to(host=host, port=port, timeout=HOST_S, **given)
             except TROUBLE as found:
                 error = found
             # The next call begins with one that may be better.
@@ -100,69 +95,58 @@ class Connections(Pool["Connection"]):
             VllmopsError: ``usage``, where the driver can't read the URL.
         """
         try:
-            return await asyncpg.connect(
+            made: Connection = await asyncpg.connect(
                 self.url,
                 server_settings={"application_name": "vllmops"},
                 target_session_attrs=self.wanted,
                 **given,
             )
+            return made
         except (ValueError, asyncpg.ClientConfigurationError):
             refuse(f"{shown(self.url)!r} has an invalid parameter", FORMS["postgresql"])
 
-    async def fit(self, connection: Connection) -> bool:
-        return not connection.is_closed()
-
-    async def end(self, connection: Connection) -> None:
-        connection.terminate()
-
-
-class Postgresql(Sql):
-    """A database for all; it comes back by itself when the server does."""
-
-    unavailable: ClassVar[tuple[type[Exception], ...]] = TROUBLE
-
-    def __init__(self, url: str, limits: Limits, name: str) -> None:
-        lease = f"interval '{limits.lease_s:f} s'"
-        steady = f"pg_postmaster_start_time() < statement_timestamp() - {lease}"
-        super().__init__(url, limits, name, Dialect(words={**WORDS, "steady": steady}))
-        self.name = name
-        self.connections = Connections(url)
-        self.finding = Gathered(self.find_all, lambda _: 0, at_once=True)
-        self.adding = Gathered(
-            self.add_all, lambda response: len(response.body) + len(response.input)
-        )
-
-    async def there(self) -> bool:
-        connection = await self.connections.connect()
-        try:
-            return bool(await connection.fetchval("SELECT to_regclass($1)", f"{self.name}_meta"))
-        finally:
-            await connection.close()
-
     async def open(self) -> None:
-        await self.connections.empty()
-        async with self.connections.lend() as connection:
-            await connection.execute("BEGIN")
+        self.end()
+        self.pool = await asyncpg.create_pool(
+            min_size=0,
+            max_size=CONNECTIONS,
+            connect=self.connect,
+            connection_class=Connection,
+            reset=nothing,
+        )
+        async with self.lend() as connection, connection.transaction():
             await self.upgrade(connection)
-            await connection.execute("COMMIT")  # without it the connection is not used again
 
     async def upgrade(self, connection: Connection) -> None:
-        # Several processes start at once, and one of them makes the tables.
-        await connection.execute("SELECT pg_advisory_xact_lock(hashtext($1))", self.name)
-        await connection.execute(self.text(META))
-        row = await connection.fetchrow(self.text(META_GET), "schema")
-        for statement in self.steps(row[0] if row else 0):
+        await connection.execute(self.text["alone"])
+        await connection.execute(self.text["meta"])
+        version = await connection.fetchval(self.text["meta get"], "schema") or 0
+        for statement in self.steps(version):
             await connection.execute(statement)
-        if row is None:
-            await connection.execute(self.text(UNPACKED))
 
     async def close(self) -> None:
         try:
             await super().close()
-            for connection, _ in self.connections.idle:
-                await connection.close()
         finally:
-            await self.connections.empty()
+            self.end()
+
+    def end(self) -> None:
+        """Let go of all connections."""
+        if self.pool:
+            self.pool.terminate()
+
+    @asynccontextmanager
+    async def lend(self) -> AsyncIterator[Connection]:
+        """A connection, which is not used again after any trouble."""
+        async with self.pool.acquire() as connection:
+            began = time.monotonic()
+            try:
+                yield connection
+            except BaseException as error:
+                connection.terminate()
+                if isinstance(error, ELSEWHERE) or time.monotonic() - began > SILENT_S:
+                    await self.pool.expire_connections()
+                raise
 
     async def find(self, owner: str, response_id: str) -> Response | None:
         return await self.finding((owner, response_id))
@@ -172,7 +156,7 @@ class Postgresql(Sql):
         if len(wanted) == 1:
             return [await super().find(*wanted[0])]
         ids = {response_id for _, response_id in wanted}
-        found = {response.id: response for response in await self.alive(GET_MANY, list(ids))}
+        found = {response.id: response for response in await self.alive("get many", list(ids))}
         return [
             response
             if (response := found.get(response_id)) and owner in {EVERYBODY, response.owner}
@@ -188,7 +172,7 @@ class Postgresql(Sql):
         # In one order everywhere, or two processes could wait for each other.
         rows = sorted((self.row(response) for response in responses), key=itemgetter(0))
         columns = [list(column) for column in zip(*rows, strict=True)]
-        added = {row[0] for row in await self.fetch(self.text(CREATE_MANY), *columns)}
+        added = {row[0] for row in await self.fetch("create", *columns)}
         done = []
         for response in responses:
             done.append(response.id in added)
@@ -201,11 +185,12 @@ class Postgresql(Sql):
         except asyncpg.ForeignKeyViolationError:  # deleted while the statement ran
             return False
 
-    async def fetch(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
+    async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         return await self.writable(lambda connection: connection.fetch(statement, *values))
 
-    async def many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
-        await self.writable(lambda connection: connection.executemany(statement, values))
+    async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
+        text = self.text[name]
+        await self.writable(lambda connection: connection.executemany(text, values))
 
     async def writable(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
         """Run something on a server that takes writes.
@@ -214,28 +199,19 @@ class Postgresql(Sql):
         it has done nothing, and the next one is asked.
         """
         try:
-            return await self.tried(run)
-        except asyncpg.ReadOnlySQLTransactionError:
-            return await self.tried(run)
-
-    async def tried(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
-        try:
-            async with self.connections.lend() as connection:
+            async with self.lend() as connection:
                 return await run(connection)
-        except ELSEWHERE:
-            await self.connections.empty()
-            raise
+        except asyncpg.ReadOnlySQLTransactionError:
+            async with self.lend() as connection:
+                return await run(connection)
 
     async def caveats(self) -> list[str]:
-        rows = await self.fetch(
-            "SELECT name, setting FROM pg_settings"
-            " WHERE name IN ('fsync', 'synchronous_commit') AND setting = 'off' ORDER BY name"
-        )
+        rows = await self.fetch("caveats")
         caveats = [
             f"{name} = {setting}: a crash may lose the last responses" for name, setting in rows
         ]
-        names = await self.fetch("SELECT current_setting('synchronous_standby_names')")
-        if len(self.connections.hosts) > 1 and not names[0][0]:
+        names = await self.fetch("standbys")
+        if len(self.hosts) > 1 and not names[0][0]:
             caveats.append(
                 "synchronous_standby_names is empty: when a standby takes over, the last responses "
                 "may be lost"

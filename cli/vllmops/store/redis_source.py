@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import redis.asyncio as driver
@@ -19,6 +21,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
+from .backend import SILENT_S
 from .urls import CLUSTER, FORMS, SENTINEL, WAIT_REPLICAS, StoreUrl, refuse, shown
 
 if TYPE_CHECKING:
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
 Address: TypeAlias = tuple[str, int]
 
 PORT, SENTINEL_PORT = 6379, 26379
+# One for calls that are gathered, the rest for what may take long.
+CONNECTIONS = 4
+# Longer than that, and something on the way may have forgotten a connection.
+IDLE_S = 300.0
 # Less than a call may take, so that one that is silent leaves time for another.
 ASK_S = 0.5
 # A primary that was replaced may live on and not know it: how often Sentinels are asked.
@@ -38,33 +45,98 @@ NOT_OF_CONNECTIONS = ("max_connections", "timeout", "retry_on_timeout", "socket_
 TROUBLE = (OSError, RedisError, RedisClusterException)
 
 
+class Found:
+    """A connection that looks for its server each time it connects.
+
+    Args:
+        source: knows the server.
+        options: as redis-py has them.
+    """
+
+    def __init__(self, source: Source, **options: Any) -> None:
+        super().__init__(**options)
+        self.source = source
+        self.used = 0.0
+
+    async def connect(self) -> None:
+        here: Any = self
+        if here.is_connected and time.monotonic() - self.used > IDLE_S:
+            await self.disconnect()
+        if not here.is_connected:
+            self.source.alone = True
+            try:
+                here.host, here.port = await self.source.address()
+                await super().connect()  # type: ignore[misc]
+            except TROUBLE:
+                self.source.forget()
+                raise
+
+    async def disconnect(self, *_: Any, **given: Any) -> None:
+        """Let go of it, and wait for nobody: the server may be silent."""
+        await super().disconnect(**{**given, "nowait": True})  # type: ignore[misc]
+
+
+class Plain(Found, driver.Connection):
+    pass
+
+
+class Encrypted(Found, SSLConnection):
+    pass
+
+
 class Source(ABC):
-    """Where connections come from.
+    """Where connections come from: redis-py's pool of those to the server that takes writes.
 
     Args:
         options: what redis-py makes a connection with, but for the address.
     """
 
-    # What redis-py offers for all that is seldom done.
-    client: Any
-
     def __init__(self, options: dict[str, Any]) -> None:
-        kind = driver.Connection
-        if options.pop("connection_class", None) is SSLConnection:
-            kind = SSLConnection
-        self.kind = kind
+        self.tls = options.pop("connection_class", None) is SSLConnection
         self.options = options
-        kind(**options)  # so that what it does not take is refused now
-
-    async def connection(self) -> Connection:
-        """A new connection to the server that takes writes now."""
-        host, port = await self.address()
         # A call that was sent twice would find its own doing: whether to try again is the caller's,
         # as is how long it may take.
-        given = {**self.options, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-        connection = self.kind(host=host, port=port, **given)
-        await connection.connect()  # type: ignore[no-untyped-call]
-        return connection
+        given = {**options, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
+        kind: Any = driver.BlockingConnectionPool
+        self.pool = kind(
+            connection_class=Encrypted if self.tls else Plain,
+            max_connections=CONNECTIONS,
+            timeout=None,
+            source=self,
+            **given,
+        )
+        self.pool.make_connection()  # so that what it does not take is refused now
+        self.client = driver.Redis.from_pool(self.pool)
+        # Whether the server is taken to have no replica: who waits for one looks first.
+        self.alone = True
+
+    @asynccontextmanager
+    async def lend(self) -> AsyncIterator[Connection]:
+        """A connection, which is not used again after any trouble."""
+        if await self.moved():
+            await self.empty()
+        connection = await self.pool.get_connection()
+        began = time.monotonic()
+        try:
+            yield connection
+        except BaseException:
+            await connection.disconnect()
+            if time.monotonic() - began > SILENT_S:
+                await self.empty()
+            raise
+        finally:
+            connection.used = time.monotonic()
+            await self.pool.release(connection)
+
+    async def empty(self) -> None:
+        """Let go of all connections; of one that is in use when that is over."""
+        await self.pool.update_active_connections_for_reconnect()
+        await self.pool.disconnect(inuse_connections=False)
+
+    async def leave(self) -> None:
+        """Use none of these any more, the one that is in use included: look for the server anew."""
+        self.forget()
+        await self.empty()
 
     @abstractmethod
     async def address(self) -> Address:
@@ -82,22 +154,18 @@ class Source(ABC):
         return False
 
     async def close(self) -> None:
-        await self.client.aclose()
+        await self.client.aclose(close_connection_pool=True)
 
 
 class Standalone(Source):
     """One server, or whatever stands at its address."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        self.place = options.pop("host", "localhost"), options.pop("port", PORT)
         super().__init__(options)
-        self.host = options.pop("host", "localhost")
-        self.port = options.pop("port", PORT)
-        given = {"host": self.host, "port": self.port, "retry": Retry(NoBackoff(), 0)}
-        pool = driver.ConnectionPool(connection_class=self.kind, **given, **self.options)
-        self.client = driver.Redis.from_pool(pool)
 
     async def address(self) -> Address:
-        return self.host, self.port
+        return self.place
 
 
 class Sentinels(Source):
@@ -107,13 +175,12 @@ class Sentinels(Source):
         asked = {name.removeprefix("sentinel_"): options.pop(name, None) for name in SENTINEL_ONLY}
         super().__init__(options)
         self.service = service
-        given = {**options, "ssl": self.kind is SSLConnection}
+        given = {**options, "ssl": self.tls}
         asked |= {name: value for name, value in given.items() if name.startswith("ssl")}
         asked |= {"socket_timeout": ASK_S, "socket_connect_timeout": ASK_S}
         self.sentinel = Sentinel(  # type: ignore[no-untyped-call]
-            hosts, sentinel_kwargs={**asked, "retry": Retry(NoBackoff(), 0)}, **given
+            hosts, sentinel_kwargs={**asked, "retry": Retry(NoBackoff(), 0)}
         )
-        self.client = self.sentinel.master_for(service)
         self.known: Address | None = None
         self.looked = 0.0
 
@@ -157,19 +224,19 @@ class Cluster(Source):
         super().__init__(options)
         self.key = key
         given = {**options, "socket_timeout": ASK_S, "socket_connect_timeout": ASK_S}
-        self.client = RedisCluster(
+        self.cluster = RedisCluster(
             startup_nodes=[ClusterNode(host, port) for host, port in hosts],
-            ssl=self.kind is SSLConnection,
+            ssl=self.tls,
             **given,
         )
         self.stale = False
 
     async def address(self) -> Address:
-        await self.client.initialize()
+        await self.cluster.initialize()
         if self.stale:
-            await self.client.nodes_manager.initialize()
+            await self.cluster.nodes_manager.initialize()
             self.stale = False
-        node = self.client.get_node_from_key(self.key)
+        node: Any = self.cluster.get_node_from_key(self.key)
         return node.host, int(node.port)
 
     def forget(self) -> None:
@@ -179,6 +246,10 @@ class Cluster(Source):
         # A server of a cluster refuses calls for a slot that it has lost, as soon as it knows.
         self.forget()
         return await self.address() == (connection.host, connection.port)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.cluster.aclose()
 
 
 def source(url: str, parts: StoreUrl, key: str) -> Source:

@@ -22,7 +22,7 @@ import msgspec
 
 from ..errors import Exit, VllmopsError
 from .backend import Limits
-from .sql import META, META_GET, Dialect, Sql
+from .sql import Sql
 
 T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], Any]
@@ -31,18 +31,6 @@ LEAST_VERSION = (3, 35)  # RETURNING
 BUSY_S = 1.5
 # A commit takes a tenth of that; SQLite by itself would sleep up to 100 ms between two tries.
 NAP_S = 0.0005
-NOW = "((julianday('now') - 2440587.5) * 86400.0)"
-WORDS = {
-    "text": "TEXT",
-    "float": "REAL",
-    "bytes": "BLOB",
-    "now": NOW,
-    "steady": "TRUE",  # nothing stands between a process and the file
-    "false": "FALSE",
-    "most": "max",
-    "skip": "",
-    "among": "IN (SELECT value FROM json_each($1))",
-}
 
 
 class Worker:
@@ -131,9 +119,7 @@ class Sqlite(Sql):
     unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError, sqlite3.Error)
 
     def __init__(self, url: str, limits: Limits, name: str) -> None:
-        super().__init__(
-            url, limits, name, Dialect(words=WORDS, marked=lambda text: text.replace("$", "?"))
-        )
+        super().__init__(url, limits, name, "sqlite.sql")
         self.path = path(url)
         self.reader: Worker | None = None
         self.writer: Worker | None = None
@@ -174,34 +160,40 @@ class Sqlite(Sql):
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA busy_timeout = 0")  # `patiently` waits instead
+        # As PostgreSQL tells the time, in seconds since the epoch.
+        connection.create_function("statement_timestamp", 0, time.time)
+        connection.create_function("date_part", 2, lambda _, at: at)
         return connection
 
     def upgrade(self, connection: sqlite3.Connection) -> None:
         with transaction(connection):
-            connection.execute(self.text(META))
-            row = connection.execute(self.text(META_GET), ("schema",)).fetchone()
+            connection.execute(self.text["meta"])
+            row = connection.execute(self.text["meta get"], numbered(("schema",))).fetchone()
             for statement in self.steps(row[0] if row else 0):
                 connection.execute(statement)
 
-    async def fetch(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
+    async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         assert self.reader
         assert self.writer
         worker = self.reader if statement.startswith(("SELECT", "WITH RECURSIVE")) else self.writer
-        given = [plain(value) for value in values]
+        given = numbered(values)
         return await worker.run(lambda connection: connection.execute(statement, given).fetchall())
 
-    async def many(self, statement: str, values: list[tuple[Any, ...]]) -> None:
+    async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
         def run(connection: sqlite3.Connection) -> None:
             with transaction(connection):
-                connection.executemany(statement, values)
+                connection.executemany(self.text[name], map(numbered, values))
 
         assert self.writer
         await self.writer.run(run)
 
 
-def plain(value: Any) -> Any:
-    """A value as SQLite takes it: a list becomes JSON."""
-    return msgspec.json.encode(value).decode() if isinstance(value, list) else value
+def numbered(values: Sequence[Any]) -> dict[str, Any]:
+    """Values of ``$1`` and so on, which are names in SQLite; a list becomes JSON."""
+    return {
+        str(number): msgspec.json.encode(value).decode() if isinstance(value, list) else value
+        for number, value in enumerate(values, 1)
+    }
 
 
 @contextmanager

@@ -1,0 +1,105 @@
+"""When connections of the drivers' pools are used again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import pytest
+
+from vllmops.store import opening
+from vllmops.store.redis import Redis, asked
+
+from ..support.databases import Server
+
+KINDS = ["postgresql", "redis"]
+
+
+async def name_of(connection: Any, kind: str) -> int:
+    """What the server calls a connection."""
+    if kind == "postgresql":
+        return int(await connection.fetchval("SELECT pg_backend_pid()"))
+    return int((await asked(connection, [("CLIENT", "ID")]))[0])
+
+
+class Lender:
+    """Lends connections of a backend, as it does for its calls."""
+
+    def __init__(self, kind: str, servers: dict[str, Server]) -> None:
+        self.kind = kind
+        backend: Any = opening.backend(f"{servers[kind].url}?namespace=t{time.time_ns()}")
+        self.backend = backend
+        self.lend = (backend.source if kind == "redis" else backend).lend
+
+    async def two(self) -> set[int]:
+        """Two at once, by their names."""
+        async with self.lend() as one, self.lend() as other:
+            return {await name_of(one, self.kind), await name_of(other, self.kind)}
+
+    async def fail(self, after_s: float = 0.0) -> None:
+        """A call on one of them that is given up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(after_s), self.lend():
+                await asyncio.sleep(60)
+
+    def run(self, main: Any) -> None:
+        async def whole() -> None:
+            await self.backend.open()
+            try:
+                await main()
+            finally:
+                await self.backend.close()
+
+        asyncio.run(whole())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("silent_s", [0.01, 10.0])
+def test_what_a_call_was_given_up_on_is_not_used_again(
+    kind: str, silent_s: float, shared_servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is any other, where that took long."""
+    module = "postgresql" if kind == "postgresql" else "redis_source"
+    monkeypatch.setattr(f"vllmops.store.{module}.SILENT_S", silent_s)
+    lender = Lender(kind, shared_servers)
+
+    async def main() -> None:
+        before = await lender.two()
+        assert await lender.two() == before
+        await lender.fail(after_s=0.1)
+        assert len(await lender.two() & before) == (0 if silent_s < 0.1 else 1)
+
+    lender.run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_in_use_when_the_others_go_is_ended_after(kind: str, shared_servers: Any) -> None:
+    lender = Lender(kind, shared_servers)
+
+    async def main() -> None:
+        before = await lender.two()
+        async with lender.lend() as lent:
+            if isinstance(lender.backend, Redis):
+                await lender.backend.source.leave()
+            else:
+                await lender.backend.pool.expire_connections()
+            assert await name_of(lent, kind) in before
+        assert not await lender.two() & before
+
+    lender.run(main)
+
+
+def test_what_rested_for_long_is_not_used_again(
+    shared_servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncpg's pool ends such by itself."""
+    lender = Lender("redis", shared_servers)
+
+    async def main() -> None:
+        before = await lender.two()
+        monkeypatch.setattr("vllmops.store.redis_source.IDLE_S", 0.0)
+        assert not await lender.two() & before
+
+    lender.run(main)
