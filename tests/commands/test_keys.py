@@ -347,10 +347,7 @@ def test_the_overlap_is_as_long_as_carriers_live(lab: Any, path: Path) -> None:
         Folder(name).write(replace(over, environment=environment))
     assert plan() == (60 * DAY_S, "carriers of wide live for 60 days")
     assert plan("--overlap", "90d") == (90 * DAY_S, "--overlap")
-    assert plan("--overlap", "1h") == (
-        3600,
-        "--overlap, although carriers of wide live for 60 days",
-    )
+    assert plan("--overlap", "1h") == (3600, "--overlap, but carriers of wide live for 60 days")
     # What it has sealed does not end with it.
     assert lab.vllmops("stop", "wide", "--force").code == 0
     for words in (("rotate",), ("promote", file.load(path).keys[0].kid)):

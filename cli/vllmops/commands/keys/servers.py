@@ -33,7 +33,7 @@ def period(overlap: str | None, path: Path) -> Period:
     if overlap is None:
         return Period(min(needed, LONGEST_S), live)
     seconds = duration(overlap)
-    return Period(seconds, "--overlap" + (f", although {live}" if seconds < needed else ""))
+    return Period(seconds, "--overlap" + (f", but {live}" if seconds < needed else ""))
 
 
 def not_loaded(path: Path, kid: str) -> list[str]:
