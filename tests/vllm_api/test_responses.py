@@ -180,3 +180,9 @@ def test_a_server_that_wants_to_be_asked_later(
     place = hostile(lambda: iter([head]))
     with pytest.raises(StoreUnavailable):
         asked(place, lambda server: retried(lambda: server.page(Query())))
+
+
+def test_figures_of_a_server_without_responses(hostile: Hostile, vllmops: Any) -> None:
+    place = hostile(lambda: whole({"object": "list", "data": []}))
+    answer = vllmops("responses", "stats", "--json", "-t", place.url)
+    assert (answer.code, answer.data["count"]) == (Exit.OK, 0)
