@@ -207,6 +207,8 @@ def change(path: Path, act: Callable[[Ring], Ring], *, create: bool = False) -> 
         with contextlib.suppress(OSError):
             make_missing(path.parent)
     path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        load(path)  # refuses it, before there is a lock file beside a directory or a device
     with locked(path):
         before = Ring() if create and not path.exists() and not copy(path).exists() else load(path)
         after = act(before)

@@ -123,7 +123,7 @@ class Redis(Backend):
         # For the script, which is nearly all there is: the client does much that it does not need.
         self.connections = Connections(self.source)
         self.script = self.client.register_script(
-            files(__package__).joinpath("redis.lua").read_text()
+            files(__package__).joinpath("redis.lua").read_text("utf-8")
         )
         self.calling = Gathered(self.call_all, lambda words: sum(map(weight, words)))
         self.uses = Uses(self.used)
