@@ -60,9 +60,11 @@ def hostile() -> Iterator[Hostile]:
         server.close()
 
 
-def asked(place: Place, question: Callable[[Http], Awaitable[Any]]) -> Any:
+def asked(
+    place: Place, question: Callable[[Http], Awaitable[Any]], timeout_s: float = TIMEOUT_S
+) -> Any:
     async def ask() -> Any:
-        async with Http(place, timeout_s=TIMEOUT_S) as server:
+        async with Http(place, timeout_s=timeout_s) as server:
             return await question(server)
 
     began = time.monotonic()
@@ -131,7 +133,7 @@ def test_an_answer_that_trickles_in(
 def test_events_that_trickle_in(hostile: Hostile) -> None:
     place = hostile(endless(EVENTS, EVENT, 0.05))
     assert refusal(place, QUESTIONS["events"]).code == "responses.timeout"
-    assert asked(place, lambda server: server.events(one("in_progress")))
+    assert asked(place, lambda server: server.events(one("in_progress")), 1.0)
 
 
 @pytest.mark.parametrize("coding", [b"gzip", b"gzip, gzip", b"br"])
