@@ -188,3 +188,15 @@ def test_figures_of_a_server_without_responses(hostile: Hostile, vllmops: Any) -
     place = hostile(lambda: whole({"object": "list", "data": []}))
     answer = vllmops("responses", "stats", "--json", "-t", place.url)
     assert (answer.code, answer.data["count"]) == (Exit.OK, 0)
+
+
+@pytest.mark.parametrize("key", ["sk-ü", "sk-\udcff", "sk-a\nX: y", "sk-a\r"])
+def test_a_key_that_is_no_header_is_not_sent(
+    hostile: Hostile, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    place = hostile(lambda: iter([b"HTTP/1.1 401 x\r\nContent-Length: 0\r\n\r\n"]))
+    error = refusal(place, QUESTIONS["list"])
+    assert error.code == "responses.not-authorised"
+    assert "no HTTP header" in error.message
+    assert "sk-" not in error.message

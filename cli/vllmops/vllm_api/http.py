@@ -184,6 +184,8 @@ class Key(NamedTuple):
 def key_for(url: str) -> Key:
     """What a server gets of ``VLLM_API_KEY``: nothing where it is another user's process.
 
+    Nor a key that is no header: the error of whoever tries to send it would show it.
+
     Never another variable: a key that is somebody else's is not for this server.
     """
     from ..host.listeners import distrust  # noqa: PLC0415 - most commands send no key
@@ -191,6 +193,8 @@ def key_for(url: str) -> Key:
     key = os.environ.get(KEY)
     if not key:
         return Key({})
+    if not (key.isascii() and key.isprintable()):
+        return Key({}, "it has a character that no HTTP header can hold")
     withheld = distrust(url)
     return Key({}, withheld) if withheld else Key({"Authorization": f"Bearer {key}"})
 
