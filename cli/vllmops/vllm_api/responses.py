@@ -109,7 +109,8 @@ class Http:
 
     async def items(self, response: Response) -> bytes:
         found: list[msgspec.Raw] = []
-        size, after = 0, {}
+        size = 0
+        after: dict[str, str] = {}
         for _ in range(PAGES):
             answer = await self.ask(
                 "GET", f"{path(response.id)}/input_items", limit=LIMIT, order="asc", **after
