@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -72,3 +75,16 @@ def test_names_of_pages_are_completed(vllmops: Any) -> None:
         "COMP_CWORD": "2",
     }
     assert vllmops(env=env).out.split() == ["mm-cache.ghost-keys"]
+
+
+def test_in_a_locale_without_utf_8() -> None:
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    answer = subprocess.run(
+        [sys.executable, "-m", "vllmops", "help"],
+        env={**os.environ, **plain},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "Find out what is wrong" in answer.stdout

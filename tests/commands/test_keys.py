@@ -491,3 +491,14 @@ def test_none_is_no_keyring_that_a_command_changes(vllmops: Any, path: Path) -> 
         assert (answer.code, answer.error["code"]) == (2, "usage")
     answer = vllmops("keys", "list", "--json", env={"VLLMOPS_KEYRING": "none"})
     assert (answer.data["keyring"], answer.data["keys"]) == ("none", [])
+
+
+@pytest.mark.parametrize("words", [("add",), ("retire", "k"), ("rotate",)])
+def test_no_lock_beside_what_is_no_file(vllmops: Any, home: Path, words: tuple[str, ...]) -> None:
+    (home / "folder").mkdir()
+    os.mkfifo(home / "fifo")
+    for place in (home / "folder", home / "fifo", Path("/")):
+        answer = vllmops("keys", *words, "--keyring", str(place), "--json")
+        assert answer.code == 4
+        assert "is not a file" in answer.error["message"]
+    assert {entry.name for entry in home.iterdir()} == {"folder", "fifo"}

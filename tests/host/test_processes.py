@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from vllmops.host import proc
 from vllmops.host.processes import (
     Process,
     Role,
@@ -168,3 +169,16 @@ def test_the_real_table_has_this_process() -> None:
     assert seen.rss_bytes
     assert seen.rss_bytes > 2**20
     assert not seen.zombie
+
+
+def test_a_process_with_a_name_that_is_no_text() -> None:
+    name = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff\\xfe'); print(); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout
+        child.stdout.readline()
+        assert proc.effective_uid(child.pid) == os.geteuid()
+        assert proc.name(child.pid) == "\ufffd\ufffd"
+        assert identity.of(child.pid).pid == child.pid
+        child.communicate(b"\n")

@@ -264,3 +264,34 @@ def test_a_record_in_the_way_that_is_damaged(home: Path) -> None:
     error = refusal("registry.corrupt", reserve, Order("M", name="a"))
     assert str(folder.path) in error.message
     assert reserve(Order("a")).record.name == "a-2"  # one that nobody asked for by name
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "headless", "uds"),
+    [
+        ("headless: true", "", True, None),
+        ("headless: true\ntensor-parallel-size: 2\ncompilation-config: {level: 1}", "", True, None),
+        ("headless: false", "", False, None),
+        ("api-server-count: 0", "", True, None),
+        ("uds: /run/v.sock", "", False, "/run/v.sock"),
+        ("uds: /run/v.sock", "--uds /run/w.sock", False, "/run/w.sock"),
+        ("- headless", "", False, None),
+        ("{", "", False, None),
+        ("5: !!python/object:x {}", "", False, None),
+        ("[" * 5000, "", False, None),
+    ],
+)
+def test_the_shape_that_vllms_own_file_gives(
+    home: Path, tmp_path: Path, content: str, words: str, headless: bool, uds: str | None
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(content)
+    order = launch.Order("m", ("--config", str(file), *words.split()))
+    record = launch.plan(order, "a", None)
+    assert (record.headless, record.uds) == (headless, uds)
+    assert launch.has_port(order) == (not headless and uds is None)
+
+
+@pytest.mark.parametrize("path", ["/nowhere.yaml", "/dev/zero", "/", ""])
+def test_a_file_of_vllms_that_cannot_be_read_is_left_to_vllm(home: Path, path: str) -> None:
+    assert not launch.plan(launch.Order("m", ("--config", path)), "a", None).headless

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,25 @@ def test_connection_that_breaks(spawn: Spawn) -> None:
         thread.start()
         assert refusal(child).code == "agent.broken"
         thread.join()
+
+
+def test_an_answer_without_end(spawn: Spawn) -> None:
+    child = spawn(VLLMOPS_DISABLE="1")
+    child.socket.parent.mkdir(parents=True, mode=0o700)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.fspath(child.socket))
+        child.socket.chmod(0o600)
+        server.listen()
+
+        def flood() -> None:
+            with suppress(OSError), server.accept()[0] as connection:
+                while True:
+                    connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+
+        threading.Thread(target=flood, daemon=True).start()
+        began = time.monotonic()
+        assert refusal(child, timeout_s=0.3).code == "agent.timeout"
+        assert time.monotonic() - began < 3
 
 
 def test_path_too_long(spawn: Spawn, tmp_path: Path) -> None:

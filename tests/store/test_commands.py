@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -695,6 +696,21 @@ def test_nobody_there(vllmops: Any, listener: int) -> None:
     with pytest.raises(VllmopsError) as caught:
         asyncio.run(late())
     assert (caught.value.code, caught.value.exit_code) == ("responses.timeout", Exit.TIMED_OUT)
+
+
+def test_a_pipe_without_end_is_not_copied_for_ever(
+    vllmops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importing = import_module("vllmops.commands.responses.import_")
+    monkeypatch.setattr(importing, "MOST_PIPED", 3 << 20)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with subprocess.Popen(["sh", "-c", f"yes '{{}}' >{fifo}"]) as endless:
+        store = f"sqlite:///{tmp_path}/r.db"
+        answer = vllmops("responses", "import", str(fifo), "--store", store, "--json")
+        assert (answer.code, answer.error["code"]) == (Exit.FAILED, "file.too-large")
+        assert "import the file" in answer.error["hint"]
+        endless.wait(5)
 
 
 def test_ctrl_c(served: Ours, tmp_path: Path, home: Path) -> None:

@@ -168,7 +168,7 @@ def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
                 agent.reach(process)
                 return Attached(process, stopped_s, time.monotonic() - began)
             if problem.exists():
-                raise failed(process, problem.read_text())
+                raise failed(process, problem.read_text("utf-8", "replace"))
             if not alive(process):
                 raise gone(process)
             time.sleep(PAUSE_S)
@@ -226,7 +226,7 @@ def by_python(process: Process, code: str, script: Path) -> None:
     Raises:
         VllmopsError: ``attach.machine``.
     """
-    script.write_text(code)
+    script.write_text(code, "utf-8")
     python = os.readlink(f"/proc/{process.pid}/exe")
     call = "import sys; sys.remote_exec(int(sys.argv[1]), sys.argv[2])"
     words = (python, "-c", call, str(process.pid), str(script))

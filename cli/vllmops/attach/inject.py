@@ -112,7 +112,7 @@ class Target:
 
     def maps(self) -> Iterator[Mapping]:
         """Its mappings, lowest first."""
-        for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines():
+        for line in Path(f"/proc/{self.pid}/maps").read_text("utf-8", "replace").splitlines():
             span, _, offset, _, _, *path = line.split(maxsplit=5)
             start, _, end = span.partition("-")
             yield Mapping(int(start, 16), int(end, 16), int(offset, 16), "".join(path))
@@ -172,7 +172,9 @@ class Target:
             PermissionError: the kernel does not allow it.
         """
         try:
-            words = Path(f"/proc/{self.pid}/task/{tid}/syscall").read_text().split()
+            words = (
+                Path(f"/proc/{self.pid}/task/{tid}/syscall").read_text("utf-8", "replace").split()
+            )
         except PermissionError:
             raise
         except OSError:
@@ -304,7 +306,7 @@ def _check(target: Target) -> None:
     """Raise unless the program begins as programs do, and signal frames are taken as they are."""
     with open(f"/proc/{target.pid}/mem", "rb", buffering=0) as memory:
         there = os.pread(memory.fileno(), len(STUB), target.entry)
-    status = Path(f"/proc/{target.pid}/status").read_text()
+    status = Path(f"/proc/{target.pid}/status").read_text("utf-8", "replace")
     if not there.startswith(ENTRIES) or "shstk" in status:
         raise VllmopsError(
             "attach.unknown-program",

@@ -40,11 +40,13 @@ class Page:
 def pages() -> dict[str, Page]:
     """Every page by its name: topics first, then findings, then errors, each in order."""
     root = files(__package__)
-    found = [Page(stem(file), "topic", file.read_text()) for file in texts(root)]
-    found += [Page(stem(file), "finding", file.read_text()) for file in texts(root / "findings")]
+    found = [Page(stem(file), "topic", file.read_text("utf-8")) for file in texts(root)]
+    found += [
+        Page(stem(file), "finding", file.read_text("utf-8")) for file in texts(root / "findings")
+    ]
     found += [Page(f"stack.{each.id}", "finding", described(each)) for each in catalogue()]
     for file in texts(root / "errors"):
-        _, *sections = HEADING.split(file.read_text())
+        _, *sections = HEADING.split(file.read_text("utf-8"))
         found += [
             Page(section.partition("\n")[0].strip(), "error", f"# {section}")
             for section in sections

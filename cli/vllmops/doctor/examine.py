@@ -445,9 +445,12 @@ def container(server: Server) -> tuple[int, int] | None:
     if group is None:
         return None
     try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        limit = (group / "memory.max").read_text("utf-8", "replace").strip()
+        used = int((group / "memory.current").read_text("utf-8", "replace"))
+        stat = dict(
+            line.split()
+            for line in (group / "memory.stat").read_text("utf-8", "replace").splitlines()
+        )
     except (OSError, ValueError):
         return None
     if not limit.isdigit():

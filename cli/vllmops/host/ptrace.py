@@ -47,7 +47,7 @@ def rights(pid: int) -> Rights:
     """
     ours, theirs = status("self"), status(str(pid))
     try:
-        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text("utf-8", "replace"))
     except OSError:
         scope = 0
     return Rights(

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from ..errors import VllmopsError
-from ..files import take
+from ..files import read, take
 from ..home import home
 from ..host import ports
 from ..host.processes import alive
@@ -37,6 +37,7 @@ FIRST_PORT, LAST_PORT = 8000, 8999
 PLUGIN = "vllmops"
 # What makes a directory a model for vLLM: Hugging Face's, Mistral's.
 MODEL_FILES = ("config.json", "params.json")
+YAML_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def check(order: Order) -> None:
     logs.limit()
     check_installed()
     check_model(order.model)
-    found = shape(order.arguments)
+    found = shape(all_arguments(order))
     if found.uds:
         check_socket(found.uds)
     elif order.port is not None and not found.headless:
@@ -294,7 +295,8 @@ def environment(order: Order, name: str) -> dict[str, str]:
 
 def plan(order: Order, name: str, port: int | None) -> Record:
     now = time.time()
-    found = shape(order.arguments)
+    arguments = all_arguments(order)
+    found = shape(arguments)
     return Record(
         name=name,
         model=order.model,
@@ -303,7 +305,7 @@ def plan(order: Order, name: str, port: int | None) -> Record:
         directory=str(Path.cwd()),
         host=order.host,
         port=port,
-        scheme="https" if option(order.arguments, "--ssl-certfile") else "http",
+        scheme="https" if option(arguments, "--ssl-certfile") else "http",
         detached=order.detached,
         watch=order.watch,
         created_at=now,
@@ -315,7 +317,26 @@ def plan(order: Order, name: str, port: int | None) -> Record:
 
 def has_port(order: Order) -> bool:
     """Whether the server listens on a TCP port."""
-    return shape(order.arguments) == Shape()
+    return shape(all_arguments(order)) == Shape()
+
+
+def all_arguments(order: Order) -> tuple[str, ...]:
+    """What vLLM is given: by the YAML file that ``--config`` names, and then by the command line.
+
+    A file that can't be read is left to vLLM, which says what is wrong.
+    """
+    path = option(order.arguments, "--config")
+    words = list[str]()
+    if path:
+        # PyYAML comes with vLLM; of what its constructors raise not all is a YAMLError.
+        with contextlib.suppress(Exception):
+            import yaml  # type: ignore[import-untyped]  # noqa: PLC0415
+
+            table = yaml.safe_load(read(Path(path), YAML_BYTES))
+            for key, value in table.items():
+                if value is not False:
+                    words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    return (*words, *order.arguments)
 
 
 def preview(order: Order) -> Record:

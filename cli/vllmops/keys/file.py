@@ -26,7 +26,7 @@ PLACE = "VLLMOPS_KEYRING"
 SIGNING_KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
 OFF = "none"  # in place of a file name: no keys at all
 MOST_BYTES = 1 << 20
-LOCK_WAIT_S = 10.0
+LOCK_WAIT_S = 5.0
 LOCK_POLL_S = 0.02
 
 
@@ -207,6 +207,8 @@ def change(path: Path, act: Callable[[Ring], Ring], *, create: bool = False) -> 
         with contextlib.suppress(OSError):
             make_missing(path.parent)
     path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        load(path)  # refuses it, before there is a lock file beside a directory or a device
     with locked(path):
         before = Ring() if create and not path.exists() and not copy(path).exists() else load(path)
         after = act(before)

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
@@ -109,7 +109,6 @@ class BuiltIn:
         requests: requests in each round.
         inputs: images in each request.
         seed: the number of the first input; every input has a number of its own.
-        client: sends the requests.
     """
 
     name: str
@@ -118,7 +117,6 @@ class BuiltIn:
     requests: int
     inputs: int
     seed: int
-    client: httpx.Client = field(repr=False)
 
     def run(self, number: int, stop: threading.Event) -> None:
         numbers = iter(range((number - 1) * self.requests, number * self.requests))
@@ -153,8 +151,10 @@ class BuiltIn:
         """Send one request; ``first`` is the number of its first input."""
         path, content = KINDS[self.name](self.model, range(first, first + self.inputs))
         try:
-            response = self.client.post(f"{self.url}{path}", **content)
-        except httpx.HTTPError as error:
+            response = http.ask(
+                "POST", f"{self.url}{path}", TIMEOUT_S, headers=key_for(self.url).headers, **content
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise failed(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
         check(response, f"--load {self.name}")
 
@@ -234,11 +234,9 @@ def prepare(request: str, server: Server, *, requests: int, inputs: int, seed: i
     if request not in KINDS:
         environment = {"VLLMOPS_URL": server.url or "", "VLLMOPS_MODEL": server.model or ""}
         with suppress(VllmopsError):
-            environment["VLLMOPS_MODEL"] = served(connect(server), server)
+            environment["VLLMOPS_MODEL"] = served(server)
         return Command(words(request), environment)
-    client = connect(server)
-    model = served(client, server)
-    return BuiltIn(request, str(server.url), model, requests, inputs, seed, client)
+    return BuiltIn(request, str(server.url), served(server), requests, inputs, seed)
 
 
 def words(request: str) -> list[str]:
@@ -265,19 +263,7 @@ def no_command(request: str, why: str) -> VllmopsError:
     )
 
 
-def connect(server: Server) -> httpx.Client:
-    """A client that sends the user's API key if `key_for` allows it."""
-    return httpx.Client(
-        headers=key_for(str(server.url)).headers,
-        timeout=TIMEOUT_S,
-        # The server is on this machine: no proxy, and its certificate may be self-signed.
-        trust_env=False,
-        verify=False,  # noqa: S501
-        mounts=http.MOUNTS,
-    )
-
-
-def served(client: httpx.Client, server: Server) -> str:
+def served(server: Server) -> str:
     """The model's name on the server.
 
     Raises:
@@ -287,8 +273,8 @@ def served(client: httpx.Client, server: Server) -> str:
         raise VllmopsError("load.no-url", f"{server.label} has no known address", "vllmops ps")
     url = f"{server.url}/v1/models"
     try:
-        response = client.get(url, timeout=MODELS_TIMEOUT_S)
-    except httpx.HTTPError as error:
+        response = http.ask("GET", url, MODELS_TIMEOUT_S, headers=key_for(url).headers)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise failed(f"{url}: {str(error) or type(error).__name__}") from error
     check(response, url)
     try:

@@ -42,7 +42,7 @@ def of(pid: int) -> Identity:
 def stat(pid: int | str) -> list[str]:
     """Fields 3 and on of ``/proc/PID/stat``, also of a thread, ``PID/task/TID``; raises as `of`."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except FileNotFoundError as error:
         raise ProcessLookupError(f"there is no process {pid}") from error
 
@@ -51,7 +51,7 @@ def stat(pid: int | str) -> list[str]:
 def boot_id() -> str:
     """The kernel's id of this boot of the machine, empty if it has none."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8", "replace").strip()
     except FileNotFoundError:
         return ""
 

@@ -166,7 +166,10 @@ class Timely(socket.socket):
     deadline = 0.0
 
     def recv_into(self, *args: Any, **options: Any) -> int:
-        self.settimeout(max(self.deadline - time.monotonic(), 0.001))
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.settimeout(left)
         return super().recv_into(*args, **options)
 
 

@@ -80,7 +80,7 @@ class Redis(Backend):
         self.source = source(url, parts, self.root)
         self.client = self.source.client
         self.script = self.client.register_script(
-            files(__package__).joinpath("redis.lua").read_text()
+            files(__package__).joinpath("redis.lua").read_text("utf-8")
         )
         self.calling = Gathered(self.call_all, lambda words: sum(map(weight, words)))
         self.uses = Uses(self.used)

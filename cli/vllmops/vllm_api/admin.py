@@ -20,8 +20,8 @@ from ..store.urls import shown
 from . import http
 from .place import Place
 
-# As long as a server waits for another change of its keyring, and some seconds more.
-TIMEOUT_S = 15.0
+# Longer than a server waits for another change of its keyring.
+TIMEOUT_S = 8.0
 
 
 class Refusal(msgspec.Struct):
@@ -73,18 +73,14 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
             exit_code=Exit.NOT_AUTHORISED,
         )
     try:
-        # On this machine a proxy for the outside is not asked, nor has a certificate its name.
-        with httpx.Client(
-            timeout=TIMEOUT_S,
-            trust_env=not place.local,
-            verify=not place.local,
-            mounts=http.MOUNTS,
-        ) as client:
-            answer = client.post(
-                f"{place.url}{admin.KEYS}",
-                content=file.encode(ring),
-                headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-            )
+        answer = http.ask(
+            "POST",
+            f"{place.url}{admin.KEYS}",
+            TIMEOUT_S,
+            outside=not place.local,
+            content=file.encode(ring),
+            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        )
     except httpx.TimeoutException as error:
         raise VllmopsError(
             "admin.timeout",

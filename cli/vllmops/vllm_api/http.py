@@ -19,7 +19,8 @@ from ..protocol.server import Canary, Outcome
 
 TIMEOUT_S = 2.0
 GRACE_S = 0.5  # for an answer that comes in several parts, each in time
-ANSWER_BYTES = 64 << 20  # metrics of many engines have some MB
+ANSWER_BYTES = 64 << 20  # a response with its images; metrics of many engines have some MB
+SLOWEST = 1 << 20  # bytes per second: an answer may take this much longer than a small one
 KEY = "VLLM_API_KEY"
 # What reading JSON of any shape may raise.
 NO_ANSWER = (ValueError, LookupError, TypeError, RecursionError)
@@ -183,13 +184,16 @@ class Key(NamedTuple):
 def key_for(url: str) -> Key:
     """The API key from ``VLLM_API_KEY`` for a server; none for another user's process.
 
-    No other variable is read: a key for another service must not reach this server.
+    No other variable is read: a key for another service must not reach this server. A key that is
+    no HTTP header is not sent: the error of a client that tries would show it.
     """
     from ..host.listeners import distrust  # noqa: PLC0415 - most commands send no key
 
     key = os.environ.get(KEY)
     if not key:
         return Key({})
+    if not (key.isascii() and key.isprintable()):
+        return Key({}, "it has a character that no HTTP header can hold")
     withheld = distrust(url)
     return Key({}, withheld) if withheld else Key({"Authorization": f"Bearer {key}"})
 
@@ -231,42 +235,83 @@ def get(url: str, timeout_s: float) -> httpx.Response:
     return ask("GET", url, timeout_s)
 
 
-def ask(method: str, url: str, timeout_s: float, **fields: Any) -> httpx.Response:
-    """A server's answer; not on a thread whose event loop runs.
+def ask(
+    method: str, url: str, timeout_s: float, *, outside: bool = False, **fields: Any
+) -> httpx.Response:
+    """The same as `answered`, of a `client`; not on a thread whose event loop runs."""
+
+    async def once() -> httpx.Response:
+        async with client(outside=outside) as asking:
+            return await answered(asking, method, url, timeout_s, **fields)
+
+    return asyncio.run(once())
+
+
+def client(headers: dict[str, str] | None = None, *, outside: bool = False) -> httpx.AsyncClient:
+    """What asks servers.
+
+    Args:
+        headers: of every request.
+        outside: whether the server is on another machine: a proxy for the outside is not for a
+            server on this machine, whose certificate is its own.
+    """
+    return httpx.AsyncClient(
+        # A small answer that is compressed can be as large as this machine's memory.
+        headers={"Accept-Encoding": "identity", **(headers or {})},
+        trust_env=outside,
+        verify=outside,
+        mounts=ASYNC_MOUNTS,
+    )
+
+
+async def answered(
+    asking: httpx.AsyncClient, method: str, url: str, timeout_s: float, **fields: Any
+) -> httpx.Response:
+    """A server's whole answer.
 
     Any program may listen there: an answer that is too slow or too long is given up.
 
     Raises:
         httpx.HTTPError, httpx.InvalidURL: no answer in time, or one that is too large.
     """
-    return asyncio.run(answered(method, url, timeout_s, fields))
-
-
-async def answered(
-    method: str, url: str, timeout_s: float, fields: dict[str, Any]
-) -> httpx.Response:
-    content = b""
     try:
         async with (
-            asyncio.timeout(timeout_s + GRACE_S),
-            # A proxy for the outside is not for a server on this machine, whose certificate is its
-            # own.
-            httpx.AsyncClient(
-                timeout=timeout_s,
-                trust_env=False,
-                verify=False,  # noqa: S501
-                mounts=ASYNC_MOUNTS,
-            ) as client,
-            client.stream(method, url, **fields) as answer,
+            asyncio.timeout(timeout_s + GRACE_S) as end,
+            asking.stream(method, url, timeout=timeout_s, **fields) as answer,
         ):
-            async for part in answer.aiter_bytes():
-                content += part
-                if len(content) > ANSWER_BYTES:
-                    raise httpx.RemoteProtocolError(f"it has more than {ANSWER_BYTES >> 20} MiB")
+            return await whole(answer, end)
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from error
-    kept = {"content-type": answer.headers.get("content-type", "")}
-    return httpx.Response(answer.status_code, headers=kept, content=content, request=answer.request)
+
+
+async def whole(answer: httpx.Response, end: asyncio.Timeout) -> httpx.Response:
+    """An answer with its content, of which `parts` gives the parts; the charset is UTF-8."""
+    content = b"".join([part async for part in parts(answer, end)])
+    kept = {
+        "Content-Type": answer.headers.get("Content-Type", "").partition(";")[0],
+        "Retry-After": answer.headers.get("Retry-After", ""),
+    }
+    headers = httpx.Headers(kept, encoding="utf-8")
+    return httpx.Response(
+        answer.status_code, headers=headers, content=content, request=answer.request
+    )
+
+
+async def parts(answer: httpx.Response, end: asyncio.Timeout) -> AsyncIterator[bytes]:
+    """The parts of an answer's content; much of it puts the end off.
+
+    Raises:
+        httpx.RemoteProtocolError: it has too many of them, or is compressed.
+    """
+    if answer.headers.get("Content-Encoding", "identity") != "identity":
+        raise httpx.RemoteProtocolError("its answer is compressed, which was not asked for")
+    began, size = end.when() or 0.0, 0
+    async for part in answer.aiter_raw():
+        size += len(part)
+        if size > ANSWER_BYTES:
+            raise httpx.RemoteProtocolError(f"its answer has more than {ANSWER_BYTES >> 20} MiB")
+        end.reschedule(began + size / SLOWEST)
+        yield part
 
 
 def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 from urllib.parse import quote
@@ -20,11 +21,13 @@ from ..store.urls import shown
 from . import http
 from .place import Place
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 5.0
 # Between two events of a run that goes on: what there is so far has been told by then.
 SILENCE_S = 1.0
 # What the routes give at once.
 LIMIT = 100
+# Pages of one response's input, before a list counts as endless.
+PAGES = 1000
 LETTERS = 300  # of what a server says
 TERMINAL = frozenset(f"response.{status}" for status in FINISHED)
 
@@ -64,15 +67,8 @@ class Http:
         self.name = place.name
         self.timeout_s = timeout_s
         headers, self.withheld = http.key_for(place.url)
-        self.client = httpx.AsyncClient(
-            headers=headers,
-            timeout=timeout_s,
-            # A proxy for the outside is not for a server on this machine, whose certificate is its
-            # own; elsewhere the key is for nobody but the right one.
-            trust_env=not place.local,
-            verify=not place.local,
-            mounts=http.ASYNC_MOUNTS,
-        )
+        # A key is for nobody but the right server.
+        self.client = http.client(headers, outside=not place.local)
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,9 +109,9 @@ class Http:
 
     async def items(self, response: Response) -> bytes:
         found: list[msgspec.Raw] = []
-        seen: set[str] = set()
+        size = 0
         after: dict[str, str] = {}
-        while True:
+        for _ in range(PAGES):
             answer = await self.ask(
                 "GET", f"{path(response.id)}/input_items", limit=LIMIT, order="asc", **after
             )
@@ -127,38 +123,40 @@ class Http:
             found += listing.data
             if not listing.has_more or not listing.last_id or not listing.data:
                 return msgspec.json.encode(found)
-            if listing.last_id in seen:
-                raise VllmopsError(
-                    "responses.refused",
-                    f"{self.name} returns the same page of an input again and again",
-                )
-            seen.add(listing.last_id)
+            size += len(answer.content)
+            if size > http.ANSWER_BYTES or listing.last_id == after.get("after"):
+                break
             after = {"after": listing.last_id}
+        raise VllmopsError(
+            "responses.refused", f"{self.name} lists the input of {response.id} endlessly"
+        )
 
     async def events(self, response: Response) -> list[Events]:
         doing = "stream the events of a response"
-        found: list[Events] = []
-        rest = b""
+        content = bytearray()
         silence_s = SILENCE_S if response.running else self.timeout_s
         timeout = httpx.Timeout(self.timeout_s, read=silence_s)
         url = f"{self.place.url}/v1/responses{path(response.id)}"
         try:
-            async with self.client.stream(
-                "GET", url, params={"stream": "true"}, timeout=timeout
-            ) as answer:
+            async with (
+                asyncio.timeout(self.timeout_s) as end,
+                self.client.stream(
+                    "GET", url, params={"stream": "true"}, timeout=timeout
+                ) as answer,
+            ):
                 if not answer.headers.get("Content-Type", "").startswith("text/event-stream"):
-                    await answer.aread()
                     if answer.status_code == httpx.codes.BAD_REQUEST:
                         return []  # it was no background stream, or its events are gone
-                    self.good(self.allowed(answer), doing)
+                    self.good(self.allowed(await http.whole(answer, end)), doing)
                     raise self.lacking(doing)
-                async for part in answer.aiter_bytes():
-                    *frames, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
-                    for frame in frames:
-                        keep(frame, found)
-        except httpx.HTTPError as error:
-            if not (response.running and isinstance(error, httpx.ReadTimeout)):
+                async for part in http.parts(answer, end):
+                    content += part
+        except (httpx.HTTPError, TimeoutError) as error:
+            if not (response.running and isinstance(error, httpx.ReadTimeout | TimeoutError)):
                 raise self.away(error) from error
+        found: list[Events] = []
+        for frame in content.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
+            keep(bytes(frame), found)
         return found
 
     async def cancel(self, response_id: str) -> Outcome:
@@ -218,19 +216,20 @@ class Http:
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
             after = answer.headers.get("Retry-After", "")
             raise StoreUnavailable(
-                f"{self.name}: {refusal(answer)}", float(after) if after.isdigit() else 1
+                f"{self.name}: {refusal(answer)}",
+                float(after) if after.isascii() and after.isdigit() else 1,
             )
         return answer
 
     async def send(self, method: str, url: str, **options: Any) -> httpx.Response:
         try:
-            return await self.client.request(method, url, **options)
+            return await http.answered(self.client, method, url, self.timeout_s, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self.away(error) from error
 
     def away(self, error: Exception) -> VllmopsError:
         """The error of a server that can't be reached, or does not answer."""
-        if isinstance(error, httpx.TimeoutException) and not isinstance(
+        if isinstance(error, httpx.TimeoutException | TimeoutError) and not isinstance(
             error, httpx.ConnectTimeout | httpx.PoolTimeout
         ):
             check = f"vllmops doctor -t {self.name}" if self.place.local else "try again later"
@@ -240,9 +239,11 @@ class Http:
                 f"{check}{self.place.or_store}",
                 exit_code=Exit.TIMED_OUT,
             )
+        bad = isinstance(error, httpx.RemoteProtocolError)
+        fault = "gives no valid answer" if bad else "can't be reached"
         return VllmopsError(
             "responses.unreachable",
-            f"{shown(self.place.url)} can't be reached: {str(error) or type(error).__name__}",
+            f"{shown(self.place.url)} {fault}: {str(error) or type(error).__name__}",
             f"vllmops ps{self.place.or_store}",
             exit_code=Exit.NOT_FOUND,
         )

@@ -21,6 +21,7 @@ from .. import forever
 from ..errors import Exit, VllmopsError
 from ..protocol.watch import Event
 from ..targets import split
+from ..vllm_api.http import ask
 
 HOOK_S = 30.0
 POST_S, TRIES, PAUSE_S = 5.0, 3, 1.0
@@ -182,11 +183,13 @@ class Webhook:
             if number:
                 time.sleep(number * self.pause_s)
             try:
-                answer = httpx.post(
+                answer = ask(
+                    "POST",
                     self.url,
+                    POST_S,
+                    outside=True,
                     content=msgspec.json.encode(event),
                     headers={"Content-Type": "application/json"},
-                    timeout=POST_S,
                 )
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 why = f"{type(error).__name__}"

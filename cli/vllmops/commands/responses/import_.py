@@ -16,7 +16,7 @@ import typer
 
 from ... import output
 from ...errors import VllmopsError
-from ...files import opened, unreadable
+from ...files import opened, too_large, unreadable
 from ...output import Json, Progress, Result, Verbatim, command
 from ...store import archive
 from ...store.backend import EVERYBODY, Limits
@@ -30,6 +30,8 @@ SHOWN = 10  # broken lines
 LONGEST_LINE = 64 << 20
 # After that a line has no end, and the file is none of lines.
 ENDLESS = 1 << 30
+# Of a pipe, which is copied first.
+MOST_PIPED = 4 << 30
 
 
 class Imported(msgspec.Struct):
@@ -150,6 +152,10 @@ def lines_of(file: Path) -> Iterator[IO[bytes]]:
                 spool(source, spooled)
             except OSError as error:
                 raise unreadable(file, error) from error
+            if spooled.tell() > MOST_PIPED:
+                failure = too_large(file, MOST_PIPED)
+                failure.hint = "write it to a file, and import the file"
+                raise failure
             spooled.seek(0)
             yield spooled
 
@@ -182,7 +188,7 @@ async def imported(
 def spool(source: IO[bytes], copy: IO[bytes]) -> None:
     """Copy a stream, at most up to an endless line, which the reader of the copy reports."""
     line = 0
-    while line <= ENDLESS and (chunk := source.read(1 << 20)):
+    while line <= ENDLESS and copy.tell() <= MOST_PIPED and (chunk := source.read(1 << 20)):
         copy.write(chunk)
         end = chunk.rfind(b"\n")
         line = line + len(chunk) if end < 0 else len(chunk) - end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PAGE = 100
+# Pages of a server's list, which is endless after that; whose list is longer opens its store.
+PAGES = 10_000
 # Concurrent requests.
 AT_ONCE = 16
-# Retries while a store or server is unavailable, each after the delay that it names.
+# Retries while a store or server is unavailable, each after the delay that it names, up to a limit.
 TRIES = 5
+LONGEST_PAUSE_S = 1.5
 
 
 def source(target: str | None, store: str | None, *, create: bool = False) -> Source:
@@ -65,7 +69,7 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
     trail = [query.after] if query.after else []
     listed: set[str] = set()
     asked: set[str | None] = set()
-    while True:
+    for number in itertools.count(1):
         at = msgspec.structs.replace(query, after=trail[-1] if trail else None)
         try:
             page = await retried(partial(source.page, at))
@@ -83,10 +87,8 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
         trail += found
         if not page.more or not found:
             return
-        if not new and at.after in asked:
-            raise VllmopsError(
-                "responses.refused", f"{source.name} repeats the same page of its list endlessly"
-            )
+        if (not new and at.after in asked) or (number >= PAGES and not source.whole):
+            raise VllmopsError("responses.refused", f"{source.name} lists responses endlessly")
         asked.add(at.after)
 
 
@@ -100,7 +102,7 @@ async def retried(call: Callable[[], Awaitable[T]]) -> T:
         try:
             return await call()
         except StoreUnavailable as error:
-            await asyncio.sleep(error.retry_after_s)
+            await asyncio.sleep(min(error.retry_after_s, LONGEST_PAUSE_S))
     return await call()
 
 

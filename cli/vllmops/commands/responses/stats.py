@@ -68,9 +68,8 @@ async def sum_of_pages(responses: Source, counting: Counting) -> Stats:
         statuses.update(response.status for response in page)
         models.update(response.model for response in page)
         total += sum(len(response.body) for response in page)
-        oldest = min(
-            [*([] if oldest is None else [oldest]), *(response.created_at for response in page)]
-        )
+        known = [] if oldest is None else [oldest]
+        oldest = min([*known, *(response.created_at for response in page)], default=None)
         counting.add(len(page))
     return Stats(
         statuses=dict(statuses),

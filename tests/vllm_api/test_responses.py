@@ -1,0 +1,202 @@
+"""Stored responses from servers that answer without end, too slowly, or with what nobody asked."""
+
+import asyncio
+import gzip
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from vllmops.commands.responses import sources
+from vllmops.commands.responses.sources import retried, walk
+from vllmops.errors import Exit, VllmopsError
+from vllmops.store.store import Query, Response, StoreUnavailable
+from vllmops.vllm_api import http, responses
+from vllmops.vllm_api.place import Place
+from vllmops.vllm_api.responses import Http
+
+Part = Iterator[bytes]
+Hostile = Callable[[Callable[[], Part]], Place]
+JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+EVENT = b'data: {"type":"response.x","sequence_number":1}\n\n'
+TIMEOUT_S = 0.15
+
+
+@pytest.fixture
+def hostile() -> Iterator[Hostile]:
+    """Starts a server that says to everybody what a function makes, part by part."""
+    servers = []
+
+    def start(answer: Callable[[], Part]) -> Place:
+        server = socket.create_server(("127.0.0.1", 0))
+        servers.append(server)
+
+        def tell(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                connection.recv(65536)
+                for part in answer():
+                    connection.sendall(part)
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    threading.Thread(target=tell, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        return Place(url, url)
+
+    yield start
+    for server in servers:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+def asked(
+    place: Place, question: Callable[[Http], Awaitable[Any]], timeout_s: float = TIMEOUT_S
+) -> Any:
+    async def ask() -> Any:
+        async with Http(place, timeout_s=timeout_s) as server:
+            return await question(server)
+
+    began = time.monotonic()
+    try:
+        return asyncio.run(ask())
+    finally:
+        assert time.monotonic() - began < 5
+
+
+def refusal(place: Place, question: Callable[[Http], Awaitable[Any]]) -> VllmopsError:
+    with pytest.raises(VllmopsError) as caught:
+        asked(place, question)
+    return caught.value
+
+
+def one(status: str = "completed") -> Response:
+    return Response(id="a", owner="", model="", status=status, created_at=0.0, body=b"{}")
+
+
+def whole(content: Any) -> Part:
+    text = json.dumps(content).encode()
+    yield JSON + b"Content-Length: %d\r\n\r\n" % len(text) + text
+
+
+def endless(head: bytes, part: bytes, pause_s: float = 0.0) -> Callable[[], Part]:
+    def answer() -> Part:
+        yield head
+        while True:
+            yield part
+            time.sleep(pause_s)
+
+    return answer
+
+
+QUESTIONS: dict[str, Callable[[Http], Awaitable[Any]]] = {
+    "list": lambda server: server.page(Query()),
+    "get": lambda server: server.get("a"),
+    "items": lambda server: server.items(one()),
+    "events": lambda server: server.events(one()),
+    "cancel": lambda server: server.cancel("a"),
+    "delete": lambda server: server.delete("a"),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
+def test_an_answer_without_end(
+    hostile: Hostile, question: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "ANSWER_BYTES", 1 << 20)
+    head = EVENTS if question is QUESTIONS["events"] else JSON + b"\r\n"
+    error = refusal(hostile(endless(head, b"x" * 65536)), question)
+    assert (error.code, error.exit_code) == ("responses.unreachable", Exit.NOT_FOUND)
+    assert "more than 1 MiB" in error.message
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nx: ", JSON + b"\r\n"])
+def test_an_answer_that_trickles_in(
+    hostile: Hostile, question: Any, head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "GRACE_S", 0.05)
+    error = refusal(hostile(endless(head, b"x", 0.05)), question)
+    assert (error.code, error.exit_code) == ("responses.timeout", Exit.TIMED_OUT)
+
+
+def test_events_that_trickle_in(hostile: Hostile) -> None:
+    place = hostile(endless(EVENTS, EVENT, 0.05))
+    assert refusal(place, QUESTIONS["events"]).code == "responses.timeout"
+    assert asked(place, lambda server: server.events(one("in_progress")), 1.0)
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"gzip, gzip", b"br"])
+def test_a_compressed_answer_is_not_unpacked(hostile: Hostile, coding: bytes) -> None:
+    head = JSON + b"Content-Encoding: " + coding + b"\r\n\r\n"
+    content = gzip.compress(b" " * 1000)
+    error = refusal(hostile(lambda: iter([head + content])), QUESTIONS["list"])
+    assert "compressed" in error.message
+
+
+@pytest.mark.parametrize("charset", ["rot13", "idna", "\udcff"])
+def test_an_answer_in_another_charset(hostile: Hostile, charset: str) -> None:
+    head = b"HTTP/1.1 500 x\r\nContent-Type: text/plain; charset="
+    said = head + charset.encode(errors="surrogateescape") + b"\r\n\r\nwoe"
+    assert "woe" in refusal(hostile(lambda: iter([said])), QUESTIONS["list"]).message
+
+
+def listed(number: int, **more: Any) -> dict[str, Any]:
+    entry = {"id": f"resp_{number}", "status": "completed", "created_at": 1}
+    return {"object": "list", "data": [entry], "has_more": True, "last_id": entry["id"], **more}
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_lists_without_end(hostile: Hostile, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "PAGES", 5)
+    monkeypatch.setattr(sources, "PAGES", 5)
+    numbers = itertools.count()
+    place = hostile(lambda: whole(listed(next(numbers) if new else 1)))
+
+    async def walked(server: Http) -> None:
+        async for _ in walk(server, Query()):
+            pass
+
+    for question in (QUESTIONS["items"], walked):
+        error = refusal(place, question)
+        assert error.code == "responses.refused"
+        assert "endlessly" in error.message
+
+
+@pytest.mark.parametrize("after", ["999999999", "9" * 400, "²", "-1", "nan"])
+def test_a_server_that_wants_to_be_asked_later(
+    hostile: Hostile, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "LONGEST_PAUSE_S", 0.01)
+    head = f"HTTP/1.1 503 x\r\nRetry-After: {after}\r\nContent-Length: 0\r\n\r\n".encode("latin-1")
+    place = hostile(lambda: iter([head]))
+    with pytest.raises(StoreUnavailable):
+        asked(place, lambda server: retried(lambda: server.page(Query())))
+
+
+def test_figures_of_a_server_without_responses(hostile: Hostile, vllmops: Any) -> None:
+    place = hostile(lambda: whole({"object": "list", "data": []}))
+    answer = vllmops("responses", "stats", "--json", "-t", place.url)
+    assert (answer.code, answer.data["count"]) == (Exit.OK, 0)
+
+
+@pytest.mark.parametrize("key", ["sk-ü", "sk-\udcff", "sk-a\nX: y", "sk-a\r"])
+def test_a_key_that_is_no_header_is_not_sent(
+    hostile: Hostile, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    place = hostile(lambda: iter([b"HTTP/1.1 401 x\r\nContent-Length: 0\r\n\r\n"]))
+    error = refusal(place, QUESTIONS["list"])
+    assert error.code == "responses.not-authorised"
+    assert "no HTTP header" in error.message
+    assert "sk-" not in error.message
