@@ -86,7 +86,8 @@ def one(status: str = "completed") -> Response:
 
 def whole(content: Any) -> Part:
     text = json.dumps(content).encode()
-    yield JSON + b"Content-Length: %d\r\n\r\n" % len(text) + text
+    head = b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(text)
+    yield JSON + head + text
 
 
 def endless(head: bytes, part: bytes, pause_s: float = 0.0) -> Callable[[], Part]:
