@@ -1,7 +1,7 @@
 """What names a server, and what names none."""
 
 import pytest
-from tests.conftest import Vllmops
+from tests.support.commands import Vllmops
 
 from vllmops.errors import Exit, VllmopsError
 from vllmops.targets import Url, parsed

@@ -13,8 +13,6 @@ import errno
 import math
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -23,6 +21,7 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..files import peer
 from ..home import user
+from . import detached
 from .record import Folder, Record
 
 STOP_TIMEOUT_S = 60.0
@@ -149,26 +148,16 @@ def start_supervisor(
         port: an open file that holds the instance's port; it is closed here.
     """
     ours, theirs = socket.socketpair()
-    command = [
-        *(sys.executable, "-P", "-m", "vllmops.instances.supervisor", folder.name),
-        *("--lock", str(lock), "--client", str(theirs.fileno())),
-        *(["--launch"] if launch else []),
-        *(["--port", str(port)] if port is not None else []),
-    ]
+    words = [folder.name, "--lock", str(lock), "--client", str(theirs.fileno())]
+    words += ["--launch"] if launch else []
+    words += ["--port", str(port)] if port is not None else []
+    keep = [lock, theirs.fileno(), *([port] if port is not None else [])]
     try:
         log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)
     try:
-        # In a session of its own: it outlives the terminal, and Ctrl-C there is not for it.
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=(lock, theirs.fileno(), *([port] if port is not None else [])),
-            start_new_session=True,
-        )
+        detached.start("vllmops.instances.supervisor", words, keep, log)
     finally:
         os.close(log)
         os.close(lock)

@@ -48,9 +48,6 @@ UNREAD_BYTES = 2**20  # of a client that does not read
 HOUSE_S = 1.0  # between two checks of the files it needs
 RETRY_S = 1.0
 HOLDER_GRACE_S = 10.0
-LOG_LIMIT_BYTES = logs.LIMIT_BYTES
-with contextlib.suppress(VllmopsError):  # `serve` refuses it
-    LOG_LIMIT_BYTES = logs.limit()
 LOGS_KEPT = 3
 OWN_LOG_LIMIT_BYTES = 2**20
 LAST_WORDS_S = 10.0
@@ -60,6 +57,14 @@ PR_SET_CHILD_SUBREAPER = 36
 def log(text: str) -> None:
     with contextlib.suppress(OSError):  # the log may be on the disk that is full
         print(text, file=sys.stderr, flush=True)
+
+
+def log_limit() -> int:
+    """Bytes that the server's log may have; of a wrong limit `serve` tells."""
+    try:
+        return logs.limit()
+    except VllmopsError:
+        return logs.LIMIT_BYTES
 
 
 def its_own(writer: asyncio.StreamWriter) -> bool:
@@ -98,7 +103,7 @@ class Supervisor:
         self.requests: asyncio.Queue[Ending] = asyncio.Queue()
         self.child: subprocess.Popen[bytes] | None = None
         self.rotations = (
-            logs.Rotation(folder.log, limit=LOG_LIMIT_BYTES, keep=LOGS_KEPT),
+            logs.Rotation(folder.log, limit=log_limit(), keep=LOGS_KEPT),
             logs.Rotation(folder.supervisor_log, limit=OWN_LOG_LIMIT_BYTES, keep=1),
         )
         self.tail = logs.Tail(folder.log)

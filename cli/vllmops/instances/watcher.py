@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 
 from ..files import take
+from . import detached
 from .record import Folder
 
 
@@ -27,14 +26,7 @@ def start(folder: Folder, words: Sequence[str]) -> None:
     if lock is None:
         return
     try:
-        subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "vllmops", "watch"),
-                *("--supervised", "--target", folder.name, *words),
-            ],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(lock,),
-            start_new_session=True,
-        )
+        given = ("watch", "--supervised", "--target", folder.name, *words)
+        detached.start("vllmops", given, [lock])
     finally:
         os.close(lock)

@@ -1,0 +1,29 @@
+"""Starts what outlives the command that starts it: supervisors and watches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def start(module: str, words: Sequence[str], keep: Sequence[int], log: int | None = None) -> None:
+    """Start a module as a program, in a session of its own: a terminal's Ctrl-C is not for it.
+
+    Args:
+        module: its name.
+        words: its arguments.
+        keep: open files that it gets, by the same numbers.
+        log: the open file that it writes to, None for this process's own output.
+
+    Raises:
+        OSError: it can't be started.
+    """
+    subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=keep,
+        start_new_session=True,
+    )

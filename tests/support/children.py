@@ -1,0 +1,90 @@
+"""Processes that load the agent as vLLM would, and run any code that they are sent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from vllmops.host.processes import Process, Role
+from vllmops.protocol import identity
+
+CHILD: Final = Path(__file__).parents[1] / "agent" / "child.py"
+
+
+@dataclass
+class Child:
+    """A process that runs the agent, and any code it is sent."""
+
+    popen: subprocess.Popen[str]
+    process: Process
+    home: Path
+
+    @property
+    def socket(self) -> Path:
+        return self.home / "agents" / f"{self.process.pid}.sock"
+
+    @property
+    def beat(self) -> Path:
+        return self.socket.with_suffix(".beat")
+
+    def send(self, code: str) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(repr(code) + "\n")
+        self.popen.stdin.flush()
+
+    def run(self, code: str) -> str:
+        """Run code there; what it left in ``out``."""
+        self.send(code)
+        assert self.popen.stdout is not None
+        answer: str = eval(self.popen.stdout.readline())
+        assert not answer.startswith("Traceback"), answer
+        return answer
+
+    def end(self) -> str:
+        """End it in order; what it logged."""
+        return self.popen.communicate(timeout=20)[1]
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait(10)
+        for pipe in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+Spawn: TypeAlias = Callable[..., Child]
+
+
+def started(title: str, role: Role, home: Path, **env: str) -> Child:
+    """Start one.
+
+    Args:
+        title: what the process table shows.
+        role: what the tests call it.
+        home: its ``VLLMOPS_HOME``.
+        env: what is added to the environment.
+    """
+    popen = subprocess.Popen(
+        [title, str(CHILD)],
+        executable=sys.executable,
+        # A title in place of the program's name hides its library from the interpreter.
+        env={
+            **os.environ,
+            "PYTHONHOME": sys.base_prefix,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "VLLMOPS_HOME": str(home),
+            **env,
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert popen.stdout is not None
+    assert popen.stdout.readline() == "'up'\n"
+    return Child(popen, Process(role, popen.pid, identity.of(popen.pid).start_ticks), home)

@@ -1,0 +1,235 @@
+"""Runs commands of ours as forks of this process: most of a program's start are its imports."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import IO, Any, Final, NoReturn, TypeAlias
+
+from vllmops import app
+from vllmops.instances import supervisor
+
+# What commands import late: a fork that has it starts in a third of the time. And a user who may
+# not read this Python's library would not find it.
+for late in (
+    *("rich.emoji", "rich.live", "rich.markdown", "rich.markup", "rich.panel", "rich.pretty"),
+    *("rich.progress", "rich.table", "rich.traceback", "typer.rich_utils"),
+    *("vllmops.agent.patches.registry", "vllmops.commands.stacks.explanation"),
+    *(f"vllmops.commands.{entry.module.partition(':')[0]}" for entry in app.COMMANDS.values()),
+):
+    import_module(late)
+
+MAINS: Final = {"vllmops": app.main, "vllmops.instances.supervisor": supervisor.main}
+PR_SET_NAME: Final = 15
+STYLE: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+Output: TypeAlias = int | IO[Any] | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def envelope(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def data(self) -> Any:
+        return self.envelope["data"]
+
+    @property
+    def error(self) -> Any:
+        (error,) = self.envelope["errors"]
+        assert self.envelope["exit_code"] == self.code
+        return error
+
+
+Vllmops: TypeAlias = Callable[..., Answer]
+
+
+def answered(
+    *words: str,
+    columns: int | None = None,
+    uid: int | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60,
+    before: Callable[[], object] = lambda: None,
+) -> Answer:
+    """Run a command.
+
+    Args:
+        words: its command line.
+        columns: the width of the terminal that is its output; None for a pipe.
+        uid: who runs it.
+        env: what is added to the environment.
+        timeout_s: seconds after which the test fails.
+        before: called in the child before anything else of ours.
+    """
+    with tempfile.TemporaryFile() as err:
+        if columns is not None:
+            out, theirs = pty.openpty()
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        else:
+            out, theirs = os.pipe()
+
+        def program() -> None:
+            if uid is not None:
+                os.setgroups([])
+                os.setresgid(uid, uid, uid)
+                os.setresuid(uid, uid, uid)
+            os.environ.update(env or {})
+            before()
+            app.main()
+
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(theirs, 1)
+            os.dup2(err.fileno() if columns is None else theirs, 2)
+            become(program, ["vllmops", *words])
+        os.close(theirs)
+        said = read(out, pid, timeout_s)
+        _, status = os.waitpid(pid, 0)
+        os.close(out)
+        err.seek(0)
+        code = os.waitstatus_to_exitcode(status)
+        text = said.decode(errors="replace")
+        if columns is not None:  # in a pipe there must be none
+            text = STYLE.sub("", text.replace("\r\n", "\n"))
+        return Answer(code, text, err.read().decode(errors="replace"))
+
+
+def read(descriptor: int, pid: int, timeout_s: float) -> bytes:
+    """All it writes; one that takes too long is killed, and the test fails."""
+    deadline = time.monotonic() + timeout_s
+    said = b""
+    while (left_s := deadline - time.monotonic()) > 0:
+        if not select.select([descriptor], [], [], left_s)[0]:
+            break
+        try:
+            added = os.read(descriptor, 65536)
+        except OSError:  # a terminal's way to say that the other end is closed
+            return said
+        if not added:
+            return said
+        said += added
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"no end after {timeout_s} s; so far: {said.decode()}")
+
+
+def background(
+    *words: str, env: Mapping[str, str] | None = None, **streams: Output
+) -> subprocess.Popen[str]:
+    """Start a command, and do not wait for it.
+
+    Args:
+        words: its command line.
+        env: what is added to the environment.
+        streams: as of `forked`.
+    """
+
+    def program() -> None:
+        os.environ.update(env or {})
+        app.main()
+
+    return forked(program, ["vllmops", *words], **streams)
+
+
+def detached(
+    module: str, words: Sequence[str], keep: Sequence[int], log: int | None = None
+) -> None:
+    """`vllmops.instances.detached.start`, without the start of an interpreter."""
+    forked(MAINS[module], [module, *words], keep, stdout=log, stderr=log, session=True)
+
+
+def forked(
+    program: Callable[[], object],
+    argv: Sequence[str],
+    keep: Sequence[int] = (),
+    *,
+    stdin: Output = subprocess.DEVNULL,
+    stdout: Output = subprocess.PIPE,
+    stderr: Output = subprocess.PIPE,
+    session: bool = False,
+) -> subprocess.Popen[str]:
+    """Start a program of ours as a fork.
+
+    Args:
+        program: what is called, as of `become`; so are `argv` and `keep`.
+        argv: its command line.
+        keep: open files that it gets.
+        stdin: as of `subprocess.Popen`, as the next two.
+        stdout: its output.
+        stderr: its complaints.
+        session: whether it has one of its own.
+    """
+    return subprocess.Popen(
+        argv,
+        preexec_fn=lambda: become(program, argv, keep),  # noqa: PLW1509 - nothing is executed
+        restore_signals=False,  # as Python has them
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=session,
+        text=True,
+    )
+
+
+def become(
+    program: Callable[[], object], argv: Sequence[str], keep: Sequence[int] = ()
+) -> NoReturn:
+    """Be a program, in a fork that has the program's standard input and output.
+
+    Its environment in /proc is this process's still, so its name there says whose it is: see
+    `processes.in_home`.
+
+    Args:
+        program: what is called; it ends with its exit code.
+        argv: its command line.
+        keep: open files that it gets, besides the first three.
+    """
+    code = 70
+    try:
+        gc.freeze()  # what it has from here is never freed, nor copied only to be looked at
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number not in keep:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+        name = os.path.basename(os.environ.get("VLLMOPS_HOME", ""))
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+        sys.stdin = os.fdopen(0)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8")
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
+        sys.argv = list(argv)
+        try:
+            program()
+            code = 0
+        except SystemExit as error:
+            code = int(error.code or 0)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)

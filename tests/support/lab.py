@@ -1,0 +1,161 @@
+"""Instances of the stand-in for vLLM, and which processes are a test's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from vllmops.host import processes
+from vllmops.host.processes import Process, Seen, alive
+from vllmops.instances import launch, takedown
+from vllmops.instances.record import Folder, Record
+from vllmops.vllm_api.http import healthy
+
+from .commands import Vllmops, background
+from .waiting import until
+
+
+def foreign(seen: Seen, home: Path) -> bool:
+    vllm = processes.titled(seen.words) or processes.serve_arguments(seen.words) is not None
+    return bool(vllm) and not in_home(seen.pid, home)
+
+
+def in_home(pid: int, home: Path) -> bool:
+    """Whether a process, a program or a fork of this one (`commands.become`), has that home."""
+    try:
+        place = Path(f"/proc/{pid}")
+        environment = (place / "environ").read_bytes().split(b"\0")
+        name, _, state = (place / "stat").read_text().partition("(")[2].rpartition(") ")
+    except OSError:
+        return False
+    ours = name == home.name or f"VLLMOPS_HOME={home}".encode() in environment
+    return ours and pid != os.getpid() and state[0] not in "ZX"
+
+
+def holds(pid: int, file: Path) -> bool:
+    """Whether a process has a file open."""
+    try:
+        return any(os.readlink(each) == str(file) for each in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+
+
+class Stranger(subprocess.Popen[bytes]):
+    port: int
+
+
+@dataclass
+class Lab:
+    """Instances of the stand-in for vLLM, under real supervisors."""
+
+    home: Path
+    model: Path
+    vllmops: Vllmops
+    foreground: list[subprocess.Popen[str]] = field(default_factory=list)
+    strangers: list[Stranger] = field(default_factory=list)
+
+    def serve(self, name: str, *words: str, **play: object) -> Record:
+        """Serve one, detached, until it is ready."""
+        answer = self.vllmops(*self.words(name, "--detach", "--json", *words, **play))
+        assert answer.code == 0, answer
+        until(lambda: len(self.record(name).processes) >= 3)
+        return self.record(name)
+
+    def words(self, name: str, *words: str, **play: object) -> tuple[str, ...]:
+        env = ("--env", f"STANDIN={json.dumps(play)}")
+        return ("serve", str(self.model), "--name", name, *env, *words)
+
+    def starting(self, name: str, *words: str, **play: object) -> None:
+        """Serve one in the foreground, and do not wait for it."""
+        port = str(self.free_port())
+        self.foreground.append(background(*self.words(name, "--port", port, *words, **play)))
+        until(lambda: self.state(name) and self.record(name).processes)
+
+    def hold(self, name: str, *words: str, **play: object) -> subprocess.Popen[str]:
+        """Serve one in the foreground, until it is ready."""
+        self.starting(name, *words, **play)
+        popen = self.foreground[-1]
+        until(lambda: self.state(name) == "ready" or popen.poll() is not None)
+        return popen
+
+    def stranger(self, **play: object) -> Stranger:
+        """A server that vllmops did not start, serving."""
+        port = self.free_port()
+        server = self.stranger_with("--port", str(port), **play)
+        server.port = port
+        until(lambda: healthy(f"http://127.0.0.1:{port}"))
+        return server
+
+    def stranger_with(self, *words: str, **play: object) -> Stranger:
+        """A server that vllmops did not start, with these arguments."""
+        command = [sys.executable, "-m", "vllmops.agent.launch", "serve", str(self.model)]
+        server = Stranger(
+            [*command, *words],
+            env={**os.environ, "STANDIN": json.dumps(play)},
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.strangers.append(server)
+        # A parent that collects it at once, as a shell does.
+        threading.Thread(target=server.wait, daemon=True).start()
+        return server
+
+    def pid_of(self, tree: Iterable[Process], role: str) -> int:
+        return next(process.pid for process in tree if process.role == role)
+
+    def bind_error(self, port: int) -> OSError | None:
+        return launch.bind("127.0.0.1", port)
+
+    def cut_off(self, url: str) -> None:
+        """Send a request that gets no answer."""
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url, timeout=60)
+
+    def free_port(self) -> int:
+        return launch.free_port("127.0.0.1", set())
+
+    def state(self, name: str) -> str | None:
+        record = Folder(name).read()
+        return record.state if record else None
+
+    def record(self, name: str) -> Record:
+        record = Folder(name).read()
+        assert record
+        return record
+
+    def process(self, name: str, role: str) -> Process:
+        return next(p for p in self.record(name).processes if p.role == role)
+
+    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+        os.kill(pid, number)
+
+    def supervisor(self, name: str) -> int:
+        """The pid of an instance's supervisor."""
+        lock = Folder(name).lock_file
+        (pid,) = [p for p in psutil.pids() if in_home(p, self.home) and holds(p, lock)]
+        return pid
+
+    def kill_supervisor(self, name: str) -> None:
+        self.kill(self.supervisor(name))
+        until(lambda: not Folder(name).supervised())
+
+    def nothing_left(self, of: Record) -> None:
+        """Of that server there is no process, no listener, no segment; `of` it had them all."""
+        assert len(of.processes) >= 3
+        assert of.session
+        assert not [p for p in of.processes if alive(p)]
+        assert not takedown.members(processes.table(), of.session)
+        assert of.port is None or launch.bind("127.0.0.1", of.port) is None
+        assert of.segments
+        assert not [name for name in of.segments if Path("/dev/shm", name).exists()]
