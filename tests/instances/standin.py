@@ -5,47 +5,40 @@ lines, a segment in ``/dev/shm`` that engine and worker map, ``/health`` and ``/
 environment's ``STANDIN``, a JSON object, tells what else happens; see `Play`.
 """
 
-import json
-import mmap
+from __future__ import annotations
+
 import os
 import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
 
 
-@dataclass(frozen=True)
 class Play:
-    """What this server does.
+    """What this server does."""
 
-    Args:
-        ready_s: how long it loads.
-        says: a file whose text it prints while it loads.
-        exits: ends with that status instead of serving.
-        api_servers: how many; with more than one, the root only launches them.
-        stubborn: whether no process heeds SIGTERM.
-        stray: whether the worker has a child that loses its parent.
-    """
-
-    ready_s: float = 0.1
-    says: str | None = None
-    exits: int | None = None
-    api_servers: int = 1
-    stubborn: bool = False
-    stray: bool = False
+    ready_s: float = 0.1  # how long it loads
+    says: str | None = None  # a file whose text it prints while it loads
+    exits: int | None = None  # ends with that status instead of serving
+    api_servers: int = 1  # with more than one, the root only launches them
+    stubborn: bool = False  # no process heeds SIGTERM
+    stray: bool = False  # the worker has a child that loses its parent
 
 
-play = Play(**json.loads(os.environ.get("STANDIN", "{}")))
+play = Play()
+# Not by the module json: tests start hundreds of these processes.
+JSON = {"true": True, "false": False, "null": None}
+for name, value in eval(os.environ.get("STANDIN", "{}"), JSON).items():
+    assert hasattr(play, name), name
+    setattr(play, name, value)
 PYTHON = os.readlink("/proc/self/exe")
 UP = 9  # a pipe's writing end, by which the worker says that it is up
 segment = f"/dev/shm/psm_{os.path.basename(os.environ['VLLMOPS_HOME'])}_{os.getsid(0)}"
-children: list[subprocess.Popen[bytes]] = []
+children: list[int] = []
 running = 0
 
 
@@ -55,23 +48,17 @@ def say(process: str, text: str) -> None:
 
 def child(title: str, *words: str) -> None:
     """Start one with a title in place of its command line, as setproctitle leaves it."""
-    children.append(
-        subprocess.Popen(
-            [title, "-S", __file__, *words],
-            executable=PYTHON,
-            # Such a title hides its library from the interpreter, and its own path.
-            env={**os.environ, "PYTHONHOME": sys.base_prefix},
-            pass_fds=[UP],
-        )
-    )
+    # Such a title hides its library from the interpreter, and its own path.
+    environment = {**os.environ, "PYTHONHOME": sys.base_prefix}
+    children.append(os.posix_spawn(PYTHON, [title, "-S", __file__, *words], environment))
 
 
-def end(*_: Any) -> None:
+def end(*_: object) -> None:
     """End in order: those below first."""
     for one in children:
-        one.terminate()
+        os.kill(one, signal.SIGTERM)
     for one in children:
-        one.wait()
+        os.waitpid(one, 0)
     os._exit(0)
 
 
@@ -80,7 +67,9 @@ def wait() -> None:
         signal.pause()
 
 
-def map_segment() -> mmap.mmap:
+def map_segment() -> object:
+    import mmap
+
     descriptor = os.open(segment, os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(descriptor, 4096)
     mapped = mmap.mmap(descriptor, 4096)
@@ -92,11 +81,13 @@ def worker() -> None:
     say("Worker", "[cpu_model_runner.py:68] Starting to load model m...")
     kept = map_segment()
     if play.stray:
+        import subprocess
+
         nested = f"import subprocess; subprocess.Popen(['{PYTHON}', '-S', '-c', {WAIT!r}])"
         subprocess.run([PYTHON, "-S", "-c", nested], check=True)
     os.write(UP, b"!")
     wait()
-    kept.close()
+    del kept
 
 
 WAIT = "import signal; signal.pause()"
@@ -109,28 +100,31 @@ def engine() -> None:
     time.sleep(play.ready_s)
     say("EngineCore", "[core.py:402] init engine (profile, create kv cache) took 3.40 s")
     wait()
-    kept.close()
+    del kept
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        global running  # noqa: PLW0603 - a counter for one short program
-        body = b""
-        if self.path == "/metrics":
-            body = b"# TYPE vllm:num_requests_running gauge\n"
-            body += b'vllm:num_requests_running{engine="0"} %d.0\n' % running
-        elif self.path.startswith("/slow/"):
+def answer(connection: socket.socket) -> None:
+    """Answer one request, and hang up."""
+    global running  # noqa: PLW0603 - a counter for one short program
+    with connection:
+        said = b""
+        while b"\r\n\r\n" not in said:
+            if not (added := connection.recv(65536)):
+                return
+            said += added
+        method, path = said.decode().split()[:2]
+        status, body = "200 OK" if method == "GET" else "501 Not Implemented", ""
+        if path == "/metrics":
+            body = "# TYPE vllm:num_requests_running gauge\n"
+            body += f'vllm:num_requests_running{{engine="0"}} {running}.0\n'
+        elif path.startswith("/slow/"):
             running += 1
-            time.sleep(float(self.path.removeprefix("/slow/")))
+            time.sleep(float(path.removeprefix("/slow/")))
             running -= 1
-            body = b"done"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        print(f'INFO:     127.0.0.1:50000 - "GET {self.path} HTTP/1.1" 200 OK', flush=True)
+            body = "done"
+        print(f'INFO:     127.0.0.1:50000 - "{method} {path} HTTP/1.1" {status}', flush=True)
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close"
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
 
 
 def main() -> None:
@@ -165,22 +159,25 @@ def main() -> None:
     serve(host, port, uds)
 
 
-class UnixServer(ThreadingHTTPServer):
-    """As vLLM's: it binds, and neither removes a socket that is there nor its own at the end."""
-
-    address_family = socket.AF_UNIX
-
-    def server_bind(self) -> None:
-        self.socket.bind(self.server_address)
-
-    def get_request(self) -> Any:
-        return self.socket.accept()[0], ("", 0)
-
-
 def serve(host: str, port: int, uds: str | None = None) -> None:
-    ThreadingHTTPServer.allow_reuse_address = True
-    server = UnixServer(uds, Handler) if uds else ThreadingHTTPServer((host, port), Handler)  # type: ignore[arg-type]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    import socket
+    import threading
+
+    if (
+        uds
+    ):  # as vLLM's: it binds, and neither removes a socket that is there nor its own at the end
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(uds)
+        server.listen()
+    else:
+        server = socket.create_server((host, port))
+
+    def accept() -> None:
+        while True:
+            connection, _ = server.accept()
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
     say("APIServer", "[launcher.py:200] Application startup complete.")
     wait()
 
