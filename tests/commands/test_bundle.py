@@ -25,6 +25,8 @@ from vllmops.host.processes import Process, Role
 from vllmops.instances.servers import Server, resolve
 from vllmops.keys import file as keyring
 
+from ..support.commands import background
+
 OTHER = Path(__file__).parent.parent / "bundle" / "logs" / "other.log"
 KEY = "0123456789abcdef" * 4
 SECRETS = {
@@ -166,12 +168,7 @@ def test_what_a_person_sees(lab: Any, folder: Path) -> None:
 
 def test_interrupted_it_keeps_what_there_is(lab: Any, folder: Path) -> None:
     lab.serve("a")
-    running = subprocess.Popen(
-        [sys.executable, "-m", "vllmops", "bundle", "-o", "b.tar.gz"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    running = background("bundle", "-o", "b.tar.gz")
     assert running.stderr is not None
     assert "looking at" in running.stderr.readline()
     time.sleep(1)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,8 +24,9 @@ from vllmops.protocol.caches import (
     WorkerEncoderCache,
 )
 
+from ..support.commands import Answer, answered, background
+
 Spawn = Callable[..., Any]
-Run = subprocess.CompletedProcess[str]
 
 CACHES = """
 import cachetools
@@ -54,19 +54,8 @@ objects.remember("scheduler", scheduler)
 """
 
 
-def inspect(*options: object, **env: str) -> Run:
-    return subprocess.run(
-        [sys.executable, "-m", "vllmops", "cache", "inspect", *map(str, options)],
-        env={**os.environ, "COLUMNS": "80", **env},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-
-
-def data(done: Run) -> Any:
-    return json.loads(done.stdout)["data"]
+def inspect(*options: object, **env: str) -> Answer:
+    return answered("cache", "inspect", *map(str, options), env={"COLUMNS": "80", **env})
 
 
 @pytest.fixture
@@ -78,8 +67,8 @@ def engine(spawn: Spawn) -> Any:
 
 def test_figures_of_a_live_process(engine: Any) -> None:
     done = inspect("-t", engine.process.pid, "--json", "--keys")
-    assert done.returncode == 0, done.stderr
-    lru, encoder = data(done)["caches"]
+    assert done.code == 0, done.err
+    lru, encoder = done.data["caches"]
     assert lru == {
         "role": "engine",
         "pid": engine.process.pid,
@@ -112,7 +101,7 @@ def test_figures_of_a_live_process(engine: Any) -> None:
         "newest": "a",
         "keys": ["a"],
     }
-    assert data(done)["findings"] == []
+    assert done.data["findings"] == []
     assert engine.run("out = (cache._hits, cache._total, list(cache._LRUCache__order))") == str(
         (1, 4, ["a", "b", "c"])
     )
@@ -122,19 +111,19 @@ def test_findings_evidence_exit_code_and_the_same_from_a_file(engine: Any, tmp_p
     engine.run("cache._LRUCache__order['ghost'] = None; cache._hits = 9")
     path = tmp_path / "snapshot.json"
     live = inspect("-t", engine.process.pid, "--json", "--save", path)
-    assert live.returncode == 1
-    found = data(live)["findings"]
+    assert live.code == 1
+    found = live.data["findings"]
     assert [each["code"] for each in found] == ["mm-cache.ghost-keys", "mm-cache.hit-count"]
     assert found[0]["severity"] == "error"
     assert found[0]["evidence"] == "1: ghost"
-    assert data(live)["samples"] == 3
+    assert live.data["samples"] == 3
     saved = inspect(path, "--json")
-    assert saved.stdout == live.stdout
-    assert saved.returncode == 1
+    assert saved.out == live.out
+    assert saved.code == 1
     engine.run("del cache._LRUCache__order['ghost']")
-    assert inspect("-t", engine.process.pid).returncode == 0
-    assert inspect("-t", engine.process.pid, "--fail-on", "warning").returncode == 1
-    assert inspect(path, VLLMOPS_TARGET="none").returncode == 1
+    assert inspect("-t", engine.process.pid).code == 0
+    assert inspect("-t", engine.process.pid, "--fail-on", "warning").code == 1
+    assert inspect(path, VLLMOPS_TARGET="none").code == 1
 
 
 def test_a_stopped_process_is_told_and_the_others_shown(engine: Any, spawn: Spawn) -> None:
@@ -146,41 +135,36 @@ def test_a_stopped_process_is_told_and_the_others_shown(engine: Any, spawn: Spaw
         )
     )
     done = inspect("-t", engine.process.pid)
-    assert done.returncode == 0, done.stderr
-    told = " ".join(done.stdout.split())
+    assert done.code == 0, done.err
+    told = " ".join(done.out.split())
     assert f"worker {worker} did not answer: worker {worker} has no agent" in told
     assert "No findings in what could be read." in told
-    assert "LruKeyReplicated" not in done.stdout
+    assert "LruKeyReplicated" not in done.out
 
 
 def test_no_process_that_tells_is_exit_code_5(engine: Any) -> None:
     os.kill(engine.process.pid, signal.SIGSTOP)
     done = inspect("-t", engine.process.pid, "--json")
-    assert done.returncode == 5
-    (error,) = json.loads(done.stdout)["errors"]
+    assert done.code == 5
+    (error,) = json.loads(done.out)["errors"]
     assert error["code"] == "cache.no-agent"
     assert "last heartbeat is" in error["message"]
     assert error["hint"] == f"vllmops stacks dump -t {engine.process.pid}"
-    assert data(done)["silent"][0]["code"] == "agent.timeout"
+    assert done.data["silent"][0]["code"] == "agent.timeout"
 
 
 def test_without_an_agent_is_exit_code_5(spawn: Spawn) -> None:
     child = spawn("VLLM::EngineCore", VLLMOPS_DISABLE="1")
     done = inspect("-t", child.process.pid)
-    assert done.returncode == 5
-    assert "has no agent" in done.stderr
-    assert "hint:" in done.stderr
-    assert done.stdout == ""
+    assert done.code == 5
+    assert "has no agent" in done.err
+    assert "hint:" in done.err
+    assert done.out == ""
 
 
 def test_watching_ends_quietly(engine: Any) -> None:
     words = ["cache", "inspect", "--watch", "--interval", "0.2", "-t", str(engine.process.pid)]
-    watch = subprocess.Popen(
-        [sys.executable, "-m", "vllmops", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    watch = background(*words)
     assert watch.stdout is not None
     seen = 0
     end = time.monotonic() + 20
@@ -253,7 +237,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_both_sides_beside_each_other(saved: Path) -> None:
-    out = inspect(saved).stdout
+    out = inspect(saved).out
     lines = [line.split() for line in out.splitlines()]
     assert ["P0:", "api", "4194301", "P1:", "engine", "4194302"] in lines
     assert ["scheduler:", "engine", "4194302", "worker", "4194303"] in lines
@@ -261,13 +245,13 @@ def test_both_sides_beside_each_other(saved: Path) -> None:
     assert ["bytes", "3.0", "KiB", "3.0", "KiB"] in lines
     assert ["device", "-", "cuda:0"] in lines
     assert KEYS[0] not in out
-    assert KEYS[0] in inspect(saved, "--keys").stdout
+    assert KEYS[0] in inspect(saved, "--keys").out
     assert out.rstrip().endswith("No findings.")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
 def test_fits_the_terminal(saved: Path, columns: int) -> None:
-    out = inspect(saved, COLUMNS=str(columns)).stdout
+    out = inspect(saved, COLUMNS=str(columns)).out
     assert max(map(len, out.splitlines())) <= columns
     assert "4194302" in out
 
@@ -279,9 +263,9 @@ def test_drift_of_the_two_sides(tmp_path: Path) -> None:
     ahead = ProcessCaches(pid=4194301, parent=1, role="api", caches=[lru("P0", [*KEYS, "new"])])
     files.save(path, snapshot(processes=[ahead, *processes[1:]]))
     done = inspect(path, "--fail-on", "warning", "--json")
-    assert done.returncode == 1
-    assert [each["code"] for each in data(done)["findings"]] == ["mm-cache.front-only"]
-    assert inspect(path).returncode == 0
+    assert done.code == 1
+    assert [each["code"] for each in done.data["findings"]] == ["mm-cache.front-only"]
+    assert inspect(path).code == 0
 
 
 def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
@@ -289,8 +273,8 @@ def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
     silent = Silent(role="engine", pid=7, code="agent.stale", why="nobody listens", hint="restart")
     files.save(path, snapshot(silent=[silent], quiet=False))
     done = inspect(path)
-    assert done.returncode == 0
-    assert "engine 7 did not answer: nobody listens" in done.stdout
+    assert done.code == 0
+    assert "engine 7 did not answer: nobody listens" in done.out
 
 
 @pytest.mark.parametrize(
@@ -309,17 +293,17 @@ def test_bad_files(tmp_path: Path, content: bytes | None, code: str, exit_code: 
     if content is not None:
         path.write_bytes(content)
     done = inspect(path, "--json")
-    assert done.returncode == exit_code
-    assert json.loads(done.stdout)["errors"][0]["code"] == code
-    assert "Traceback" not in done.stderr
+    assert done.code == exit_code
+    assert json.loads(done.out)["errors"][0]["code"] == code
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize(
     "options", [["-t", "1"], ["--watch"], ["--save", "x"]], ids=lambda options: str(options[0])
 )
 def test_a_file_goes_with_no_server(saved: Path, options: list[str]) -> None:
-    assert inspect(saved, *options).returncode == 2
+    assert inspect(saved, *options).code == 2
 
 
 def test_watching_is_for_a_person() -> None:
-    assert inspect("--watch", "--json").returncode == 2
+    assert inspect("--watch", "--json").code == 2

@@ -12,6 +12,7 @@ import pytest
 from vllmops.instances.logs import rotate
 from vllmops.instances.record import Folder
 
+from ..support.commands import background
 from ..support.waiting import until
 
 
@@ -54,9 +55,7 @@ def test_one_that_is_over(lab: Any) -> None:
 def test_following_over_a_rotation_to_the_end(lab: Any) -> None:
     lab.serve("a")
     path = Folder("a").log
-    follower = subprocess.Popen(
-        [sys.executable, "-m", "vllmops", "logs", "a", "-f"], stdout=subprocess.PIPE, text=True
-    )
+    follower = background("logs", "a", "-f")
     assert follower.stdout
     said: list[str] = []
     reader = threading.Thread(target=said.extend, args=(follower.stdout,))
@@ -85,12 +84,7 @@ def test_following_over_a_rotation_to_the_end(lab: Any) -> None:
 
 def test_following_is_ended_by_ctrl_c(lab: Any) -> None:
     lab.serve("a")
-    follower = subprocess.Popen(
-        [sys.executable, "-m", "vllmops", "logs", "a", "-f"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    follower = background("logs", "a", "-f")
     assert follower.stdout
     follower.stdout.readline()
     follower.send_signal(signal.SIGINT)

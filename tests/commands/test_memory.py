@@ -21,6 +21,7 @@ from vllmops.host.processes import Role
 from vllmops.memory import plot
 from vllmops.memory import record as memory
 
+from ..support.commands import Answer, answered, background
 from ..support.waiting import until
 
 Spawn = Callable[..., Any]
@@ -30,24 +31,11 @@ FEW, MANY = 4, 20
 
 
 def begin(*words: object, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "vllmops", "memory", *map(str, words)],
-        env={**os.environ, "COLUMNS": "60", "NO_COLOR": "1", **env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return background("memory", *map(str, words), env={"COLUMNS": "60", **env})
 
 
-def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
-    popen = begin(*words, **env)
-    out, err = popen.communicate(timeout=60)
-    return subprocess.CompletedProcess(popen.args, popen.returncode, out, err)
-
-
-def data(done: subprocess.CompletedProcess[str]) -> Any:
-    return json.loads(done.stdout)["data"]
+def run(*words: object) -> Answer:
+    return answered("memory", *map(str, words), env={"COLUMNS": "60"})
 
 
 def lines(path: Path) -> int:
@@ -71,8 +59,8 @@ def test_by_time_and_the_same_from_the_file(engine: Any, tmp_path: Path) -> None
     path, drawn = tmp_path / "memory.json", tmp_path / "memory.svg"
     pid = engine.process.pid
     live = run("record", "-t", pid, *QUICK, "--save", path, "--plot", drawn, "--json")
-    assert (live.returncode, live.stderr) == (0, "")
-    found = data(live)
+    assert (live.code, live.err) == (0, "")
+    found = live.data
     assert FEW <= len(found["samples"]) <= MANY
     (first,), *_, (last,) = (sample["processes"] for sample in found["samples"])
     own = psutil.Process(pid).memory_full_info()
@@ -87,10 +75,10 @@ def test_by_time_and_the_same_from_the_file(engine: Any, tmp_path: Path) -> None
     assert found["findings"] == []
     assert drawn.read_text().startswith("<?xml")
     again = run("report", path, "--json")
-    assert {**data(again), "plot": str(drawn)} == found
+    assert {**again.data, "plot": str(drawn)} == found
     shown = run("report", path)
-    assert max(map(len, shown.stdout.splitlines())) <= 60
-    assert "can't say yet" in shown.stdout
+    assert max(map(len, shown.out.splitlines())) <= 60
+    assert "can't say yet" in shown.out
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -115,17 +103,17 @@ def test_rounds_of_a_command_that_makes_it_grow(engine: Any, tmp_path: Path) -> 
     words = ("-t", engine.process.pid, "--load", load, "--save", path)
     done = run("record", *words)
     (tmp_path / "end").touch()
-    assert done.returncode == 1, done.stderr
-    found = data(run("report", path, "--json"))
+    assert done.code == 1, done.err
+    found = run("report", path, "--json").data
     trend = found["trends"][1]
     assert (trend["verdict"], trend["steps"]) == ("growing", 4)
     assert trend["mean"] == pytest.approx(3_000_000, rel=0.05)
     assert [each["code"] for each in found["findings"]] == ["memory.rss-growing"]
     for word in ("idle", "after R1 (warm-up)", "growth R2-R5", "mean per round", "growing"):
-        assert word in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 60
-    assert run("report", path, "--tolerance", "10M").returncode == 0
-    assert run("report", path, "--fail-on", "error").returncode == 1
+        assert word in done.out
+    assert max(map(len, done.out.splitlines())) <= 60
+    assert run("report", path, "--tolerance", "10M").code == 0
+    assert run("report", path, "--fail-on", "error").code == 1
 
 
 def test_what_a_command_recorded_before_it_failed_is_shown(engine: Any, tmp_path: Path) -> None:
@@ -133,15 +121,15 @@ def test_what_a_command_recorded_before_it_failed_is_shown(engine: Any, tmp_path
     code = "import os, sys; sys.exit('enough') if os.environ['VLLMOPS_ROUND'] == '3' else 0"
     load = shlex.join([sys.executable, "-c", code])
     done = run("record", "-t", engine.process.pid, "--load", load, "--save", path)
-    assert done.returncode == 1
-    assert "after R2" in done.stdout
-    assert "enough" in done.stderr
-    assert [sample["round"] for sample in data(run("report", path, "--json"))["samples"]] == [
+    assert done.code == 1
+    assert "after R2" in done.out
+    assert "enough" in done.err
+    assert [sample["round"] for sample in run("report", path, "--json").data["samples"]] == [
         0,
         1,
         2,
     ]
-    envelope = json.loads(run("record", "-t", engine.process.pid, "--load", load, "--json").stdout)
+    envelope = run("record", "-t", engine.process.pid, "--load", load, "--json").envelope
     assert envelope["errors"][0]["code"] == "load.failed"
     assert len(envelope["data"]["samples"]) == 3
 
@@ -156,8 +144,8 @@ def test_interrupted_it_shows_what_there_is(engine: Any, tmp_path: Path) -> None
     assert "mean per hour" in out
     assert err.endswith("error: interrupted\n")
     report = run("report", path)
-    assert report.returncode == 0
-    assert "cut short: interrupted" in report.stdout
+    assert report.code == 0
+    assert "cut short: interrupted" in report.out
 
 
 def test_killed_it_has_kept_what_it_had(engine: Any, tmp_path: Path) -> None:
@@ -169,9 +157,9 @@ def test_killed_it_has_kept_what_it_had(engine: Any, tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"type":"sample","taken')
     report = run("report", path, "--json")
-    assert report.returncode == 0
-    assert len(data(report)["samples"]) >= 4
-    assert "killed" in data(report)["cut_short"]
+    assert report.code == 0
+    assert len(report.data["samples"]) >= 4
+    assert "killed" in report.data["cut_short"]
 
 
 def test_a_process_that_ends_ends_the_recording(engine: Any, tmp_path: Path) -> None:
@@ -183,16 +171,16 @@ def test_a_process_that_ends_ends_the_recording(engine: Any, tmp_path: Path) -> 
     assert recording.returncode == 1
     assert f"engine {engine.process.pid} ended" in " ".join(err.split())
     assert "mean per hour" in out
-    assert run("report", path).returncode == 0
+    assert run("report", path).code == 0
 
 
 def test_a_stopped_process_is_still_measured(engine: Any) -> None:
     os.kill(engine.process.pid, signal.SIGSTOP)
     done = run("record", "-t", engine.process.pid, "--interval", "0.2", "--duration", "3")
     os.kill(engine.process.pid, signal.SIGCONT)
-    assert done.returncode == 0
-    assert "did not answer" in " ".join(done.stdout.split())
-    assert "MiB" in done.stdout
+    assert done.code == 0
+    assert "did not answer" in " ".join(done.out.split())
+    assert "MiB" in done.out
 
 
 def test_two_at_once(engine: Any) -> None:
@@ -220,19 +208,19 @@ def test_usage(vllmops: Any, words: tuple[str, ...], code: str) -> None:
     assert answer.error["hint"]
 
 
-def test_where_nothing_can_be_written(engine: Any, vllmops: Any, tmp_path: Path) -> None:
+def test_where_nothing_can_be_written(engine: Any, tmp_path: Path) -> None:
     target = ("-t", str(engine.process.pid))
     began = time.monotonic()
     answer = run("record", *target, "--save", tmp_path / "no" / "file")
-    assert (answer.returncode, answer.stdout) == (1, "")
-    assert "can't be written" in " ".join(answer.stderr.split())
+    assert (answer.code, answer.out) == (1, "")
+    assert "can't be written" in " ".join(answer.err.split())
     for name in (tmp_path / "no" / "x.png", tmp_path):
         path = name if name.suffix else tmp_path / "dir.png"
         if not name.suffix:
             path.mkdir()
         answer = run("record", *target, "--plot", path)
-        assert (answer.returncode, answer.stdout) == (1, "")
-        assert "--plot" in answer.stderr
+        assert (answer.code, answer.out) == (1, "")
+        assert "--plot" in answer.err
     assert time.monotonic() - began < 20
 
 
@@ -282,7 +270,7 @@ def test_a_file_that_can_not_grow_is_told_and_the_recording_goes_on(
     envelope = json.loads(out)
     assert recording.returncode == 1
     assert "File too large" in envelope["errors"][0]["message"]
-    kept = data(run("report", path, "--json"))["samples"]
+    kept = run("report", path, "--json").data["samples"]
     assert 1 <= len(kept) < len(envelope["data"]["samples"])
 
 
@@ -299,7 +287,7 @@ def test_recordings_of_what_is_gone_do_not_pile_up(engine: Any, state: Path) -> 
         at = time.time() if name in others else 1e9 - age
         os.utime(path, (at, at))
     label = str(engine.process.pid)
-    assert run("record", "-t", label, "--interval", "0.1", "--duration", "0.3").returncode == 0
+    assert run("record", "-t", label, "--interval", "0.1", "--duration", "0.3").code == 0
     left = {path.stem for path in place.glob("*.jsonl")}
     assert left == {label, *others, *map(str, gone[: memory.KEPT])}
 
@@ -308,12 +296,12 @@ def test_the_newest_recording_is_kept_for_doctor_and_bundle(engine: Any, state: 
     label, began = str(engine.process.pid), engine.process.create_time
     assert memory.newest(label, began) is None
     words = ("-t", label, "--interval", "0.1", "--duration")
-    assert run("record", *words, "0.3").returncode == 0
+    assert run("record", *words, "0.3").code == 0
     first = memory.newest(label, began)
     assert first is not None
     assert len(first.samples) >= 2
     assert first.end is not None
-    assert run("record", *words, "0.2").returncode == 0
+    assert run("record", *words, "0.2").code == 0
     second = memory.newest(label, began)
     assert second is not None
     assert second.head.started_at > first.head.started_at
@@ -322,7 +310,7 @@ def test_the_newest_recording_is_kept_for_doctor_and_bundle(engine: Any, state: 
     kept = memory.kept(label)
     assert kept.is_relative_to(state)
     assert kept.stat().st_mode & 0o777 == 0o600
-    assert run("report", kept).returncode == 0
+    assert run("report", kept).code == 0
     kept.write_bytes(b"broken")
     assert memory.newest(label, began) is None
 
@@ -331,9 +319,9 @@ def test_where_a_recording_cannot_be_kept_it_is_made_all_the_same(engine: Any, s
     state.mkdir()
     (state / "memory").touch()
     done = run("record", "-t", engine.process.pid, "--interval", "0.1", "--duration", "0.2")
-    assert done.returncode == 0
-    assert "not kept for doctor and bundle" in " ".join(done.stderr.split())
-    assert "can't say yet" in done.stdout
+    assert done.code == 0
+    assert "not kept for doctor and bundle" in " ".join(done.err.split())
+    assert "can't say yet" in done.out
 
 
 def test_a_full_disk_does_not_fail_a_recording_that_nobody_asked_to_save(

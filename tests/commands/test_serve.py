@@ -31,6 +31,7 @@ from vllmops.keys import file as keys
 from vllmops.store.opening import backend
 from vllmops.store.store import ResponseStore
 
+from ..support.commands import background
 from ..support.waiting import until
 
 LOGS = Path(__file__).parents[1] / "instances" / "logs"
@@ -360,8 +361,7 @@ def test_a_full_disk(full_disk: Callable[[], None], lab: Any) -> None:
 
 
 def test_several_at_once_get_different_names_and_ports(lab: Any) -> None:
-    words = [sys.executable, "-m", "vllmops", "serve", str(lab.model), "--detach", "--json"]
-    started = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    started = [background("serve", str(lab.model), "--detach", "--json") for _ in range(3)]
     data = [json.loads(popen.communicate(timeout=60)[0])["data"] for popen in started]
     assert {one["name"] for one in data} == {"tiny", "tiny-2", "tiny-3"}
     assert len({one["url"] for one in data}) == 3

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -28,6 +27,7 @@ from vllmops.instances.servers import resolve
 from vllmops.stacks import pyspy
 from vllmops.watch import watched
 
+from ..support.commands import background
 from ..support.waiting import until
 
 Spawn = Callable[..., Any]
@@ -43,8 +43,10 @@ objects.remember("scheduler", scheduler)
 
 
 @pytest.fixture
-def engine(spawn: Spawn, home: Path) -> Any:
+def engine(spawn: Spawn, home: Path, standin: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An engine whose scheduler is a toy: requests come and go as it is told."""
+    # A bundle has the output of vLLM's collect_env, which takes seconds of CPU time.
+    monkeypatch.syspath_prepend(standin)
     child = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
     child.run(SCHEDULER)
     return child
@@ -64,14 +66,8 @@ class Watching:
     def __init__(self, place: Path, *words: object) -> None:
         self.err = place / f"watch-{time.monotonic_ns()}.err"
         with self.err.open("wb") as err:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "vllmops", "watch", *map(str, words)],
-                env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=err,
-                text=True,
-            )
+            given = map(str, words)
+            self.popen = background("watch", *given, env={"COLUMNS": "200"}, stderr=err)
         self.says("watching")
 
     @property
