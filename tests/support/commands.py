@@ -20,8 +20,11 @@ import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import IO, Any, Final, NoReturn, TypeAlias
+
+import typer.main
 
 from vllmops import app
 from vllmops.instances import supervisor
@@ -32,9 +35,13 @@ for late in (
     *("rich.emoji", "rich.live", "rich.markdown", "rich.markup", "rich.panel", "rich.pretty"),
     *("rich.progress", "rich.table", "rich.traceback", "typer.rich_utils"),
     *("vllmops.agent.patches.registry", "vllmops.commands.stacks.explanation"),
-    *(f"vllmops.commands.{entry.module.partition(':')[0]}" for entry in app.COMMANDS.values()),
 ):
     import_module(late)
+# Nor need each fork build its command anew, from the annotations of its function.
+typer.main.get_command = cache(typer.main.get_command)
+for entry in app.COMMANDS.values():
+    place, _, attribute = entry.module.partition(":")
+    typer.main.get_command(getattr(import_module(f"vllmops.commands.{place}"), attribute or "app"))
 
 MAINS: Final = {"vllmops": app.main, "vllmops.instances.supervisor": supervisor.main}
 PR_SET_NAME: Final = 15

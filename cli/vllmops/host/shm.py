@@ -56,16 +56,16 @@ def segments() -> list[Segment]:
     """The files in ``/dev/shm``, by name."""
     found = []
     now = time.time()
-    with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(SHM)):
+    with contextlib.suppress(OSError), os.scandir(SHM) as entries:
+        for entry in entries:
             with contextlib.suppress(OSError):
-                at = (SHM / name).lstat()
+                at = entry.stat(follow_symlinks=False)
                 if not stat.S_ISREG(at.st_mode):
                     continue
                 age_s = max(now - at.st_mtime, 0.0)
                 file = at.st_dev, at.st_ino
-                found.append(Segment(name, file, at.st_size, at.st_uid, age_s))
-    return found
+                found.append(Segment(entry.name, file, at.st_size, at.st_uid, age_s))
+    return sorted(found, key=lambda segment: segment.name)
 
 
 def files_of(pid: int) -> set[File]:

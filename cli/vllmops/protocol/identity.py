@@ -42,7 +42,8 @@ def of(pid: int) -> Identity:
 def stat(pid: int | str) -> list[str]:
     """Fields 3 and on of ``/proc/PID/stat``, also of a thread, ``PID/task/TID``; raises as `of`."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
     except FileNotFoundError as error:
         raise ProcessLookupError(f"there is no process {pid}") from error
 
