@@ -32,6 +32,7 @@ hypothesis.settings.load_profile("vllmops")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+START = detached.start
 STANDIN = Path(__file__).with_name("instances") / "standin.py"
 
 
@@ -82,6 +83,12 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             time.sleep(0.02)
         for segment in Path("/dev/shm").glob(f"*_{place.name}_*"):
             segment.unlink()
+
+
+@pytest.fixture
+def programs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What outlives a command is a program of its own, as it is for users, and no fork."""
+    monkeypatch.setattr(detached, "start", START)
 
 
 @pytest.fixture

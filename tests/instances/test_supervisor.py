@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.protocol import identity
 
+from ..support.lab import in_home
 from ..support.waiting import until
 
 
@@ -50,6 +52,24 @@ def test_all_of_it_is_known_as_soon_as_it_is_ready(lab: Any) -> None:
     answer = lab.vllmops(*lab.words("a"), "--detach")
     assert answer.code == 0, answer
     assert [p.role for p in lab.record("a").processes] == ["api", "engine", "worker"]
+
+
+def test_it_is_a_program_of_its_own_and_so_is_a_watch(programs: None, lab: Any) -> None:
+    """All other tests fork them from the test process, which is far cheaper."""
+    record = lab.serve("a", "--watch")
+    supervisor = lab.supervisor("a")
+    until(lambda: Folder("a").watched())
+    commands = {
+        pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in psutil.pids()
+    }
+    started = [words[:4] for pid, words in commands.items() if in_home(pid, lab.home)]
+    python = os.fsencode(sys.executable)
+    assert commands[supervisor][:5] == [python, b"-P", b"-m", b"vllmops.instances.supervisor", b"a"]
+    assert [python, b"-P", b"-m", b"vllmops"] in started
+    assert os.getsid(supervisor) == supervisor
+    assert lab.vllmops("stop", "a").code == 0
+    lab.nothing_left(record)
+    until(lambda: not Folder("a").supervised() and not Folder("a").watched())
 
 
 def test_one_of_several_api_servers_killed(lab: Any) -> None:
