@@ -325,17 +325,12 @@ def test_where_a_recording_cannot_be_kept_it_is_made_all_the_same(engine: Any, s
 
 
 def test_a_full_disk_does_not_fail_a_recording_that_nobody_asked_to_save(
-    engine: Any, home: Path, full_disk: Callable[[], None]
+    spawn: Spawn, home: Path, full_disk: Callable[[], None]
 ) -> None:
-    words = (
-        "-t",
-        engine.process.pid,
-        "--interval",
-        "0.1",
-        "--duration",
-        "5",
-    )  # more than a page of memory
-    recording = begin("record", *words, VLLMOPS_HOME=str(home))
+    engine = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
+    # A file that has more than a page of memory.
+    words = ("-t", engine.process.pid, "--interval", "0.1", "--duration", "5")
+    recording = begin("record", *words)
     path = home / "memory" / f"{engine.process.pid}.jsonl"
     until(lambda: lines(path) > 4)
     full_disk()

@@ -59,17 +59,18 @@ def test_it_is_a_program_of_its_own_and_so_is_a_watch(programs: None, lab: Any) 
     record = lab.serve("a", "--watch")
     supervisor = lab.supervisor("a")
     until(lambda: Folder("a").watched())
-    commands = {
-        pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in psutil.pids()
-    }
-    started = [words[:4] for pid, words in commands.items() if in_home(pid, lab.home)]
-    python = os.fsencode(sys.executable)
-    assert commands[supervisor][:5] == [python, b"-P", b"-m", b"vllmops.instances.supervisor", b"a"]
-    assert [python, b"-P", b"-m", b"vllmops"] in started
+    commands = {pid: cmdline(pid) for pid in psutil.pids() if in_home(pid, lab.home)}
+    python = [sys.executable, "-P", "-m"]
+    assert commands[supervisor][:5] == [*python, "vllmops.instances.supervisor", "a"]
+    assert [*python, "vllmops", "watch"] in [words[:5] for words in commands.values()]
     assert os.getsid(supervisor) == supervisor
     assert lab.vllmops("stop", "a").code == 0
     lab.nothing_left(record)
     until(lambda: not Folder("a").supervised() and not Folder("a").watched())
+
+
+def cmdline(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 def test_one_of_several_api_servers_killed(lab: Any) -> None:
