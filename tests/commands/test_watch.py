@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 
 from vllmops.bundle import bundle
+from vllmops.diagnose import vigil
 from vllmops.diagnose.doctor import examine
 from vllmops.host.processes import Role
+from vllmops.instances import supervisor
 from vllmops.instances.record import Folder
 from vllmops.instances.servers import resolve
 from vllmops.stacks import pyspy
@@ -40,6 +42,13 @@ class Scheduler(Made):
 scheduler = Scheduler(running=[], waiting=[], current_step=7)
 objects.remember("scheduler", scheduler)
 """
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No long pauses in the watches and supervisors that are forks of this process."""
+    monkeypatch.setattr(vigil, "ASK_S", 1.0)
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.5)
 
 
 @pytest.fixture
