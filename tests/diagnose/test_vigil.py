@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllmops.diagnose.progress import Stall
@@ -106,6 +107,13 @@ def test_without_agents_it_is_asked_seldom_while_it_is_well() -> None:
     assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
     told = seen(vigil, *(look(30.0 + 2 * n, **BLIND) for n in range(1, 9)))
     assert [bool(each) for each in told] == [False] * 7 + [True]
+
+
+def test_that_its_processes_have_ended_is_told_soon_also_without_agents() -> None:
+    vigil = Vigil()
+    ended = tuple(msgspec.structs.replace(each, state="") for each in look(0.0).processes)
+    vigil.see(look(0.0, pulses=(), processes=ended))
+    assert vigil.step().after_s == 2.0
 
 
 def test_what_was_dismissed_is_left_in_peace_until_it_changes() -> None:

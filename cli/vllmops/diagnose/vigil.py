@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..protocol.server import Look
-from .progress import METRICS_FACTOR, PATIENCE_S, Stall, stalls
+from .progress import DEAD, METRICS_FACTOR, PATIENCE_S, Stall, stalls
 
 INTERVAL_S = 2.0
 CHECKS = 5
@@ -90,7 +90,8 @@ class Vigil:
         if self.standing or last.health in {0, 503}:
             ask = blind or last.health in {0, 503} or bool(self.after(self.patience_s / 2))
             return Step(self.interval_s, ask)
-        if blind:
+        gone = bool(last.processes) and all(each.state in DEAD for each in last.processes)
+        if blind and not gone:
             return Step(max(self.interval_s, ASK_S), ask=True)
         # An agent of an older vllmops does not report whether the API server's event loop runs.
         asks = not any(beat.loop_s is not None for beat in beats)
