@@ -1,9 +1,6 @@
 """Numbers that are none, infinite, or too large to wait for: each option refuses them."""
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +10,7 @@ import typer
 from vllmops import app
 from vllmops.commands.options import duration
 from vllmops.errors import Exit, VllmopsError
+from vllmops.instances import logs, supervisor
 from vllmops.keys.ring import when
 from vllmops.output import size, span
 
@@ -71,14 +69,16 @@ def test_times() -> None:
 
 @pytest.mark.parametrize("name", ["VLLMOPS_LOG_MAX_BYTES", "VLLMOPS_CARRIER_TTL"])
 @pytest.mark.parametrize("text", ["abc", "nan", "inf", "-1", "0", "1e300"])
-def test_numbers_of_the_environment(vllmops: Any, tmp_path: Any, name: str, text: str) -> None:
+def test_numbers_of_the_environment(
+    vllmops: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     answer = vllmops("serve", str(tmp_path), "--json", env={name: text})
     assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
     assert name in answer.error["message"]
-    # The supervisor reads it when it is imported, and must not end by that.
-    code = "import vllmops.instances.supervisor"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, name: text})
+    # A supervisor that takes over reads it, too, and must not end by that.
+    monkeypatch.setenv(name, text)
+    assert supervisor.log_limit() == logs.LIMIT_BYTES
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e18])

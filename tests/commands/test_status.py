@@ -1,7 +1,6 @@
 """``vllmops status``, with a stand-in for vLLM (see instances/standin.py)."""
 
 import threading
-import urllib.request
 from typing import Any
 
 from vllmops.instances import takedown
@@ -11,15 +10,13 @@ from ..support.waiting import until
 
 def test_one_screen(lab: Any) -> None:
     record = lab.serve("a")
-    request = threading.Thread(target=urllib.request.urlopen, args=(f"{record.url}/slow/8",))
-    request.start()
+    threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/60",)).start()
     until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     data = lab.vllmops("status", "--json").data
     assert data["instance"]["name"] == "a"
     assert data["stage"] == "ready"
     assert data["metrics"]["running"] == 1.0
     answer = lab.vllmops("status", "a", columns=60)
-    request.join(5)
     assert answer.code == 0
     assert len(answer.out.splitlines()) < 24
     assert max(map(len, answer.out.splitlines())) <= 60

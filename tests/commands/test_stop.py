@@ -166,7 +166,10 @@ def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("seen", ["ready", "stopping"])
-def test_restart_what_is_just_being_taken_down(lab: Any, seen: str) -> None:
+def test_restart_what_is_just_being_taken_down(
+    lab: Any, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
     before = lab.serve("a", stubborn=seen == "stopping")
     lab.kill(lab.process("a", "engine").pid)
     until(lambda: lab.state("a") == seen)
@@ -178,7 +181,8 @@ def test_restart_what_is_just_being_taken_down(lab: Any, seen: str) -> None:
     assert after.failure is None
 
 
-def test_restart_what_somebody_else_stops(lab: Any) -> None:
+def test_restart_what_somebody_else_stops(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
     lab.serve("a", stubborn=True)
     supervisor = control.connect(Folder("a"))
     supervisor.send(control.Request(stop=0.0))

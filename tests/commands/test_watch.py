@@ -174,16 +174,16 @@ def test_a_stopped_process_is_a_stall_where_it_holds_up_work(
     time.sleep(1.5)
     os.kill(engine.process.pid, signal.SIGSTOP)
     watch = begin("-t", engine.process.pid, *QUICK, "--once")
+    idle = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
+    os.kill(idle.process.pid, signal.SIGSTOP)
+    other = begin("-t", idle.process.pid, *QUICK, "--once", "--for", "5")
     code, out = watch.end()
     os.kill(engine.process.pid, signal.SIGCONT)
     assert code == 1
     assert "process.stopped" in watch.said
     assert f"kill -CONT {engine.process.pid}" in watch.said
     assert "1 stalled" in out
-    idle = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
-    os.kill(idle.process.pid, signal.SIGSTOP)
-    watch = begin("-t", idle.process.pid, *QUICK, "--once", "--for", "5")
-    code, _ = watch.end()
+    code, _ = other.end()
     os.kill(idle.process.pid, signal.SIGCONT)
     assert code == 0
 

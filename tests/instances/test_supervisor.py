@@ -22,7 +22,7 @@ import pytest
 
 from vllmops.host import ports
 from vllmops.host.processes import Process, Role, alive
-from vllmops.instances import control
+from vllmops.instances import control, takedown
 from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.protocol import identity
@@ -365,7 +365,8 @@ def test_without_a_descriptor_left_nothing_is_taken_for_dead(lab: Any) -> None:
     lab.nothing_left(record)
 
 
-def test_descriptors_run_out_while_it_stops(lab: Any) -> None:
+def test_descriptors_run_out_while_it_stops(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
     record = lab.serve("a", stubborn=True)
     supervisor = lab.supervisor("a")
     connection = control.connect(Folder("a"))
