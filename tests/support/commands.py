@@ -149,21 +149,21 @@ def read(descriptor: int, pid: int, timeout_s: float) -> bytes:
 
 
 def background(
-    *words: str, env: Mapping[str, str] | None = None, **streams: Output
+    *words: str, env: Mapping[str, str] | None = None, stderr: Output = subprocess.PIPE
 ) -> subprocess.Popen[str]:
     """Start a command, and do not wait for it.
 
     Args:
         words: its command line.
         env: what is added to the environment.
-        streams: as of `forked`.
+        stderr: where it complains.
     """
 
     def program() -> None:
         os.environ.update(env or {})
         app.main()
 
-    return forked(program, ["vllmops", *words], **streams)
+    return forked(program, ["vllmops", *words], stderr=stderr)
 
 
 def detached(
@@ -178,7 +178,6 @@ def forked(
     argv: Sequence[str],
     keep: Sequence[int] = (),
     *,
-    stdin: Output = subprocess.DEVNULL,
     stdout: Output = subprocess.PIPE,
     stderr: Output = subprocess.PIPE,
     session: bool = False,
@@ -189,16 +188,15 @@ def forked(
         program: what is called, as of `become`; so are `argv` and `keep`.
         argv: its command line.
         keep: open files that it gets.
-        stdin: as of `subprocess.Popen`, as the next two.
-        stdout: its output.
-        stderr: its complaints.
+        stdout: where its output goes, as of `subprocess.Popen`.
+        stderr: where it complains.
         session: whether it has one of its own.
     """
     return subprocess.Popen(
         argv,
         preexec_fn=lambda: become(program, argv, keep),  # noqa: PLW1509 - nothing is executed
         restore_signals=False,  # as Python has them
-        stdin=stdin,
+        stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
         start_new_session=session,
