@@ -210,7 +210,7 @@ def become(
     """Be a program, in a fork that has the program's standard input and output.
 
     Its environment in /proc is this process's still, so its name there says whose it is: see
-    `processes.in_home`.
+    `lab.in_home`.
 
     Args:
         program: what is called; it ends with its exit code.

@@ -36,7 +36,9 @@ def in_home(pid: int, home: Path) -> bool:
     try:
         place = Path(f"/proc/{pid}")
         environment = (place / "environ").read_bytes().split(b"\0")
-        name, _, state = (place / "stat").read_text().partition("(")[2].rpartition(") ")
+        name, _, state = (
+            (place / "stat").read_text("utf-8", "replace").partition("(")[2].rpartition(") ")
+        )
     except OSError:
         return False
     ours = name == home.name or f"VLLMOPS_HOME={home}".encode() in environment
