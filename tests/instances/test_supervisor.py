@@ -333,6 +333,17 @@ def test_a_deleted_control_socket_is_made_again(lab: Any) -> None:
     lab.nothing_left(record)
 
 
+def test_a_fifo_in_place_of_its_log_does_not_block_a_new_supervisor(lab: Any) -> None:
+    lab.serve("a")
+    lab.kill_supervisor("a")
+    log = Folder("a").supervisor_log
+    log.unlink()
+    os.mkfifo(log)
+    lab.vllmops("ps", timeout_s=10)
+    until(lambda: Folder("a").supervised())
+    assert lab.vllmops("stop", "a").code == 0
+
+
 @pytest.mark.parametrize("what", ["record", "lock", "all"])
 def test_deleted_files_are_made_again(lab: Any, what: str) -> None:
     record = lab.serve("a")

@@ -153,7 +153,9 @@ def start_supervisor(
     words += ["--port", str(port)] if port is not None else []
     keep = [lock, theirs.fileno(), *([port] if port is not None else [])]
     try:
-        log = os.open(folder.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        # Not blocked by a FIFO in its place.
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+        log = os.open(folder.supervisor_log, how, 0o600)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)
     try:
