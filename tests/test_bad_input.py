@@ -32,7 +32,7 @@ from .support.extent import EVERYTHING
 # A user who may not read this Python's library would not find what is imported late.
 assert importlib.readers
 
-TURNS = 4  # commands, or places in them, for each bad input
+TURNS = 3  # commands, or places in them, for each bad input
 TIMEOUT_S = 10.0
 NOBODY = 65534
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202eevil\u2028\rover\x7f"
