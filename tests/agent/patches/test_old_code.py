@@ -175,7 +175,9 @@ def test_probes_and_patches(vllm: Callable[[str], Any], version: str) -> None:
     assert process.run(f"out = {probe}") is True
 
     process.run("before = {name: dict(vars(c)) for name, c in {'r': request.Request}.items()}")
-    process.run("began = time.process_time(); registry.install(); took = time.process_time() - began")
+    process.run(
+        "began = time.process_time(); registry.install(); took = time.process_time() - began"
+    )
     assert process.run("out = took") < 0.1
     states = process.run(
         "out = {each.id: (each.state.value, each.present) "
