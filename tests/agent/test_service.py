@@ -138,7 +138,14 @@ def test_a_forked_child_does_not_answer_for_its_parent(spawn: Spawn) -> None:
     child = spawn()
     forked = int(
         child.run(
-            "import os, time\nout = os.fork()\nif out == 0:\n    time.sleep(30)\n    os._exit(0)"
+            "import os, time\n"
+            "reader, writer = os.pipe()\n"
+            "out = os.fork()\n"
+            "if out == 0:\n"
+            "    os.write(writer, b'1')\n"  # what it does first at a fork, it has done
+            "    time.sleep(30)\n"
+            "    os._exit(0)\n"
+            "os.read(reader, 1)"
         )
     )
     try:

@@ -74,8 +74,9 @@ class Adding:
     def add(self) -> None:
         self.before()
         for _ in range(self.count):
-            kid = made(self.path).keys[-1].kid
-            os.write(self.saying, f"{kid}\n".encode())
+            key = Key.of(fresh(), Status.NEXT, 1)
+            file.change(self.path, partial(Ring.add, key=key), create=True)
+            os.write(self.saying, f"{key.kid}\n".encode())
 
     def end(self) -> str:
         """What it told, once it has ended."""

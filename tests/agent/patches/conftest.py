@@ -20,7 +20,7 @@ from ...support import modules
 OLD = ("0.14.0", "0.15.1", "0.23.0")
 INSTALLED = "installed"
 # Imports what takes long, and is the same for every version. Then, for each folder it is sent, a
-# fork of it runs the lines that it is sent, up to an empty one, and prints what they leave in `out`.
+# fork of it runs the lines it is sent, up to an empty one, and prints what they leave in `out`.
 CHILD = """
 import ast, importlib, os, signal, sys
 SLOW = (
