@@ -34,12 +34,14 @@ for name in SLOW.split():
         importlib.import_module(name)
     except ImportError:  # the versions will say whether they miss it
         pass
+stdin = open(0, "rb", buffering=0)  # a fork must not take what comes after its last line
 def lines():
-    while line := sys.stdin.readline().strip():
-        yield ast.literal_eval(line)
+    while line := stdin.readline().strip():
+        yield ast.literal_eval(line.decode())
 for folder in lines():
     if pid := os.fork():
-        os.waitpid(pid, 0)
+        if os.waitpid(pid, 0)[1]:
+            sys.exit(1)
         continue
     sys.path.insert(0, folder)
     print("'up'", flush=True)
