@@ -22,7 +22,7 @@ from vllmops.errors import VllmopsError
 from vllmops.host.processes import Process, Role
 from vllmops.protocol import identity
 
-from ..conftest import Answer, Vllmops
+from ..support.commands import Answer, Vllmops
 from ..support.waiting import until
 from .test_stacks import tree
 

@@ -15,7 +15,7 @@ from vllmops.protocol import files
 from vllmops.protocol.metrics import Metrics
 from vllmops.stacks.paste import read
 
-from ..conftest import Answer, Vllmops
+from ..support.commands import Answer, Vllmops
 from . import test_stacks
 
 STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"

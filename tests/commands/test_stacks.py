@@ -16,7 +16,7 @@ from vllmops.host import processes
 from vllmops.protocol import files
 from vllmops.protocol.stacks import StacksSnapshot
 
-from ..conftest import Vllmops
+from ..support.commands import Vllmops
 from ..support.waiting import until
 
 TABLE = processes.table  # the fixture `home` hides what is not its own

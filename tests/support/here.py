@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from vllmops import app
 
-from ..conftest import Answer
+from .commands import Answer
 
 
 def here(*words: str) -> Answer:
