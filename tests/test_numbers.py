@@ -14,6 +14,8 @@ from vllmops.instances import logs, supervisor
 from vllmops.keys.ring import when
 from vllmops.output import size, span
 
+from .support.here import here
+
 NONE = ("nan", "-nan", "inf", "-inf", "Infinity", "1e400", "1e300", "-1", "1_0", "0x10", "", " 1")
 MORE = ("\N{ARABIC-INDIC DIGIT THREE}", "9" * 5000, "1e", "1,5")
 # Options whose values are words, though some of them look like numbers.
@@ -44,9 +46,9 @@ def test_they_are_found() -> None:
 
 
 @pytest.mark.parametrize(("words", "option"), OPTIONS)
-def test_an_option_refuses_them(vllmops: Any, words: tuple[str, ...], option: str) -> None:
+def test_an_option_refuses_them(words: tuple[str, ...], option: str) -> None:
     for text in NONE + MORE if words == ("stop",) else ("nan", "1e400", "1e300", MORE[0]):
-        answer = vllmops(*words, f"{option}={text}", "--json")
+        answer = here(*words, f"{option}={text}", "--json")
         assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage"), text
         assert option in answer.error["message"]
 

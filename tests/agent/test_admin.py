@@ -15,9 +15,11 @@ from vllmops.keys.admin_token import KEYS, PLACE
 from vllmops.keys.carrier import seal, unseal
 from vllmops.keys.ring import Key, Status, fresh
 
-from .test_keys import grow, held, soon
+from ..support.waiting import until
+from .test_keys import grow, held, hurried
 
 Spawn = Callable[..., Any]
+CLIENT = httpx.Client(verify=False)  # to read the certificates for each takes longer than all else
 TOKEN = "t0ken-" * 8
 SERVING = """
 import socket, threading, uvicorn
@@ -69,7 +71,7 @@ def statuses(path: Path) -> dict[str, str]:
 
 def ask(url: str, given: str = TOKEN, content: bytes | None = None) -> httpx.Response:
     headers = [(b"authorization", f"Bearer {given}".encode())] if given else []
-    return httpx.request(
+    return CLIENT.request(
         "GET" if content is None else "POST", url, headers=headers, content=content
     )
 
@@ -78,7 +80,7 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
     vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
 ) -> None:
     child, url = serve(spawn, there, token)
-    beside = spawn(**{file.PLACE: str(there)})
+    beside = hurried(spawn(**{file.PLACE: str(there)}))
     words = ("keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here))
     for _ in range(3):  # a key, one that is next, and that one as the primary
         answer = vllmops(*words, "--json")
@@ -87,7 +89,7 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
         assert file.load(there) == file.load(here)
         assert there.stat().st_mode & 0o777 == 0o600
         assert held(child) == statuses(here)
-        soon(lambda: held(beside) == statuses(here))
+        until(lambda: held(beside) == statuses(here))
         if coming := file.load(here).next:
             file.change(here, lambda ring: ring.promote(coming.kid, time.time(), 60))
         else:

@@ -88,9 +88,8 @@ def test_reading_at_once_is_never_torn() -> None:
     writer.start()
     try:
         for _ in range(2000):
-            keys, values, both = caches.at_once(
-                (list, one), (list, map(int, one.values())), (dict, other)
-            )
+            # An iterator would be of the moment before.
+            keys, values, both = caches.at_once((list, one), (list, one.values()), (dict, other))
             assert dict(zip(keys, values, strict=True)) == both
     finally:
         ended.set()

@@ -86,8 +86,7 @@ def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
 def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
     grow(path, Status.PRIMARY)
     child = spawn(VLLMOPS_KEYRING=str(path))
-    child.run("from vllmops.agent import keys; keys.CHECK_S = 1000")
-    time.sleep(1.1)  # the last look that was not asked for
+    child.run("from vllmops.agent import keys; keys._holder.mark = lambda: keys._holder.seen")
     second = grow(path)
     assert second.kid not in held(child)
     assert second.kid in {key.kid for key in keys(child, reload=True).keys}
@@ -95,8 +94,8 @@ def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
 
 
 def hurried(child: Any) -> Any:
-    """A process that looks often, for tests of many looks."""
-    child.run("from vllmops.agent import keys; keys.CHECK_S = 0.02")
+    """A process that looks often, too, for tests of many looks."""
+    child.run("from vllmops.agent import keys; keys.CHECK_S = 0.02; keys._holder.follow()")
     return child
 
 
@@ -113,7 +112,7 @@ def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, p
     ]
     for wrong in wrongs:
         wrong(path.read_bytes())
-        soon(lambda: keys(child).problem)
+        until(lambda: keys(child).problem)
         told = keys(child)
         assert str(path) in told.problem
         assert "hint: " in told.problem
@@ -123,7 +122,7 @@ def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, p
         path.unlink(missing_ok=True)
         file.copy(path).replace(path)
         before[grow(path).kid] = "next"
-        soon(lambda: held(child) == before)
+        until(lambda: held(child) == before)
         assert keys(child).problem == ""
     log = child.end()
     # More where it was looked at while a file was on its way.
@@ -139,7 +138,7 @@ def test_a_file_that_is_broken_from_the_start(spawn: Spawn, path: Path) -> None:
     assert child.run("from vllmops.agent import keys; out = keys.ring()") == "None"
     path.unlink()
     first = grow(path, Status.PRIMARY)
-    soon(lambda: held(child) == {first.kid: "primary"})
+    until(lambda: held(child) == {first.kid: "primary"})
 
 
 def test_a_file_that_comes_later(spawn: Spawn, path: Path) -> None:
@@ -147,7 +146,7 @@ def test_a_file_that_comes_later(spawn: Spawn, path: Path) -> None:
     told = keys(child)
     assert (told.keys, told.problem, told.loaded_at) == ((), "", None)
     first = grow(path, Status.PRIMARY)
-    soon(lambda: held(child) == {first.kid: "primary"})
+    until(lambda: held(child) == {first.kid: "primary"})
 
 
 def test_the_default_place(spawn: Spawn, tmp_path: Path) -> None:
@@ -259,13 +258,13 @@ def test_a_fork_holds_none(spawn: Spawn, path: Path) -> None:
 
 def test_it_never_waits_for_a_file_that_hangs(spawn: Spawn, path: Path) -> None:
     grow(path, Status.PRIMARY)
-    child = spawn(VLLMOPS_KEYRING=str(path))
+    child = hurried(spawn(VLLMOPS_KEYRING=str(path)))
     # A file system that hangs can't be had here: a stat that does is put in its place.
     child.run(
         "import pathlib, time; from vllmops.agent import keys\n"
         "keys._holder.mark = lambda: time.sleep(1000)"
     )
-    time.sleep(1.1)
+    time.sleep(0.1)
     took = child.run(
         "began = time.monotonic()\n"
         "for _ in range(1000): keys.ring().primary\n"
@@ -283,6 +282,7 @@ import asyncio
 from vllmops.agent import keys, register
 from vllmops.protocol import identity
 keys.Holder.mark = lambda self: (1,)
+keys.CHECK_S = 0.02
 {loop}
 async def main():
     register()
@@ -329,11 +329,11 @@ def test_a_hangup_reloads_and_ends_nothing(path: Path, tmp_path: Path, loop: str
     try:
         child = socketed(popen)
         second = grow(path)
-        time.sleep(1.1)
+        time.sleep(0.1)
         assert second.kid not in held(child)
         for _ in range(20):
             os.kill(popen.pid, signal.SIGHUP)
-        soon(lambda: second.kid in held(child))
+        until(lambda: second.kid in held(child))
         assert popen.poll() is None
     finally:
         popen.kill()

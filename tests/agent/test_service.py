@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,14 @@ def test_a_forked_child_does_not_answer_for_its_parent(spawn: Spawn) -> None:
     child = spawn()
     forked = int(
         child.run(
-            "import os, time\nout = os.fork()\nif out == 0:\n    time.sleep(30)\n    os._exit(0)"
+            "import os, time\n"
+            "reader, writer = os.pipe()\n"
+            "out = os.fork()\n"
+            "if out == 0:\n"
+            "    os.write(writer, b'1')\n"  # what it does first at a fork, it has done
+            "    time.sleep(30)\n"
+            "    os._exit(0)\n"
+            "os.read(reader, 1)"
         )
     )
     try:
@@ -209,26 +217,23 @@ def test_many_callers_at_once_and_one_that_says_nothing(spawn: Spawn) -> None:
             each.close()
 
 
-@pytest.mark.parametrize(
-    ("request_line", "body", "status"),
-    [
+def test_bad_requests_are_told(spawn: Spawn) -> None:
+    child = spawn()
+    for request_line, body, status in (
         ("GET /nothing", b"", 404),
         ("POST /hello", b"", 404),
         ("POST /drain", b"{}", 400),
         ("POST /drain", b"\xff\xfe", 400),
         ("POST /drain", b'{"on": "yes"}', 400),
         ("DELETE /hello", b"", 501),
-    ],
-)
-def test_bad_requests_are_told(spawn: Spawn, request_line: str, body: bytes, status: int) -> None:
-    child = spawn()
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.settimeout(5)
-        caller.connect(os.fspath(child.socket))
-        head = f"{request_line} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
-        caller.sendall(head.encode() + body)
-        assert int(caller.recv(200).split()[1]) == status
-    assert reach(child.process).hello().pid == child.process.pid
+    ):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.settimeout(20)
+            caller.connect(os.fspath(child.socket))
+            head = f"{request_line} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+            caller.sendall(head.encode() + body)
+            assert int(caller.recv(200).split()[1]) == status, (request_line, body)
+        assert reach(child.process).hello().pid == child.process.pid
     assert "Traceback" not in child.end()
 
 
@@ -278,13 +283,14 @@ def test_a_call_that_can_not_be_looked_at_ends_nothing(spawn: Spawn) -> None:
     assert reach(child.process).hello().pid == child.process.pid
 
 
-@pytest.mark.parametrize("seconds", [b"null", b"-1", b"1e308", b"1e400", b"NaN", b'"1"'])
-def test_wishes_are_finite(spawn: Spawn, seconds: bytes) -> None:
+def test_wishes_are_finite(spawn: Spawn) -> None:
     agent = reach(spawn().process)
-    for path, body in (
+    wishes = (
         ("/reset", b'{"drain_s":%s}'),
         ("/compare", b'{"apart_s":%s,"timeout_s":1}'),
         ("/compare", b'{"apart_s":0,"timeout_s":%s}'),
-    ):
+    )
+    wrong = (b"null", b"-1", b"1e308", b"1e400", b"NaN", b'"1"')
+    for (path, body), seconds in product(wishes, wrong):
         with pytest.raises(VllmopsError, match="answered 400"):
             agent.ask("POST", path, Answer, body % seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import struct
 import subprocess
@@ -133,29 +134,32 @@ def test_an_exception_harms_nothing(program: Program) -> None:
     assert program.end() == dict.fromkeys(program.tids, True)
 
 
-# Dies right before its N-th ptrace(2), or right after the last one.
-ASSASSIN = """
-import os, signal, sys
-from vllmops.attach import inject
-left, real = int(sys.argv[3]), inject._ptrace
-def ptrace(*args, **kwargs):
-    global left
-    if left == 0: os.kill(os.getpid(), signal.SIGKILL)
-    left -= 1
-    return real(*args, **kwargs)
-inject._ptrace = ptrace
-inject.inject(inject.Target(int(sys.argv[1])), int(sys.argv[2]), sys.argv[4])
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def killed(step: int, target: inject.Target, tid: int, code: str) -> int:
+    """Have a fork inject, and die right before its N-th ptrace(2), or right after the last."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    left, real = step, inject._ptrace
+
+    def ptrace(*args: Any, **how: Any) -> Any:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return real(*args, **how)
+
+    try:
+        inject._ptrace = ptrace
+        inject.inject(target, tid, code)
+        os.kill(os.getpid(), signal.SIGKILL)
+    finally:
+        os._exit(1)
 
 
 def test_killed_at_any_step_it_leaves_the_process_running(program: Program, tmp_path: Path) -> None:
     file, calls = tmp_path / "told", 8
     code = f"open({str(file)!r}, 'a').write('.')"
     for step in range(calls):
-        words = (str(program.process.pid), str(program.tids["epoll"]), str(step), code)
-        done = subprocess.run([sys.executable, "-c", ASSASSIN, *words], check=False)
-        assert done.returncode == -signal.SIGKILL
+        assert killed(step, program.target, program.tids["epoll"], code) == -signal.SIGKILL
     # Whoever has set the registers has done it all.
     until(lambda: file.exists() and file.read_text())
     states = Path(f"/proc/{program.process.pid}/status").read_text()

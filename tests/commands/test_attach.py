@@ -10,145 +10,158 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllmops.attach import attach, inject
+from vllmops.attach import attach as attaching
+from vllmops.attach import inject
 from vllmops.errors import VllmopsError
 from vllmops.host.processes import Process, Role
 from vllmops.protocol import identity
 
+from ..support.commands import Answer, Vllmops
 from ..support.waiting import until
-from .test_stacks import Tree, tree
+from .test_stacks import tree
 
 NOBODY = 65534
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tree]:
-    # What vLLM has: msgspec; and where its agents are to be.
+def server(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The pids of a server's processes, root first."""
+    # What vLLM has: msgspec.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setenv("VLLMOPS_HOME", str(tmp_path / "home"))
-    with tree(tmp_path) as found:
-        yield found
+    with tree(tmp_path) as pids:
+        yield pids
 
 
-def run(server: Tree, *words: str, wrap: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*wrap, sys.executable, "-m", "vllmops", *words, "-t", str(server.pids[0])],
-        env=server.environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd="/",
-    )
+@dataclass
+class Attach:
+    """``vllmops attach --yes --json`` on the server of a pid."""
+
+    vllmops: Vllmops
+
+    def __call__(self, pid: int, *words: str, **how: Any) -> Answer:
+        return self.vllmops("attach", "--yes", "--json", *words, "-t", str(pid), **how)
+
+    def agents(self, server: list[int]) -> list[str]:
+        rows = self.vllmops("ps", "--json").data["instances"]
+        row = next(row for row in rows if row["pid"] == server[0])
+        return [process["agent"] for process in row["processes"]]
 
 
-def error(done: subprocess.CompletedProcess[str]) -> Any:
-    return json.loads(done.stdout)["errors"][0]
+@pytest.fixture
+def attach(vllmops: Vllmops) -> Attach:
+    return Attach(vllmops)
 
 
-def agents(server: Tree) -> list[str]:
-    words = [sys.executable, "-m", "vllmops", "ps", "--json"]
-    done = subprocess.run(words, env=server.environment, capture_output=True, check=True)
-    rows = json.loads(done.stdout)["data"]["instances"]
-    row = next(row for row in rows if row["pid"] == server.pids[0])
-    return [process["agent"] for process in row["processes"]]
+def program(server: list[int]) -> list[str]:
+    """The same as a program of its own."""
+    words = ("-m", "vllmops", "attach", "--yes", "--json", "-t", str(server[0]))
+    return [sys.executable, *words]
 
 
-def test_once_and_no_second_time(server: Tree) -> None:
-    plan = run(server, "attach", "--dry-run")
-    assert (plan.returncode, plan.stdout.count("by thread")) == (0, 3)
-    assert agents(server) == ["absent"] * 3
-    done = run(server, "attach", "--yes", "--json")
-    assert done.returncode == 0, done.stdout
-    rows = json.loads(done.stdout)["data"]["processes"]
-    assert [row["pid"] for row in rows] == server.pids
-    assert all(row["stopped_s"] < 3 and row["seconds"] < 15 for row in rows)
-    assert agents(server) == ["answers"] * 3
-    again = run(server, "attach", "--yes", "--json")
-    assert (again.returncode, error(again)["code"]) == (1, "attach.already")
-    assert all(Path(f"/proc/{pid}/status").exists() for pid in server.pids)
+def refused(server: list[int], *rights: str) -> tuple[int, Any]:
+    """The exit code and the error of a program with fewer rights, as ``setpriv`` takes them."""
+    words = ["setpriv", *rights, *program(server)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, check=False)
+    (error,) = json.loads(done.stdout)["errors"]
+    return done.returncode, error
 
 
-def test_nobody_there_to_ask(server: Tree) -> None:
-    done = run(server, "attach", "--json")
-    assert (done.returncode, error(done)["code"]) == (2, "unconfirmed")
-    assert error(done)["hint"] == f"vllmops attach -t {server.pids[0]} --yes"
+def test_once_and_no_second_time(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attach: Attach, vllmops: Vllmops
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with tree(tmp_path, "spin") as server:  # one of them computes
+        plan = vllmops("attach", "--dry-run", "-t", str(server[0]))
+        assert (plan.code, plan.out.count("by thread")) == (0, 3)
+        assert attach.agents(server) == ["absent"] * 3
+        done = attach(server[0])
+        assert done.code == 0, done
+        rows = done.data["processes"]
+        assert [row["pid"] for row in rows] == server
+        assert all(row["stopped_s"] < 3 and row["seconds"] < 15 for row in rows)
+        assert attach.agents(server) == ["answers"] * 3
+        again = attach(server[0])
+        assert (again.code, again.error["code"]) == (1, "attach.already")
+        assert all(Path(f"/proc/{pid}/status").exists() for pid in server)
 
 
-def test_what_it_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLMOPS_HOME", str(tmp_path / "home"))
+def test_nobody_there_to_ask(server: list[int], vllmops: Vllmops) -> None:
+    done = vllmops("attach", "--json", "-t", str(server[0]))
+    assert (done.code, done.error["code"]) == (2, "unconfirmed")
+    assert done.error["hint"] == f"vllmops attach -t {server[0]} --yes"
+
+
+def test_what_it_lacks_is_told(
+    tmp_path: Path, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     with tree(tmp_path) as server:
-        done = run(server, "attach", "--yes")
-        assert done.returncode == 1
-        assert done.stdout.count("No module named 'msgspec'") == 3
-        assert agents(server) == ["absent"] * 3
+        done = attach(server[0])
+        assert done.code == 1
+        assert done.out.count("No module named 'msgspec'") == 3
+        assert attach.agents(server) == ["absent"] * 3
 
 
-def test_a_directory_open_to_others_is_told(server: Tree, tmp_path: Path) -> None:
-    (tmp_path / "home/agents").mkdir(parents=True)
-    (tmp_path / "home/agents").chmod(0o777)
-    done = run(server, "attach", "--yes", "--json")
-    assert done.returncode != 0
-    assert f"chmod 700 {tmp_path}/home/agents" in done.stdout
+def test_a_directory_open_to_others_is_told(server: list[int], attach: Attach, home: Path) -> None:
+    (home / "agents").mkdir()
+    (home / "agents").chmod(0o777)
+    done = attach(server[0])
+    assert done.code != 0
+    assert f"chmod 700 {home}/agents" in done.out
 
 
-def test_a_stopped_process_is_refused(server: Tree) -> None:
-    os.kill(server.pids[1], signal.SIGSTOP)
-    done = run(server, "attach", "--yes", "--json")
-    os.kill(server.pids[1], signal.SIGCONT)
-    assert (done.returncode, error(done)["code"]) == (1, "attach.state")
-    assert error(done)["hint"] == f"kill -CONT {server.pids[1]}"
-    assert agents(server) == ["absent"] * 3
+def test_a_stopped_process_is_refused(server: list[int], attach: Attach) -> None:
+    os.kill(server[1], signal.SIGSTOP)
+    done = attach(server[0])
+    os.kill(server[1], signal.SIGCONT)
+    assert (done.code, done.error["code"]) == (1, "attach.state")
+    assert done.error["hint"] == f"kill -CONT {server[1]}"
+    assert attach.agents(server) == ["absent"] * 3
 
 
-def test_what_is_not_a_server_is_refused(server: Tree) -> None:
-    words = [sys.executable, "-m", "vllmops", "attach", "--yes", "--json", "-t", str(os.getpid())]
-    done = subprocess.run(
-        words, env=server.environment, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, error(done)["code"]) == (5, "target.unknown")
+def test_what_is_not_a_server_is_refused(attach: Attach) -> None:
+    done = attach(os.getpid())
+    assert (done.code, done.error["code"]) == (5, "target.unknown")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
-def test_without_the_right_to_trace(server: Tree) -> None:
-    wrap = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
-    done = run(server, "attach", "--yes", "--json", wrap=wrap)
-    assert (done.returncode, error(done)["code"]) == (1, "attach.no-capability")
-    assert "--cap-add SYS_PTRACE" in error(done)["hint"]
-    assert agents(server) == ["absent"] * 3
+def test_without_the_right_to_trace(server: list[int], attach: Attach) -> None:
+    code, error = refused(server, "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
+    assert (code, error["code"]) == (1, "attach.no-capability")
+    assert "--cap-add SYS_PTRACE" in error["hint"]
+    assert attach.agents(server) == ["absent"] * 3
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_users_process_is_refused(server: Tree) -> None:
+def test_another_users_process_is_refused(server: list[int]) -> None:
     # A state directory of their own; the server's belongs to root.
     place = ("env", f"VLLMOPS_HOME=/tmp/vllmops-{NOBODY}")
-    wrap = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *place)
-    done = run(server, "attach", "--yes", "--json", wrap=wrap)
-    assert (done.returncode, error(done)["code"]) == (4, "attach.other-user")
-    assert error(done)["hint"].startswith("sudo -u root vllmops attach")
+    code, error = refused(
+        server, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *place
+    )
+    assert (code, error["code"]) == (4, "attach.other-user")
+    assert error["hint"].startswith("sudo -u root vllmops attach")
 
 
-def test_killed_halfway_it_can_be_done_again(server: Tree) -> None:
-    words = [sys.executable, "-m", "vllmops", "attach", "--yes", "-t", str(server.pids[0])]
+def test_killed_halfway_it_can_be_done_again(server: list[int], attach: Attach) -> None:
     for _ in range(3):
-        begun = subprocess.Popen(
-            words, env=server.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        nowhere = subprocess.DEVNULL
+        begun = subprocess.Popen(program(server), stdout=nowhere, stderr=nowhere)
         time.sleep(random.uniform(0.3, 1.5))
         begun.kill()
         begun.wait()
-        for pid in server.pids:
+        for pid in server:
             status = Path(f"/proc/{pid}/status").read_text()
             assert "TracerPid:\t0" in status
             assert "State:\tS" in status or "State:\tR" in status
-    assert run(server, "attach", "--yes").returncode in {0, 1}
-    assert agents(server) == ["answers"] * 3
+    assert attach(server[0]).code in {0, 1}
+    assert attach.agents(server) == ["answers"] * 3
 
 
 # Keeps the GIL without running Python, as a native call that forgot to let go of it.
@@ -162,43 +175,37 @@ time.sleep(60)
 """
 
 
-def test_a_gil_that_is_never_free_is_waited_for_in_vain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "VLLMOPS_HOME": str(tmp_path / "home"),
-    }
+def test_a_gil_that_is_never_free_is_waited_for_in_vain(home: Path, attach: Attach) -> None:
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHOME": sys.base_prefix}
     greedy = subprocess.Popen(
         ["VLLM::EngineCore", "-c", GREEDY, "4"],
         executable=sys.executable,
-        env={**environment, "PYTHONHOME": sys.base_prefix},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
     )
     try:
         assert greedy.stdout is not None
         assert greedy.stdout.readline() == b"up\n"
-        server = Tree([greedy.pid], environment)
         began = time.monotonic()
-        done = run(server, "attach", "--yes", "--timeout", "1", "--json")
+        done = attach(greedy.pid, "--timeout", "1")
         assert time.monotonic() - began < 10
-        assert done.returncode != 0
-        assert "attach.timeout" in done.stdout
-        until(lambda: agents(server) == ["answers"])
+        assert done.code != 0
+        assert "attach.timeout" in done.out
+        until(lambda: attach.agents([greedy.pid]) == ["answers"])
     finally:
         greedy.kill()
         greedy.wait()
 
 
 # On another machine than x86-64 Python 3.14 does it itself; there is neither where the tests run.
-def test_elsewhere_it_takes_a_newer_python(server: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_it_takes_a_newer_python(
+    server: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inject, "supported", lambda: False)
-    created = identity.of(server.pids[0]).start_ticks
-    plan = attach.plan(Process(Role.API, server.pids[0], created))
+    plan = attaching.plan(Process(Role.API, server[0], identity.of(server[0]).start_ticks))
     assert plan.tids == ()
     with pytest.raises(VllmopsError) as caught:
-        attach.attach(plan, patch=False, timeout_s=5)
+        attaching.attach(plan, patch=False, timeout_s=5)
     assert caught.value.code == "attach.machine"
     assert "remote_exec" in caught.value.message
 
@@ -213,31 +220,27 @@ sys.stdin.readline()
 """
 
 
-def test_a_process_that_has_a_tracer_is_refused(server: Tree) -> None:
+def test_a_process_that_has_a_tracer_is_refused(server: list[int], attach: Attach) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", TRACER, str(server.pids[1])], stdin=pipe, stdout=pipe
+        [sys.executable, "-c", TRACER, str(server[1])], stdin=pipe, stdout=pipe
     ) as tracer:
         assert tracer.stdout
         tracer.stdout.readline()
-        done = run(server, "attach", "--yes", "--json")
-        (silent,) = json.loads(done.stdout)["data"]["silent"]
-        assert (done.returncode, silent["code"], silent["pid"]) == (
-            1,
-            "attach.traced",
-            server.pids[1],
-        )
+        done = attach(server[0])
+        (silent,) = done.data["silent"]
+        assert (done.code, silent["code"], silent["pid"]) == (1, "attach.traced", server[1])
         assert f"pid {tracer.pid} " in silent["why"]
         tracer.communicate(b"\n")
-    assert run(server, "attach", "--yes").returncode == 0
+    assert attach(server[0]).code == 0
 
 
-def test_a_process_that_ends_meanwhile(server: Tree) -> None:
-    process = Process(Role.WORKER, server.pids[2], identity.of(server.pids[2]).start_ticks)
-    made = attach.plan(process)
+def test_a_process_that_ends_meanwhile(server: list[int]) -> None:
+    process = Process(Role.WORKER, server[2], identity.of(server[2]).start_ticks)
+    made = attaching.plan(process)
     os.kill(process.pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(VllmopsError) as caught:
-        attach.attach(made, patch=False, timeout_s=20)
+        attaching.attach(made, patch=False, timeout_s=20)
     assert (caught.value.code, caught.value.exit_code) == ("attach.gone", 5)
     assert time.monotonic() - began < 5

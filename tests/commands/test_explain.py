@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from vllmops.protocol import files
 from vllmops.protocol.metrics import Metrics
 from vllmops.stacks.paste import read
 
+from ..support.commands import Answer, Vllmops
 from . import test_stacks
 
 STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"
@@ -23,17 +23,20 @@ SPIN = STACKS / "mm-cache-eviction-spin.txt"
 BUSY = STACKS / "healthy-busy.one-dump.txt"
 
 
-def piped(content: bytes, *options: str) -> subprocess.CompletedProcess[str]:
-    run = subprocess.run(
-        [sys.executable, "-m", "vllmops", "stacks", "explain", *options],
-        input=content,
-        capture_output=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "80"},
-    )
-    return subprocess.CompletedProcess(
-        run.args, run.returncode, run.stdout.decode(), run.stderr.decode()
-    )
+@pytest.fixture
+def piped(vllmops: Vllmops) -> Callable[..., Answer]:
+    """``stacks explain`` with something in a pipe as its standard input."""
+
+    def explain(content: bytes, *options: str) -> Answer:
+        def fill() -> None:
+            reader, writer = os.pipe()
+            os.write(writer, content)
+            os.close(writer)
+            os.dup2(reader, 0)
+
+        return vllmops("stacks", "explain", *options, env={"COLUMNS": "80"}, before=fill)
+
+    return explain
 
 
 def test_what_is_stuck_why_and_the_way_out(vllmops: Any) -> None:
@@ -89,11 +92,11 @@ def test_what_is_not_known_is_shown(vllmops: Any) -> None:
     assert "load_weights (default_loader.py:290)" in answer.out
 
 
-def test_standard_input() -> None:
+def test_standard_input(piped: Callable[..., Answer]) -> None:
     for options in ((), ("-",)):
         told = piped(SPIN.read_bytes(), *options)
-        assert told.returncode == 1
-        assert "[stack.mm-cache-eviction-spin]" in told.stdout
+        assert told.code == 1
+        assert "[stack.mm-cache-eviction-spin]" in told.out
 
 
 def test_a_saved_snapshot(vllmops: Any, tmp_path: Path) -> None:
@@ -148,16 +151,18 @@ def test_no_fact(vllmops: Any, fact: str) -> None:
         (b'{"kind": "caches", "schema": 1}', "stacks.not-found"),
     ],
 )
-def test_no_stacks(vllmops: Any, tmp_path: Path, content: bytes, code: str) -> None:
+def test_no_stacks(
+    vllmops: Any, piped: Callable[..., Answer], tmp_path: Path, content: bytes, code: str
+) -> None:
     dump = tmp_path / "dump"
     dump.write_bytes(content)
     answer = vllmops("stacks", "explain", str(dump), "--json")
     assert (answer.code, answer.error["code"]) == (1, code)
     assert answer.error["hint"]
     told = piped(content)
-    assert told.returncode == 1
-    assert told.stderr.startswith("error: ")
-    assert "Traceback" not in told.stderr
+    assert told.code == 1
+    assert told.err.startswith("error: ")
+    assert "Traceback" not in told.err
 
 
 def test_no_file(vllmops: Any, tmp_path: Path) -> None:
@@ -167,7 +172,7 @@ def test_no_file(vllmops: Any, tmp_path: Path) -> None:
     assert (answer.code, answer.error["code"]) == (1, "file.unreadable")
 
 
-def test_a_live_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_server(vllmops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose engine spins as in an eviction; real processes, with vLLM's titles and names."""
     spinning = "def popitem():\n    while True: pass\n\ndef get_and_update_features(): popitem()\n"
     source = test_stacks.TREE.replace("def spin():\n    while True: pass\n", spinning)
@@ -176,16 +181,16 @@ def test_a_live_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_stacks, "TITLES", ["VLLM::APIServer", "VLLM::EngineCore"])
     saved = tmp_path / "saved.json"
     options = ("--explain", "--interval", "0.1", "--json", "--save", str(saved))
-    with test_stacks.tree(tmp_path) as server:
-        told = server.dump(*options)
-    assert told.returncode == 1, told.stderr
-    data = json.loads(told.stdout)["data"]
+    with test_stacks.tree(tmp_path, "spin") as server:
+        told = vllmops("stacks", "dump", "-t", str(server[0]), *options)
+    assert told.code == 1, told.err
+    data = told.data
     (finding,) = data["findings"]
     assert (data["samples"], data["verdict"]) == (3, "hang")
     assert (finding["code"], finding["confidence"]) == ("stack.mm-cache-eviction-spin", "sure")
     assert [each["role"] for each in data["processes"]] == ["api", "engine"]
     # What was saved says the same.
-    again = json.loads(piped(saved.read_bytes(), "--json").stdout)["data"]
+    again = vllmops("stacks", "explain", str(saved), "--json").data
     assert (again["samples"], again["findings"]) == (3, data["findings"])
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,11 @@ from vllmops.keys.carrier import genuine, seal, seal_signed
 from vllmops.keys.ring import Ring, Status
 from vllmops.store.settings import CARRIER_TTL as TTL
 
+from ..keys.test_file import killed_at
+
 TEXT = "ab" * 32
 NAME = file.SIGNING_KEY
 Spawn = Callable[..., Any]
-
-# The command, killed before or after a call, as "name:number:before"; that can't be timed from
-# outside.
-KILLED = """
-import os, signal, sys
-name, number, when = sys.argv.pop(1).split(":")
-real, calls = getattr(os, name), 0
-def faulty(*args, **kwargs):
-    global calls
-    calls += 1
-    if calls == int(number) and when == "before":
-        os.kill(os.getpid(), signal.SIGKILL)
-    result = real(*args, **kwargs)
-    if calls == int(number):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
-setattr(os, name, faulty)
-from vllmops.app import run
-sys.exit(run())
-"""
 
 
 @pytest.fixture
@@ -415,18 +398,14 @@ def test_a_rotation_killed_at_each_step_verifies_what_it_did_and_goes_on(
             before = file.load(path)
             carrier = seal(["x"], before, model="m", owner="o")
             fault = f"{name}:{number}:{('before', 'after')[number % 2]}"
-            done = subprocess.run(
-                [sys.executable, "-c", KILLED, fault, "keys", "rotate"],
-                capture_output=True,
-                check=False,
-            )
+            done = vllmops("keys", "rotate", before=partial(killed_at, fault))
             ring = file.load(path)
             assert ring.primary
             assert {key.kid for key in before.keys} <= {key.kid for key in ring.keys}
             assert genuine(carrier, ring).history == ["x"]
-            if done.returncode == 0:
+            if done.code == 0:
                 break
-            assert done.returncode == -signal.SIGKILL, done.stderr
+            assert done.code == -signal.SIGKILL, done.err
             kills += 1
             assert vllmops("keys", "rotate", "--json").code == 0
             assert file.load(path).those(Status.NEXT) == ()

@@ -7,17 +7,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 
+from vllmops.host import processes
 from vllmops.protocol import files
 from vllmops.protocol.stacks import StacksSnapshot
 
+from ..support.commands import Vllmops
 from ..support.waiting import until
 
+TABLE = processes.table  # the fixture `home` hides what is not its own
 TREE = """
 import ctypes, subprocess, sys, threading, time
 
@@ -49,31 +51,9 @@ stuck() if kind == "stuck" and not titles else wait()
 TITLES = ["VLLM::APIServer_0", "VLLM::EngineCore", "VLLM::Worker_TP1"]
 
 
-@dataclass
-class Tree:
-    """A server's processes, root first, and the command line to look at them."""
-
-    pids: list[int]
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def dump(
-        self, *options: str, wrap: tuple[str, ...] = (), **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        command = [*wrap, sys.executable, "-m", "vllmops", "stacks", "dump", *options]
-        if "-t" not in options and "VLLMOPS_TARGET" not in environment:
-            command += ["-t", str(self.pids[0])]
-        return subprocess.run(
-            command,
-            env=self.environment | environment,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-
 @contextlib.contextmanager
-def tree(folder: Path, kind: str = "spin") -> Iterator[Tree]:
+def tree(folder: Path, kind: str = "wait") -> Iterator[list[int]]:
+    """A server's processes, root first; only of the kind ``spin`` one is busy."""
     script = folder / "tree.py"
     script.write_text(TREE)
     root = subprocess.Popen(
@@ -89,9 +69,7 @@ def tree(folder: Path, kind: str = "spin") -> Iterator[Tree]:
         for _ in TITLES:
             assert root.stdout.readline() == b"up\n"
         pids = [root.pid, *(c.pid for c in psutil.Process(root.pid).children(recursive=True))]
-        environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "FORCE_COLOR"}}
-        environment.pop("VLLMOPS_TARGET", None)
-        yield Tree(pids[:3], environment | {"VLLMOPS_HOME": str(folder / "home")})
+        yield pids[:3]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(root.pid, signal.SIGKILL)
@@ -100,9 +78,29 @@ def tree(folder: Path, kind: str = "spin") -> Iterator[Tree]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tree]:
-    with tree(tmp_path_factory.mktemp("server")) as found:
-        yield found
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
+    with tree(tmp_path_factory.mktemp("server")) as pids:
+        yield pids
+
+
+@pytest.fixture
+def server(shared: list[int], home: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A server that only waits, and belongs to no state directory."""
+    monkeypatch.setattr(processes, "table", TABLE)
+    return shared
+
+
+@pytest.fixture
+def busy(home: Path, tmp_path: Path) -> Iterator[list[int]]:
+    """A server whose worker computes."""
+    with tree(tmp_path, "spin") as pids:
+        yield pids
+
+
+@pytest.fixture
+def dump(vllmops: Vllmops) -> Vllmops:
+    """Dumps the stacks of the server of a pid."""
+    return lambda pid, *words, **how: vllmops("stacks", "dump", "-t", str(pid), *words, **how)
 
 
 def words(text: str) -> str:
@@ -110,15 +108,14 @@ def words(text: str) -> str:
     return "".join(text.split())
 
 
-def test_every_process_with_its_threads_the_busy_one_first(server: Tree) -> None:
-    told = server.dump()
-    assert told.returncode == 0, told.stderr
-    assert told.stderr == ""
-    api, engine, worker = told.stdout.split("\n\n")
-    assert api.splitlines()[0] == f"APIServer_0 pid {server.pids[0]}"
-    assert engine.splitlines()[0] == f"EngineCore pid {server.pids[1]}"
+def test_every_process_with_its_threads_the_busy_one_first(busy: list[int], dump: Vllmops) -> None:
+    told = dump(busy[0])
+    assert (told.code, told.err) == (0, "")
+    api, engine, worker = told.out.split("\n\n")
+    assert api.splitlines()[0] == f"APIServer_0 pid {busy[0]}"
+    assert engine.splitlines()[0] == f"EngineCore pid {busy[1]}"
     assert worker.splitlines()[:3] == [
-        f"Worker_TP1 pid {server.pids[2]}",
+        f"Worker_TP1 pid {busy[2]}",
         "  process_input_sockets [bold]: active, holds the GIL",
         "    spin (tree.py:10)",
     ]
@@ -128,95 +125,97 @@ def test_every_process_with_its_threads_the_busy_one_first(server: Tree) -> None
     assert "    Thread.run (threading.py:" in engine
 
 
-def test_json(server: Tree) -> None:
-    told = server.dump("--json")
-    assert told.returncode == 0
-    envelope = json.loads(told.stdout)
+def test_json(busy: list[int], dump: Vllmops) -> None:
+    told = dump(busy[0], "--json")
+    assert told.code == 0
+    envelope = told.envelope
     assert (envelope["command"], envelope["status"], envelope["exit_code"]) == (
         "stacks dump",
         "ok",
         0,
     )
-    processes = envelope["data"]["processes"]
-    assert [each["role"] for each in processes] == ["api", "engine", "worker"]
-    assert [each["pid"] for each in processes] == server.pids
-    assert [each["title"] for each in processes] == TITLES
-    assert all(each["error"] is None for each in processes)
-    spinner = processes[2]["threads"][0]
+    found = told.data["processes"]
+    assert [each["role"] for each in found] == ["api", "engine", "worker"]
+    assert [each["pid"] for each in found] == busy
+    assert [each["title"] for each in found] == TITLES
+    assert all(each["error"] is None for each in found)
+    spinner = found[2]["threads"][0]
     assert (spinner["name"], spinner["state"]) == ("process_input_sockets [bold]", "active")
     assert spinner["frames"][0]["function"] == "spin"
     assert spinner["frames"][0]["line"] == 10
 
 
-def test_narrow_terminal_and_pipe_tell_the_same(server: Tree) -> None:
-    wide, narrow = server.dump(), server.dump(COLUMNS="60")
-    assert max(len(line) for line in narrow.stdout.splitlines()) <= 60
-    assert words(narrow.stdout) == words(wide.stdout)
-    very = server.dump(COLUMNS="30")
-    assert max(len(line) for line in very.stdout.splitlines()) <= 30
-    assert words(very.stdout) == words(wide.stdout)
+def test_narrow_terminal_and_pipe_tell_the_same(server: list[int], dump: Vllmops) -> None:
+    wide = dump(server[0])
+    for columns in (60, 30):
+        narrow = dump(server[0], env={"COLUMNS": str(columns)})
+        assert max(len(line) for line in narrow.out.splitlines()) <= columns
+        assert words(narrow.out) == words(wide.out)
 
 
-def test_local_variables_only_when_asked_for(server: Tree) -> None:
-    assert "a-secret-prompt" not in server.dump("--json").stdout + server.dump().stdout
-    assert 'prompt = "a-secret-prompt"' in server.dump("--locals").stdout
-    assert "a-secret-prompt" in server.dump("--locals", "--json").stdout
+def test_local_variables_only_when_asked_for(server: list[int], dump: Vllmops) -> None:
+    assert "a-secret-prompt" not in dump(server[0], "--json").out + dump(server[0]).out
+    assert 'prompt = "a-secret-prompt"' in dump(server[0], "--locals").out
+    assert "a-secret-prompt" in dump(server[0], "--locals", "--json").out
 
 
-def test_target_from_the_environment(server: Tree) -> None:
-    told = server.dump("--json", VLLMOPS_TARGET=str(server.pids[1]))
-    assert [each["pid"] for each in json.loads(told.stdout)["data"]["processes"]] == server.pids
+def test_target_from_the_environment(server: list[int], vllmops: Vllmops) -> None:
+    told = vllmops("stacks", "dump", "--json", env={"VLLMOPS_TARGET": str(server[1])})
+    assert [each["pid"] for each in told.data["processes"]] == server
 
 
-def test_unknown_target(server: Tree) -> None:
-    told = server.dump("--json", "-t", "nobody-has-this-name")
-    assert told.returncode == 5
-    assert json.loads(told.stdout)["errors"][0]["code"] == "target.unknown"
+def test_unknown_target(dump: Vllmops) -> None:
+    told = dump("nobody-has-this-name", "--json")
+    assert (told.code, told.error["code"]) == (5, "target.unknown")
 
 
 @pytest.mark.parametrize(
     "options", [("--native", "--nonblocking"), ("--timeout", "0"), ("--timeout", "soon")]
 )
-def test_wrong_options(server: Tree, options: tuple[str, ...]) -> None:
-    told = server.dump(*options)
-    assert told.returncode == 2
-    assert told.stdout == ""
-    assert "Traceback" not in told.stderr
-    assert json.loads(server.dump(*options, "--json").stdout)["errors"][0]["code"] == "usage"
+def test_wrong_options(server: list[int], dump: Vllmops, options: tuple[str, ...]) -> None:
+    told = dump(server[0], *options)
+    assert (told.code, told.out) == (2, "")
+    assert "Traceback" not in told.err
+    assert dump(server[0], *options, "--json").error["code"] == "usage"
 
 
-def test_save_writes_what_was_shown(server: Tree, tmp_path: Path) -> None:
+def test_save_writes_what_was_shown(server: list[int], dump: Vllmops, tmp_path: Path) -> None:
     target = tmp_path / "stacks.json"
     target.write_text("an older one")
-    told = server.dump("--json", "--save", str(target))
-    assert told.returncode == 0
-    assert f"saved to {target}" in words_of_stderr(told)
-    assert json.loads(target.read_text()) == json.loads(told.stdout)["data"]
-    assert files.load(target, StacksSnapshot).processes[2].threads[0].frames[0].function == "spin"
+    told = dump(server[0], "--json", "--save", str(target))
+    assert told.code == 0
+    assert f"saved to {target}" in " ".join(told.err.split())
+    assert json.loads(target.read_text()) == told.data
+    found = files.load(target, StacksSnapshot).processes[2].threads
+    assert any(frame.function == "wait" for frame in found[0].frames)
     assert [each.name for each in tmp_path.iterdir()] == ["stacks.json"]
 
 
-def test_what_was_caught_is_shown_where_it_cannot_be_saved(server: Tree, tmp_path: Path) -> None:
+def test_what_was_caught_is_shown_where_it_cannot_be_saved(
+    server: list[int], dump: Vllmops, tmp_path: Path
+) -> None:
     place = tmp_path / "absent" / "stacks.json"
-    told = server.dump("--save", str(place))
-    assert told.returncode == 1
-    assert "spin (tree.py:10)" in told.stdout
-    assert "can't be written" in told.stderr
-    envelope = json.loads(server.dump("--json", "--save", str(place)).stdout)
-    assert envelope["status"] == "error"
-    assert len(envelope["data"]["processes"]) == 3
+    told = dump(server[0], "--save", str(place))
+    assert told.code == 1
+    assert "wait (tree.py:7)" in told.out
+    assert "can't be written" in told.err
+    told = dump(server[0], "--json", "--save", str(place))
+    assert told.envelope["status"] == "error"
+    assert len(told.data["processes"]) == 3
 
 
-def test_one_that_fails_is_told_and_the_others_are_dumped(tmp_path: Path) -> None:
+def test_one_that_fails_is_told_and_the_others_are_dumped(
+    home: Path, dump: Vllmops, tmp_path: Path
+) -> None:
     with tree(tmp_path, "helper") as server:
-        told = server.dump()
-        data = json.loads(server.dump("--json").stdout)["data"]
-    assert told.returncode == 1
-    assert "Worker_TP1 pid" in told.stdout
-    assert "Other process pid" in told.stdout
-    assert "error: pid" in told.stdout
-    assert "does not run Python" in told.stdout
-    assert "hint: " in told.stdout
+        told = dump(server[0])
+        data = dump(server[0], "--json").data
+    assert told.code == 1
+    assert "Worker_TP1 pid" in told.out
+    assert "Other process pid" in told.out
+    assert "error: pid" in told.out
+    assert "does not run Python" in told.out
+    assert "hint: " in told.out
     failed = [each for each in data["processes"] if each["error"]]
     assert [(each["role"], each["error"]["code"]) for each in failed] == [
         ("other", "stacks.not-python")
@@ -224,24 +223,31 @@ def test_one_that_fails_is_told_and_the_others_are_dumped(tmp_path: Path) -> Non
     assert len(data["processes"]) == 4
 
 
-def test_progress_on_stderr_while_one_process_cannot_be_stopped(tmp_path: Path) -> None:
+def test_progress_on_stderr_while_one_process_cannot_be_stopped(
+    home: Path, dump: Vllmops, tmp_path: Path
+) -> None:
     with tree(tmp_path, "stuck") as server:
-        until(lambda: psutil.Process(server.pids[2]).status() == psutil.STATUS_DISK_SLEEP)
-        told = server.dump("--timeout", "3")
-    assert "reading" in told.stderr
-    assert "3 s at most" in told.stderr
-    assert "    stuck (tree.py:" in told.stdout
-    assert "note: read without stopping it" in told.stdout
+        until(lambda: psutil.Process(server[2]).status() == psutil.STATUS_DISK_SLEEP)
+        told = dump(server[0], "--timeout", "3")
+    assert "reading" in told.err
+    assert "3 s at most" in told.err
+    assert "    stuck (tree.py:" in told.out
+    assert "note: read without stopping it" in told.out
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
-def test_no_permission(server: Tree) -> None:
-    told = server.dump(wrap=("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"))
+def test_no_permission(server: list[int]) -> None:
+    told = subprocess.run(
+        [
+            *("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"),
+            *(sys.executable, "-m", "vllmops", "stacks", "dump", "-t", str(server[0])),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert told.returncode == 1
-    assert told.stdout.count("error: reading pid") == 3
+    assert told.stdout.count("has more privileges than this container") == 3
     assert "--cap-add SYS_PTRACE" in told.stdout
     assert "Traceback" not in told.stderr
-
-
-def words_of_stderr(told: subprocess.CompletedProcess[str]) -> str:
-    return " ".join(told.stderr.split())

@@ -16,13 +16,15 @@ from typing import Any
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
 from vllmops.keys import carrier
 from vllmops.keys.carrier import Carrier, CarrierError, Case, is_ours, seal, seal_signed, unseal
 from vllmops.keys.ring import Key, Ring, Secret, Status, only
+
+from ..support.extent import EVERYTHING
 
 NOW = 1_800_000_000
 DAY_S = 24 * 3600
@@ -148,6 +150,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=100 if EVERYTHING else 40)
 @given(st.lists(values), st.text(), st.text())
 def test_round_trip(history: list[Any], model: str, owner: str) -> None:
     text = made(history, model=model, owner=owner)
@@ -334,7 +337,7 @@ def test_whatever_it_is_fed_it_refuses(text: str) -> None:
         opened(text)
 
 
-def test_100_000_that_are_nearly_right() -> None:
+def test_many_that_are_nearly_right() -> None:
     """Flips, cuts, splices, wrong kids and wrong versions of ten genuine ones."""
     chance = random.Random(35903)
     many = ring(Status.PRIMARY, Status.NEXT, Status.VERIFY_ONLY, Status.REVOKED)
@@ -365,7 +368,7 @@ def test_100_000_that_are_nearly_right() -> None:
         return text
 
     seen: set[Case] = set()
-    for _ in range(100_000):
+    for _ in range(100_000 if EVERYTHING else 20_000):
         text = wrong()
         if text in texts:
             continue
@@ -430,19 +433,22 @@ def test_base64_that_is_signed_and_damaged() -> None:
 
 
 def bomb(size: int) -> bytes:
+    """So many spaces: a block that says a MiB again and again."""
     stream = zlib.compressobj(9)
-    chunk = b" " * (1 << 20)
-    return b"".join(stream.compress(chunk) for _ in range(size >> 20)) + stream.flush()
+    first, again = (
+        stream.compress(b" " * (1 << 20)) + stream.flush(zlib.Z_FULL_FLUSH) for _ in range(2)
+    )
+    return first + again * ((size >> 20) - 1) + stream.flush()
 
 
 def test_a_bomb_is_refused_in_little_time_and_memory() -> None:
     text = encode(bomb(1 << 30), KID)
     assert len(text) < 2 << 20
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     with refused(Case.TOO_LARGE):
         opened(text)
-    took = time.monotonic() - began
+    took = time.process_time() - began
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert took < 1
@@ -453,10 +459,10 @@ def test_a_bomb_is_refused_in_little_time_and_memory() -> None:
 def test_giant_base64_is_refused_at_once(head: str) -> None:
     text = head + "A" * (256 << 20)
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     with refused(Case.TOO_LARGE):
         opened(text)
-    took = time.monotonic() - began
+    took = time.process_time() - began
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert took < 0.1

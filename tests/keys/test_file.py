@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import resource
 import signal
 import stat
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,19 +28,23 @@ from vllmops.keys.ring import Key, Ring, Status, fresh
 NOBODY = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
-# A process that adds keys: `path count [fault]`. With a fault it kills itself there, which from
-# outside can't be timed to the call: "name:number:before" or "...:after".
-ADD = """
-import os, signal, sys
-from pathlib import Path
-from vllmops.keys import file
-from vllmops.keys.ring import Key, Status, fresh
-path, count, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-if fault:
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keyring.json"
+
+
+def killed_at(fault: str) -> None:
+    """Have this process kill itself at a call, which from outside can't be timed.
+
+    Args:
+        fault: ``name:number:before`` or ``name:number:after``; the name is one of `os`.
+    """
     name, number, when = fault.split(":")
     real, calls = getattr(os, name), 0
-    def faulty(*args, **kwargs):
-        global calls
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
         calls += 1
         if calls == int(number) and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -46,22 +52,38 @@ if fault:
         if calls == int(number):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
+
     setattr(os, name, faulty)
-for _ in range(count):
-    key = Key.of(fresh(), Status.NEXT, 1)
-    file.change(path, lambda ring: ring.add(key), create=True)
-    print(key.kid, flush=True)
-"""
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "keyring.json"
+@dataclass
+class Adding:
+    """A process that adds keys, as a fork of this one, and tells the kid of each."""
 
+    path: Path
+    count: int = 1
+    before: Callable[[], object] = lambda: None
 
-def adding(path: Path, count: int = 1, fault: str = "") -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", ADD, str(path), str(count), fault]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def __post_init__(self) -> None:
+        said, self.saying = os.pipe()
+        self.process = multiprocessing.get_context("fork").Process(target=self.add)
+        self.process.start()
+        os.close(self.saying)
+        self.said = os.fdopen(said)
+
+    def add(self) -> None:
+        self.before()
+        for _ in range(self.count):
+            key = Key.of(fresh(), Status.NEXT, 1)
+            file.change(self.path, partial(Ring.add, key=key), create=True)
+            os.write(self.saying, f"{key.kid}\n".encode())
+
+    def end(self) -> str:
+        """What it told, once it has ended."""
+        with self.said:
+            told = self.said.read()
+        self.process.join(60)
+        return told
 
 
 def made(path: Path, keys: int = 1) -> Ring:
@@ -243,15 +265,16 @@ def test_killed_at_every_step(path: Path) -> None:
         for number in range(1, 20):
             for when in ("before", "after"):
                 before = file.load(path)
-                adder = adding(path, 1, f"{name}:{number}:{when}")
-                _, err = adder.communicate(timeout=60)
-                assert adder.returncode in {0, -signal.SIGKILL}, err
+                adder = Adding(path, 1, partial(killed_at, f"{name}:{number}:{when}"))
+                adder.end()
+                code = adder.process.exitcode
+                assert code in {0, -signal.SIGKILL}
                 after = file.load(path)
                 assert set(before.keys) <= set(after.keys)
-                assert len(after.keys) - len(before.keys) in ({0, 1} if adder.returncode else {1})
+                assert len(after.keys) - len(before.keys) in ({0, 1} if code else {1})
                 assert set(after.keys) <= set(file.decode(file.copy(path).read_bytes(), path).keys)
-                faults += adder.returncode != 0
-            if adder.returncode == 0:
+                faults += code != 0
+            if code == 0:
                 break
     assert faults >= 14
     # What they left lying about is secret, too: the next one takes it away.
@@ -272,15 +295,10 @@ def test_killed_in_the_middle_of_a_write(path: Path) -> None:
 
         return limit
 
-    code = f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n{ADD}"
     for most in (0, 1, size // 2, size + 1):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(path), "1", ""],
-            preexec_fn=limits(most),
-            capture_output=True,
-            check=False,
-        )
-        assert done.returncode == -signal.SIGXFSZ, done
+        adder = Adding(path, 1, limits(most))
+        adder.end()
+        assert adder.process.exitcode == -signal.SIGXFSZ
         assert any(each.startswith(".keyring.json.") for each in names(path))
         assert file.load(path) == before
 
@@ -289,14 +307,12 @@ def test_killed_at_any_moment_while_many_write(path: Path) -> None:
     chance = random.Random(1)
     before = set(made(path).keys)
     for _ in range(8):
-        writers = [adding(path, 1000) for _ in range(2)]
-        assert writers[0].stdout is not None
-        writers[0].stdout.readline()
+        writers = [Adding(path, 1000) for _ in range(2)]
+        writers[0].said.readline()
         time.sleep(chance.uniform(0, 0.05))
-        said = ""
         for writer in writers:
-            writer.kill()
-            said += writer.communicate()[0]
+            writer.process.kill()
+        said = "".join(writer.end() for writer in writers)
         after = file.load(path)
         assert before <= set(after.keys)
         kids = {key.kid for key in after.keys}
@@ -307,11 +323,11 @@ def test_killed_at_any_moment_while_many_write(path: Path) -> None:
 
 
 def test_many_writers_lose_nothing(path: Path) -> None:
-    writers = [adding(path, 10) for _ in range(4)]
-    said = [writer.communicate(timeout=120) for writer in writers]
-    assert [err for _, err in said] == [""] * 4
+    writers = [Adding(path, 10) for _ in range(4)]
+    said = [writer.end() for writer in writers]
+    assert [writer.process.exitcode for writer in writers] == [0] * 4
     kids = {key.kid for key in file.load(path).keys}
-    assert kids == set("".join(out for out, _ in said).split())
+    assert kids == set("".join(said).split())
     assert len(kids) == 40
 
 

@@ -214,13 +214,14 @@ class Elf:
         return int(first["p_vaddr"]) - int(first["p_offset"])
 
     def symbol(self, name: str) -> int | None:
-        """The address of a symbol that it offers to others."""
-        from elftools.elf.sections import SymbolTableSection  # noqa: PLC0415
+        """The address of a symbol that it offers to others, by their hash table: they are many."""
+        from elftools.elf.hash import ELFHashSection, GNUHashSection  # noqa: PLC0415
 
-        table = self.elf.get_section_by_name(".dynsym")
-        found = table.get_symbol_by_name(name) if isinstance(table, SymbolTableSection) else None
-        value = int(found[0]["st_value"]) if found else 0
-        return value or None
+        for section in map(self.elf.get_section_by_name, (".gnu.hash", ".hash")):
+            if isinstance(section, (GNUHashSection, ELFHashSection)):
+                found = section.get_symbol(name)
+                return (int(found["st_value"]) or None) if found else None
+        return None
 
 
 def supported() -> bool:

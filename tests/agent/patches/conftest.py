@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -18,19 +19,42 @@ from ...support import modules
 
 OLD = ("0.14.0", "0.15.1", "0.23.0")
 INSTALLED = "installed"
-# Runs the lines it is sent; prints what they leave in `out`.
+# Imports what takes long, and is the same for every version. Then, for each folder it is sent, a
+# fork of it runs the lines it is sent, up to an empty one, and prints what they leave in `out`.
 CHILD = """
-import ast, signal, sys
-print("'up'", flush=True)
-scope = {}
-for line in sys.stdin:
-    scope["out"] = None
-    signal.alarm(60)  # what spins for ever ends the process
+import ast, importlib, os, signal, sys
+SLOW = (
+    "torch torch._inductor.lowering torch._inductor.standalone_compile gguf fastapi scipy.signal "
+    "mistral_common.tokens.tokenizers.mistral openai.types.eval_create_params "
+    "openai.types.responses torch.utils.cpp_extension transformers "
+    "transformers.models.auto.image_processing_auto"
+)
+for name in SLOW.split():
     try:
-        exec(ast.literal_eval(line), scope)
-    except BaseException as error:
-        scope["out"] = f"{type(error).__name__}: {error}"
-    print(repr(scope["out"]), flush=True)
+        importlib.import_module(name)
+    except ImportError:  # the versions will say whether they miss it
+        pass
+stdin = open(0, "rb", buffering=0)  # a fork must not take what comes after its last line
+def lines():
+    while line := stdin.readline().strip():
+        yield ast.literal_eval(line.decode())
+for folder in lines():
+    if pid := os.fork():
+        if os.waitpid(pid, 0)[1]:
+            sys.exit(1)
+        continue
+    sys.path.insert(0, folder)
+    print("'up'", flush=True)
+    scope = {}
+    for code in lines():
+        scope["out"] = None
+        signal.setitimer(signal.ITIMER_PROF, 60)  # what spins for ever ends the process
+        try:
+            exec(code, scope)
+        except BaseException as error:
+            scope["out"] = f"{type(error).__name__}: {error}"
+        print(repr(scope["out"]), flush=True)
+    os._exit(0)
 """
 
 
@@ -76,19 +100,21 @@ def lru_module(code: Callable[[str], Path]) -> Callable[[str], ModuleType]:
 
 
 class Vllm:
-    """A process that has imported modules of one version of vLLM's."""
+    """A process that imports modules of one version of vLLM's after another."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.popen = subprocess.Popen(
             [sys.executable, "-P", "-c", CHILD],
-            env={**os.environ, "PYTHONPATH": str(folder), "VLLM_LOGGING_LEVEL": "ERROR"},
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
-        self.read()
 
-    def read(self) -> object:
+    def run(self, lines: str) -> object:
+        """Run some lines; returns what they leave in ``out``."""
+        self.send(f"{lines!r}\n")
         assert self.popen.stdout is not None
         # vLLM's modules may print while they are imported.
         for line in self.popen.stdout:
@@ -98,25 +124,27 @@ class Vllm:
                 continue
         raise AssertionError("the process has died")
 
-    def run(self, lines: str) -> object:
-        """Run some lines; returns what they leave in ``out``."""
+    def send(self, line: str) -> None:
         assert self.popen.stdin is not None
-        self.popen.stdin.write(f"{lines!r}\n")
+        self.popen.stdin.write(line)
         self.popen.stdin.flush()
-        return self.read()
 
 
 @pytest.fixture(scope="module")
-def vllm(code: Callable[[str], Path]) -> Iterator[Callable[[str], Vllm]]:
-    """Processes by version, each started once."""
-    started: dict[str, Vllm] = {}
+def process() -> Iterator[Vllm]:
+    made = Vllm()
+    yield made
+    os.killpg(made.popen.pid, signal.SIGKILL)
+    made.popen.communicate()
 
-    def process(version: str) -> Vllm:
-        if version not in started:
-            started[version] = Vllm(code(version))
-        return started[version]
 
-    yield process
-    for each in started.values():
-        each.popen.kill()
-        each.popen.wait(10)
+@pytest.fixture
+def vllm(code: Callable[[str], Path], process: Vllm) -> Iterator[Callable[[str], Vllm]]:
+    """Makes the process one of a version; until the test ends."""
+
+    def of(version: str) -> Vllm:
+        assert process.run(str(code(version))) == "up"
+        return process
+
+    yield of
+    process.send("\n")

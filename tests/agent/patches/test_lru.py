@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllmops.agent.patches import mm_lru_ghost_keys, mm_lru_stale_eviction
 
+from ...support.extent import EVERYTHING
 from .conftest import INSTALLED
 
 Load = Callable[[str], ModuleType]
@@ -137,7 +138,7 @@ def patched(module: ModuleType) -> ModuleType:
     return module
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if EVERYTHING else 60, deadline=None)
 @given(operations)
 def check(cls: Any, steps: list[tuple[Any, ...]]) -> None:
     cache, model = cls(CAPACITY, getsizeof=lambda value: value), Model()
@@ -157,7 +158,7 @@ def test_answers_as_the_model_does(lru: Any) -> None:
     check(lru)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if EVERYTHING else 60, deadline=None)
 @given(operations, st.lists(st.tuples(st.sampled_from(["ghost", "lost"]), keys), max_size=4))
 def check_corrupt(cls: Any, steps: list[tuple[Any, ...]], damage: list[tuple[str, str]]) -> None:
     """Whatever is wrong with the order: no operation spins, and none leaves it worse."""

@@ -56,8 +56,9 @@ def test_the_first_event_is_not_kept_back() -> None:
 def test_a_store_that_is_down_for_a_while_gets_all_of_them(tmp_path: Path) -> None:
     async def play() -> list[int]:
         url = f"sqlite:///{tmp_path}/responses.db"
-        async with ResponseStore(opening.backend(url), deadline_s=0.2) as store:
+        async with ResponseStore(opening.backend(url)) as store:
             await store.create(RUN)
+        async with ResponseStore(opening.backend(url), deadline_s=0.2) as store:
             blocker = sqlite3.connect(tmp_path / "responses.db", isolation_level=None)
             async with Writer(store, RUN) as writer:
                 blocker.execute("BEGIN IMMEDIATE")
