@@ -114,7 +114,7 @@ def test(*, everything: bool) -> None:
     # Fast tests wait about half of their time, for processes above all. A live server keeps about
     # one core busy, and tests of a file share servers.
     for workers, way, which in (
-        ("4", "worksteal", ("--ignore", "tests/live")),
+        ("6", "worksteal", ("--ignore", "tests/live")),
         ("2", "loadgroup", ("tests/live",)),
     ):
         if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):

@@ -368,7 +368,7 @@ def repair(path: Path, keep: int) -> None:
 def begins_with(path: Path, part: Path) -> bool:
     """Whether a log still has all of what was copied from it."""
     try:
-        with path.open("rb") as log, part.open("rb") as copy:
+        with open(open_plain(path), "rb") as log, open(open_plain(part), "rb") as copy:
             if not 0 < os.fstat(copy.fileno()).st_size <= os.fstat(log.fileno()).st_size:
                 return False
             while chunk := copy.read(CHUNK_BYTES):
