@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import httpx
@@ -59,39 +59,8 @@ FIELDS: tuple[tuple[str, dict[str, str], str], ...] = (
 )
 
 
-class UnixSocket(httpx.BaseTransport):
+class UnixSocket(httpx.AsyncBaseTransport):
     """HTTP through the Unix socket that is a URL's host, as `unix_url` writes it."""
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        # There is no TLS; to load certificates takes 20 ms.
-        transport = httpx.HTTPTransport(uds=rerouted(request), verify=False)
-        try:
-            answer = transport.handle_request(request)
-        except BaseException:
-            transport.close()
-            raise
-        assert isinstance(answer.stream, httpx.SyncByteStream)
-        answer.stream = Closing(answer.stream, transport)
-        return answer
-
-
-class Closing(httpx.SyncByteStream):
-    """A stream that closes its connection with itself."""
-
-    def __init__(self, stream: httpx.SyncByteStream, transport: httpx.HTTPTransport) -> None:
-        self.stream = stream
-        self.transport = transport
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self.stream
-
-    def close(self) -> None:
-        self.stream.close()
-        self.transport.close()
-
-
-class AsyncUnixSocket(httpx.AsyncBaseTransport):
-    """The same for asyncio."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         transport = httpx.AsyncHTTPTransport(uds=rerouted(request), verify=False)
@@ -101,12 +70,12 @@ class AsyncUnixSocket(httpx.AsyncBaseTransport):
             await transport.aclose()
             raise
         assert isinstance(answer.stream, httpx.AsyncByteStream)
-        answer.stream = AsyncClosing(answer.stream, transport)
+        answer.stream = Closing(answer.stream, transport)
         return answer
 
 
-class AsyncClosing(httpx.AsyncByteStream):
-    """The same for asyncio."""
+class Closing(httpx.AsyncByteStream):
+    """A stream that closes its connection with itself."""
 
     def __init__(self, stream: httpx.AsyncByteStream, transport: httpx.AsyncHTTPTransport) -> None:
         self.stream = stream
@@ -130,8 +99,7 @@ def rerouted(request: httpx.Request) -> str:
     return path
 
 
-MOUNTS: dict[str, httpx.BaseTransport | None] = {UNIX: UnixSocket()}
-ASYNC_MOUNTS: dict[str, httpx.AsyncBaseTransport | None] = {UNIX: AsyncUnixSocket()}
+MOUNTS: dict[str, httpx.AsyncBaseTransport | None] = {UNIX: UnixSocket()}
 
 
 def healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
@@ -261,7 +229,7 @@ def client(headers: dict[str, str] | None = None, *, outside: bool = False) -> h
         headers={"Accept-Encoding": "identity", **(headers or {})},
         trust_env=outside,
         verify=outside,
-        mounts=ASYNC_MOUNTS,
+        mounts=MOUNTS,
     )
 
 
