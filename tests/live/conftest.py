@@ -42,15 +42,14 @@ def register():
     utils.USE_SCHED_YIELD = False
 """
 # `vllm serve` spawns the engine and the workers, and each of the three imports vLLM: 35 s of CPU.
-# Forked they share the imports: 16 s. They load the plug-ins anew, as spawned ones do. Servers with
-# `--env SPAWNED=1` start as a user's do: a forked engine has no named semaphores.
+# Forked they share the imports: 16 s. Servers with `--env SPAWNED=1` start as a user's do: a
+# forked engine has no named semaphores, garbage collection that was tuned before it was made, and
+# the plug-ins of its parent.
 FORKED = """
 def register():
     import multiprocessing
     import os
     import sys
-
-    from vllm import plugins
 
     if os.environ.get("SPAWNED"):
         return
@@ -61,11 +60,6 @@ def register():
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and hasattr(module, "get_mp_context"):
             module.get_mp_context = get_mp_context
-
-    def forked():
-        plugins.plugins_loaded = False
-
-    os.register_at_fork(after_in_child=forked)
 """
 
 

@@ -41,6 +41,7 @@ import re
 import signal
 from functools import wraps
 from multiprocessing import current_process
+from vllm import plugins
 
 def file_of(defect):
     return os.path.join(os.environ["VLLM_TEST_HANGS"], defect)
@@ -119,6 +120,11 @@ def register():
         worker()
     elif name == "MainProcess":
         front_end()
+        # A forked engine would have these alone.
+        os.register_at_fork(after_in_child=load_again)
+
+def load_again():
+    plugins.plugins_loaded = False
 """
 ENVIRONMENT = {
     "VLLMOPS_NO_PATCH": "mm-lru-ghost-keys,mm-lru-stale-eviction",
@@ -317,6 +323,7 @@ class Hang:
         made: makes it, and ends it with the block, where it can be ended; gives its requests.
         lives_on: whether the server does.
         age_s: how old it must be before it can be told from work.
+        long: whether it is left to the long form, as another is like it.
     """
 
     name: str
@@ -325,11 +332,17 @@ class Hang:
     lives_on: bool = True
     age_s: float = 3.0
     told: str = ""
+    long: bool = False
 
 
 HANGS = (
     Hang("eviction in EngineCore", "stack.mm-cache-eviction-spin", eviction_in_engine),
-    Hang("eviction in the API server", "stack.mm-cache-eviction-spin", eviction_in_front_end),
+    Hang(
+        "eviction in the API server",
+        "stack.mm-cache-eviction-spin",
+        eviction_in_front_end,
+        long=True,
+    ),
     Hang("request larger than the KV cache", "stack.admission-deadlock", larger_than_the_cache),
     Hang("nothing scheduled", "stack.schedule-livelock", livelock),
     Hang("worker blocked", "stack.worker-stuck-broadcast", worker_blocked),

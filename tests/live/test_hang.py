@@ -67,11 +67,9 @@ def pair(cli: Cli, old_code: Path) -> Iterator[list[Live]]:
 
     def serve(name: str) -> Live:
         off = [word for patch in PATCHES for word in ("--no-patch", patch)]
-        words = ("--demo", "vision", "--env", f"PYTHONPATH={old_code}")
-        # A forked engine loads the plug-ins a second time: the old code would be over the patch.
-        alone = off if name == "stock" else ("--env", "SPAWNED=1")
+        words = ("--demo", "vision", "--env", f"PYTHONPATH={old_code}", "--env", "SPAWNED=1")
         limits = ("--mm-processor-cache-gb", FEW_IMAGES_GB, "--limit-mm-per-prompt", '{"image":8}')
-        return cli.serve(name, *words, *alone, "--", *limits)
+        return cli.serve(name, *words, *(off if name == "stock" else ()), "--", *limits)
 
     both = side_by_side(serve, ["stock", "patched"])
     yield both

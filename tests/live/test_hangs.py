@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ..support.extent import EVERYTHING
 from .conftest import Cli, PlugIn, Ran, launch
 from .hangs import ARGUMENTS, ENVIRONMENT, HANGS, PLACE, PLUG_IN, Hang, Prone, is_real
 from .test_hang import old_code
@@ -57,7 +58,9 @@ def codes(ran: Ran) -> list[str]:
     return [each["code"] for each in ran.data["findings"]]
 
 
-@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.name)
+@pytest.mark.parametrize(
+    "hang", [hang for hang in HANGS if EVERYTHING or not hang.long], ids=lambda hang: hang.name
+)
 def test_a_hang_is_named(prone: Prone, hang: Hang) -> None:
     with hang.made(prone) as asked:
         is_real(prone, asked, hang.age_s)
