@@ -25,6 +25,7 @@ from vllmops.store.store import (
     StoreUnavailable,
 )
 
+from ..support.databases import Servers
 from ..support.extent import EVERYTHING
 
 OWNER = "ann"
@@ -152,3 +153,10 @@ def test_a_response_whose_server_was_killed_has_failed(
             assert len([each async for each in store.follow(OWNER, "r")]) == 1
 
     asyncio.run(main())
+
+
+def test_a_killed_postgresql_of_a_test_leaves_nothing_in_shared_memory(servers: Servers) -> None:
+    """The segments that it has are its folder's, which goes with it."""
+    mapped = Path(f"/proc/{servers.postgres().process.pid}/maps").read_text()
+    assert "/data/pg_dynshmem/" in mapped
+    assert "/dev/shm/" not in mapped

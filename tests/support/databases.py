@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 import psutil
 import redis
 
-from vllmops.host import shm
-
 from ..support.waiting import until
 
 LOCAL = "127.0.0.1"
@@ -84,11 +82,9 @@ class Server:
     def kill(self) -> None:
         """As kill -9 does, of every process of it."""
         if self.process:
-            shared = shm.files_of(self.process.pid) if self.process.is_running() else set()
             self.signal(signal.SIGKILL)
             if isinstance(self.process, psutil.Popen):  # else somebody else has to collect it
                 self.process.wait(10)
-            shm.remove(each for each in shm.segments() if each.file in shared)
 
 
 class PostgresServer(Server):
@@ -147,6 +143,8 @@ class PostgresServer(Server):
         settings = ["listen_addresses=" + LOCAL, f"unix_socket_directories={self.folder}"]
         # A test that kills it should not wait for a checkpoint, nor the machine for its memory.
         settings += ["shared_buffers=32MB", "max_wal_size=64MB", *self.more]
+        # In its own folder, which goes with it: in /dev/shm a killed server's would stay.
+        settings += ["dynamic_shared_memory_type=mmap"]
         words = [str(self.program / "postgres"), "-D", "data", "-p", str(self.port)]
         return [*words, *(word for each in settings for word in ("-c", each))]
 
