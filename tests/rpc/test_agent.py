@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from vllmops.protocol.engine import Answer
 from vllmops.rpc import agent
 from vllmops.rpc.agent import beat, reach, side_by_side
 
+from ..support.children import Child
 from ..support.waiting import until
 
 NOBODY = 65534
@@ -82,12 +83,20 @@ def test_several_side_by_side(spawn: Spawn) -> None:
     ] * 2
 
 
+@contextmanager
+def bound(child: Child) -> Iterator[socket.socket]:
+    """A socket in the place of an agent's."""
+    child.socket.parent.mkdir(parents=True, mode=0o700)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.fspath(child.socket))
+        child.socket.chmod(0o600)
+        yield server
+
+
 def test_stale_socket(spawn: Spawn) -> None:
     child = spawn(VLLMOPS_DISABLE="1")
-    child.socket.parent.mkdir(parents=True, mode=0o700)
-    with socket.socket(socket.AF_UNIX) as left:
-        left.bind(os.fspath(child.socket))
-    child.socket.chmod(0o600)
+    with bound(child):
+        pass
     error = refusal(child)
     assert (error.code, error.exit_code) == ("agent.stale", Exit.NOT_FOUND)
 
@@ -217,10 +226,7 @@ def test_other_versions_and_nonsense_are_told_apart(spawn: Spawn, answer: str, c
 
 def test_connection_that_breaks(spawn: Spawn) -> None:
     child = spawn(VLLMOPS_DISABLE="1")
-    child.socket.parent.mkdir(parents=True, mode=0o700)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.fspath(child.socket))
-        child.socket.chmod(0o600)
+    with bound(child) as server:
         server.listen()
         server.settimeout(5)
 
@@ -235,10 +241,7 @@ def test_connection_that_breaks(spawn: Spawn) -> None:
 
 def test_an_answer_without_end(spawn: Spawn) -> None:
     child = spawn(VLLMOPS_DISABLE="1")
-    child.socket.parent.mkdir(parents=True, mode=0o700)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.fspath(child.socket))
-        child.socket.chmod(0o600)
+    with bound(child) as server:
         server.listen()
 
         def flood() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import VllmopsError
+from ..host import proc
 
 MACHINE = "x86_64"
 STOP_S = 1.0  # a thread that waits in the kernel stops at once
@@ -112,7 +113,7 @@ class Target:
 
     def maps(self) -> Iterator[Mapping]:
         """Its mappings, lowest first."""
-        for line in Path(f"/proc/{self.pid}/maps").read_text("utf-8", "replace").splitlines():
+        for line in proc.text(proc.folder(self.pid) / "maps").splitlines():
             span, _, offset, _, _, *path = line.split(maxsplit=5)
             start, _, end = span.partition("-")
             yield Mapping(int(start, 16), int(end, 16), int(offset, 16), "".join(path))
@@ -172,9 +173,7 @@ class Target:
             PermissionError: the kernel does not allow it.
         """
         try:
-            words = (
-                Path(f"/proc/{self.pid}/task/{tid}/syscall").read_text("utf-8", "replace").split()
-            )
+            words = proc.text(proc.folder(self.pid) / f"task/{tid}/syscall").split()
         except PermissionError:
             raise
         except OSError:
@@ -307,7 +306,7 @@ def _check(target: Target) -> None:
     """Raise unless the program begins as programs do, and signal frames are taken as they are."""
     with open(f"/proc/{target.pid}/mem", "rb", buffering=0) as memory:
         there = os.pread(memory.fileno(), len(STUB), target.entry)
-    status = Path(f"/proc/{target.pid}/status").read_text("utf-8", "replace")
+    status = proc.text(proc.folder(target.pid) / "status")
     if not there.startswith(ENTRIES) or "shstk" in status:
         raise VllmopsError(
             "attach.unknown-program",

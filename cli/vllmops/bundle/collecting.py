@@ -568,7 +568,7 @@ def drivers() -> dict[str, str]:
         ("amdgpu", Path("/sys/module/amdgpu/version")),
     ):
         try:
-            found[name] = place.read_text("utf-8", "replace").strip()
+            found[name] = proc.text(place).strip()
         except OSError:
             continue
     return found

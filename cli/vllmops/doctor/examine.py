@@ -445,12 +445,9 @@ def container(server: Server) -> tuple[int, int] | None:
     if group is None:
         return None
     try:
-        limit = (group / "memory.max").read_text("utf-8", "replace").strip()
-        used = int((group / "memory.current").read_text("utf-8", "replace"))
-        stat = dict(
-            line.split()
-            for line in (group / "memory.stat").read_text("utf-8", "replace").splitlines()
-        )
+        limit = proc.text(group / "memory.max").strip()
+        used = int(proc.text(group / "memory.current"))
+        stat = dict(line.split() for line in proc.text(group / "memory.stat").splitlines())
     except (OSError, ValueError):
         return None
     if not limit.isdigit():

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from ..home import user
+from . import proc
 
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 LISTEN = "0A"  # TCP_LISTEN
@@ -74,7 +75,7 @@ def listeners(port: int) -> set[int]:
     found = set()
     for table in TABLES:
         with suppress(OSError):
-            for line in table.read_text("utf-8", "replace").splitlines()[1:]:
+            for line in proc.text(table).splitlines()[1:]:
                 _, local, _, state, _, _, _, uid, *_ = line.split()
                 if state == LISTEN and int(local.rpartition(":")[2], 16) == port:
                     found.add(int(uid))

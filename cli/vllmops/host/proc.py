@@ -22,9 +22,17 @@ def folder(pid: int | str) -> Path:
     return ROOT / str(pid)
 
 
+def text(path: Path) -> str:
+    """What a file of the kernel's says; raises OSError.
+
+    In any locale, and with a process or a control group whose name is not UTF-8.
+    """
+    return path.read_text("utf-8", "replace")
+
+
 def status(pid: int | str) -> dict[str, str]:
     """The fields of ``status``; raises OSError."""
-    lines = (folder(pid) / "status").read_text("utf-8", "replace").splitlines()
+    lines = text(folder(pid) / "status").splitlines()
     pairs = (line.partition(":") for line in lines)
     return {name: value.strip() for name, _, value in pairs}
 
@@ -96,19 +104,19 @@ def children(pid: int) -> list[int]:
     found = []
     for thread in threads(pid):
         with suppress(OSError):  # the thread may have ended
-            found += (folder(pid) / f"task/{thread}/children").read_text("utf-8", "replace").split()
+            found += text(folder(pid) / f"task/{thread}/children").split()
     return list(map(int, found))
 
 
 def name(pid: int) -> str:
     """The name that the kernel has for a process, 15 bytes at most; raises OSError."""
-    return (folder(pid) / "comm").read_text("utf-8", "replace").strip()
+    return text(folder(pid) / "comm").strip()
 
 
 def cgroup(pid: int) -> Path | None:
     """The folder of the control group (version 2) of a process; None without one."""
     try:
-        lines = (folder(pid) / "cgroup").read_text("utf-8", "replace").splitlines()
+        lines = text(folder(pid) / "cgroup").splitlines()
     except OSError:
         return None
     paths = (line.removeprefix("0::/") for line in lines if line.startswith("0::/"))

@@ -33,7 +33,7 @@ def section(title: str, text: str) -> str:
 def read(path: Path) -> str:
     """A file of ``/proc``; in its place why it can't be read."""
     try:
-        return path.read_text("utf-8", "replace")
+        return proc.text(path)
     except OSError as error:
         return f"({error.strerror})"
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..errors import VllmopsError
 from ..home import user
-from .proc import status
+from .proc import status, text
 
 CAP_SYS_PTRACE = 1 << 19
 
@@ -47,7 +47,7 @@ def rights(pid: int) -> Rights:
     """
     ours, theirs = status("self"), status(str(pid))
     try:
-        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text("utf-8", "replace"))
+        scope = int(text(Path("/proc/sys/kernel/yama/ptrace_scope")))
     except OSError:
         scope = 0
     return Rights(

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httpx
@@ -109,6 +109,7 @@ class BuiltIn:
         requests: requests in each round.
         inputs: images in each request.
         seed: the number of the first input; every input has a number of its own.
+        headers: of each request, with the user's API key if `key_for` allows it.
     """
 
     name: str
@@ -117,6 +118,7 @@ class BuiltIn:
     requests: int
     inputs: int
     seed: int
+    headers: dict[str, str] = field(repr=False)
 
     def run(self, number: int, stop: threading.Event) -> None:
         numbers = iter(range((number - 1) * self.requests, number * self.requests))
@@ -152,7 +154,7 @@ class BuiltIn:
         path, content = KINDS[self.name](self.model, range(first, first + self.inputs))
         try:
             response = http.ask(
-                "POST", f"{self.url}{path}", TIMEOUT_S, headers=key_for(self.url).headers, **content
+                "POST", f"{self.url}{path}", TIMEOUT_S, headers=self.headers, **content
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise failed(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
@@ -236,7 +238,9 @@ def prepare(request: str, server: Server, *, requests: int, inputs: int, seed: i
         with suppress(VllmopsError):
             environment["VLLMOPS_MODEL"] = served(server)
         return Command(words(request), environment)
-    return BuiltIn(request, str(server.url), served(server), requests, inputs, seed)
+    model, url = served(server), str(server.url)
+    # Whose port it is takes a look at all sockets: once, not for each request.
+    return BuiltIn(request, url, model, requests, inputs, seed, key_for(url).headers)
 
 
 def words(request: str) -> list[str]:

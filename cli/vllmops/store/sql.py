@@ -328,7 +328,7 @@ def made(row: Sequence[Any]) -> Response:
 @cache
 def statements(file: str) -> dict[str, str]:
     """The statements of a file by name, without comments."""
-    text = files(__package__).joinpath(file).read_text()
+    text = files(__package__).joinpath(file).read_text("utf-8")
     found = {}
     for part in text.split("-- name: ")[1:]:
         name, *lines = part.splitlines()
