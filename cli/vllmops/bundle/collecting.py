@@ -27,7 +27,7 @@ from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S
 from ..doctor import examine
 from ..errors import VllmopsError
-from ..host import proc, procfacts
+from ..host import proc, processes, procfacts
 from ..instances import interpreter, logs
 from ..instances.record import Folder
 from ..instances.servers import Server
@@ -398,19 +398,27 @@ def options(seconds: float, patience_s: float = PATIENCE_S) -> examine.Options:
 def known_secrets(server: Server) -> Iterator[str]:
     """What is secret for certain: in environments, on command lines, and in the files they name."""
     yield from secrets({"VLLM_API_KEY": os.environ.get("VLLM_API_KEY", "")}, ())
-    started = [(proc.environment(p.pid), proc.command_line(p.pid)) for p in server.processes]
-    if record := server.record:
-        started.append((record.environment, list(record.command)))
-        yield from secrets({}, record.watch or ())
-    for environment, words in started:
+    files: set[tuple[str | None, ...]] = set()
+    for process in server.processes:
+        environment, words = proc.environment(process.pid), proc.command_line(process.pid)
         yield from secrets(environment, words)
-    named = {(e.get(keyring.PLACE), e.get(admin.PLACE), configuration_file(w)) for e, w in started}
-    for ring, token, configured in named:
+        named = files_named(environment, words)
+        files.add(tuple(path and processes.absolute(process.pid, path) for path in named))
+    if record := server.record:
+        yield from secrets(record.environment, record.command)
+        yield from secrets({}, record.watch or ())
+        files.add(files_named(record.environment, record.command))
+    for ring, token, configured in files:
         yield from secrets_of_files(ring, token, configured)
 
 
+def files_named(environment: Mapping[str, str], words: Sequence[str]) -> tuple[str | None, ...]:
+    """A server's keyring, its admin token's file and vLLM's configuration file."""
+    return environment.get(keyring.PLACE), environment.get(admin.PLACE), configuration_file(words)
+
+
 def secrets_of_files(ring: str | None, token: str | None, configured: str | None) -> Iterator[str]:
-    """What is secret in a keyring, an admin token's file and vLLM's configuration file."""
+    """What is secret in these files."""
     with contextlib.suppress(VllmopsError):
         for key in keyring.load(Path(ring) if ring else keyring.default_path()).keys:
             secret = key.secret.reveal()
@@ -453,6 +461,8 @@ def metrics(server: Server) -> str:
     Raises:
         VllmopsError: ``bundle.metrics``.
     """
+    if server.url is None:
+        raise VllmopsError("bundle.metrics", "the address of the server is not known")
     try:
         answer = http.get(f"{server.url}/metrics", METRICS_S).raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
+from errno import ELOOP
+from pathlib import Path, PurePath
 
 from ..protocol.identity import stat
 
 ROOT = Path("/proc")
+LINKS = 40  # that Linux follows in one path
 
 
 def folder(pid: int | str) -> Path:
@@ -92,6 +94,56 @@ def executable(pid: int) -> str:
 def directory(pid: int) -> str:
     """The working directory of a process; raises OSError."""
     return os.readlink(folder(pid) / "cwd")
+
+
+def own_pid(pid: int) -> int:
+    """The pid that a process has in its own pid namespace, such as its container's.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    return int(status(pid).get("NSpid", str(pid)).split()[-1])
+
+
+def elsewhere(pid: int) -> bool:
+    """Whether a process sees other files than we do, as in a container; raises OSError."""
+    mounts = [os.readlink(folder(of) / "ns/mnt") for of in (pid, "self")]
+    return mounts[0] != mounts[1] or not os.path.samestat(
+        os.stat(folder(pid) / "root"), os.stat("/")
+    )
+
+
+def seen(pid: int, path: str) -> Path:
+    """Where a file of a process is for us; raises OSError.
+
+    Args:
+        pid: whose file.
+        path: as the process itself names it.
+
+    Returns:
+        The same path, or one below the process's own root in ``/proc``. Links are followed as the
+        kernel does for the process: an absolute one begins at its root, not at ours.
+    """
+    if not os.path.isabs(path):
+        return folder(pid) / "cwd" / path
+    if not elsewhere(pid):
+        return Path(path)
+    at = root = folder(pid) / "root"
+    left, links = list(reversed(PurePath(path).parts[1:])), 0
+    while left:
+        if (part := left.pop()) == "..":
+            at = at if at == root else at.parent
+            continue
+        try:
+            target = PurePath(os.readlink(at / part))
+        except OSError:
+            at /= part  # no link; opening it reports any other reason
+            continue
+        if (links := links + 1) > LINKS:
+            raise OSError(ELOOP, os.strerror(ELOOP), path)
+        at = root if target.is_absolute() else at
+        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return at
 
 
 def threads(pid: int) -> list[int]:

@@ -15,7 +15,7 @@ import psutil
 from ..errors import needs_linux
 from ..protocol import identity
 from ..protocol.identity import Identity, age_s, boot_id
-from .proc import directory
+from . import proc
 from .shape import shape
 
 
@@ -212,11 +212,9 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
 
 
 def absolute(pid: int, path: str) -> str:
-    """A path of a process, relative ones resolved in its working directory."""
-    if os.path.isabs(path):
-        return path
+    """A path of a process as seen from here; as it is where the process can't be looked into."""
     try:
-        return os.path.join(directory(pid), path)
+        return str(proc.seen(pid, path))
     except OSError:
         return path
 

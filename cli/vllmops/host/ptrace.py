@@ -61,7 +61,7 @@ def rights(pid: int) -> Rights:
 
 
 def refusal(
-    pid: int, rights: Rights, command: Literal["stacks dump", "attach"] = "stacks dump"
+    pid: int, rights: Rights, command: Literal["stacks dump", "attach", "status"] = "stacks dump"
 ) -> VllmopsError:
     """The error for a process that the kernel does not allow reading.
 

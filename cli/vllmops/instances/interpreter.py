@@ -48,7 +48,8 @@ def of(server: Server) -> Interpreter:
     """The interpreter of a server, or of one that is over.
 
     Raises:
-        VllmopsError: ``interpreter.unreadable`` (exit code 4), ``interpreter.none``.
+        VllmopsError: ``interpreter.unreadable`` (exit code 4), ``interpreter.elsewhere``,
+            ``interpreter.none``.
     """
     record = server.record
     if server.pid is None:
@@ -62,7 +63,7 @@ def of(server: Server) -> Interpreter:
         )
     try:
         exe, directory = proc.executable(server.pid), proc.directory(server.pid)
-        owner = proc.other_than_root(server.pid)
+        owner, elsewhere = proc.other_than_root(server.pid), proc.elsewhere(server.pid)
     except OSError as error:
         raise VllmopsError(
             "interpreter.unreadable",
@@ -70,6 +71,13 @@ def of(server: Server) -> Interpreter:
             "run vllmops as the user who started the server",
             exit_code=Exit.NOT_AUTHORISED,
         ) from error
+    if elsewhere:
+        raise VllmopsError(
+            "interpreter.elsewhere",
+            f"the interpreter of pid {server.pid} runs in another container: its libraries are not"
+            " here",
+            "run vllmops in that container",
+        )
     environment = proc.environment(server.pid)
     if not environment:
         environment = {**os.environ, **(record.environment if record else {})}

@@ -21,12 +21,13 @@ from ..codes import ErrorCode
 from ..errors import Exit, VllmopsError
 from ..files import peer, read_private
 from ..home import home, user
-from ..host import proc
+from ..host import proc, ptrace
 from ..host.processes import Process
 from ..protocol.caches import ProcessCaches, Silent
 from ..protocol.compares import CompareRequest, Comparison
 from ..protocol.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
 from ..protocol.files import DAMAGE
+from ..protocol.identity import Identity
 from ..protocol.keys import ProcessKeys
 from ..protocol.memory import AgentMemory
 from ..protocol.patches import ProcessPatches
@@ -77,7 +78,7 @@ class Agent:
         self.kept: Connection | None = None
 
     def hello(self) -> Hello:
-        """Who it is."""
+        """Who it is, as it knows itself."""
         return self.ask("GET", "/hello", Hello)
 
     def engine(self) -> EngineState:
@@ -85,35 +86,32 @@ class Agent:
         return self.ask("GET", "/engine", EngineState)
 
     def caches(self, *, keys: bool = False) -> ProcessCaches:
-        """Its caches, with the role from the process tree.
+        """Its caches.
 
         Args:
             keys: whether to list every key of LRU caches too.
         """
-        answer = self.ask("GET", "/caches?keys=1" if keys else "/caches", ProcessCaches)
-        return msgspec.structs.replace(answer, role=self.process.role.value)
+        return self.ask("GET", "/caches?keys=1" if keys else "/caches", ProcessCaches)
 
     def patches(self, *, verify: bool = False) -> ProcessPatches:
-        """Its patches, with the role from the process tree.
+        """Its patches.
 
         Args:
             verify: whether to probe again.
         """
-        answer = self.ask("GET", "/patches?verify=1" if verify else "/patches", ProcessPatches)
-        return msgspec.structs.replace(answer, role=self.process.role.value)
+        return self.ask("GET", "/patches?verify=1" if verify else "/patches", ProcessPatches)
 
     def memory(self) -> AgentMemory:
         """What only the process itself knows of its memory."""
         return self.ask("GET", "/memory", AgentMemory)
 
     def keys(self, *, reload: bool = False) -> ProcessKeys:
-        """Its keys, without their secrets, with the role from the process tree.
+        """Its keys, without their secrets.
 
         Args:
             reload: whether it is to read their file first.
         """
-        answer = self.ask("GET", "/keys?reload=1" if reload else "/keys", ProcessKeys)
-        return msgspec.structs.replace(answer, role=self.process.role.value)
+        return self.ask("GET", "/keys?reload=1" if reload else "/keys", ProcessKeys)
 
     def requests(self) -> Traffic:
         """Its HTTP requests."""
@@ -124,9 +122,8 @@ class Agent:
         return self.ask("POST", "/drain", Traffic, msgspec.json.encode({"on": on}))
 
     def repair(self, request: RepairRequest) -> ProcessRepair:
-        """Repair its caches, with the role from the process tree."""
-        answer = self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(request))
-        return msgspec.structs.replace(answer, role=self.process.role.value)
+        """Repair its caches."""
+        return self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(request))
 
     def reset(self, request: ResetRequest) -> ResetDone:
         """Empty the multimodal caches of an API server and its engine."""
@@ -157,7 +154,11 @@ class Agent:
             connection.close()
         if status != http.client.OK:
             raise broken(self.process, f"it answered {status} to {path}: {content[:200]!r}")
-        return decode(self.process, content, kind)
+        answer = decode(self.process, content, kind)
+        # The process tree knows its role better, and in a container it has another pid for itself.
+        known = {"role": self.process.role.value, "pid": self.process.pid}
+        own = () if kind is Hello else known.keys() & kind.__struct_fields__
+        return msgspec.structs.replace(answer, **{field: known[field] for field in own})
 
 
 class Timely(socket.socket):
@@ -218,18 +219,26 @@ class Connection(http.client.HTTPConnection):
         self.sock = made = Timely(socket.AF_UNIX)
         made.settimeout(self.timeout_s)
         made.deadline = time.monotonic() + self.timeout_s
+        # By its folder: a path through another process's root may be too long for a socket.
+        folder = os.open(self.path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.knock(made, f"/proc/self/fd/{folder}/{self.path.name}")
+        finally:
+            os.close(folder)
+        # Since the check of the path, another user may have put another socket there.
+        if (uid := peer(made)) != self.uid:
+            raise PermissionError(errno.EPERM, f"is answered by {user(uid)}")
+
+    def knock(self, made: Timely, path: str) -> None:
         while True:
             try:
-                made.connect(os.fspath(self.path))
-                break
+                made.connect(path)
+                return
             except BlockingIOError:
                 # The queue is full. A Unix socket says so instead of waiting.
                 if time.monotonic() > made.deadline:
                     raise
                 time.sleep(0.01)
-        # Since the check of the path, another user may have put another socket there.
-        if (uid := peer(made)) != self.uid:
-            raise PermissionError(errno.EPERM, f"is answered by {user(uid)}")
 
 
 def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
@@ -253,19 +262,11 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
             exit_code=Exit.NOT_AUTHORISED,
         )
     path = socket_path(process)
-    if len(os.fsencode(path)) > PATH_BYTES:
-        raise VllmopsError(
-            "agent.path-too-long",
-            f"the agent of {name(process)} is off: the path of a Unix socket has at most "
-            f"{PATH_BYTES} bytes, and {path} has {len(os.fsencode(path))}",
-            "start the server with a shorter VLLMOPS_HOME",
-            exit_code=Exit.NOT_FOUND,
-        )
     for part in (path.parent, path):
         safe(process, part, uid)
     agent = Agent(process, path, timeout_s, uid)
     hello = agent.hello()
-    if hello.identity != process.identity:
+    if hello.identity != own_identity(process):
         raise VllmopsError(
             "agent.mismatch",
             f"{path} answers for pid {hello.pid} that started {hello.start_ticks} ticks after boot,"
@@ -367,14 +368,26 @@ def beat(process: Process) -> Pulse | None:
         except DAMAGE:
             time.sleep(0.005)  # caught in the middle of a write
             continue
-        own = found.schema == SCHEMA and found.identity == process.identity
+        own = found.schema == SCHEMA and found.identity == own_identity(process)
         return Pulse(found, max(time.monotonic() - found.monotonic, 0.0)) if own else None
     return None
 
 
+def own_identity(process: Process) -> Identity:
+    """The identity of a process as it knows itself; raises ``agent.gone``."""
+    try:
+        return process.identity._replace(pid=proc.own_pid(process.pid))
+    except OSError as error:
+        raise gone(process) from error
+
+
 def socket_path(process: Process) -> Path:
-    """Where the process's agent listens, by the process's own environment."""
-    return state_home(process) / DIRECTORY / f"{process.pid}.sock"
+    """Where the process's agent listens, by the process's own environment, as seen from here."""
+    path = state_home(process) / DIRECTORY / f"{own_identity(process).pid}.sock"
+    try:
+        return proc.seen(process.pid, str(path))
+    except OSError:
+        return path
 
 
 def state_home(process: Process) -> Path:
@@ -409,9 +422,13 @@ def owner(process: Process) -> int:
         # The effective one, as the agent has it.
         return proc.effective_uid(process.pid)
     except OSError as error:
-        raise VllmopsError(
-            "agent.gone", f"{name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
-        ) from error
+        raise gone(process) from error
+
+
+def gone(process: Process) -> VllmopsError:
+    return VllmopsError(
+        "agent.gone", f"{name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
+    )
 
 
 def safe(process: Process, path: Path, uid: int) -> None:
@@ -509,6 +526,27 @@ def unreachable(process: Process, path: Path, error: Exception) -> VllmopsError:
 
 
 def absent(process: Process, path: Path) -> VllmopsError:
+    try:
+        proc.elsewhere(process.pid)
+    except PermissionError:
+        why = ptrace.refusal(process.pid, ptrace.rights(process.pid), "status")
+        return VllmopsError(
+            "agent.unreadable",
+            f"the agent of {name(process)} can't be found: {why.message}",
+            why.hint,
+            exit_code=Exit.NOT_AUTHORISED,
+        )
+    except OSError:
+        return gone(process)
+    own = state_home(process) / DIRECTORY / path.name
+    if len(os.fsencode(own)) > PATH_BYTES:
+        return VllmopsError(
+            "agent.path-too-long",
+            f"the agent of {name(process)} is off: the path of a Unix socket has at most "
+            f"{PATH_BYTES} bytes, and {own} has {len(os.fsencode(own))}",
+            "start the server with a shorter VLLMOPS_HOME",
+            exit_code=Exit.NOT_FOUND,
+        )
     return VllmopsError(
         "agent.absent",
         f"{name(process)} has no agent (there is no {path})",
