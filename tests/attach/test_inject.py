@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import struct
 import subprocess
@@ -16,12 +17,16 @@ from typing import Any
 
 import pytest
 
-from vllmops.attach import inject
+from vllmops.attach import inject, trace, x86
+from vllmops.attach.trace import BusyError
 from vllmops.errors import VllmopsError
 
 from ..support.waiting import until
 
-pytestmark = pytest.mark.skipif(not inject.supported(), reason="x86-64 alone")
+pytestmark = pytest.mark.skipif(not inject.supported(), reason="no such processor")
+
+# Calls of ptrace(2) for one injection; arm64 also asks for a stack of return addresses.
+CALLS = 7 if inject.MACHINE is x86 else 8
 
 # Threads that wait in every way that Python has; each says that it is right when it is let go.
 PROGRAM = """
@@ -138,7 +143,7 @@ def killed(step: int, target: inject.Target, tid: int, code: str) -> int:
     """Have a fork inject, and die right before its N-th ptrace(2), or right after the last."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    left, real = step, inject._ptrace
+    left, real = step, trace.ptrace
 
     def ptrace(*args: Any, **how: Any) -> Any:
         nonlocal left
@@ -148,7 +153,7 @@ def killed(step: int, target: inject.Target, tid: int, code: str) -> int:
         return real(*args, **how)
 
     try:
-        inject._ptrace = ptrace
+        trace.ptrace = ptrace
         inject.inject(target, tid, code)
         os.kill(os.getpid(), signal.SIGKILL)
     finally:
@@ -156,9 +161,9 @@ def killed(step: int, target: inject.Target, tid: int, code: str) -> int:
 
 
 def test_killed_at_any_step_it_leaves_the_process_running(program: Program, tmp_path: Path) -> None:
-    file, calls = tmp_path / "told", 8
+    file = tmp_path / "told"
     code = f"open({str(file)!r}, 'a').write('.')"
-    for step in range(calls):
+    for step in range(CALLS + 1):
         assert killed(step, program.target, program.tids["epoll"], code) == -signal.SIGKILL
     # Whoever has set the registers has done it all.
     until(lambda: file.exists() and file.read_text())
@@ -176,7 +181,7 @@ def test_a_running_thread_is_left_alone(program: Program) -> None:
         spin.stdout.readline()
         target = inject.Target(spin.pid)
         assert not target.idle(spin.pid)
-        with pytest.raises(inject.BusyError):
+        with pytest.raises(BusyError):
             injected(target, spin.pid, "1 / 0")
         assert Path(f"/proc/{spin.pid}/stat").read_text().split()[2] == "R"
     finally:
@@ -238,11 +243,11 @@ def in_call(pid: int, tid: int, number: int) -> bool:
 def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> None:
     """Who looked before may have seen another wait."""
     process, tid = start(LOCKED)
-    until(lambda: in_call(process.pid, tid, inject.FUTEX))
+    until(lambda: in_call(process.pid, tid, inject.MACHINE.FUTEX))
     target = inject.Target(process.pid)
     assert not target.idle(tid)
     for _ in range(3):
-        with pytest.raises(inject.BusyError):
+        with pytest.raises(BusyError):
             injected(target, tid, "1 / 0")
     process.communicate("\n", timeout=10)
     assert process.returncode == 0
@@ -251,13 +256,13 @@ def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> 
 @pytest.mark.parametrize(
     ("number", "operation", "value", "harmless"),
     [
-        (inject.FUTEX, 128, 0, True),  # FUTEX_WAIT | FUTEX_PRIVATE_FLAG
-        (inject.FUTEX, 137 | 256, 7, True),  # FUTEX_WAIT_BITSET, private, realtime
-        (inject.FUTEX, 128, 2, False),
-        (inject.FUTEX, 128, 0xFFFF_0000_0000_0002, False),  # a futex has 32 bits
-        (inject.FUTEX, 129, 1, False),  # FUTEX_WAKE
-        (inject.FUTEX, 134, 0, False),  # FUTEX_LOCK_PI
-        (7, 2, 2, True),
+        (inject.MACHINE.FUTEX, 128, 0, True),  # FUTEX_WAIT | FUTEX_PRIVATE_FLAG
+        (inject.MACHINE.FUTEX, 137 | 256, 7, True),  # FUTEX_WAIT_BITSET, private, realtime
+        (inject.MACHINE.FUTEX, 128, 2, False),
+        (inject.MACHINE.FUTEX, 128, 0xFFFF_0000_0000_0002, False),  # a futex has 32 bits
+        (inject.MACHINE.FUTEX, 129, 1, False),  # FUTEX_WAKE
+        (inject.MACHINE.FUTEX, 134, 0, False),  # FUTEX_LOCK_PI
+        (min(inject.MACHINE.WAITS), 2, 2, True),
         (0, 0, 0, False),
         (2**64 - 1, 128, 0, False),  # in no system call
     ],
@@ -268,8 +273,8 @@ def test_what_is_harmless(number: int, operation: int, value: int, harmless: boo
 
 def test_a_process_that_dies_meanwhile(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each step: no time can be told from outside."""
-    real = inject._ptrace
-    for step in range(7):
+    real = trace.ptrace
+    for step in range(CALLS):
         each, left = Program(), step
 
         def ptrace(*args: Any, target: Program = each, **kwargs: Any) -> None:
@@ -280,42 +285,54 @@ def test_a_process_that_dies_meanwhile(program: Program, monkeypatch: pytest.Mon
             left -= 1
             real(*args, **kwargs)
 
-        monkeypatch.setattr(inject, "_ptrace", ptrace)
-        if step < 6:
-            with pytest.raises(inject.BusyError):
+        monkeypatch.setattr(trace, "ptrace", ptrace)
+        if step < CALLS - 1:
+            with pytest.raises(BusyError):
                 injected(each.target, each.tids["get"], "pass")
         else:  # all was done
             injected(each.target, each.tids["get"], "pass")
         each.process.communicate()
-        monkeypatch.setattr(inject, "_ptrace", real)
+        monkeypatch.setattr(trace, "ptrace", real)
 
 
-# vmovdqu ymm15, [rdi]; mov r8, rsi; poll(NULL, 0, 20000); vmovdqu [r8], ymm15; vzeroupper; ret
+# What waits in poll(2) with a value in a vector register, and says whether it is still there. Code
+# lies in a file: where the kernel maps that, it sees to the processor's caches of instructions.
 VECTOR = """
-import ctypes, mmap, sys, threading
-code = bytes.fromhex(
-    "c57e6f3f 4989f0 31ff 31f6 ba204e0000 b807000000 0f05 c4417e7f38 c5f877 c3"
-)
-page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-page.write(code)
-run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
+import ctypes, mmap, struct, sys, tempfile, threading
+file = tempfile.TemporaryFile()
+file.write(bytes.fromhex(sys.argv[1]).ljust(4096, b"\\0"))
+file.flush()
+every = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+page = mmap.mmap(file.fileno(), 4096, mmap.MAP_PRIVATE, every)
+run = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(
     ctypes.addressof(ctypes.c_char.from_buffer(page))
 )
-given, got = bytes(range(100, 132)), ctypes.create_string_buffer(32)
+size = int(sys.argv[2])
+given, got = bytes(range(100, 100 + size)), ctypes.create_string_buffer(size)
 print(threading.get_native_id(), flush=True)
-run(given, ctypes.addressof(got))
+run(given, ctypes.addressof(got), struct.pack("qq", 20, 0))
 print(int(got.raw == given), flush=True)
 """
+# The code, the bytes of the register, and the number of the system call.
+VECTORS = {
+    # vmovdqu ymm15, [rdi]; mov r8, rsi; poll(NULL, 0, 20000); vmovdqu [r8], ymm15; vzeroupper; ret
+    "x86_64": ("c57e6f3f4989f031ff31f6ba204e0000b8070000000f05c4417e7f38c5f877c3", 32, 7),
+    # ldr q20, [x0]; mov x9, x1; ppoll(NULL, 0, x2, NULL); str q20, [x9]; ret
+    "aarch64": (
+        "1400c03de90301aa000080d2010080d2030080d2280980d2010000d43401803dc0035fd6",
+        *(16, 73),
+    ),
+}
 
 
-@pytest.mark.skipif("avx" not in Path("/proc/cpuinfo").read_text(), reason="needs AVX")
 def test_vector_registers_are_as_they_were(start: Any, tmp_path: Path) -> None:
-    """Their upper halves, too, which are not among those that every frame has."""
-    process, tid = start(VECTOR)
-    until(lambda: in_call(process.pid, tid, 7))
+    """On x86-64 their upper halves, too, which are not among those that every frame has."""
+    code, size, number = VECTORS[platform.machine()]
+    process, tid = start(VECTOR, code, str(size))
+    until(lambda: in_call(process.pid, tid, number))
     file = tmp_path / "told"
-    code = f"import ctypes; open({str(file)!r}, 'w').write(str(sum(x * 0.1 for x in range(9999))))"
-    injected(inject.Target(process.pid), tid, code)
+    line = f"import ctypes; open({str(file)!r}, 'w').write(str(sum(x * 0.1 for x in range(9999))))"
+    injected(inject.Target(process.pid), tid, line)
     until(file.exists)
     assert process.communicate(timeout=10)[0] == "1\n"
 
@@ -324,23 +341,28 @@ def stopped(program: Program, act: Callable[[int], Any]) -> Any:
     tid = program.tids["get"]
 
     def stop() -> Any:
-        inject._ptrace(inject.PTRACE_SEIZE, tid)
-        inject._ptrace(inject.PTRACE_INTERRUPT, tid)
-        inject._stopped(tid)
+        trace.ptrace(trace.SEIZE, tid)
+        trace.ptrace(trace.INTERRUPT, tid)
+        trace.stopped(tid)
         try:
             return act(tid)
         finally:
-            inject._ptrace(inject.PTRACE_DETACH, tid)
+            trace.ptrace(trace.DETACH, tid)
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(stop).result()
 
 
+def extended(tid: int, room: int = x86.XSTATE_BYTES) -> bytes:
+    return trace.registers(tid, x86.NT_X86_XSTATE, room)
+
+
+@pytest.mark.skipif(inject.MACHINE is not x86, reason="its extended state")
 def test_no_state_is_cut_off(program: Program) -> None:
-    whole = stopped(program, inject._extended_state)
-    assert len(whole) < inject.XSTATE_BYTES
+    whole = stopped(program, extended)
+    assert len(whole) < x86.XSTATE_BYTES
     for room in (576, len(whole) - 64, len(whole), len(whole) + 8):
-        assert stopped(program, partial(inject._extended_state, room=room)) == whole
+        assert stopped(program, partial(extended, room=room)) == whole
 
 
 def amx(used: int, tiles: bytes = bytes(8192)) -> bytes:
@@ -362,17 +384,17 @@ def software(frame: bytes) -> tuple[int, int, int]:
 
 
 def test_a_thread_without_tiles_has_a_frame_without_them() -> None:
-    frame = inject._framed(amx(used=0xE7))
+    frame = x86.framed(amx(used=0xE7))
     assert software(frame) == (2816, 2820, 0x202E7)
     assert frame[600:640] == b"\xaa" * 40
 
 
 def test_a_thread_with_tiles_has_them_in_its_frame() -> None:
-    frame = inject._framed(amx(used=0x602E7, tiles=bytes([7]) * 8192))
+    frame = x86.framed(amx(used=0x602E7, tiles=bytes([7]) * 8192))
     assert software(frame) == (11008, 11012, 0x602E7)
     assert frame[2816:11008] == bytes([7]) * 8192
 
 
 def test_a_layout_that_is_not_known_is_left_alone() -> None:
-    with pytest.raises(inject.BusyError):
-        inject._framed(amx(used=0xE7, tiles=bytes([7]) * 8192))
+    with pytest.raises(BusyError):
+        x86.framed(amx(used=0xE7, tiles=bytes([7]) * 8192))

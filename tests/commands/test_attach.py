@@ -197,7 +197,7 @@ def test_a_gil_that_is_never_free_is_waited_for_in_vain(home: Path, attach: Atta
         greedy.wait()
 
 
-# On another machine than x86-64 Python 3.14 does it itself; there is neither where the tests run.
+# On other machines Python 3.14 does it itself; there is neither where the tests run.
 def test_elsewhere_it_takes_a_newer_python(
     server: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,9 +212,9 @@ def test_elsewhere_it_takes_a_newer_python(
 
 TRACER = """
 import sys
-from vllmops.attach import inject
+from vllmops.attach import inject, trace
 for tid in inject.Target(int(sys.argv[1])).tids():
-    inject._ptrace(inject.PTRACE_SEIZE, tid)
+    trace.ptrace(trace.SEIZE, tid)
 print(1, flush=True)
 sys.stdin.readline()
 """

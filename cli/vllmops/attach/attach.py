@@ -21,10 +21,12 @@ from ..protocol.stacks import Options
 from ..rpc import agent
 from ..stacks import pyspy
 from . import inject
+from .trace import BusyError
 
 PACKAGE = Path(vllmops.__file__).parent
 BOOT = PACKAGE / "agent/boot.py"
-NO_AGENT = {"agent.absent", "agent.stale"}
+# Where the agent can't be asked, `plan` says what attaching lacks.
+NO_AGENT = {"agent.absent", "agent.stale", "agent.other-user", "agent.unreadable"}
 PAUSE_S = 0.05
 PYSPY_S = 5.0
 STATES = {"T": "stopped by a signal", "t": "being debugged", "Z": "dead, a zombie"}
@@ -67,7 +69,7 @@ def lacking(process: Process) -> bool:
     try:
         agent.reach(process)
     except VllmopsError as error:
-        if error.code not in NO_AGENT and error.code != "agent.other-user":
+        if error.code not in NO_AGENT:
             raise
         return True
     return False
@@ -209,7 +211,7 @@ def borrow(plan: Plan, code: str, deadline: float) -> float:
             if not target.idle(tid):
                 continue
             # In a thread of its own: with it ends whatever hold we have.
-            with ThreadPoolExecutor(1) as pool, suppress(inject.BusyError):
+            with ThreadPoolExecutor(1) as pool, suppress(BusyError):
                 return pool.submit(inject.inject, target, tid, code).result()
         time.sleep(PAUSE_S)
     raise VllmopsError(

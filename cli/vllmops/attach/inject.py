@@ -6,89 +6,62 @@ when it is killed in between: the process dies of it. Here one idle thread alone
 millisecond, and made to look as if a signal had come, with a stub as its handler: what it was doing
 lies on its stack in a signal frame, the stub takes the GIL, runs the line, gives the GIL back, and
 returns through sigreturn(2), which lets the thread go on as it was. All that counts is one
-PTRACE_SETREGS: a crash before or after it leaves nothing half-done.
+setting of its registers: a crash before or after it leaves nothing half-done.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import platform
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from ..errors import VllmopsError
 from ..host import proc
+from . import arm64, trace, x86
+from .trace import BusyError
 
-MACHINE = "x86_64"
-STOP_S = 1.0  # a thread that waits in the kernel stops at once
-
-# linux/ptrace.h, linux/elf.h, asm/ucontext.h, asm/sigcontext.h
-PTRACE_SETREGS, PTRACE_DETACH = 13, 17
-PTRACE_GETREGS, PTRACE_GETREGSET, PTRACE_SEIZE, PTRACE_INTERRUPT = 12, 0x4204, 0x4206, 0x4207
-PTRACE_GETSIGMASK = 0x420A
-PTRACE_EVENT_STOP = 128
-WALL = 0x40000000
-NT_X86_XSTATE = 0x202
-UC_FLAGS = 1 | 2 | 4  # UC_FP_XSTATE, UC_SIGCONTEXT_SS, UC_STRICT_RESTORE_SS
-NO_SUCH_STACK = 3  # an invalid ss_flags: sigreturn leaves the alternate signal stack as it is
-FP_XSTATE_MAGIC1, FP_XSTATE_MAGIC2 = 0x46505853, 0x46505845
-FP_SOFTWARE = 464  # where in the state the kernel keeps its own fields
-XSTATE_HEADER = 512  # begins with the features that are in use
-XSTATE_BYTES = 1 << 16  # to begin with: some 2.7 KB with AVX-512, 11 KB with AMX
-# The tiles of AMX, a feature that a process has to ask for. Where it lies is last.
-TILES, TILE_BYTES = 1 << 18, 8192
-RED_ZONE = 128
-INTERRUPTS = 0x202  # eflags as a function finds them
-SYSCALL_BYTES = 2
 STACK_BYTES = 128 << 10  # what compiling and running a line of Python may take
 
-REGISTERS = (
-    *("r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx"),
-    *("rsi", "rdi", "orig_rax", "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base"),
-    *("ds", "es", "fs", "gs"),
-)
-SAVED = (
-    *("r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rdi", "rsi", "rbp", "rbx", "rdx"),
-    *("rax", "rcx", "rsp", "rip", "eflags"),
-)
-
-# What a restarted system call leaves in rax, and the two calls that restart invisibly.
-ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = -512, -513, -514, -516
-RESTARTED = (ERESTARTSYS, ERESTARTNOINTR)
-INTERRUPTED = (ERESTARTNOHAND, ERESTART_RESTARTBLOCK)
-
-# System calls in which a thread waits for something to happen, and holds no lock of malloc's or
-# the loader's: poll, select, nanosleep, clock_nanosleep, epoll_wait, pselect6, ppoll, epoll_pwait.
-FUTEX = 202
-WAITS = frozenset({7, 23, 35, 230, 232, 270, 271, 281})
 FUTEX_WAIT, FUTEX_WAIT_BITSET, FUTEX_COMMAND = 0, 9, 0x7F
 LOCKED_AND_WAITED_FOR = 2  # how glibc's own locks wait: whoever does may be inside malloc
 
 SYMBOLS = ("PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release")
-# call *%r12; mov %eax,%ebp; mov %rbx,%rdi; call *%r13; mov %ebp,%edi; call *%r14;
-# mov $15 (rt_sigreturn),%eax; syscall
-STUB = bytes.fromhex("41ffd4 89c5 4889df 41ffd5 89ef 41ffd6 b80f000000 0f05")
-# How a program's entry begins: endbr64, or xor %ebp,%ebp, or xor %rbp,%rbp; or, after an earlier
-# attach, our stub.
-ENTRIES = (bytes.fromhex("f30f1efa"), bytes.fromhex("31ed"), bytes.fromhex("4831ed"), STUB)
 
 
-class Registers(ctypes.Structure):
-    """``struct user_regs_struct``; fields take and give them as unsigned."""
+class Machine(Protocol):
+    """What a kind of processor has of its own; general registers are as ptrace(2) gives them.
 
-    _fields_ = tuple((name, ctypes.c_uint64) for name in REGISTERS)
+    Its system calls `WAITS` wait for something to happen, and hold no lock of malloc's or the
+    loader's. `STUB` calls the three functions and returns by sigreturn(2); `ENTRIES` are how a
+    program's entry may begin.
+    """
+
+    WAITS: frozenset[int]
+    FUTEX: int
+    STUB: bytes
+    ENTRIES: tuple[bytes, ...]
+
+    def stack_pointer(self, given: bytes, /) -> int: ...
+
+    def system_call(self, given: bytes, memory: int, /) -> tuple[int, int, int]: ...
+
+    def calling(
+        self, given: bytes, entry: int, stack: int, argument: int, functions: tuple[int, ...], /
+    ) -> bytes: ...
+
+    def frame(
+        self, tid: int, given: bytes, argument: bytes, memory: int, /
+    ) -> tuple[int, bytes, int]: ...
 
 
-class BusyError(Exception):
-    """The thread does not wait in the kernel, at least not any more."""
+MACHINES: dict[str, Machine] = {"x86_64": x86, "aarch64": arm64}
+MACHINE = MACHINES.get(platform.machine(), x86)
 
 
 @dataclass(frozen=True)
@@ -225,7 +198,7 @@ class Elf:
 
 def supported() -> bool:
     """Whether this method works on this machine's processor."""
-    return platform.machine() == MACHINE
+    return platform.machine() in MACHINES
 
 
 def inject(target: Target, tid: int, code: str) -> float:
@@ -257,32 +230,28 @@ def inject(target: Target, tid: int, code: str) -> float:
 
 
 def _inject(target: Target, tid: int, code: str, entry: int, functions: tuple[int, ...]) -> float:
-    _ptrace(PTRACE_SEIZE, tid)
+    trace.ptrace(trace.SEIZE, tid)
     began = time.monotonic()
-    _ptrace(PTRACE_INTERRUPT, tid)
-    _stopped(tid)
+    trace.ptrace(trace.INTERRUPT, tid)
+    trace.stopped(tid)
     try:
-        registers = Registers()
-        _ptrace(PTRACE_GETREGS, tid, ctypes.byref(registers))
-        # Only now does it stay as it is: since somebody looked it may have gone on to wait for
-        # something else.
-        if not _harmless(registers.orig_rax, registers.rsi, registers.rdx):
-            raise BusyError(f"thread {tid} no longer waits, or waits for a lock")
-        if target.room(registers.rsp) < STACK_BYTES:
-            raise BusyError(f"the stack of thread {tid} is too small")
-        place, frame, argument = _frame(tid, registers, code.encode() + b"\0")
-        with open(f"/proc/{target.pid}/task/{tid}/mem", "r+b", buffering=0) as memory:
-            for content, address in ((frame, place), (STUB, entry)):
-                if os.pwrite(memory.fileno(), content, address) != len(content):
+        with open(f"/proc/{target.pid}/task/{tid}/mem", "r+b", buffering=0) as file:
+            memory = file.fileno()
+            registers = trace.registers(tid, trace.NT_PRSTATUS)
+            # Only now does it stay as it is: since somebody looked it may have gone on to wait for
+            # something else.
+            if not _harmless(*MACHINE.system_call(registers, memory)):
+                raise BusyError(f"thread {tid} no longer waits, or waits for a lock")
+            if target.room(MACHINE.stack_pointer(registers)) < STACK_BYTES:
+                raise BusyError(f"the stack of thread {tid} is too small")
+            place, frame, argument = MACHINE.frame(tid, registers, code.encode() + b"\0", memory)
+            for content, address in ((frame, place), (MACHINE.STUB, entry)):
+                if os.pwrite(memory, content, address) != len(content):
                     raise BusyError(f"the stack of thread {tid} has no free space")
-        stub = Registers.from_buffer_copy(registers)
-        stub.rip, stub.rsp, stub.eflags = entry, place, INTERRUPTS
-        stub.orig_rax = -1  # nothing is to be restarted
-        stub.rbx, (stub.r12, stub.r13, stub.r14) = argument, functions
-        _ptrace(PTRACE_SETREGS, tid, ctypes.byref(stub))
+        trace.set_registers(tid, MACHINE.calling(registers, entry, place, argument, functions))
     finally:
         with suppress(OSError):
-            _ptrace(PTRACE_DETACH, tid)
+            trace.ptrace(trace.DETACH, tid)
     return time.monotonic() - began
 
 
@@ -294,8 +263,8 @@ def _harmless(number: int, operation: int, value: int) -> bool:
         operation: its second argument.
         value: its third argument, of which a futex has 32 bits.
     """
-    if number != FUTEX:
-        return number in WAITS
+    if number != MACHINE.FUTEX:
+        return number in MACHINE.WAITS
     command = operation & FUTEX_COMMAND
     return command in (FUTEX_WAIT, FUTEX_WAIT_BITSET) and value & 0xFFFFFFFF != (
         LOCKED_AND_WAITED_FOR
@@ -305,136 +274,12 @@ def _harmless(number: int, operation: int, value: int) -> bool:
 def _check(target: Target) -> None:
     """Raise unless the program begins as programs do, and signal frames are taken as they are."""
     with open(f"/proc/{target.pid}/mem", "rb", buffering=0) as memory:
-        there = os.pread(memory.fileno(), len(STUB), target.entry)
+        there = os.pread(memory.fileno(), len(MACHINE.STUB), target.entry)
     status = proc.text(proc.folder(target.pid) / "status")
-    if not there.startswith(ENTRIES) or "shstk" in status:
+    if not there.startswith(MACHINE.ENTRIES) or "shstk" in status:
         raise VllmopsError(
             "attach.unknown-program",
             f"the program of pid {target.pid} starts in an unknown way or uses a shadow stack: "
             "a change would not be safe",
             "vllmops restart, when the server can be interrupted",
         )
-
-
-def _stopped(tid: int) -> None:
-    """Wait until a traced thread has stopped."""
-    deadline = time.monotonic() + STOP_S
-    while True:
-        pid, status = os.waitpid(tid, WALL | os.WNOHANG)
-        if pid and not os.WIFSTOPPED(status):
-            raise BusyError(f"thread {tid} is gone")
-        if pid and status >> 16 == PTRACE_EVENT_STOP:
-            return
-        if pid:  # a signal for the thread came first: deliver it
-            _ptrace(PTRACE_DETACH, tid, os.WSTOPSIG(status))
-            raise BusyError(f"thread {tid} got a signal")
-        if time.monotonic() > deadline:
-            # The tracing ends with this thread.
-            raise BusyError(f"thread {tid} did not stop within {STOP_S:g} s")
-        time.sleep(0.0002)
-
-
-def _frame(tid: int, registers: Registers, argument: bytes) -> tuple[int, bytes, int]:
-    """The signal frame, with the argument above it.
-
-    Returns:
-        Its address (where the stub's stack begins), its content, and the argument's address.
-    """
-    state = _float_state(tid)
-    top = registers.rsp - RED_ZONE - len(argument)
-    state_at = (top - len(state)) & ~63
-    header = struct.calcsize("<QQQiiQ")
-    size = header + 8 * len(SAVED) + struct.calcsize("<4H5Q8QQ")
-    place = (state_at - size) & ~15
-    back = _resumed(registers)
-    content = b"".join(
-        (
-            struct.pack("<QQQiiQ", UC_FLAGS, 0, 0, NO_SUCH_STACK, 0, 0),
-            struct.pack(f"<{len(SAVED)}Q", *(getattr(back, name) for name in SAVED)),
-            struct.pack("<4H", registers.cs, 0, 0, registers.ss),
-            struct.pack("<5Q8Q", 0, 0, 0, 0, state_at, *[0] * 8),
-            _mask(tid),
-        )
-    )
-    content = content.ljust(state_at - place, b"\0") + state
-    return place, content.ljust(top - place, b"\0") + argument, top
-
-
-def _resumed(registers: Registers) -> Registers:
-    """The registers with which the thread goes on: in its system call anew, or with EINTR."""
-    back = Registers.from_buffer_copy(registers)
-    left = ctypes.c_int64(registers.rax).value
-    if left in RESTARTED:
-        back.rax, back.rip = registers.orig_rax, registers.rip - SYSCALL_BYTES
-    elif left in INTERRUPTED:
-        back.rax = -errno.EINTR
-    return back
-
-
-def _float_state(tid: int) -> bytes:
-    """The floating-point and vector registers, as they lie in a signal frame."""
-    return _framed(_extended_state(tid))
-
-
-def _extended_state(tid: int, room: int = XSTATE_BYTES) -> bytes:
-    """The same registers in full, as ptrace(2) gives them.
-
-    Args:
-        tid: the thread.
-        room: bytes to begin with.
-    """
-    while True:
-        buffer = ctypes.create_string_buffer(room)
-        vector = _Iovec(ctypes.cast(buffer, ctypes.c_void_p), room)
-        _ptrace(PTRACE_GETREGSET, tid, ctypes.byref(vector), address=NT_X86_XSTATE)
-        if vector.length < room:
-            return buffer.raw[: vector.length]
-        room *= 2  # it may have been cut off
-
-
-def _framed(given: bytes) -> bytes:
-    """An extended state with what the kernel wants to find in a signal frame.
-
-    Where the processor has AMX, ptrace(2) gives everybody's tiles, but a frame that has them is too
-    large for a thread that has not asked for AMX: of such a frame sigreturn(2) takes nothing beyond
-    the SSE registers. A thread that uses no tiles needs none, whether it has asked or not.
-
-    Raises:
-        BusyError: the tiles don't lie where they are known to.
-    """
-    state = bytearray(given)
-    (features,) = struct.unpack_from("<Q", state, FP_SOFTWARE)
-    (used,) = struct.unpack_from("<Q", state, XSTATE_HEADER)
-    if features & TILES and not used & TILES:
-        if any(state[-TILE_BYTES:]):
-            raise BusyError("the layout of its registers is unknown")
-        del state[-TILE_BYTES:]
-        features &= ~TILES
-    size = len(state)
-    struct.pack_into(
-        "<IIQI7I", state, FP_SOFTWARE, FP_XSTATE_MAGIC1, size + 4, features, size, *[0] * 7
-    )
-    return bytes(state) + struct.pack("<I", FP_XSTATE_MAGIC2)
-
-
-def _mask(tid: int) -> bytes:
-    """The signals that a thread has blocked."""
-    buffer = ctypes.create_string_buffer(8)
-    _ptrace(PTRACE_GETSIGMASK, tid, buffer, address=8)
-    return buffer.raw
-
-
-class _Iovec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
-_libc.ptrace.restype = ctypes.c_long
-
-
-def _ptrace(request: int, tid: int, data: Any = None, *, address: int = 0) -> None:
-    """ptrace(2); raises OSError."""
-    if _libc.ptrace(request, tid, address, data) == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))

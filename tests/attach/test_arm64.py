@@ -1,0 +1,15 @@
+"""The same tests on the other machine, in the long form: an emulated one takes minutes."""
+
+from pathlib import Path
+
+import pytest
+
+from ..support.extent import EVERYTHING
+from . import emulated
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="the long form: three minutes, and packages to download")
+def test_injection_works_on_arm64(tmp_path: Path) -> None:
+    told = emulated.booted(*emulated.guest(tmp_path))
+    assert "aarch64 GNU/Linux" in told
+    assert "tests ended with 0" in told, told
