@@ -31,7 +31,7 @@ FUTEX = 98
 # blr x20; mov w23,w0; mov x0,x19; blr x21; mov w0,w23; blr x22; mov x8,#139 (rt_sigreturn); svc #0
 STUB = bytes.fromhex("80023fd6 f703002a e00313aa a0023fd6 e003172a c0023fd6 681180d2 010000d4")
 # How a program's entry begins: bti c, nop, or mov x29,#0; or, after an earlier attach, our stub.
-ENTRIES = (*map(bytes.fromhex, ("5f2403d5", "1f2003d5", "1d0080d2")), STUB)
+ENTRIES: tuple[bytes, ...] = (*map(bytes.fromhex, ("5f2403d5", "1f2003d5", "1d0080d2")), STUB)
 
 
 class Registers(ctypes.Structure):

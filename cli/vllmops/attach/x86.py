@@ -46,7 +46,12 @@ FUTEX = 202
 STUB = bytes.fromhex("41ffd4 89c5 4889df 41ffd5 89ef 41ffd6 b80f000000 0f05")
 # How a program's entry begins: endbr64, or xor %ebp,%ebp, or xor %rbp,%rbp; or, after an earlier
 # attach, our stub.
-ENTRIES = (bytes.fromhex("f30f1efa"), bytes.fromhex("31ed"), bytes.fromhex("4831ed"), STUB)
+ENTRIES: tuple[bytes, ...] = (
+    bytes.fromhex("f30f1efa"),
+    bytes.fromhex("31ed"),
+    bytes.fromhex("4831ed"),
+    STUB,
+)
 
 
 class Registers(ctypes.Structure):
