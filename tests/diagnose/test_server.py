@@ -12,7 +12,7 @@ from vllmops.diagnose.server import CATALOGUE, diagnose
 from vllmops.host.ptrace import CAP_SYS_PTRACE, Rights, refusal
 from vllmops.protocol.caches import CacheSnapshot, ProcessCaches, Sample, Setup
 from vllmops.protocol.patches import ProcessPatches, State, Verdict
-from vllmops.protocol.server import Canary, Disk, Gpu, Guard, Leftover, Unseen
+from vllmops.protocol.server import Canary, Disk, Gpu, Guard, Leftover, Unseen, Xid
 
 from .servers import GIB, MACHINE, PIDS, QUIET, healthy, look, looks, metrics, process, pulse, told
 
@@ -23,6 +23,10 @@ def without(role: str) -> tuple[Any, ...]:
 
 def changed(role: str, state: str) -> tuple[Any, ...]:
     return tuple(process(each, state if each == role else "S") for each in PIDS)
+
+
+def with_packages(versions: dict[str, str]) -> Any:
+    return msgspec.structs.replace(told("engine"), packages=versions)
 
 
 def patches(state: State, **fields: Any) -> tuple[ProcessPatches, ...]:
@@ -76,6 +80,16 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     ("agent.problem", {"told": (told("engine", problems=("another shape",)),)}),
     ("patch.failed", {"patches": patches(State.FAILED, reason="another shape")}),
     ("patch.off", {"patches": patches(State.OFF)}),
+    ("versions.known-bad", {"told": (with_packages({"flashinfer-python": "0.6.13"}),)}),
+    (
+        "gpu.spinning",
+        {
+            "machine": machine(
+                gpus=(Gpu(index=0, busy=0.97, memory_busy=0.0, watts=22.0, limit_watts=140.0),)
+            )
+        },
+    ),
+    ("gpu.xid", {"machine": machine(xids=(Xid("0000:3b:00", 79, "pid=12, fell off", 5.0),))}),
     ("vllm.known-defect", {"told": (), "vllm_version": "0.23.0"}),
     ("machine.shm-leftovers", {"machine": machine(leftovers=(Leftover("psm_1", GIB, 90.0),))}),
     ("machine.disk", {"machine": machine(disks=(Disk("/", "state", 100 * GIB, GIB // 2),))}),
@@ -166,6 +180,17 @@ WELL: dict[str, dict[str, Any]] = {
     "starting": {"state": "starting", "looks": looks({"processes": (process("api"),)})},
     "no look": {"looks": ()},
     "busy": {"looks": over(**BUSY)},
+    "a GPU that works": {
+        "machine": machine(
+            gpus=(
+                Gpu(index=0, busy=1.0, memory_busy=0.4, watts=120.0, limit_watts=140.0),
+                Gpu(index=1, busy=1.0, memory_busy=0.0, watts=130.0, limit_watts=140.0),
+                Gpu(index=2, busy=0.3, memory_busy=0.0, watts=20.0, limit_watts=140.0),
+                Gpu(index=3, busy=1.0),
+            )
+        )
+    },
+    "good versions": {"told": (with_packages({"flashinfer-python": "0.6.15.post1"}),)},
     "full and nobody waits": {"looks": looks(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)},
     "one look caught it in the kernel": {"looks": looks({}, {"processes": changed("worker", "D")})},
     "a long step": {"looks": looks({}, {"pulses": (pulse("engine", age_s=4),)})},

@@ -25,6 +25,7 @@ from ..errors import VllmopsError
 from ..files import peer
 from ..forever import Trouble
 from ..home import home, make_missing
+from ..protocol import packages
 from ..protocol.compares import CompareRequest
 from ..protocol.engine import Beat, Hello, Traffic
 from ..protocol.repairs import RepairRequest
@@ -323,6 +324,7 @@ GETS: dict[str, Callable[[], Any]] = {
     "/keys": keys.state,
     "/keys?reload=1": partial(keys.state, reload=True),
     "/memory": memory.snapshot,
+    "/packages": packages.of_this_process,
     "/requests": engine.traffic,
     "/patches": registry.states,
     "/patches?verify=1": partial(registry.states, verify=True),

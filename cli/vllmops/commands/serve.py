@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 
 from .. import demo as demos
 from ..agent.patches.registry import OFF, known
+from ..diagnose import packages
 from ..errors import Exit, VllmopsError
 from ..host import namesake
 from ..host.shape import option, shown
@@ -32,6 +33,7 @@ from ..keys import file as keys
 from ..keys.ring import Key, Status, fresh
 from ..numbers import MOST
 from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
+from ..protocol.packages import distributions
 from ..store import settings
 from ..store.store import ResponseStore
 from . import serve_config
@@ -257,6 +259,8 @@ def serve(
     check_store(order)
     if line := namesake.warning():
         say(line, "yellow")
+    for row in packages.bad(distributions()):
+        say(f"{row.package} {row.versions} is installed: {row.title}; {row.next}", "yellow")
     launch.ready_home()
     provide_key(order.environment, quiet=json_)
     reserved = launch.reserve(order)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..protocol.patches import State
-from ..protocol.server import Disk, Leftover, ProcessState, ServerSnapshot, Unseen
+from ..protocol.server import Disk, Gpu, Leftover, ProcessState, ServerSnapshot, Unseen, Xid
+from . import packages
 from .findings import Finding, Rule, Severity
 from .progress import NO_PYTHON, PATIENCE_S, UNHEALTHY, late, process_name
 from .stacks import STOPPED
@@ -20,6 +21,9 @@ FULL_SHARE = 0.05
 FULL_BYTES = GIB
 LEFT_AGE_S = 60.0
 SHOWN_LEFTOVERS = 3
+# A GPU that is busy and idle at once: seen 96 to 100 % with 0 % of memory, and a third of the power
+# limit at most; a kernel that computes draws more.
+SPIN_BUSY, SPIN_MEMORY, SPIN_POWER = 0.95, 0.01, 0.4
 ENOUGH = 5  # requests or responses: fewer in an interval prove nothing
 # Codes of what could not be seen: a broken agent, or one of another version; stacks
 # without permission. A missing agent is no defect.
@@ -142,6 +146,20 @@ GPU_THROTTLED = Rule(
     "heat or power limits a GPU",
     "nvidia-smi -q -d PERFORMANCE,TEMPERATURE shows which; check cooling and power limit",
 )
+GPU_SPINNING = Rule(
+    "gpu.spinning",
+    WARNING,
+    "a kernel on a GPU seems to spin: it is busy, and it neither reads memory nor draws power",
+    "vllmops stacks dump --explain names the thread that waits for it; a restart ends it",
+    "https://github.com/vllm-project/vllm/issues/43885",
+)
+GPU_ERROR = Rule(
+    "gpu.xid",
+    ERROR,
+    "the driver reported an error of a GPU",
+    "dmesg shows it; restart the server; with Xid 79, 94, 95 or 119 reset the GPU before",
+    "https://docs.nvidia.com/deploy/xid-errors/",
+)
 SEVERAL_STORES = Rule(
     "responses.store-in-memory",
     WARNING,
@@ -226,6 +244,7 @@ ERRORS = Rule(
     "requests fail because of server errors",
     "vllmops logs shows the errors",
 )
+BAD_VERSION = packages.BAD_VERSION
 CATALOGUE = {rule.code: rule for rule in list(vars().values()) if isinstance(rule, Rule)}
 
 # Known defects, and the first version without each; for a server that no agent can probe. The
@@ -348,6 +367,12 @@ def patched(snapshot: ServerSnapshot) -> Iterator[Finding]:
             yield KNOWN_DEFECT.at(snapshot.server, f"{evidence}; {reference}")
 
 
+def installed(snapshot: ServerSnapshot) -> Iterator[Finding]:
+    """Versions that are known to hang."""
+    versions = {name: v for report in snapshot.told for name, v in report.packages.items()}
+    yield from packages.findings(versions)
+
+
 def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Shared memory, disks, memory and GPUs of the machine."""
     found = snapshot.machine
@@ -367,6 +392,32 @@ def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
             yield GPU_MEMORY.at(subject, f"{gpu.bad_memory} uncorrected errors")
         if gpu.throttled:
             yield GPU_THROTTLED.at(subject, f"{gpu.celsius} °C, {gpu.watts} W")
+        if spins(gpu):
+            share = f"busy {gpu.busy:.0%}, memory {gpu.memory_busy:.0%}"
+            yield GPU_SPINNING.at(subject, f"{share}, {gpu.watts:.0f} of {gpu.limit_watts:.0f} W")
+    for gpu, errors in grouped(found.xids).items():
+        last = errors[-1]
+        yield GPU_ERROR.at(
+            gpu,
+            f"{len(errors)}; the last is Xid {last.number}, {last.age_s:.0f} s ago: {last.text}",
+        )
+
+
+def spins(gpu: Gpu) -> bool:
+    """Whether a kernel runs all the time and does nothing: work reads memory and draws power."""
+    figures = (gpu.busy, gpu.memory_busy, gpu.watts, gpu.limit_watts)
+    if None in figures:
+        return False
+    busy, memory, watts, limit = (figure or 0.0 for figure in figures)
+    return busy >= SPIN_BUSY and memory <= SPIN_MEMORY and watts < SPIN_POWER * limit
+
+
+def grouped(xids: Sequence[Xid]) -> dict[str, list[Xid]]:
+    """Errors by GPU."""
+    found: dict[str, list[Xid]] = {}
+    for xid in xids:
+        found.setdefault(xid.gpu, []).append(xid)
+    return found
 
 
 def leftover(left: Sequence[Leftover]) -> Iterator[str]:
@@ -483,6 +534,7 @@ CHECKS: tuple[Callable[[ServerSnapshot], Iterator[Finding]], ...] = (
     traffic,
     agents,
     patched,
+    installed,
     machine,
     guarded,
     tools,

@@ -19,7 +19,7 @@ from ..diagnose import compares as judge
 from ..diagnose import progress, stacks
 from ..errors import VllmopsError
 from ..home import home, user
-from ..host import proc, processes, shm
+from ..host import kmsg, proc, processes, shm
 from ..host.gpu import Gpus
 from ..host.processes import ROLES, Process, Role
 from ..instances.servers import Server, roots
@@ -347,7 +347,16 @@ def report(process: Process) -> Told:
         hello=reached.hello(),
         engine=reached.engine(),
         traffic=reached.requests(),
+        packages=packages(reached),
     )
+
+
+def packages(reached: agent.Agent) -> dict[str, str]:
+    """What is installed beside a process; nothing where its agent is too old to say."""
+    try:
+        return reached.packages().versions
+    except VllmopsError:
+        return {}
 
 
 def look(server: Server, began: float, *, web: bool = True) -> Look:
@@ -433,6 +442,7 @@ def machine(server: Server) -> Machine:
         leftovers=tuple(leftovers()),
         orphans=tuple(orphans(table)),
         gpus=tuple(Gpus().states()),
+        xids=kmsg.xids(max((identity.age_s(p.start_ticks) for p in server.processes), default=0.0)),
     )
 
 

@@ -66,6 +66,7 @@ class Gpus:
             used_bytes=memory and memory.used,
             total_bytes=memory and memory.total,
             busy=None if rates is None else rates.gpu / 100,
+            memory_busy=None if rates is None else rates.memory / 100,
             watts=None if watts is None else watts / 1000,
             limit_watts=None if limit is None else limit / 1000,
             celsius=ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),

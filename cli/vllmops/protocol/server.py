@@ -60,13 +60,18 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent's report about its process, without caches and patches."""
+    """An agent's report about its process, without caches and patches.
+
+    Args:
+        packages: the versions of what is installed beside it, as `protocol.packages` has them.
+    """
 
     role: str
     pid: int
     hello: Hello
     engine: EngineState
     traffic: Traffic
+    packages: dict[str, str] = {}
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +188,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
         name: of the model.
         used_bytes, total_bytes: memory, whoever uses it.
         busy: share of the time in which a kernel ran, 0 to 1.
+        memory_busy: share of the time in which its memory was read or written, 0 to 1.
         watts, limit_watts: power.
         celsius: temperature.
         throttled: whether heat or power limit it.
@@ -194,11 +200,28 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int | None = None
     total_bytes: int | None = None
     busy: float | None = None
+    memory_busy: float | None = None
     watts: float | None = None
     limit_watts: float | None = None
     celsius: float | None = None
     throttled: bool | None = None
     bad_memory: int | None = None
+
+
+class Xid(msgspec.Struct, frozen=True):
+    """An error of a GPU, as NVIDIA's driver writes it into the kernel's log.
+
+    Args:
+        gpu: its PCI address.
+        number: the kind of error, such as 79: the GPU has fallen off the bus.
+        text: the line's rest.
+        age_s: seconds since it was written.
+    """
+
+    gpu: str
+    number: int
+    text: str
+    age_s: float
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,6 +234,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         leftovers: segments that no live process uses.
         orphans: processes of servers that are gone.
         gpus: none without a driver.
+        xids: what NVIDIA's driver reported to the kernel's log since the server started; none where
+            that log can't be read.
     """
 
     memory_total: int
@@ -219,6 +244,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     leftovers: tuple[Leftover, ...] = ()
     orphans: tuple[ProcessState, ...] = ()
     gpus: tuple[Gpu, ...] = ()
+    xids: tuple[Xid, ...] = ()
 
 
 class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from ..protocol.files import DAMAGE
 from ..protocol.identity import Identity
 from ..protocol.keys import ProcessKeys
 from ..protocol.memory import AgentMemory
+from ..protocol.packages import Packages
 from ..protocol.patches import ProcessPatches
 from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..protocol.resets import ResetDone, ResetRequest
@@ -46,7 +47,7 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
         *(AgentMemory, Answer, Hello, EngineState, ProcessCaches),
-        *(Comparison, ProcessKeys, ProcessPatches, ProcessRepair, ResetDone, Traffic),
+        *(Comparison, Packages, ProcessKeys, ProcessPatches, ProcessRepair, ResetDone, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)
@@ -100,6 +101,10 @@ class Agent:
             verify: whether to probe again.
         """
         return self.ask("GET", "/patches?verify=1" if verify else "/patches", ProcessPatches)
+
+    def packages(self) -> Packages:
+        """What is installed beside it."""
+        return self.ask("GET", "/packages", Packages)
 
     def memory(self) -> AgentMemory:
         """What only the process itself knows of its memory."""
