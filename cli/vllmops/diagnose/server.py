@@ -395,10 +395,10 @@ def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
         if spins(gpu):
             share = f"busy {gpu.busy:.0%}, memory {gpu.memory_busy:.0%}"
             yield GPU_SPINNING.at(subject, f"{share}, {gpu.watts:.0f} of {gpu.limit_watts:.0f} W")
-    for gpu, errors in grouped(found.xids).items():
+    for address, errors in grouped(found.xids).items():
         last = errors[-1]
         yield GPU_ERROR.at(
-            gpu,
+            address,
             f"{len(errors)}; the last is Xid {last.number}, {last.age_s:.0f} s ago: {last.text}",
         )
 
