@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import base64
 import binascii
+import html
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 from . import said
 from .loglines import Lines
-from .secretblocks import Blocks
+from .secretblocks import PAIR_LINES, Blocks, value_first
 from .secretforms import FORMS, MARK
 from .secretnames import STEMS, Kind, kind
 from .secretplaces import PLACES
@@ -55,8 +56,14 @@ PRIVATE_OPTION = re.compile(r"--?(?:token|pass|(?:[\w-]+-)?exec)")
 LOGIN_OPTIONS = {"-u", "--user", "-U", "--proxy-user", "--auth", "--basic-auth"}
 
 CODED_RUN = re.compile(r"[A-Za-z0-9+/_-]{16,}+={0,2}")
-PERCENT = re.compile(r"[^\s\"'<>]++")
-ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
+# A printable character as URLs, HTML and JSON or source code write it, and a space in a query.
+ESCAPE = re.compile(
+    r"%(?:25)*(?P<url>[2-7][0-9A-Fa-f])|\\{1,3}(?:u00|x)(?P<source>[2-7][0-9A-Fa-f])"
+    r"|&(?:#0*(?P<decimal>3[2-9]|[4-9]\d|1[01]\d|12[0-6])|#[xX]0*(?P<hex>[2-7][0-9A-Fa-f])"
+    r"|(?P<name>amp|lt|gt|quot|apos|equals|colon|nbsp|lbrace|rbrace|lpar|rpar|comma|semi));"
+    r"|(?P<plus>\+)(?=[\w\"'%&:=])"
+)
+ESCAPES = ("%", "&", "\\u00", "\\x", "?")  # a line with an escape has one of these
 
 
 class Redactor:
@@ -87,8 +94,10 @@ class Redactor:
     def lines(self, lines: Iterable[str]) -> Iterator[str]:
         """Lines as `text`, one by one."""
         blocks = Blocks()
-        for line in map(self.literal, self.whole(lines)):
+        for line, after in with_next(map(self.literal, self.whole(lines)), PAIR_LINES):
             start = blocks.hidden(line)
+            if start is None:
+                start = value_first(line, after)
             if start is None:
                 blocks.begin(line)
                 yield self.line(line)
@@ -136,8 +145,7 @@ class Redactor:
             line = self.named(line)
         line = RUN.sub(self.run, line)
         if coded:
-            if "%" in line:
-                line = PERCENT.sub(lambda match: self.unquoted(match[0], coded - 1), line)
+            line = self.unescaped(line, coded - 1)
             line = CODED_RUN.sub(lambda match: self.decoded(match[0], coded - 1), line)
         return line
 
@@ -148,13 +156,15 @@ class Redactor:
         self.counts["random text"] += 1
         return MARK
 
-    def unquoted(self, word: str, coded: int) -> str:
-        """A word that is coded as in URLs: as it is, or without its secrets."""
-        if not ESCAPE.search(word):
-            return word
-        plain = unquote(word)
-        told = self.line(plain, coded)
-        return word if told == plain else told
+    def unescaped(self, line: str, coded: int) -> str:
+        """A line whose secrets are written with escapes: as it is, or readable and without them."""
+        if not any(mark in line for mark in ESCAPES):
+            return line
+        plain = ESCAPE.sub(character, line)
+        if plain == line:
+            return line
+        redacted = self.line(plain, coded)
+        return line if redacted == plain else redacted
 
     def decoded(self, word: str, coded: int) -> str:
         """A word of base64's letters: as it is, or nothing of it, if there are secrets in it."""
@@ -283,6 +293,26 @@ class Redactor:
         text = self.literal(text)
         text = ASSIGNMENT.sub(lambda match: f"{match[1]}={self.variable(match[1], match[2])}", text)
         return self.text(text)
+
+
+def with_next(lines: Iterable[str], count: int) -> Iterator[tuple[str, Sequence[str]]]:
+    """Lines, one by one, and at most so many of those that follow."""
+    ahead: deque[str] = deque()
+    for line in lines:
+        ahead.append(line)
+        if len(ahead) > count:
+            yield ahead.popleft(), ahead
+    while ahead:
+        yield ahead.popleft(), ahead
+
+
+def character(match: re.Match[str]) -> str:
+    """The character that an escape stands for."""
+    if match["plus"]:
+        return " "
+    if match["name"] or match["decimal"]:
+        return html.unescape(match[0])
+    return chr(int(match["url"] or match["source"] or match["hex"], 16))
 
 
 def hides(name: str, value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from .secretnames import Kind, kind
 from .secretplaces import BELOW, PAIR, mixed
@@ -30,7 +31,25 @@ LAST_NAME = re.compile(
 )
 ITEM = re.compile(r"\s*(?:- )?[\"']?(?P<value>[^\s\"'-][^\s\"']*)")
 KEY_BELOW = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*:(?:\s|$)")
+# In a list of names and values, where the value stands first.
+NAME_BELOW = re.compile(
+    r"\s*<?[\"']?(?i:(?:parameter)?name|key)[\"']?\s*[:=>]\s*[\"']?(?P<name>[\w.-]+)[\"']?,?(?:</\w+>)?\s*$"
+)
+NEW_ITEM = re.compile(r"\s*(?:- |\{|\}|</?(?!name\b|key\b)|$)")
 CODED_FIELD = re.compile(r"\s+[\"']?[\w.-]+[\"']?:\s+([\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$")
+
+
+def value_first(line: str, after: Iterable[str]) -> int | None:
+    """Where the value begins of a name that stands in one of the lines after it."""
+    match = BELOW.match(line)
+    if not match:
+        return None
+    for following in after:
+        if NEW_ITEM.match(following):
+            return None
+        if name := NAME_BELOW.match(following):
+            return match.end() if kind(name["name"]) >= Kind.LIKELY else None
+    return None
 
 
 class Blocks:

@@ -54,6 +54,11 @@ SENTENCE = re.compile(
     r")|\s\[(?:None|\*+\w*)\]|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
     rf"(?:\s*[:=]?\s+|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
+RIGHTS = re.compile(
+    r"(?i)(?<![a-z])(?:api|secret|password|credential|(?:en|de)crypt|(?:un)?auth(?!or)|log ?in|s3|sign)"
+    r"(?:s|ed|ing|ion|enticat\w+)?(?![a-z])"
+)
+AROUND = 100  # characters
 # What follows a secret, and may be one more: a key in a list, a word behind an option.
 ANOTHER = re.compile(r"(?:,? (?:and|or|to|but got|got|instead of|!=|->|/|vs\.?) |\s?,\s?)(?=\S)")
 ANOTHER_WORD = re.compile(r"[ \t]+(?=[^\s|&;>\\-])")
@@ -64,12 +69,20 @@ REFUSED = re.compile(
     r"(?:not (?:a )?(?:valid|correct|accepted|known|found"
     r"|allowed|authorized|match)|invalid|wrong|incorrect|expired|rejected|denied|revoked|unknown)"
 )
+# name: NAME, value: …, and the other way round; in XML as elements and as attributes.
+IS = rf"{QUOTE}?\s{{0,4}}[:=>]\s{{0,4}}"
+NEXT = r"(?:</[\w:.-]{1,40}>)?\s{0,4},?\s{0,4}<?"
+VALUE = rf"{QUOTE}?(?:parameter)?val(?:ue)?{IS}(?=\S)"
 PAIR = re.compile(
-    rf"(?i)(?:\b|parameter)(?:name|key){QUOTE}?\s{{0,4}}[:=]\s{{0,4}}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?\s{{0,4}},?\s{{0,4}}"
-    rf"(?:{QUOTE}?(?:parameter)?val(?:ue)?{QUOTE}?\s{{0,4}}[:=]\s{{0,4}}(?=\S)|(?P<below>$))"
+    rf"(?i)(?:\b|parameter)(?:name|key){IS}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?{NEXT}"
+    rf"(?:{VALUE}|(?P<below>$))"
+)
+PAIR_BACK = re.compile(rf"(?i)\b{VALUE}")
+NAME_BEHIND = re.compile(
+    rf"(?i){NEXT}{QUOTE}?(?:parameter)?(?:name|key){IS}{QUOTE}?(?P<name>[\w.-]+)"
 )
 TAG = re.compile(r"<(?P<name>[\w:.-]++)(?:\s[^<>]{0,200})?>(?=[^<\s])")
-BELOW = re.compile(rf"^\s*(?:- )?{QUOTE}?value{QUOTE}?\s*[:=]\s*(?=\S)", re.IGNORECASE)
+BELOW = re.compile(rf"^\s*(?:- )?<?{QUOTE}?value{QUOTE}?\s*[:=>]\s*(?=\S)", re.IGNORECASE)
 # A word as people write it unquoted; what may end it is part of it, where nothing follows.
 BARE = re.compile(
     r"(?:[^\s\"'<>`&,;\\]|,(?!\s|$)|&(?![\w.-]+=|$)|;(?!\s|$|[\w ]{1,40}=)|\\(?![\"'nrt\\]))+"
@@ -93,7 +106,7 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
         if HEADER.search(name):
             yield start, header_end(line, match.start(), start)
         elif what is not Kind.SECRET:
-            if maybe(line, start, hashes=what is Kind.LIKELY):
+            if maybe(line, start, hashes=what is Kind.LIKELY or rights(line, match.start(), start)):
                 past = value_end(line, start)
                 yield from several(line, start, past)
         elif not code(line, start) and not same(line, start, name):
@@ -155,6 +168,16 @@ def paired(line: str) -> Iterator[tuple[int, int]]:
                 yield match.end(), value_end(line, match.end())
 
 
+def paired_back(line: str) -> Iterator[tuple[int, int]]:
+    """Values in ``value: …, name: NAME``."""
+    if "val" in line.lower():
+        for match in PAIR_BACK.finditer(line):
+            end = value_end(line, match.end())
+            name = NAME_BEHIND.match(line, end)
+            if name and kind(name["name"]) >= Kind.LIKELY:
+                yield match.end(), end
+
+
 def tagged(line: str) -> Iterator[tuple[int, int]]:
     """Values in XML: ``<name>value</name>``."""
     if "</" in line:
@@ -189,7 +212,7 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             goes = (
                 bool(value)
                 if what is Kind.SECRET
-                else looks_secret(value, hashes=what is Kind.LIKELY)
+                else looks_secret(value, hashes=what is Kind.LIKELY or rights(line, *match.span()))
             )
             goes &= not value.startswith("<")
         else:
@@ -198,7 +221,8 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
                 what is Kind.SECRET
                 and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
             )
-            goes = looks_secret(value, hashes=what >= Kind.LIKELY) and (
+            hashes = what >= Kind.LIKELY or rights(line, *match.span())
+            goes = looks_secret(value, hashes=hashes) and (
                 not SIGN.search(value) or (name.startswith(("cred", "auth")) and ":" in value)
             )
             goes = goes and bool(odd or refused) and not code(line, start)
@@ -207,7 +231,15 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             yield from several(line, start, end)
 
 
-PLACES = (paired, assigned, tagged, options, sentences)
+PLACES = (paired, paired_back, assigned, tagged, options, sentences)
+
+
+def rights(line: str, name: int, value: int) -> bool:
+    """Whether a line speaks of rights around a name: a key there is none of a cache."""
+    return bool(
+        RIGHTS.search(line, max(name - AROUND, 0), name)
+        or RIGHTS.search(line, value, value + AROUND)
+    )
 
 
 def code(line: str, start: int) -> bool:
