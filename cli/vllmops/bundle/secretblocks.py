@@ -18,7 +18,7 @@ PEM_BODY = re.compile(
 PEM_LINES, PAIR_LINES = 500, 3
 BEGINS = (":", "|", ">", "-", "+", "[", "{", ",", '"', "'", "]", "\\")
 PARENT = re.compile(
-    r"(?P<indent>[\s-]*)(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*[:=]\s*(?:[!&][\w./-]+\s+)?"
+    r"(?P<indent>[\s-]*)(?:(?:variable|output)\s)?(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*(?:[:=]|(?=\{))\s*(?:[!&][\w./-]+\s+)?"
     r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|\{|)|\[(?P<section>[\w.-]+)\])\s*$"
 )
 FIELD = re.compile(r"\s*[\"']?[\w.-]+[\"']?\s*[:=]\s*([^\s{\[|>][^\n]*?),?\s*$")
@@ -27,8 +27,10 @@ COMMENT = re.compile(r"\s*(?:#|//)")
 # An option whose value is in the next line, as in a list or behind a backslash.
 LAST_NAME = re.compile(
     r"(?:^|[\s\"'])(?:(?P<option>--[\w.-]++)[\"']?,?\s*+\\?"
-    r"|(?P<field>[\w.-]++)\s?(?:=\s?\\|:\s*+))$"
+    r"|(?P<field>[\w.-]++)\s?(?:=\s?\\|:\s*+)"
+    r"|(?:cat|echo|printenv|head|get)\s(?:\S*[/${])?(?P<shown>[\w.-]+)\}?[\"']?)$"
 )
+SHOWS = re.compile(r"ame|--|key|cat |echo |printenv |head |get ")
 ITEM = re.compile(r"\s*(?:- )?[\"']?(?P<value>[^\s\"'-][^\s\"']*)")
 KEY_BELOW = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*:(?:\s|$)")
 # In a list of names and values, where the value stands first.
@@ -123,11 +125,11 @@ class Blocks:
             if begin and not PEM_END.search(line, begin.end()) and "\\n" not in line:
                 self.pem = PEM_LINES
                 return
-        if not line.rstrip().endswith(BEGINS) and "ame" not in line and "--" not in line:
+        if not line.rstrip().endswith(BEGINS) and not SHOWS.search(line):
             return
         last = LAST_NAME.search(line)
         if last and (what := kind(last[last.lastgroup or 0])) >= Kind.LIKELY:
-            self.last = last.lastgroup if what is Kind.SECRET else "field"
+            self.last = "option" if last["option"] and what is Kind.SECRET else "field"
         if match := PARENT.match(line):
             self.parent(match)
         elif (pair := PAIR.search(line)) and pair["below"] is not None:

@@ -93,7 +93,7 @@ PAIRS = frozenset(
         *(("webhook", "uri"), ("hook", "url"), ("hook", "uri"), ("otlp", "headers")),
         *(("otel", "headers"), ("mfa", "code"), ("otp", "code"), ("auth", "code")),
         *(("recovery", "code"), ("backup", "code"), ("seed", "phrase"), ("honeycomb", "team")),
-        *(("input", "value"),),  # what a validator was given, whatever its name
+        *(("input", "value"), ("secret", "id"), ("wifi", "pass")),  # what a validator was given, whatever its name
     }
 )
 OTHER_PINS = words("cpu core thread gpu gpio version memory mem process numa")
@@ -123,6 +123,11 @@ def of_words(name: str, before: str) -> Kind:
         found.pop()
     if not found:
         return Kind.NONE
+    if {"api", "access", "auth"} & set(found) or name.isupper():
+        # What the secret is for may stand behind it: PYPI_TOKEN_PRIVATE, api_key_eu.
+        middle = {"key", "token"} & set(found[1:-1])
+        if middle and found[-1] not in ABOUT and not OTHER_TOKENS & set(found):
+            return Kind.LIKELY
     others, capitals, alone = found[:-1] or earlier or [""], name.isupper(), len(found) == 1
     if STRONG & set(found) and found[-1] not in ABOUT:
         return Kind.LIKELY if found == ["pwd"] else Kind.SECRET  # or a directory

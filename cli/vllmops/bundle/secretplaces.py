@@ -12,6 +12,7 @@ from .secretvalues import (
     OPENING,
     QUOTE,
     QUOTES,
+    generated,
     inside,
     looks_secret,
     value_end,
@@ -59,6 +60,12 @@ RIGHTS = re.compile(
     r"(?:s|ed|ing|ion|enticat\w+)?(?![a-z])"
 )
 AROUND = 100  # characters
+NAME = re.compile(r"[A-Za-z][\w-]*+")
+FREE_WORD = re.compile(
+    r"(?:(?<=[\s\"'`(\[<>/])|(?<=\S\.\.\.)|^)[A-Za-z0-9!@#$%^&*+~_-]{8,200}={0,2}(?=[.:!?]?(?:[\s\"'`)\]<>,;]|\\[rn]|$))"
+)
+# The value of another name.
+OF_ANOTHER = re.compile(r"(?:=|[\"']\s?:\s?)[bru]?[\"'(\[{<]{0,3}$")
 # What follows a secret, and may be one more: a key in a list, a word behind an option.
 ANOTHER = re.compile(r"(?:,? (?:and|or|to|but got|got|instead of|!=|->|/|vs\.?) |\s?,\s?)(?=\S)")
 ANOTHER_WORD = re.compile(r"[ \t]+(?=[^\s|&;>\\-])")
@@ -72,7 +79,7 @@ REFUSED = re.compile(
 # name: NAME, value: …, and the other way round; in XML as elements and as attributes.
 IS = rf"{QUOTE}?\s{{0,4}}[:=>]\s{{0,4}}"
 NEXT = r"(?:</[\w:.-]{1,40}>)?\s{0,4},?\s{0,4}<?"
-VALUE = rf"{QUOTE}?(?:parameter)?val(?:ue)?{IS}(?=\S)"
+VALUE = rf"{QUOTE}?(?:(?:parameter)?val(?:ue)?|string){IS}(?=\S)"
 PAIR = re.compile(
     rf"(?i)(?:\b|parameter)(?:name|key){IS}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?{NEXT}"
     rf"(?:{VALUE}|(?P<below>$))"
@@ -81,8 +88,11 @@ PAIR_BACK = re.compile(rf"(?i)\b{VALUE}")
 NAME_BEHIND = re.compile(
     rf"(?i){NEXT}{QUOTE}?(?:parameter)?(?:name|key){IS}{QUOTE}?(?P<name>[\w.-]+)"
 )
-TAG = re.compile(r"<(?P<name>[\w:.-]++)(?:\s[^<>]{0,200})?>(?=[^<\s])")
-BELOW = re.compile(rf"^\s*(?:- )?<?{QUOTE}?value{QUOTE}?\s*[:=>]\s*(?=\S)", re.IGNORECASE)
+TAG = re.compile(
+    r"<(?P<tag>[\w:.-]++)(?:\s[^<>]{0,100}?\b(?:name|key|id)=[\"'](?P<name>[\w.-]+)[\"'])?"
+    r"(?:\s[^<>]{0,200})?>(?=[^<\s])"
+)
+BELOW = re.compile(rf"^\s*(?:- )?<?{QUOTE}?(?:value|string){QUOTE}?\s*[:=>]\s*(?=\S)", re.IGNORECASE)
 # A word as people write it unquoted; what may end it is part of it, where nothing follows.
 BARE = re.compile(
     r"(?:[^\s\"'<>`&,;\\]|,(?!\s|$)|&(?![\w.-]+=|$)|;(?!\s|$|[\w ]{1,40}=)|\\(?![\"'nrt\\]))+"
@@ -162,7 +172,7 @@ def pair_of(line: str, name: int, value: int) -> bool:
 
 def paired(line: str) -> Iterator[tuple[int, int]]:
     """Values in ``name: NAME, value: …``."""
-    if "val" in line.lower():
+    if re.search(r"(?i)val|string", line):
         for match in PAIR.finditer(line):
             if match["below"] is None and kind(match["name"]) >= Kind.LIKELY:
                 yield match.end(), value_end(line, match.end())
@@ -170,7 +180,7 @@ def paired(line: str) -> Iterator[tuple[int, int]]:
 
 def paired_back(line: str) -> Iterator[tuple[int, int]]:
     """Values in ``value: …, name: NAME``."""
-    if "val" in line.lower():
+    if re.search(r"(?i)val|string", line):
         for match in PAIR_BACK.finditer(line):
             end = value_end(line, match.end())
             name = NAME_BEHIND.match(line, end)
@@ -178,11 +188,28 @@ def paired_back(line: str) -> Iterator[tuple[int, int]]:
                 yield match.end(), end
 
 
+def near(line: str) -> Iterator[tuple[int, int]]:
+    """Generated words around a name: ``secret set NAME -b …``, ``NAME exported as …``."""
+    around = []
+    for match in NAME.finditer(line):
+        before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
+        what = kind(match[0], before[1] if before else "")
+        if what >= Kind.LIKELY:
+            around.append((match.start() - AROUND, match.end() + AROUND, what))
+    for word in FREE_WORD.finditer(line) if around else ():
+        start, end = word.span()
+        if not OF_ANOTHER.search(line, max(start - 8, 0), start) and any(
+            first <= start <= last and generated(word[0], strict=what is not Kind.SECRET)
+            for first, last, what in around
+        ):
+            yield start, end
+
+
 def tagged(line: str) -> Iterator[tuple[int, int]]:
     """Values in XML: ``<name>value</name>``."""
     if "</" in line:
         for match in TAG.finditer(line):
-            if kind(match["name"]) >= Kind.LIKELY:
+            if max(kind(match["tag"]), kind(match["name"] or "")) >= Kind.LIKELY:
                 yield match.end(), end_at(line, match.end(), "<")
 
 
@@ -231,7 +258,7 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             yield from several(line, start, end)
 
 
-PLACES = (paired, paired_back, assigned, tagged, options, sentences)
+PLACES = (paired, paired_back, assigned, tagged, options, sentences, near)
 
 
 def rights(line: str, name: int, value: int) -> bool:
