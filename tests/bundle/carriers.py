@@ -10,9 +10,10 @@ import string
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import make_dataclass
+from html import escape
 from pathlib import Path
 from random import Random
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 from vllmops.bundle.secretforms import FORMS
 
@@ -144,6 +145,18 @@ NAMED: dict[str, Callable[[str, str], str]] = {
     "docker -e": lambda n, v: f"docker run -e {identifier(n)}={shlex.quote(v)} -p 8000:8000 vllm",
     "compose": lambda n, v: f"environment:\n  - {identifier(n)}={v}\n  - B=2",
     "Kubernetes env": lambda n, v: f"env:\n- name: {n}\n  value: {v}\n- name: B\n  value: x",
+    "Kubernetes env, value first": lambda n, v: f"env:\n- value: {v}\n  name: {n}\n- name: B",
+    "JSON, value first": lambda n, v: json.dumps([{"value": v, "name": n}], indent=2),
+    "XML, elements": lambda n, v: f"<name>{n}</name>\n<value>{escape(v)}</value>",
+    "XML, value first": lambda n, v: f"<value>{escape(v)}</value>\n<name>{n}</name>",
+    "XML, attributes": lambda n, v: f'<add value="{escape(v)}" key="{n}"/>',
+    "XML, property list": lambda n, v: f"<key>{n}</key>\n<string>{escape(v)}</string>",
+    "HTML": lambda n, v: f"{n}&#61;{escape(v)}",
+    "HTML, hex": lambda n, v: f"{n}&#x3d;&quot;{escape(v)}&quot;",
+    "form": lambda n, v: f"q={n}+%3D+{quote_plus(v)}&b=2",
+    "JSON, escaped": lambda n, v: f'{{"query": "a\\u0026{n}\\u003d{v}\\u0026b=2"}}',
+    "shell": lambda n, v: f"$ echo ${identifier(n)}\n{v}",
+    "Terraform": lambda n, v: f'variable "{n}" {{\n  default = "{v}"\n}}',
     "Kubernetes env, JSON": lambda n, v: json.dumps({"env": [{"name": n, "value": v}]}),
     "Kubernetes secret": lambda n, v: f"apiVersion: v1\ndata:\n  {n}: {b64(v)}\nkind: Secret",
     "XML": lambda n, v: f"<a>1</a><{n}>{v.replace('<', '')}</{n}>",
@@ -440,6 +453,20 @@ default: &hf_token ¤
 a1="--api-key" a2="¤"
 api_key [¤] rejected
 unseal key 1: ¤
+AuthConfig(users={'bob': '¤'})
+basic_auth_users={'bob': '¤', 'eve': '¤'}
+conda config --add channels https://h/t/¤/main
+decrypt with key ¤
+s3fs.S3FileSystem(key='¤', secret='¤')
+##[debug]Evaluating: secrets.HF_TOKEN = '¤'
+rabbitmqctl change_password svc '¤'
+POETRY_PYPI_TOKEN_PRIVATE=¤
+curl -b 'sid=¤; a=b' http://h
+go: cfg.Token = "¤"
+go: Token:(string) (len=32) "¤"
+<string name="api_token">¤</string>
+<input type="password" value="¤">
+{"k":"api_key","v":"¤"}
 psk=¤
 WEBHOOK_URL=¤
 api_key     ¤

@@ -61,9 +61,10 @@ ESCAPE = re.compile(
     r"%(?:25)*(?P<url>[2-7][0-9A-Fa-f])|\\{1,3}(?:u00|x)(?P<source>[2-7][0-9A-Fa-f])"
     r"|&(?:#0*(?P<decimal>3[2-9]|[4-9]\d|1[01]\d|12[0-6])|#[xX]0*(?P<hex>[2-7][0-9A-Fa-f])"
     r"|(?P<name>amp|lt|gt|quot|apos|equals|colon|nbsp|lbrace|rbrace|lpar|rpar|comma|semi));"
+    r"|(?P<nothing>\\0|\\x00|\\u0000)(?![0-7]{2})"  # between the words of a command line
     r"|(?P<plus>\+)(?=[\w\"'%&:=])"
 )
-ESCAPES = ("%", "&", "\\u00", "\\x", "?")  # a line with an escape has one of these
+ESCAPES = ("%", "&", "\\u00", "\\x", "\\0", "?")  # a line with an escape has one of these
 
 
 class Redactor:
@@ -143,9 +144,10 @@ class Redactor:
             line = self.counted(form.name, form.pattern, line)
         if any(stem in low for stem in STEMS):
             line = self.named(line)
-        line = RUN.sub(self.run, line)
         if coded:
             line = self.unescaped(line, coded - 1)
+        line = RUN.sub(self.run, line)
+        if coded:
             line = CODED_RUN.sub(lambda match: self.decoded(match[0], coded - 1), line)
         return line
 
@@ -308,7 +310,7 @@ def with_next(lines: Iterable[str], count: int) -> Iterator[tuple[str, Sequence[
 
 def character(match: re.Match[str]) -> str:
     """The character that an escape stands for."""
-    if match["plus"]:
+    if match["plus"] or match["nothing"]:
         return " "
     if match["name"] or match["decimal"]:
         return html.unescape(match[0])

@@ -18,10 +18,11 @@ PEM_BODY = re.compile(
 PEM_LINES, PAIR_LINES = 500, 3
 BEGINS = (":", "|", ">", "-", "+", "[", "{", ",", '"', "'", "]", "\\")
 PARENT = re.compile(
-    r"(?P<indent>[\s-]*)(?:(?:variable|output)\s)?(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*(?:[:=]|(?=\{))\s*(?:[!&][\w./-]+\s+)?"
+    r"(?P<indent>[\s-]*)(?P<block>(?:variable|output)\s)?(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*(?:[:=]|(?=\{))\s*(?:[!&][\w./-]+\s+)?"
     r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|\{|)|\[(?P<section>[\w.-]+)\])\s*$"
 )
 FIELD = re.compile(r"\s*[\"']?[\w.-]+[\"']?\s*[:=]\s*([^\s{\[|>][^\n]*?),?\s*$")
+DEFAULT = re.compile(r"\s*(?:default|value)\s*=\s*([^\s{\[][^\n]*?)\s*$")  # of Terraform's blocks
 ANY_FIELD = re.compile(r"\s*[\"']?[\w.-]+[\"']?:\s+([^\s|>].*)$")
 COMMENT = re.compile(r"\s*(?:#|//)")
 # An option whose value is in the next line, as in a list or behind a backslash.
@@ -93,8 +94,8 @@ class Blocks:
                 return match.end()
         if self.last:
             match = ITEM.match(line)
-            field = self.last == "field"
-            if field or not match or line.rstrip().endswith("\\"):
+            field = self.last == "field" or (self.last == "shown" and len(line.split()) > 1)
+            if field or self.last == "shown" or not match or line.rstrip().endswith("\\"):
                 self.last = None
             if match and (not field or mixed(match["value"])):
                 return match.start("value")
@@ -129,7 +130,7 @@ class Blocks:
             return
         last = LAST_NAME.search(line)
         if last and (what := kind(last[last.lastgroup or 0])) >= Kind.LIKELY:
-            self.last = "option" if last["option"] and what is Kind.SECRET else "field"
+            self.last = last.lastgroup if what is Kind.SECRET else "field"
         if match := PARENT.match(line):
             self.parent(match)
         elif (pair := PAIR.search(line)) and pair["below"] is not None:
@@ -147,7 +148,7 @@ class Blocks:
             elif style in {'"""', "'''"}:
                 self.until = re.compile(style)
             else:
-                self.fields = indent, FIELD
+                self.fields = indent, DEFAULT if match["block"] else FIELD
                 if style != "{" and not match["section"]:
                     self.indent = len(match["indent"].replace("-", " ").rstrip("\t"))
                     self.all = bool(style)

@@ -15,6 +15,9 @@ STEMS = (
     *("pat", "jwt", "salt", "otp", "sas", "hook", "conn", "sess", "x-amz", "dockerc", "kubec"),
     *("pin", "pw", "community", "otlp", "otel", "code", "psk", "phrase", "honeycomb", "input_v"),
 )
+SOURCE = re.compile(
+    r"\.(?:py|pyx|cc?|cpp|cu|cuh|h|hpp|go|rs|js|ts|java)$"
+)  # a file, a line behind it
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 
@@ -93,7 +96,11 @@ PAIRS = frozenset(
         *(("webhook", "uri"), ("hook", "url"), ("hook", "uri"), ("otlp", "headers")),
         *(("otel", "headers"), ("mfa", "code"), ("otp", "code"), ("auth", "code")),
         *(("recovery", "code"), ("backup", "code"), ("seed", "phrase"), ("honeycomb", "team")),
-        *(("input", "value"), ("secret", "id"), ("wifi", "pass")),  # what a validator was given, whatever its name
+        *(("input", "value"), ("secret", "id"), ("wifi", "pass")),
+        *(
+            ("verification", "code"),
+            ("time", "code"),
+        ),  # what a validator was given, whatever its name
     }
 )
 OTHER_PINS = words("cpu core thread gpu gpio version memory mem process numa")
@@ -199,7 +206,7 @@ def kind(name: str, before: str = "") -> Kind:
         before: the words before it in a sentence.
     """
     name = name.strip("-_.$")[-100:]
-    if not any(stem in f"{before} {name}".lower() for stem in STEMS):
+    if not any(stem in f"{before} {name}".lower() for stem in STEMS) or SOURCE.search(name):
         return Kind.NONE
     # Of options and properties in dots the last part counts, and others where it is a word alone.
     return of_words(name, before if re.fullmatch(r"[A-Za-z]+|\d", name) else "")

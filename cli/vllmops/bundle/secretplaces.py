@@ -26,7 +26,7 @@ SEEN = 300  # characters of a value whose name says little
 NAMED = re.compile(
     r"(?<![\w.$-])(?P<name>[\w.$-]++)"
     rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?::\s?&?[A-Za-z][\w.\[\]| ]{{0,30}}=\s(?=[bru]?{QUOTE})"
-    rf"|=>|:=|<-|=(?!=)|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+)?"
+    rf"|=>|:=|<-|=(?!=)|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+|\(string\) (?:\(len=\d+\) )?)?"
     rf"|{QUOTE}\]?\)\s+or\s+(?=[bru]?{QUOTE})"
     rf"|{QUOTE}(?P<pair>\s?,\s?|\s(?:a\d+=)?)(?=[bru]?{QUOTE})"
     r"|[ \t]{1,40}(?:[|\u2502\u2192]|->)[ \t]{1,4}|\t+)(?=\S)"
@@ -56,13 +56,13 @@ SENTENCE = re.compile(
     rf"(?:\s*[:=]?\s+|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
 RIGHTS = re.compile(
-    r"(?i)(?<![a-z])(?:api|secret|password|credential|(?:en|de)crypt|(?:un)?auth(?!or)|log ?in|s3|sign)"
-    r"(?:s|ed|ing|ion|enticat\w+)?(?![a-z])"
+    r"(?i)(?<![a-z])(?:api|secret|password|credential|(?:en|de)crypt|(?:un)?auth(?!or)|log ?in"
+    r"|s3|sign)(?:s|ed|ing|ion|enticat\w+)?(?![a-z])"
 )
 AROUND = 100  # characters
 NAME = re.compile(r"[A-Za-z][\w-]*+")
 FREE_WORD = re.compile(
-    r"(?:(?<=[\s\"'`(\[<>/])|(?<=\S\.\.\.)|^)[A-Za-z0-9!@#$%^&*+~_-]{8,200}={0,2}(?=[.:!?]?(?:[\s\"'`)\]<>,;]|\\[rn]|$))"
+    r"(?:(?<=[\s\"'`(\[<>/])|(?<=\S\.\.\.)|^)[A-Za-z0-9!@#$%^*+~_-]{8,200}={0,2}(?=[.:!?]?(?:[\s\"'`)\]<>,;]|\\[rn]|$))"
 )
 # The value of another name.
 OF_ANOTHER = re.compile(r"(?:=|[\"']\s?:\s?)[bru]?[\"'(\[{<]{0,3}$")
@@ -79,20 +79,23 @@ REFUSED = re.compile(
 # name: NAME, value: …, and the other way round; in XML as elements and as attributes.
 IS = rf"{QUOTE}?\s{{0,4}}[:=>]\s{{0,4}}"
 NEXT = r"(?:</[\w:.-]{1,40}>)?\s{0,4},?\s{0,4}<?"
-VALUE = rf"{QUOTE}?(?:(?:parameter)?val(?:ue)?|string){IS}(?=\S)"
+VALUE = rf"{QUOTE}?(?:(?:parameter)?val(?:ue)?|string|content|v){IS}(?=\S)"
 PAIR = re.compile(
-    rf"(?i)(?:\b|parameter)(?:name|key){IS}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?{NEXT}"
+    rf"(?i)(?:\b|parameter)(?:name|key|type|k){IS}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?{NEXT}"
     rf"(?:{VALUE}|(?P<below>$))"
 )
+HAS_PAIR = re.compile(r"(?i)val|string|content|\bv\b")
 PAIR_BACK = re.compile(rf"(?i)\b{VALUE}")
 NAME_BEHIND = re.compile(
-    rf"(?i){NEXT}{QUOTE}?(?:parameter)?(?:name|key){IS}{QUOTE}?(?P<name>[\w.-]+)"
+    rf"(?i){NEXT}{QUOTE}?(?:parameter)?(?:name|key|type|k){IS}{QUOTE}?(?P<name>[\w.-]+)"
 )
 TAG = re.compile(
     r"<(?P<tag>[\w:.-]++)(?:\s[^<>]{0,100}?\b(?:name|key|id)=[\"'](?P<name>[\w.-]+)[\"'])?"
     r"(?:\s[^<>]{0,200})?>(?=[^<\s])"
 )
-BELOW = re.compile(rf"^\s*(?:- )?<?{QUOTE}?(?:value|string){QUOTE}?\s*[:=>]\s*(?=\S)", re.IGNORECASE)
+BELOW = re.compile(
+    rf"^\s*(?:- )?<?{QUOTE}?(?:value|string){QUOTE}?\s*[:=>]\s*(?=\S)", re.IGNORECASE
+)
 # A word as people write it unquoted; what may end it is part of it, where nothing follows.
 BARE = re.compile(
     r"(?:[^\s\"'<>`&,;\\]|,(?!\s|$)|&(?![\w.-]+=|$)|;(?!\s|$|[\w ]{1,40}=)|\\(?![\"'nrt\\]))+"
@@ -102,9 +105,10 @@ LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
 
 def assigned(line: str) -> Iterator[tuple[int, int]]:
     """Values behind a name and a sign: ``name=value``, ``"name": "value"``."""
-    past = 0  # what is in another value is not looked at again, and again
-    for match in NAMED.finditer(line):
+    at = past = 0  # what is in another value is not looked at again, and again
+    while match := NAMED.search(line, at):
         start, name = match.end(), match["name"]
+        at = match.end("name")
         if start < past:
             continue
         if match["pair"] and not pair_of(line, match.start(), start):
@@ -113,6 +117,7 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
         what = kind(name, before[1] if before else "")
         if what is Kind.NONE:
             continue
+        at = start
         if HEADER.search(name):
             yield start, header_end(line, match.start(), start)
         elif what is not Kind.SECRET:
@@ -172,7 +177,7 @@ def pair_of(line: str, name: int, value: int) -> bool:
 
 def paired(line: str) -> Iterator[tuple[int, int]]:
     """Values in ``name: NAME, value: …``."""
-    if re.search(r"(?i)val|string", line):
+    if HAS_PAIR.search(line):
         for match in PAIR.finditer(line):
             if match["below"] is None and kind(match["name"]) >= Kind.LIKELY:
                 yield match.end(), value_end(line, match.end())
