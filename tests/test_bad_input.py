@@ -11,6 +11,7 @@ import itertools
 import os
 import resource
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -346,6 +347,21 @@ LIMITS = {
 def test_limits(trial: Trial, number: int, case: Callable[[], object]) -> None:
     for leaf in turns(LEAVES, number):
         trial.run(leaf.line(), before=case)
+
+
+def test_so_few_files_that_no_event_loop_is_made() -> None:
+    """In an interpreter of its own: what it says of the half-made loop comes as it ends."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "vllmops", "responses", "list", "--target", "http://127.0.0.1:9"],
+        preexec_fn=limited(resource.RLIMIT_NOFILE, 5),
+        capture_output=True,
+        text=True,
+    )
+    assert ended.stderr.splitlines() == [
+        "error: Too many open files",
+        "  hint: allow more open files: ulimit -n 1024",
+    ]
+    assert ended.returncode == 1
 
 
 # Files

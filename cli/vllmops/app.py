@@ -126,6 +126,13 @@ def main() -> None:
 
         streams.on_interrupt(interrupted)
         streams.prepare()
+        if os.environ.get("VLLMOPS_DEBUG") != "1":
+            # What Python says as it ends, for example of an event loop that could not be made.
+            sys.unraisablehook = quiet
+            if not sys.warnoptions:
+                import warnings  # noqa: PLC0415
+
+                warnings.simplefilter("ignore")
         gc.disable()  # imports make no garbage, and collecting it took 6 % of `stacks dump`
         code = run()
         if error := streams.close():
@@ -135,6 +142,10 @@ def main() -> None:
     except KeyboardInterrupt:
         interrupted()
     sys.exit(code)
+
+
+def quiet(_: object) -> None:
+    """Write nothing of an exception that nobody can catch: a command reports its own errors."""
 
 
 def interrupted(*_: object) -> NoReturn:
@@ -203,6 +214,8 @@ def wrong_usage(error: Any) -> VllmopsError | None:
 
 def refused(error: OSError | MemoryError) -> VllmopsError:
     """The error for what the operating system refused, with the file and the reason."""
+    import errno  # noqa: PLC0415
+
     from .errors import Exit, VllmopsError  # noqa: PLC0415
 
     if isinstance(error, MemoryError):
@@ -215,6 +228,8 @@ def refused(error: OSError | MemoryError) -> VllmopsError:
             what = "the current directory does not exist any more"
         code = Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
     hint = "run it again with VLLMOPS_DEBUG=1 to see where it happens"
+    if getattr(error, "errno", None) == errno.EMFILE:
+        hint = "allow more open files: ulimit -n 1024"
     failure = VllmopsError("system.refused", what, hint, exit_code=code)
     failure.__cause__ = error
     return failure
