@@ -9,6 +9,7 @@ here.
 import importlib.readers
 import itertools
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -349,19 +350,27 @@ def test_limits(trial: Trial, number: int, case: Callable[[], object]) -> None:
         trial.run(leaf.line(), before=case)
 
 
+def alone(before: Callable[[], None], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in an interpreter of its own: what Python adds comes as it ends."""
+    line = [sys.executable, "-m", "vllmops", *words]
+    return subprocess.run(line, preexec_fn=before, capture_output=True, text=True)  # noqa: PLW1509
+
+
 def test_so_few_files_that_no_event_loop_is_made() -> None:
-    """In an interpreter of its own: what it says of the half-made loop comes as it ends."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "vllmops", "responses", "list", "--target", "http://127.0.0.1:9"],
-        preexec_fn=limited(resource.RLIMIT_NOFILE, 5),
-        capture_output=True,
-        text=True,
-    )
+    few = limited(resource.RLIMIT_NOFILE, 5)
+    ended = alone(few, "responses", "list", "--target", "http://127.0.0.1:9")
     assert ended.stderr.splitlines() == [
         "error: Too many open files",
         "  hint: allow more open files: ulimit -n 1024",
     ]
-    assert ended.returncode == 1
+    assert ended.returncode == Exit.FAILED
+
+
+@pytest.mark.parametrize("size", [48, 64, 80, 96, 128])
+def test_so_little_memory_that_no_thread_starts(size: int) -> None:
+    ended = alone(limited(resource.RLIMIT_AS, size << 20), "ps")
+    assert not re.search("unexpected|Traceback", ended.stderr), ended.stderr
+    assert ended.returncode in {Exit.OK, Exit.FAILED}
 
 
 # Files

@@ -12,6 +12,7 @@ import sys
 
 from . import __version__
 
+NO_THREAD = "can't start new thread"  # Python's RuntimeError where clone(2) fails
 TYPE_CHECKING = False  # typing's, without the import
 if TYPE_CHECKING:
     from typing import Any, NoReturn
@@ -189,12 +190,7 @@ def run() -> int:
     except (OSError, MemoryError) as error:
         failure = refused(error)
     except Exception as error:
-        failure = VllmopsError(
-            "internal",
-            f"unexpected {type(error).__name__}: {error}",
-            "run it again with VLLMOPS_DEBUG=1 for the traceback",
-        )
-        failure.__cause__ = error
+        failure = refused(error) if str(error) == NO_THREAD else unexpected(error)
     if os.environ.get("VLLMOPS_DEBUG") == "1":
         raise failure
     return report_error(failure)
@@ -212,14 +208,33 @@ def wrong_usage(error: Any) -> VllmopsError | None:
     return VllmopsError("usage", error.format_message(), hint, exit_code=Exit(error.exit_code))
 
 
-def refused(error: OSError | MemoryError) -> VllmopsError:
-    """The error for what the operating system refused, with the file and the reason."""
+def unexpected(error: Exception) -> VllmopsError:
+    """The error for what no command foresees."""
+    from .errors import VllmopsError  # noqa: PLC0415
+
+    failure = VllmopsError(
+        "internal",
+        f"unexpected {type(error).__name__}: {error}",
+        "run it again with VLLMOPS_DEBUG=1 for the traceback",
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def refused(error: Exception) -> VllmopsError:
+    """The error for what the operating system refused, with the file and the reason.
+
+    Args:
+        error: an OSError, a MemoryError, or Python's RuntimeError for a thread.
+    """
     import errno  # noqa: PLC0415
 
     from .errors import Exit, VllmopsError  # noqa: PLC0415
 
     if isinstance(error, MemoryError):
         what, code = "there is not enough memory", Exit.FAILED
+    elif not isinstance(error, OSError):
+        what, code = "no thread can be started: too little memory, or too many run", Exit.FAILED
     else:
         name = error.filename
         named = os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
@@ -228,7 +243,7 @@ def refused(error: OSError | MemoryError) -> VllmopsError:
             what = "the current directory does not exist any more"
         code = Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
     hint = "run it again with VLLMOPS_DEBUG=1 to see where it happens"
-    if getattr(error, "errno", None) == errno.EMFILE:
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
         hint = "allow more open files: ulimit -n 1024"
     failure = VllmopsError("system.refused", what, hint, exit_code=code)
     failure.__cause__ = error
