@@ -64,7 +64,7 @@ ESCAPE = re.compile(
     r"|(?P<nothing>\\0|\\x00|\\u0000)(?![0-7]{2})"  # between the words of a command line
     r"|(?P<plus>\+)(?=[\w\"'%&:=])"
 )
-ESCAPES = ("%", "&", "\\u00", "\\x", "\\0", "?")  # a line with an escape has one of these
+ESCAPES = ("%", "&", "\\u00", "\\x", "\\0", "+")  # a line with an escape has one of these
 
 
 class Redactor:

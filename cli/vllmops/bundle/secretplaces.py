@@ -44,7 +44,7 @@ SENTENCE = re.compile(
     r"(?<![\w.-])(?P<name>(?i:(?:(?:secret|access|api|private|auth(?:entication|orization)?|bearer"
     r"|admin|session|refresh|signing|license|account|hub|security|master|service|client|encryption"
     r"|shared|user(?:name)?|db|database|root|aws)[ _/-]?|\w{1,30}[_-]){0,3}"
-    r"(?:keys?|token|tokens(?= (?:are|were) )|secrets?|passwords?|passwd|passphrase|passcode|pwd"
+    r"(?:keys?|token|tokens(?= (?:are|were) )|secrets?|passwords?|passwd|pass[ -]?phrase|passcode|pwd"
     r"|cred(?:ential)?s?|pin|otp|access key id|community(?: string)?|(?:recovery|backup) code"
     r"|basic auth)))"
     r"(?:\s+(?i:(?:must|to|should) be [\w -]{1,30}, (?:but )?(?:got|not)|has the value"
