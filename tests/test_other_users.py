@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -483,6 +485,46 @@ def test_ones_own_server_and_roots_get_the_key_and_no_other(
         check=True,
     )
     assert "Bearer mine" in done.stdout
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_no_key_follows_a_redirect(
+    vllmops: Any, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """The server that is asked may be one's own, and name another host."""
+    asked: dict[int, list[str | None]] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            port = self.server.server_port  # type: ignore[attr-defined]
+            asked.setdefault(port, []).append(self.headers.get("authorization"))
+            self.send_response(status)
+            self.send_header("location", f"http://localhost:{other.server_port}{self.path}")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("VLLM_API_KEY", SECRET)
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Handler) as first,
+        ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other,
+    ):
+        for server in (first, other):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{first.server_port}"
+        answer = vllmops("responses", "list", "-t", url, "--json")
+        assert f"answered {status}" in answer.error["message"]
+        assert http.one_token(url, 5.0).outcome == "unable"
+        refusal(lambda: push(places.place(url), SECRET, Ring()))
+        for server in (first, other):
+            server.shutdown()
+    assert set(asked) == {first.server_port}
+    assert f"Bearer {SECRET}" in asked[first.server_port]
 
 
 def test_where_nobody_is_known_to_listen_no_key_is_sent(
