@@ -519,7 +519,7 @@ def test_no_key_follows_a_redirect(
         url = f"http://127.0.0.1:{first.server_port}"
         answer = vllmops("responses", "list", "-t", url, "--json")
         assert f"answered {status}" in answer.error["message"]
-        assert http.one_token(url, 5.0).outcome == "unable"
+        assert http.one_token(url, 5.0).outcome == "refused"
         refusal(lambda: push(places.place(url), SECRET, Ring()))
         for server in (first, other):
             server.shutdown()
