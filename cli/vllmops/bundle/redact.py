@@ -22,7 +22,7 @@ from .loglines import Lines
 from .secretblocks import PAIR_LINES, Blocks, value_first
 from .secretforms import FORMS, MARK
 from .secretnames import STEMS, Kind, kind
-from .secretplaces import PLACES
+from .secretplaces import PLACES, near
 from .secretvalues import (
     CLOSING,
     LEAST,
@@ -201,7 +201,7 @@ class Redactor:
 
     def named(self, line: str) -> str:
         """A line without the values that stand after names."""
-        for places in PLACES:
+        for places in (*PLACES, near):
             found, at = [], 0
             for start, end in places(line):
                 if start < at or end <= start or NOTHING.match(line, start):

@@ -96,11 +96,8 @@ PAIRS = frozenset(
         *(("webhook", "uri"), ("hook", "url"), ("hook", "uri"), ("otlp", "headers")),
         *(("otel", "headers"), ("mfa", "code"), ("otp", "code"), ("auth", "code")),
         *(("recovery", "code"), ("backup", "code"), ("seed", "phrase"), ("honeycomb", "team")),
-        *(("input", "value"), ("secret", "id"), ("wifi", "pass")),
-        *(
-            ("verification", "code"),
-            ("time", "code"),
-        ),  # what a validator was given, whatever its name
+        *(("verification", "code"), ("time", "code"), ("pass", "phrase"), ("wifi", "pass")),
+        *(("secret", "id"), ("input", "value")),  # what a validator was given, whatever its name
     }
 )
 OTHER_PINS = words("cpu core thread gpu gpio version memory mem process numa")

@@ -18,7 +18,7 @@ from .secretvalues import (
     value_end,
 )
 
-__all__ = ["BELOW", "PAIR", "PLACES", "mixed"]
+__all__ = ["BELOW", "PAIR", "PLACES", "mixed", "near"]
 
 SEEN = 300  # characters of a value whose name says little
 
@@ -185,7 +185,7 @@ def paired(line: str) -> Iterator[tuple[int, int]]:
 
 def paired_back(line: str) -> Iterator[tuple[int, int]]:
     """Values in ``value: …, name: NAME``."""
-    if re.search(r"(?i)val|string", line):
+    if HAS_PAIR.search(line):
         for match in PAIR_BACK.finditer(line):
             end = value_end(line, match.end())
             name = NAME_BEHIND.match(line, end)
@@ -195,18 +195,18 @@ def paired_back(line: str) -> Iterator[tuple[int, int]]:
 
 def near(line: str) -> Iterator[tuple[int, int]]:
     """Generated words around a name: ``secret set NAME -b …``, ``NAME exported as …``."""
-    around = []
-    for match in NAME.finditer(line):
-        before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
-        what = kind(match[0], before[1] if before else "")
-        if what >= Kind.LIKELY:
-            around.append((match.start() - AROUND, match.end() + AROUND, what))
-    for word in FREE_WORD.finditer(line) if around else ():
+    found = (
+        (match, BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start()))
+        for match in NAME.finditer(line)
+    )
+    kinds = {match.span(): kind(match[0], before[1] if before else "") for match, before in found}
+    names = [(*span, what) for span, what in kinds.items() if what >= Kind.LIKELY]
+    for word in FREE_WORD.finditer(line) if names else ():
         start, end = word.span()
-        if not OF_ANOTHER.search(line, max(start - 8, 0), start) and any(
-            first <= start <= last and generated(word[0], strict=what is not Kind.SECRET)
-            for first, last, what in around
-        ):
+        if not generated(word[0]) or OF_ANOTHER.search(line, max(start - 8, 0), start):
+            continue
+        around = {what for first, last, what in names if first - AROUND <= start <= last + AROUND}
+        if Kind.SECRET in around or (around and generated(word[0], strict=True)):
             yield start, end
 
 
@@ -263,7 +263,7 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             yield from several(line, start, end)
 
 
-PLACES = (paired, paired_back, assigned, tagged, options, sentences, near)
+PLACES = (paired, paired_back, assigned, tagged, options, sentences)
 
 
 def rights(line: str, name: int, value: int) -> bool:

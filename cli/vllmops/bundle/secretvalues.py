@@ -68,11 +68,14 @@ LEAST_RANDOM, LEAST_PIECE = 16, 10
 CAMEL = re.compile(r"[A-Z][a-z]{2,}")
 CLASS_NAME = 0.6  # of the name of a class, what such parts are at least
 CHANGES = 0.35  # of the places between two characters, those where their kind changes
-LEAST_FREE, LEAST_STRICT = 8, 16
+LEAST_STRICT = 16
 # Names with numbers, dates, sizes, ids: node-12, fp8_e4m3, 2026-11-22T10, 4096MiB, chatcmpl-….
-PIECE = r"(?:[A-Za-z]*\d{0,4}[A-Za-z]{0,3}|[a-z]{1,3}\d{1,2}[a-z]{1,3}\d{0,2}|\d+[A-Za-z]{0,6})"
+SEPARATOR = re.compile(r"[-_=+]")
+PIECE = re.compile(
+    r"[A-Za-z]*\d{0,4}[A-Za-z]{0,3}|[a-z]{1,3}\d{1,2}[a-z]{1,3}\d{0,2}|\d+[A-Za-z]{0,6}"
+)
 USUAL = re.compile(
-    rf"{PIECE}(?:[-_=+]{PIECE})*|0x[0-9a-f]+|\d[\d-]*T[\d-]+Z?"
+    r"0x[0-9a-f]+|\d[\d-]*T[\d-]+Z?"
     r"|(?:chatcmpl|cmpl|resp|req\w*|msg|item|rs|call|file|batch|pod|trace|span)[-_]\w+"
     r"|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 )
@@ -113,9 +116,9 @@ def generated(word: str, *, strict: bool = False) -> bool:
         word: without spaces and quotes.
         strict: whether it has to be long, and no hash, too.
     """
-    if len(word) < (LEAST_STRICT if strict else LEAST_FREE) or USUAL.fullmatch(word):
+    if strict and (len(word) < LEAST_STRICT or HASH.fullmatch(word)):
         return False
-    if strict and HASH.fullmatch(word):
+    if USUAL.fullmatch(word) or all(map(PIECE.fullmatch, SEPARATOR.split(word))):
         return False
     return bool(re.search(r"\d", word) and re.search(r"[A-Za-z]", word))
 
