@@ -2,6 +2,11 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +116,31 @@ def test_a_state_directory_that_cannot_be_read(vllmops: Any, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     answer = vllmops("ps", "--json", env={"VLLMOPS_HOME": str(tmp_path / "file" / "x")})
     assert (answer.code, answer.error["code"]) == (1, "home.unusable")
+
+
+def test_many_that_do_not_answer(vllmops: Any, tmp_path: Path, home: Path) -> None:
+    """Any user can start them: all together they take no longer than one of them."""
+    (tmp_path / "serve").write_text("import sys; sys.stdin.read()")
+    with ExitStack() as stack:
+        silent = []
+        for _ in range(8):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            line = ["vllm", "serve", "m", "--port", str(listener.getsockname()[1])]
+            process = subprocess.Popen(
+                line,
+                executable=sys.executable,
+                cwd=tmp_path,
+                env={"PYTHONHOME": sys.base_prefix, "VLLMOPS_HOME": str(home)},
+                stdin=subprocess.PIPE,
+            )
+            stack.callback(process.communicate)
+            silent.append(process.pid)
+        began = time.monotonic()
+        answer = vllmops("ps", "--json")
+        took_s = time.monotonic() - began
+    shown = {one["pid"]: one["state"] for one in answer.data["instances"]}
+    assert {shown.get(pid) for pid in silent} == {"not answering"}
+    assert took_s < 10
 
 
 EVIL = "m\x1b[2J\x1b]0;t\x07\u202e\u2028[red]\nb  ready  up 9d"

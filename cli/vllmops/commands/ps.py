@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import msgspec
@@ -25,6 +26,7 @@ from ..vllm_api import http as client_http
 app = typer_app()
 
 AGENT_TIMEOUT_S = 1.0
+MOST_AT_ONCE = 32
 BAD = {"failed", "orphaned", "died", "not answering"}
 WITH_AGENT = {Role.API, Role.LAUNCHER, Role.ENGINE, Role.WORKER}
 
@@ -71,7 +73,8 @@ def ps(
     Servers that vllmops did not start are listed, too.
     """
     servers = find()
-    rows = [row(server) for server in servers]
+    with ThreadPoolExecutor(MOST_AT_ONCE) as pool:  # one that hangs holds up no other
+        rows = list(pool.map(row, servers))
     shown = [
         one
         for one, server in zip(rows, servers, strict=True)
