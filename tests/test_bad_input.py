@@ -350,7 +350,7 @@ def test_limits(trial: Trial, number: int, case: Callable[[], object]) -> None:
         trial.run(leaf.line(), before=case)
 
 
-def alone(before: Callable[[], None], *words: str) -> subprocess.CompletedProcess[str]:
+def alone(before: Callable[[], object], *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command in an interpreter of its own: what Python adds comes as it ends."""
     line = [sys.executable, "-m", "vllmops", *words]
     return subprocess.run(line, check=False, preexec_fn=before, capture_output=True, text=True)

@@ -325,26 +325,41 @@ def test_a_socket_that_another_user_listens_on(
     assert "nobody" in error.message
 
 
+TRICKLE = """
+import time
+from vllmops.agent import service
+def trickle(self):
+    self.send_response(200)
+    self.send_header('Content-Length', '10000')
+    self.end_headers()
+    for _ in range(300):
+        self.wfile.write(b' ')
+        self.wfile.flush()
+        time.sleep(0.1)
+service.Handler.do_GET = trickle
+out = ''
+"""
+
+
 def test_an_answer_that_trickles_in_has_an_end(spawn: Any) -> None:
     child = spawn()
-    child.run(
-        "import time\n"
-        "from vllmops.agent import service\n"
-        "def trickle(self):\n"
-        "    self.send_response(200)\n"
-        "    self.send_header('Content-Length', '10000')\n"
-        "    self.end_headers()\n"
-        "    for _ in range(300):\n"
-        "        self.wfile.write(b' ')\n"
-        "        self.wfile.flush()\n"
-        "        time.sleep(0.1)\n"
-        "service.Handler.do_GET = trickle\n"
-        "out = ''"
-    )
+    child.run(TRICKLE)
     with within(10):
         began = time.monotonic()
         assert refusal(lambda: agent.reach(child.process, timeout_s=1)).code == "agent.timeout"
         assert time.monotonic() - began < 4
+
+
+def test_an_agent_that_trickles_is_not_asked_for_each_part_of_a_screen(
+    spawn: Any, vllmops: Any, home: Path
+) -> None:
+    child = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
+    child.run(TRICKLE)
+    began = time.monotonic()
+    answer = vllmops("status", str(child.process.pid), "--json")
+    took_s = time.monotonic() - began
+    assert answer.data["instance"]["processes"][0]["agent"] == "timeout"
+    assert took_s < 5
 
 
 def test_a_directory_that_is_lax_is_not_to_be_removed(spawn: Any) -> None:

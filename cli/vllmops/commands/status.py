@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import RenderableType
@@ -11,14 +12,17 @@ from ..host.processes import ROLES, Role
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, command, size, table, typer_app
-from ..protocol.caches import LruCache, ShmCache
+from ..protocol.caches import LruCache, ProcessCaches, ShmCache
 from ..protocol.engine import EngineState
 from ..protocol.metrics import Metrics
-from ..protocol.patches import State
+from ..protocol.patches import ProcessPatches, State
 from ..rpc import agent
+from ..rpc.agent import Agent
 from ..vllm_api import http as client_http
 from .options import Target, TargetArgument
 from .ps import InstanceRow, listing, row
+
+A = TypeVar("A")
 
 app = typer_app()
 
@@ -42,12 +46,11 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
     """
     server = resolve(name or target)
     seen = row(server)
-    engines, _ = agent.side_by_side(
-        server.of(Role.ENGINE), lambda process: agent.reach(process).engine()
-    )
+    agents, _ = agent.side_by_side(server.of(*ROLES), agent.reach)
+    engines = answers(agents, Agent.engine, Role.ENGINE)
     metrics = client_http.metrics(server.url) if server.url else None
-    caches = uses(server)
-    patched = patch_states(server)
+    caches = uses(answers(agents, Agent.caches, Role.API, Role.ENGINE))
+    patched = patch_states(answers(agents, Agent.patches, *ROLES))
     data: dict[str, Any] = {
         "instance": seen,
         "stage": server.record.stage if server.record else None,
@@ -59,12 +62,15 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
     return Result(data, lambda: screen(server, seen, engines, metrics, caches, patched))
 
 
-def patch_states(server: Server) -> dict[str, list[str]]:
+def answers(agents: Iterable[Agent], ask: Callable[[Agent], A], *roles: Role) -> list[A]:
+    """What the agents in these roles answer; a process whose agent hangs is not asked again."""
+    asked = {one.process: one for one in agents if one.process.role in roles}
+    return agent.side_by_side(asked, lambda process: ask(asked[process]))[0]
+
+
+def patch_states(answers: Iterable[ProcessPatches]) -> dict[str, list[str]]:
     """The patches in each state, by id; one that differs between processes is in several."""
     states: dict[str, list[str]] = {}
-    answers, _ = agent.side_by_side(
-        server.of(*ROLES), lambda process: agent.reach(process).patches()
-    )
     for answer in answers:
         for verdict in answer.patches:
             if verdict.id not in states.setdefault(verdict.state, []):
@@ -72,11 +78,9 @@ def patch_states(server: Server) -> dict[str, list[str]]:
     return states
 
 
-def uses(server: Server) -> list[CacheUse]:
+def uses(answers: Iterable[ProcessCaches]) -> list[CacheUse]:
     """How full the multimodal caches are, as far as agents report it."""
     found = []
-    asked = server.of(Role.API, Role.ENGINE)
-    answers, _ = agent.side_by_side(asked, lambda process: agent.reach(process).caches())
     for answer in answers:
         for cache in answer.caches:
             if isinstance(cache, LruCache):
