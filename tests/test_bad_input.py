@@ -356,13 +356,13 @@ def alone(before: Callable[[], object], *words: str) -> subprocess.CompletedProc
     return subprocess.run(line, check=False, preexec_fn=before, capture_output=True, text=True)
 
 
-def test_so_few_files_that_no_event_loop_is_made() -> None:
-    few = limited(resource.RLIMIT_NOFILE, 5)
-    ended = alone(few, "responses", "list", "--target", "http://127.0.0.1:9")
-    assert ended.stderr.splitlines() == [
-        "error: Too many open files",
-        "  hint: allow more open files: ulimit -n 1024",
-    ]
+@pytest.mark.parametrize("words", ["ps", "responses list --target http://127.0.0.1:9"])
+@pytest.mark.parametrize("number", [5, 6])
+def test_so_few_files_that_nothing_is_imported(number: int, words: str) -> None:
+    ended = alone(limited(resource.RLIMIT_NOFILE, number), *words.split())
+    error, hint = ended.stderr.splitlines()
+    assert re.fullmatch("error: .*Too many open files", error)
+    assert hint == "  hint: allow more open files: ulimit -n 1024"
     assert ended.returncode == Exit.FAILED
 
 

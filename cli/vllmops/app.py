@@ -193,7 +193,11 @@ def run() -> int:
         failure = refused(error) if str(error) == NO_THREAD else unexpected(error)
     if os.environ.get("VLLMOPS_DEBUG") == "1":
         raise failure
-    return report_error(failure)
+    try:
+        return report_error(failure)
+    except (ImportError, OSError):  # where no file can be opened any more, nothing is imported
+        os.write(2, f"error: {failure.message}\n  hint: {failure.hint}\n".encode())
+        return failure.exit_code
 
 
 def wrong_usage(error: Any) -> VllmopsError | None:

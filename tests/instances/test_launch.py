@@ -295,3 +295,8 @@ def test_the_shape_that_vllms_own_file_gives(
 @pytest.mark.parametrize("path", ["/nowhere.yaml", "/dev/zero", "/", ""])
 def test_a_file_of_vllms_that_cannot_be_read_is_left_to_vllm(home: Path, path: str) -> None:
     assert not launch.plan(launch.Order("m", ("--config", path)), "a", None).headless
+
+
+def test_an_address_that_is_none() -> None:
+    for host in ("a\x1b[2J\u202e", "\x00", "a..b", "x" * 300):
+        assert isinstance(launch.bind(host, 8000), OSError), host

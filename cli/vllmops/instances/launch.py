@@ -215,6 +215,8 @@ def bind(host: str, port: int, *, strict: bool = False) -> OSError | None:
             trial.listen()
         except OSError as error:
             return error
+        except TypeError as error:  # a host name that cannot be encoded
+            return OSError(errno.EINVAL, str(error))
     return None
 
 
