@@ -153,6 +153,15 @@ def test_no_process_that_tells_is_exit_code_5(engine: Any) -> None:
     assert done.data["silent"][0]["code"] == "agent.timeout"
 
 
+def test_a_repair_gives_a_silent_agent_up_soon(engine: Any) -> None:
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    done = answered("cache", "repair", "-t", str(engine.process.pid))
+    assert time.monotonic() - began < 10
+    assert done.code == 5
+    assert "did not answer within 5 s" in done.err
+
+
 def test_without_an_agent_is_exit_code_5(spawn: Spawn) -> None:
     child = spawn("VLLM::EngineCore", VLLMOPS_DISABLE="1")
     done = inspect("-t", child.process.pid)

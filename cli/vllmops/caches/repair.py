@@ -13,8 +13,9 @@ from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..rpc import agent
 from . import inspect as caches
 
-# The agent waits some seconds at most for a thread in the middle of an operation.
-TIMEOUT_S = 20.0
+# The agent waits some seconds at most for a thread in the middle of an operation. One that does
+# not even say who it is repairs nothing either.
+TIMEOUT_S, REACH_S = 20.0, 5.0
 ROUNDS, APART_S = 5, 0.3
 
 
@@ -71,4 +72,6 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
 
 
 def ask(process: Process, request: RepairRequest) -> ProcessRepair:
-    return agent.reach(process, timeout_s=TIMEOUT_S).repair(request)
+    found = agent.reach(process, timeout_s=REACH_S)
+    found.timeout_s = TIMEOUT_S
+    return found.repair(request)
