@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vllmops.errors import Exit, VllmopsError
+from vllmops.host.shape import Shape
 from vllmops.instances import launch
 from vllmops.instances.launch import Order, check_model, check_port, free_port, preview, reserve
 from vllmops.instances.record import Folder
@@ -289,7 +290,17 @@ def test_the_shape_that_vllms_own_file_gives(
     order = launch.Order("m", ("--config", str(file), *words.split()))
     record = launch.plan(order, "a", None)
     assert (record.headless, record.uds) == (headless, uds)
-    assert launch.has_port(order) == (not headless and uds is None)
+    assert (order.shape == Shape()) == (not headless and uds is None)
+
+
+def test_a_yaml_file_is_read_once_for_one_start(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("uds: a.sock\n")
+    order = Order("some/model", ("--config", str(file)))
+    assert launch.preview(order).uds == str(Path("a.sock").absolute())
+    file.write_text("headless: true\n")
+    again = launch.preview(order)
+    assert (again.headless, again.uds) == (False, str(Path("a.sock").absolute()))
 
 
 @pytest.mark.parametrize("path", ["/nowhere.yaml", "/dev/zero", "/", ""])

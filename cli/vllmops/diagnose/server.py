@@ -118,7 +118,7 @@ SHM = Rule(
     "machine.shm-leftovers",
     INFO,
     "shared memory of dead processes is left",
-    "it uses memory until it is removed: vllmops doctor --clean-shm",
+    "it uses memory until it is removed: vllmops doctor --clean-shm, once it is 10 min old",
     "https://github.com/vllm-project/vllm/issues/51579",
 )
 DISK = Rule(

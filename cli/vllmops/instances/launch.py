@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,6 +64,31 @@ class Order:
     default_name: str = ""
     watch: tuple[str, ...] | None = None
 
+    @cached_property
+    def all_arguments(self) -> tuple[str, ...]:
+        """What vLLM is given: by the YAML file that ``--config`` names, then by the command line.
+
+        The file is read once, so that a check and the start see the same. One that can't be read
+        is left to vLLM, which says what is wrong.
+        """
+        path = option(self.arguments, "--config")
+        words = list[str]()
+        if path:
+            # PyYAML comes with vLLM; of what its constructors raise not all is a YAMLError.
+            with contextlib.suppress(Exception):
+                import yaml  # type: ignore[import-untyped]  # noqa: PLC0415
+
+                table = yaml.safe_load(read(Path(path), YAML_BYTES))
+                for key, value in table.items():
+                    if value is not False:
+                        words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+        return (*words, *self.arguments)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """How the server is to be reached."""
+        return shape(self.all_arguments)
+
 
 @dataclass(frozen=True)
 class Reserved:
@@ -84,7 +110,7 @@ def check(order: Order) -> None:
     logs.limit()
     check_installed()
     check_model(order.model)
-    found = shape(all_arguments(order))
+    found = order.shape
     if found.uds:
         check_socket(found.uds)
     elif order.port is not None and not found.headless:
@@ -297,8 +323,7 @@ def environment(order: Order, name: str) -> dict[str, str]:
 
 def plan(order: Order, name: str, port: int | None) -> Record:
     now = time.time()
-    arguments = all_arguments(order)
-    found = shape(arguments)
+    found = order.shape
     return Record(
         name=name,
         model=order.model,
@@ -307,7 +332,7 @@ def plan(order: Order, name: str, port: int | None) -> Record:
         directory=str(Path.cwd()),
         host=order.host,
         port=port,
-        scheme="https" if option(arguments, "--ssl-certfile") else "http",
+        scheme="https" if option(order.all_arguments, "--ssl-certfile") else "http",
         detached=order.detached,
         watch=order.watch,
         created_at=now,
@@ -317,35 +342,11 @@ def plan(order: Order, name: str, port: int | None) -> Record:
     )
 
 
-def has_port(order: Order) -> bool:
-    """Whether the server listens on a TCP port."""
-    return shape(all_arguments(order)) == Shape()
-
-
-def all_arguments(order: Order) -> tuple[str, ...]:
-    """What vLLM is given: by the YAML file that ``--config`` names, and then by the command line.
-
-    A file that can't be read is left to vLLM, which says what is wrong.
-    """
-    path = option(order.arguments, "--config")
-    words = list[str]()
-    if path:
-        # PyYAML comes with vLLM; of what its constructors raise not all is a YAMLError.
-        with contextlib.suppress(Exception):
-            import yaml  # type: ignore[import-untyped]  # noqa: PLC0415
-
-            table = yaml.safe_load(read(Path(path), YAML_BYTES))
-            for key, value in table.items():
-                if value is not False:
-                    words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
-    return (*words, *order.arguments)
-
-
 def preview(order: Order) -> Record:
     """What would be started; nothing is written."""
     claimed = {record.port for record in live_records() if record.port is not None}
     port: int | None = None
-    if has_port(order):
+    if order.shape == Shape():
         port = order.port if order.port is not None else free_port(order.host, claimed)
     return plan(order, order.name or suggestion(order), port)
 
@@ -378,7 +379,7 @@ def reserve(order: Order) -> Reserved:
         ours = {record.port for record in live_records() if record.port is not None}
         port: int | None = None
         held: int | None = None
-        if not has_port(order):
+        if order.shape != Shape():
             pass
         elif order.port is None:
             port, held = take_port(order.host, ours)
