@@ -240,6 +240,23 @@ def test_restart_what_vllmops_did_not_start(lab: Any) -> None:
     assert server.poll() is None
 
 
+def test_restart_on_a_full_disk_leaves_a_server_running(full_disk: Any, lab: Any) -> None:
+    record = lab.serve("a")
+    full_disk()
+    answer = lab.vllmops("restart", "a", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "home.full")
+    assert all(map(alive, record.processes))
+
+
+def test_an_end_on_a_full_disk_contradicts_nothing(full_disk: Any, lab: Any) -> None:
+    lab.serve("a")
+    full_disk()
+    lab.vllmops("stop", "a", "--force")
+    until(lambda: not Folder("a").supervised())
+    answer = lab.vllmops("stop", "a", "--json")
+    assert answer.error["message"] == "'a' is not running: it ended while its record said ready"
+
+
 def test_restart_on_a_full_disk(full_disk: Any, lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")

@@ -95,6 +95,7 @@ def restart(
     """
     record = recorded(name or target)
     folder = Folder(record.name)
+    launch.ready_home()  # on a full disk a server that works would end, and none would start
     if record.state is State.STOPPING:
         record = settled(folder, record, quiet=json_)
     fresh = started(folder, record)

@@ -258,8 +258,10 @@ def is_local(asked: str, listening: str) -> bool:
 def over(record: Record) -> VllmopsError:
     if record.state is State.FAILED and record.failure:
         what = f"{record.name!r} is not running: it failed: {record.failure.cause}"
-    else:
+    elif record.state.over:
         what = f"{record.name!r} is not running: it is {record.state}"
+    else:  # the disk was full, and so the end is not in the record
+        what = f"{record.name!r} is not running: it ended while its record said {record.state}"
     return VllmopsError(
         "target.over",
         what,
