@@ -309,6 +309,20 @@ def test_a_target_with_a_password(vllmops: Any) -> None:
             assert SECRET not in answer.out + answer.err, words
 
 
+def test_a_certificate_without_tls_names_the_scheme(vllmops: Any) -> None:
+    url = "redis+cluster://h?ssl_ca_certs=/ca.crt"
+    answer = vllmops("responses", "list", "--store", url, "--json")
+    assert answer.code == 2
+    assert "needs rediss+cluster://" in answer.error["message"]
+
+
+def test_sentinels_that_nobody_reaches_are_named_in_one_line(vllmops: Any) -> None:
+    answer = vllmops("responses", "list", "--store", "redis+sentinel://127.0.0.1:1/main", "--json")
+    assert answer.code == 5
+    assert "connecting to 127.0.0.1:1" in answer.error["message"]
+    assert "redis.asyncio" not in answer.error["message"]
+
+
 def test_what_a_real_driver_says_of_a_store_tells_no_password() -> None:
     """Each of them is asked with a URL of which it makes something else than we do."""
 

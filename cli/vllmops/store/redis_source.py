@@ -17,7 +17,7 @@ import redis.asyncio as driver
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
@@ -186,7 +186,15 @@ class Sentinels(Source):
 
     async def address(self) -> Address:
         self.looked = time.monotonic()
-        host, port = await self.sentinel.discover_master(self.service)
+        try:
+            host, port = await self.sentinel.discover_master(self.service)
+        except MasterNotFoundError:
+            # It shows every setting of its clients, and not what they met.
+            states = await self.states()
+            trouble = [state for state in states if isinstance(state, TROUBLE)]
+            if len(trouble) == len(states):
+                raise trouble[0] from None
+            raise MasterNotFoundError(f"No master found for {self.service!r}") from None
         self.known = host, port
         return host, port
 
@@ -199,12 +207,14 @@ class Sentinels(Source):
         except TROUBLE:  # no Sentinel answers, which harms none of the servers
             return False
 
+    async def states(self) -> list[Any]:
+        """What each Sentinel says of the service, or the error that it met."""
+        asked = (sentinel.sentinel_master(self.service) for sentinel in self.sentinel.sentinels)
+        return [*await asyncio.gather(*asked, return_exceptions=True)]
+
     async def confirms(self, connection: Connection) -> bool:
         """By most of the Sentinels, of which none says otherwise or is about to."""
-        told = await asyncio.gather(
-            *(sentinel.sentinel_master(self.service) for sentinel in self.sentinel.sentinels),
-            return_exceptions=True,
-        )
+        told = await self.states()
         states = [state for state in told if isinstance(state, dict)]
         here = str(connection.host), int(connection.port)
         return 2 * len(states) > len(told) and all(

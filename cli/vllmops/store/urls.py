@@ -141,6 +141,8 @@ def parsed(url: str) -> StoreUrl:
     path = parts["path"] or ""
     if kind == "redis":
         check_redis(way, path, query, who, form)
+        if scheme == "redis" and (tls := [name for name in query if name.startswith("ssl_")]):
+            refuse(f"{who!r}: {tls[0]} is for TLS, which needs rediss{way}://", form)
     several = len(hosts) > 1
     if several and kind == "redis" and not way:
         refuse(f"{who!r} names several hosts", f"{FORMS[SENTINEL]}; or {FORMS[CLUSTER]}")
