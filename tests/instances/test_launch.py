@@ -93,6 +93,14 @@ def test_hosts_that_are_none() -> None:
     assert "192.0.2.1" in error.message
 
 
+@pytest.mark.parametrize("host", ["a..b", "192.0.2.1", "\ud800"])
+def test_a_host_that_is_none_is_refused_before_a_port_is_looked_for(
+    host: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "check_installed", lambda: None)
+    refusal("host.unknown", launch.check, launch.Order(model=str(model), host=host))
+
+
 def test_no_free_port(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
     monkeypatch.setattr(launch, "FIRST_PORT", listener)
     monkeypatch.setattr(launch, "LAST_PORT", listener)

@@ -113,8 +113,9 @@ def check(order: Order) -> None:
     found = order.shape
     if found.uds:
         check_socket(found.uds)
-    elif order.port is not None and not found.headless:
-        check_port(order.host, order.port)
+    elif not found.headless:
+        # Any port shows whether the host is an address of this machine.
+        check_port(order.host, order.port or 0)
 
 
 def check_socket(path: str) -> None:
@@ -184,6 +185,10 @@ def check_model(model: str) -> None:
         ) from error
 
 
+# Of another machine, or no host name at all.
+NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EINVAL)
+
+
 def check_port(host: str, port: int) -> None:
     """Raises ``port.taken`` if the port can't be used; the message names its user."""
     problem = bind(host, port)
@@ -193,7 +198,7 @@ def check_port(host: str, port: int) -> None:
         problem = bind(host, port, strict=True)
         if problem is None or lingering(port):
             return
-    if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
+    if isinstance(problem, socket.gaierror) or problem.errno in NO_ADDRESS:
         raise VllmopsError(
             "host.unknown", f"{host!r} is not an address of this machine", "--host 127.0.0.1"
         )
