@@ -47,12 +47,14 @@ def register():
 # the plug-ins of its parent.
 FORKED = """
 def register():
+    import gc
     import multiprocessing
     import os
     import sys
 
     if os.environ.get("SPAWNED"):
         return
+    gc.freeze()  # or engine and worker would go through all modules again
 
     def get_mp_context():
         return multiprocessing.get_context("fork")

@@ -12,8 +12,9 @@ import pytest
 
 from ..support.waiting import until
 from .conftest import SHM, Cli, Launched, Live, Ran, Stock, alive, launch
-from .test_cache import FEW_IMAGES_GB, told_as
-from .test_hang import Requests, ghosts, leave_ghost, old_code, text
+from .hangs import FEW_IMAGES, leave_ghost
+from .test_cache import told_as
+from .test_hang import Requests, ghosts, old_code, text
 
 __all__ = ["old_code"]  # a fixture
 
@@ -21,9 +22,8 @@ __all__ = ["old_code"]  # a fixture
 @pytest.fixture(scope="module")
 def stock(cli: Cli, old_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     """What anybody starts who knows nothing of vllmops, with code that can hang."""
-    limits = ("--mm-processor-cache-gb", FEW_IMAGES_GB, "--limit-mm-per-prompt", '{"image":8}')
     plug_in = {"PYTHONPATH": os.fspath(old_code), "VLLM_PLUGINS": "old_code"}
-    launched = launch(cli, tmp_path_factory.mktemp("stock") / "log", plug_in, *limits)
+    launched = launch(cli, tmp_path_factory.mktemp("stock") / "log", plug_in, *FEW_IMAGES)
     try:
         yield launched
     finally:

@@ -29,8 +29,6 @@ from vllmops.rpc import agent
 from ..support.waiting import until
 from .conftest import Live, Ran
 
-FEW_IMAGES_GB = "0.00008"  # of the demo model's, some five
-
 
 def ask(url: str, *seeds: int, text: str = "hi", timeout_s: float = 120) -> httpx.Response:
     """One chat request with images."""
@@ -227,24 +225,6 @@ def test_engine_state(vision_server: Any) -> None:
     assert pulse is not None
     assert pulse.beat.current_step == after.current_step
     assert not pulse.late
-
-
-@pytest.mark.serve("vision", "--", "--mm-processor-cache-gb", FEW_IMAGES_GB, loses="engine")
-def test_a_small_cache_evicts_oldest_first(server: Live) -> None:
-    keys = []
-    for seed in range(12):
-        assert ask(server.url, seed).status_code == 200
-        keys.append(side(settled(server), "mm-lru", "P0")["newest"])
-    data = settled(server)
-    for name in ("P0", "P1"):
-        row = side(data, "mm-lru", name)
-        assert row["keys"] == keys[-row["entries"] :]
-        assert row["entries"] < 12
-        assert 0.5 < row["used"] <= 1
-    assert data["findings"] == []
-    for images in (range(5), range(12)):  # they all fit; they do not
-        with load(server.url, images, threads=2):
-            assert found(server, "--apart", "0.1") == set()
 
 
 def transcribe(url: str, seed: int) -> httpx.Response:

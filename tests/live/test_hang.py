@@ -1,8 +1,12 @@
-"""The hang of vLLM #43595, both ways over HTTP: told, repaired live, and patched away."""
+"""Every way to hang that can be made on a CPU: it is named, and what can go on does.
+
+That of vLLM #43595, which comes in two ways, is repaired live as well, and patched away.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,49 +15,29 @@ import httpx
 import psutil
 import pytest
 
+from ..support.extent import EVERYTHING
 from ..support.waiting import until
-from .conftest import Cli, Live, PlugIn, side_by_side
-from .test_cache import FEW_IMAGES_GB, ask, look, settled, side
+from .conftest import Cli, Live, PlugIn, Ran, launch, lose
+from .hangs import (
+    ARGUMENTS,
+    ENVIRONMENT,
+    FEW_IMAGES,
+    HANGS,
+    OLD,
+    PATCHES,
+    PLACE,
+    PLUG_IN,
+    Hang,
+    Prone,
+    is_real,
+    leave_ghost,
+)
+from .test_cache import ask, found, load, look, settled, side
 
-PATCHES = ("mm-lru-ghost-keys", "mm-lru-stale-eviction", "request-hash-cycle")
-
-# vLLM 0.24 and newer leave no ghost keys, and 0.16 and newer no cycle in a request: a plug-in puts
-# the old code back, before ours looks. Requests of so small a model end while they are young, and
-# the garbage collector's first generations would take what in production only the last one does.
-OLD = """
-import gc
-from functools import partial, wraps
-from multiprocessing import current_process
-from vllm.utils.cache import LRUCache
-from vllm.v1.request import Request
-
-def touch(self, key):  # as it was until vLLM 0.23
-    try:
-        self._LRUCache__order.move_to_end(key)
-    except KeyError:
-        self._LRUCache__order[key] = None
-
-construct = Request.__init__
-
-@wraps(construct)
-def init(self, *args, block_hasher=None, **fields):  # as it was until vLLM 0.15.1
-    self.get_hash_new_full_blocks = None
-    construct(self, *args, **fields)
-    if block_hasher is not None:
-        self.get_hash_new_full_blocks = partial(block_hasher, self)
-        self.block_hashes = self.get_hash_new_full_blocks()
-
-def update_block_hashes(self):
-    if self.get_hash_new_full_blocks is not None:
-        self.block_hashes.extend(self.get_hash_new_full_blocks())
-
-def register():
-    LRUCache.touch = touch
-    Request.__init__ = init
-    Request.update_block_hashes = update_block_hashes
-    if current_process().name.startswith("EngineCore"):
-        gc.disable()
-"""
+WATCHED_S = 15.0  # until a stall is sure, a start of the command included
+CAPTURED_S = 25.0
+REQUESTS = 60 if EVERYTHING else 25  # of a round, whose memory is to show
+SPINNING = "stack.mm-cache-eviction-spin"
 
 
 @pytest.fixture(scope="module")
@@ -62,28 +46,32 @@ def old_code(plug_in: PlugIn) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(cli: Cli, old_code: Path) -> Iterator[list[Live]]:
-    """The same server without patches and with them."""
-
-    def serve(name: str) -> Live:
-        off = [word for patch in PATCHES for word in ("--no-patch", patch)]
-        words = ("--demo", "vision", "--env", f"PYTHONPATH={old_code}", "--env", "SPAWNED=1")
-        limits = ("--mm-processor-cache-gb", FEW_IMAGES_GB, "--limit-mm-per-prompt", '{"image":8}')
-        return cli.serve(name, *words, *(off if name == "stock" else ()), "--", *limits)
-
-    both = side_by_side(serve, ["stock", "patched"])
-    yield both
-    for each in both:
-        cli("stop", each.name, "--force")
+def pair(
+    cli: Cli, old_code: Path, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Prone, Live]]:
+    """The same server without patches, with more defects; and with patches."""
+    place = tmp_path_factory.mktemp("hangs")
+    paths = f"{old_code}:{plug_in('hangs', PLUG_IN)}"
+    environment = {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}
+    launched = launch(cli, place / "log", environment, *ARGUMENTS)
+    try:
+        patched = ("--demo", "vision", "--env", f"PYTHONPATH={old_code}", "--", *FEW_IMAGES)
+        made = cli.serve("patched", *patched)
+        launched.wait_up()
+        yield Prone(cli, str(launched.process.pid), launched, place), made
+        lose(made, "engine")
+    finally:
+        launched.stop()
+        cli("stop", "patched", "--force")
 
 
 @pytest.fixture
-def stock(pair: list[Live]) -> Live:
+def stock(pair: tuple[Prone, Live]) -> Prone:
     return pair[0]
 
 
 @pytest.fixture
-def patched(pair: list[Live]) -> Live:
+def patched(pair: tuple[Prone, Live]) -> Live:
     return pair[1]
 
 
@@ -104,25 +92,6 @@ class Requests:
         for thread in self.threads:
             thread.join(60)
         return self.answers == dict.fromkeys(self.sent, 200)
-
-
-def drifted(url: str) -> Iterator[int]:
-    """Images that the front end alone may have cached.
-
-    A text fits before the image's placeholder is expanded, and not after: some lengths do so. Those
-    that fit at all come last.
-    """
-    for length in range(2044, 2017, -1):
-        assert ask(url, 1000 + length, text="z" * length).status_code in {200, 400}
-        yield 1000 + length
-
-
-def leave_ghost(url: str) -> bool:
-    """Ask again for such images; whether the engine has failed on one.
-
-    Its reuse leaves a key without data in the engine.
-    """
-    return any(ask(url, seed).status_code == 500 for seed in drifted(url))
 
 
 def text(url: str, timeout_s: float) -> int:
@@ -162,7 +131,65 @@ def both_sides_agree(server: Live) -> bool:
     return bool(front["keys"] == engine["keys"] and front["bytes"] == engine["bytes"])
 
 
-def test_engine_hangs_and_is_repaired(stock: Live) -> None:
+QUICK = ("--interval", "0.5", "--checks", "2", "--patience", "3", "--for", "60")
+
+
+def prove(server: Prone, code: str, told: str = "", *, captured: bool) -> None:
+    """A server that hangs is found to, and why; with ``captured`` also by a watch, from evidence.
+
+    Args:
+        server: that hangs.
+        code: of the finding that names it in its stacks.
+        told: of the one that names it where more is known; the same where empty.
+        captured: whether a watch is to catch it, and what it keeps to name it.
+    """
+    target = ("-t", server.name, "--json")
+    asked: list[tuple[str, ...]] = [("doctor", *target)]
+    if captured:
+        bundle = caught(server, str(server.place / code))
+        asked += [("doctor", bundle, "--json"), ("stacks", "explain", bundle, "--json")]
+    else:
+        asked += [("stacks", "dump", "--explain", *target)]
+    *doctors, explained = [codes(server.cli(*words)) for words in asked]
+    assert explained == [code]
+    for named in doctors:
+        assert {code, told or code} & set(named), named
+
+
+def caught(server: Prone, place: str) -> str:
+    """The bundle of a watch that notices a stall in time."""
+    began = time.monotonic()
+    ran = server.cli("watch", "--once", *QUICK, "-o", place, "-t", server.name, "--json")
+    assert ran.code == 1, ran
+    stalled = next(event for event in ran.data["events"] if event["event"] == "stalled")
+    # What it takes to be sure, and no more than its budget for the evidence.
+    assert time.monotonic() - began < 3 + WATCHED_S + CAPTURED_S
+    return str(stalled["bundle"])
+
+
+def codes(ran: Ran) -> list[str]:
+    assert ran.code == 1, ran
+    return [finding["code"] for finding in ran.data["findings"]]
+
+
+def test_a_small_cache_evicts_oldest_first(patched: Live) -> None:
+    keys = []
+    for seed in range(12):
+        assert ask(patched.url, seed).status_code == 200
+        keys.append(side(settled(patched), "mm-lru", "P0")["newest"])
+    data = settled(patched)
+    for name in ("P0", "P1"):
+        row = side(data, "mm-lru", name)
+        assert row["keys"] == keys[-row["entries"] :]
+        assert row["entries"] < 12
+        assert 0.5 < row["used"] <= 1
+    assert data["findings"] == []
+    for images in (range(5), range(12)):  # they all fit; they do not
+        with load(patched.url, images, threads=2):
+            assert found(patched, "--apart", "0.1") == set()
+
+
+def test_engine_hangs_and_is_repaired(stock: Prone) -> None:
     url = stock.url
     assert leave_ghost(url)
     engine = psutil.Process(stock.pids()["engine"])
@@ -172,6 +199,7 @@ def test_engine_hangs_and_is_repaired(stock: Live) -> None:
     assert httpx.get(f"{url}/health", timeout=5).status_code == 200
     with pytest.raises(httpx.TimeoutException):
         text(url, 5)
+    prove(stock, SPINNING, captured=True)
     data = repaired(stock)
     assert {each["role"] for each in data["repairs"]} == {"engine"}
     assert requests.all_answered()
@@ -180,13 +208,14 @@ def test_engine_hangs_and_is_repaired(stock: Live) -> None:
     assert both_sides_agree(stock)
 
 
-def test_front_end_hangs_and_is_repaired(stock: Live) -> None:
+def test_front_end_hangs_and_is_repaired(stock: Prone) -> None:
     url = stock.url
     # They fit one by one, not together.
     requests = Requests(url, tuple(range(200, 207)))
     until(lambda: ghosts(stock) == {"api"})
     assert requests.answers == {}
     assert text(url, 60) == 200
+    prove(stock, SPINNING, captured=EVERYTHING)
     data = repaired(stock)
     # It gets on to the engine, and is stuck there in the same way.
     assert {each["role"] for each in data["repairs"]} == {"api", "engine"}
@@ -239,7 +268,7 @@ def test_patches_tell_what_became_of_them(stock: Live, patched: Live) -> None:
 
 def recorded(server: Live, path: Path) -> Any:
     """What ``memory record`` says of a server, which is what the file says again."""
-    load = ("--load", "images", "--requests", "60", "--seed", "1000")
+    load = ("--load", "images", "--requests", str(REQUESTS), "--seed", "1000")
     files = ("--save", str(path), "--plot", str(path.with_suffix(".png")))
     ran = server.cli("memory", "record", "-t", server.name, *load, *files, "--json")
     again = server.cli("memory", "report", str(path), "--json")
@@ -268,7 +297,7 @@ def test_requests_that_hold_themselves_grow_memory_and_patched_ones_do_not(
     stock: Live, patched: Live, tmp_path: Path
 ) -> None:
     left = recorded(stock, tmp_path / "stock.json")
-    assert finished_alive(left)[-1] - finished_alive(left)[0] >= 4 * 60
+    assert finished_alive(left)[-1] - finished_alive(left)[0] >= 4 * REQUESTS
     assert accused(left, "memory.finished-requests-alive") == {"engine"}
     assert "engine" in accused(left, "memory.rss-growing")
     gone = recorded(patched, tmp_path / "patched.json")
@@ -284,3 +313,14 @@ def test_patches_of_this_environment_need_no_server(cli: Cli) -> None:
         (here,) = patch["processes"]
         assert (here["role"], here["present"]) == ("here", False)
         assert here["state"] in {"applied", "fixed upstream"}
+
+
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.name)
+def test_a_hang_is_named(stock: Prone, hang: Hang) -> None:
+    """The last one ends the server."""
+    with hang.made(stock) as asked:
+        is_real(stock, asked, hang.age_s)
+        prove(stock, hang.code, hang.told, captured=hang.captured or EVERYTHING)
+    if hang.lives_on:
+        assert {each.answer(30) for each in asked if not each.aborted} == {200}
+        assert stock.ask().answer(30) == 200

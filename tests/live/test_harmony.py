@@ -35,11 +35,17 @@ def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live
         "TIKTOKEN_ENCODINGS_BASE": str(place),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     words = [word for each in environment.items() for word in ("--env", "=".join(each))]
     keys = ringed(cli, place / "keyring.json")
-    shape = ("--served-model-name", "demo-text", "--enforce-eager", *LENGTH)
+    shape = (
+        "--served-model-name",
+        "demo-text",
+        "--enforce-eager",
+        *LENGTH,
+        "--kv-cache-memory-bytes",
+        "134217728",
+    )
     try:
         yield cli.serve("harmony", *words, *keys, str(place), "--", *shape, "--dtype", "float32")
     finally:
