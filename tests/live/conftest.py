@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -291,33 +291,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
-    """Starts two at a time of what tests of a module use up: a start keeps one CPU busy at most.
-
-    Args:
-        fixture: the fixture by which tests ask for one.
-        start: starts what a test wants.
-    """
-
-    def __init__(self, fixture: str, start: Callable[[pytest.Item], T]) -> None:
-        self.fixture = fixture
-        self.start = start
-        self.ready: dict[pytest.Item, T] = {}
-
-    def take(self, request: pytest.FixtureRequest) -> T:
-        """What a test asked for; what the next one will ask for is started with it."""
-        item, items = request.node, request.session.items
-        if item not in self.ready:
-            wanting = [
-                each
-                for each in items[items.index(item) :]
-                if each.path == item.path and self.fixture in getattr(each, "fixturenames", ())
-            ]
-            taken = wanting[: 1 if "PYTEST_XDIST_WORKER" in os.environ else 2]
-            self.ready |= zip(taken, side_by_side(self.start, taken), strict=True)
-        return self.ready.pop(item)
-
-
 def side_by_side(start: Callable[[S], T], each: Sequence[S]) -> list[T]:
     """Start several things at once."""
     with ThreadPoolExecutor(len(each)) as pool:
@@ -351,29 +324,18 @@ def write_plug_in(folder: Path, name: str, module: str) -> None:
     (metadata / "entry_points.txt").write_text(entry)
 
 
-@pytest.fixture(scope="session")
-def servers(cli: Cli, plug_in: PlugIn) -> Ahead[Live]:
-    def start(item: pytest.Item) -> Live:
-        marker = item.get_closest_marker("serve")
-        words = marker.args if marker else ("text",)
-        name, module = marker.kwargs.get("plug_in", ("", "")) if marker else ("", "")
-        place = ("--env", f"PYTHONPATH={plug_in(name, module)}") if name else ()
-        return cli.serve(f"own-{abs(hash(item.nodeid)) % 10**6}", *place, "--demo", *words)
-
-    return Ahead("server", start)
-
-
 @pytest.fixture
-def server(servers: Ahead[Live], request: pytest.FixtureRequest) -> Iterator[Live]:
-    """A test's own server, of the text model unless the marker ``serve`` says otherwise."""
-    made = servers.take(request)
+def server(cli: Cli, plug_in: PlugIn, request: pytest.FixtureRequest) -> Iterator[Live]:
+    """A test's own server: what the marker ``serve`` says."""
     marker = request.node.get_closest_marker("serve")
+    name, module = marker.kwargs.get("plug_in", ("", ""))
+    place = ("--env", f"PYTHONPATH={plug_in(name, module)}") if name else ()
+    made = cli.serve(f"own-{abs(hash(request.node.nodeid)) % 10**6}", *place, *marker.args)
     try:
         yield made
-        if role := marker and marker.kwargs.get("loses"):
-            lose(made, role)
+        lose(made, marker.kwargs["loses"])
     finally:
-        made.cli("stop", made.name, "--force")
+        cli("stop", made.name, "--force")
 
 
 def lose(server: Live, role: str) -> None:

@@ -22,7 +22,7 @@ __all__ = ["old_code"]  # a fixture
 @pytest.fixture(scope="module")
 def stock(cli: Cli, old_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     """What anybody starts who knows nothing of vllmops, with code that can hang."""
-    plug_in = {"PYTHONPATH": os.fspath(old_code), "VLLM_PLUGINS": "old_code"}
+    plug_in = {"PYTHONPATH": os.fspath(old_code), "VLLM_PLUGINS": "old_code,patient"}
     launched = launch(cli, tmp_path_factory.mktemp("stock") / "log", plug_in, *FEW_IMAGES)
     try:
         yield launched

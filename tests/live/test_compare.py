@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 
+from ..support.extent import EVERYTHING
 from ..support.waiting import until
-from .test_cache import ask, compare, found, load
+from .test_cache import ask, compare, found, load, look, settled
 
 
 @contextmanager
@@ -46,11 +47,15 @@ def test_a_quiet_server_has_no_drift(vision_server: Any) -> None:
     assert told.out.endswith("No drift.\n")
 
 
-def test_no_drift_while_images_flow(vision_server: Any) -> None:
+def test_no_finding_and_no_drift_while_images_flow(vision_server: Any) -> None:
     with load(vision_server.url, range(20_100, 20_400), threads=4) as statuses:
+        inspected = [look(vision_server) for _ in range(15 if EVERYTHING else 4)]
         looks = [compare(vision_server, "--apart", "0.2") for _ in range(4)]
         told = vision_server.cli("doctor", "-t", vision_server.name, "--json").data
     assert statuses == {200}
+    assert not any(data["findings"] for data in inspected)
+    assert not all(data["quiet"] for data in inspected)
+    assert settled(vision_server)["findings"] == []
     assert [each.data["findings"] for each in looks] == [[]] * 4
     assert [each for each in told["findings"] if each["severity"] != "info"] == []
     assert sum(each.data["in_flight"]["http"] for each in looks) > 0

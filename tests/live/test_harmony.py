@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,13 +23,14 @@ from .clients import (
     say,
     sealed_in,
 )
-from .conftest import Cli, Live, ringed
+from .conftest import Cli, ringed
+from .foreground import Foreground
 
 BUILDER = Path(__file__).with_name("harmony.py")
 
 
 @pytest.fixture(scope="module")
-def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Foreground]:
     place = tmp_path_factory.mktemp("gpt-oss")
     subprocess.run([sys.executable, str(BUILDER), str(place)], check=True, cwd=place)
     environment = {
@@ -47,14 +49,16 @@ def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live
         "134217728",
     )
     try:
-        yield cli.serve("harmony", *words, *keys, str(place), "--", *shape, "--dtype", "float32")
+        yield Foreground(
+            cli, "harmony", *words, *keys, str(place), "--", *shape, "--dtype", "float32"
+        )
     finally:
         cli("stop", "harmony", "--force")
 
 
 @pytest.fixture(scope="module")
-def client(harmony: Live) -> Any:
-    return connect(base(harmony), retries=3)
+def client(harmony: Foreground) -> Any:
+    return connect(base(harmony.live), retries=3)
 
 
 def test_a_conversation_stays_whole(client: Any) -> None:
@@ -105,3 +109,9 @@ def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool
     for answer in carried([client], way, streamed=streamed, max_output_tokens=20):
         assert "Hello there" in answer.output_text
         assert sealed_in(answer).startswith("vllm:2:")
+
+
+def test_nothing_survives_a_closed_terminal(harmony: Foreground) -> None:
+    """It is the server's last test."""
+    # What the kernel sends when the terminal closes; its reader keeps ours open.
+    harmony.end_by(signal.SIGHUP)

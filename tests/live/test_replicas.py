@@ -12,9 +12,11 @@ import hmac
 import itertools
 import json
 import shutil
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,6 +65,7 @@ from .clients import (
     there,
 )
 from .conftest import Cli, Live, kill, ringed, side_by_side
+from .foreground import Foreground
 
 # How long a call to a store that is down may take: the store's own deadline, and a busy machine.
 BOUND_S = 10
@@ -117,26 +120,29 @@ def keys(cli: Cli, keyring: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def pair(
     cli: Cli, postgres: Server, shape: tuple[str, ...], keys: tuple[str, ...]
-) -> Iterator[list[Live]]:
-    def start(name: str) -> Live:
+) -> Iterator[tuple[Live, Foreground]]:
+    """West is detached, east in the foreground."""
+
+    def start(serve: Callable[..., Any]) -> Any:
         # With vLLM's own grammar for a choice of tools a random model would only call tools.
         free = "VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
         # Threads of two replicas that wait for each other by spinning leave two cores to nobody.
         one_thread = ("VLLM_CPU_OMP_THREADS_BIND=nobind", "OMP_NUM_THREADS=1")
         environment = [word for each in (free, *one_thread) for word in ("--env", each)]
         words = (*environment, "--demo", "text", "--", *LENGTH, *shape)
-        return cli.serve(name, "--store", postgres.url, *keys, *words)
+        return serve("--store", postgres.url, *keys, *words)
 
-    names = ("west", "east")
+    both = (partial(cli.serve, "west"), partial(Foreground, cli, "east"))
     try:
-        yield side_by_side(start, names)
+        west, east = side_by_side(start, both)
+        yield west, east
     finally:
-        for name in names:
+        for name in ("west", "east"):
             cli("stop", name, "--force")
 
 
 @pytest.fixture(scope="module")
-def west(pair: list[Live]) -> Live:
+def west(pair: tuple[Live, Foreground]) -> Live:
     return pair[0]
 
 
@@ -146,8 +152,8 @@ def here(west: Live) -> Any:
 
 
 @pytest.fixture(scope="module")
-def east(pair: list[Live]) -> str:
-    return base(pair[1])
+def east(pair: tuple[Live, Foreground]) -> str:
+    return base(pair[1].live)
 
 
 @pytest.fixture(scope="module")
@@ -471,6 +477,11 @@ def test_tools_and_reasoning_come_through_both_formats(away: Any, south: Live) -
             sent = [*sent, *answer.output, asked]
             answer = say(client, [answer.output[-1], asked], **CARRY)
             assert answer.usage.input_tokens == count(client, sent)
+
+
+def test_nothing_survives_a_foreground_serve_that_is_killed(pair: tuple[Live, Foreground]) -> None:
+    """It is that replica's last test."""
+    pair[1].end_by(signal.SIGKILL)
 
 
 # -- Valkey -------------------------------------------------------------------------------

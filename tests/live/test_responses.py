@@ -68,11 +68,9 @@ HOPELESS = {"extra_body": {"logit_bias": {"99999999": 1}}}
 
 
 @pytest.fixture(scope="module")
-def keyring(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("keys") / "keyring.json"
-    ran = cli("keys", "rotate", "--keyring", str(path))
-    assert ran.code == 0, ran.err
-    return path
+def keyring(kept: Live) -> Path:
+    """What a server makes that nobody gave a key."""
+    return kept.home / "keyring.json"
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +82,11 @@ def admin_token(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kept(
-    cli: Cli, keyring: Path, admin_token: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Live]:
+def kept(cli: Cli, admin_token: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     shape = talkative(tmp_path_factory.mktemp("template"))
     words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
-    keys = ("--keyring", str(keyring), "--admin-token", str(admin_token))
-    made = cli.serve("kept", "--demo", "text", *keys, "--", *words)
+    admin = ("--admin-token", str(admin_token))
+    made = cli.serve("kept", "--demo", "text", *admin, "--", *words)
     try:
         yield made
     finally:
@@ -483,23 +479,16 @@ def test_what_can_not_go_with_a_carrier(
     assert caught.value.param == param
 
 
-def test_a_server_that_nobody_gave_a_key(cli: Cli, tmp_path: Path) -> None:
+def test_a_server_that_nobody_gave_a_key(client: Any, keyring: Path) -> None:
     """It has one all the same: both API servers take what either has sealed."""
-    shape = talkative(tmp_path)
-    words = ("--api-server-count", "2", *LENGTH, *shape)
-    made = cli.serve("keyless", "--demo", "text", "--", *words)
-    try:
-        client = connect(clients.base(made))
-        first = say(client, "one", **CARRY)
-        kid = file.load(cli.home / "keyring.json").sealing().kid
-        assert sealed_in(first).startswith(f"vllm:2:{kid}:")
-        for _ in range(8):
-            more = {"previous_response": first.model_dump(mode="json")}
-            turn = say(client, "two", extra_body=more, **CARRY)
-            assert sealed_in(turn).startswith(f"vllm:2:{kid}:")
-            assert turn.usage.input_tokens > first.usage.input_tokens
-    finally:
-        cli("stop", made.name, "--force")
+    first = say(client, "one", **CARRY)
+    kid = file.load(keyring).sealing().kid
+    assert sealed_in(first).startswith(f"vllm:2:{kid}:")
+    for _ in range(8):
+        more = {"previous_response": first.model_dump(mode="json")}
+        turn = say(client, "two", extra_body=more, **CARRY)
+        assert sealed_in(turn).startswith(f"vllm:2:{kid}:")
+        assert turn.usage.input_tokens > first.usage.input_tokens
 
 
 def test_keys_are_rotated_while_clients_converse(cli: Cli, client: Any, keyring: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from ..support.waiting import until
 from .conftest import Cli, Live, Ran, kill
+from .foreground import Foreground
 from .test_cache import show_three, told_as
 
 MODEL = "demo-vision"
@@ -104,20 +105,42 @@ def refusal(url: str) -> int | None:
     return None if answer.status_code == 200 else answer.status_code
 
 
-def test_a_server_behind_a_unix_socket_leaves_nothing(cli: Cli) -> None:
+def test_a_foreground_serve_outlives_its_supervisor_and_ends_by_ctrl_c(cli: Cli) -> None:
+    """One whose server listens on a Unix socket, and is spawned as a user's is."""
     path = cli.home / "Some.sock"
-    server = cli.serve("unix", "--env", "SPAWNED=1", "--demo", "text", "--", "--uds", str(path))
-    try:
-        row = server.row
-        assert (row["state"], row["port"], row["uds"]) == ("ready", None, str(path))
-        footprint = server.footprint()
-        assert any(name.startswith("sem.mp-") for name in footprint.segments)
-        canary = cli("doctor", "-t", "unix", "--canary", "--only", "canary", "--json")
-        assert canary.code == 0, canary.out
-        assert canary.data["findings"] == []
-        assert cli("responses", "list", "-t", f"unix:{path}", "--json").code == 0
-    finally:
-        stopped = cli("stop", "unix", "--force")
-    assert stopped.code == 0
-    footprint.wait_gone(0)
+    words = ("--env", "SPAWNED=1", "--demo", "text", "--", "--uds", str(path))
+    serve = Foreground(cli, "unix", *words)
+    live = serve.live
+    row = live.row
+    assert (row["state"], row["port"], row["uds"]) == ("ready", None, str(path))
+    assert any(name.startswith("sem.mp-") for name in live.footprint().segments)
+    canary = cli("doctor", "-t", "unix", "--canary", "--only", "canary", "--json")
+    assert canary.code == 0, canary.out
+    assert canary.data["findings"] == []
+    assert cli("responses", "list", "-t", f"unix:{path}", "--json").code == 0
+    first = live.supervisor()
+    kill(first)
+    until(lambda: live.row["supervised"] and live.supervisor() != first)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=120) as client:
+        asked = {"model": "demo-text", "prompt": "The quick brown", "max_tokens": 1}
+        assert client.post("http://unix/v1/completions", json=asked).status_code == 200
+    assert serve.process.poll() is None
+    serve.end_by(signal.SIGINT)
+    assert serve.process.returncode == 130
     assert not path.exists()
+
+
+def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
+    serving = cli.begin(
+        *("serve", "--demo", "text", "--name", "early", "--env", "SPAWNED=1", "--json"),
+        stdout=subprocess.PIPE,
+    )
+    live = Live(cli, "early")
+    until(lambda: "early" in cli("ps", "--all").out)
+    worker = until(lambda: live.pids().get("worker"), 120)
+    footprint = live.footprint()
+    kill(worker)
+    out, _ = serving.communicate(timeout=60)
+    assert serving.returncode == 1
+    assert b"serve.failed" in out
+    footprint.wait_gone(0)
