@@ -31,7 +31,7 @@ BODY = {"model": "demo-text", "prompt": "The quick brown", "ignore_eos": True}
 LENGTHS = {1: 1.02, 16: 1.01}
 CONNECTIONS = 8
 BURST = 48  # requests
-WARM_UP = 480  # requests: the first are slow
+WARM_UP = 480  # requests: the first are slow; a fifth in the short form
 IDLE_S = 3.0
 MB = 1e6
 AGENT, STOCK, AGAIN = "with the agent", "stock (VLLMOPS_DISABLE=1)", "stock again"
@@ -123,7 +123,8 @@ def compare(setting: Setting, names: Sequence[str], values: Values) -> None:
                 servers[name] = stack.enter_context(own)
             values[name, "start"].append(servers[name].start_s)
         for server in servers.values():
-            server.load([server.request(PATH, body(1))] * WARM_UP, CONNECTIONS)
+            warm_up = WARM_UP // 5 if setting.short else WARM_UP
+            server.load([server.request(PATH, body(1))] * warm_up, CONNECTIONS)
         time.sleep(IDLE_S)
         for name, server in servers.items():
             for process in server.processes():
@@ -139,7 +140,7 @@ def requests(setting: Setting, server: Server, values: Values) -> None:
     Two servers that are started alike differ by more than the agent costs, and so does one server
     from one minute to the next. So the hooks of one are taken away and put back ten times a second.
     """
-    rounds, choice = 10 if setting.short else 100, random.Random(1)
+    rounds, choice = 4 if setting.short else 100, random.Random(1)
     bursts = {each: [server.request(PATH, body(each))] * BURST for each in LENGTHS}
     with switched(setting, server) as switch:
 

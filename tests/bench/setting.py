@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.support import plug_ins
 
 from vllmops import demo
 from vllmops.host import processes
@@ -89,6 +90,12 @@ class Setting:
         """For children; with bytecode cached, as it is for a user."""
         kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         return {**kept, "VLLMOPS_HOME": str(self.home), "NO_COLOR": "1"}
+
+    @property
+    def lean(self) -> dict[str, str]:
+        """For servers; those of the short form are forked, which halves a start."""
+        paths = (str(self.home / "plug-ins"), os.environ.get("PYTHONPATH"))
+        return {"PYTHONPATH": os.pathsep.join(filter(None, paths))} if self.short else {}
 
     def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
         """Run a command to its end; one that fails ends the benchmark, and is shown."""
@@ -166,6 +173,7 @@ class Setting:
                 command,
                 env={
                     **self.environment,
+                    **self.lean,
                     **demo.serve_environment(),
                     "VLLMOPS_DISABLE": "" if agent else "1",
                     **(environment or {}),
@@ -278,4 +286,6 @@ def setting(*, short: bool) -> Iterator[Setting]:
         tempfile.TemporaryDirectory(prefix="vllmops-", ignore_cleanup_errors=True) as home,
         contextlib.ExitStack() as started,
     ):
+        if short:
+            plug_ins.lean(Path(home) / "plug-ins")
         yield Setting(short, Path(home), started)

@@ -67,7 +67,8 @@ ATTACKED = [*PLACES] if EVERYTHING else ["developer", "tool output", "another pa
 
 
 def length(history: list[Item]) -> int:
-    return len(carrier.seal(history, RING, model="m", owner="o"))
+    # At one moment: the digits of the next second may compress otherwise.
+    return len(carrier.seal(history, RING, model="m", owner="o", now=1.8e9))
 
 
 def before(history: list[Item]) -> int:

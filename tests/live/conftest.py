@@ -23,6 +23,7 @@ import pytest
 
 from vllmops.host import shm
 
+from ..support import plug_ins
 from ..support.waiting import until
 
 START_TIMEOUT_S = 300
@@ -31,38 +32,6 @@ SOAKED = (
     *("--env", "VLLM_ENABLE_RESPONSES_API_STORE=1"),
 )
 SHM = Path("/dev/shm")
-# EngineCore and its worker wait for each other in busy loops, which take two cores whole. With
-# Linux 6.18 what is of another session, as a client of `serve` is, then waited for up to 9 s until
-# it got a core, and with its autogroups off it did not; the kernel's commit 1319ea57529e is about
-# something like it. vLLM has this switch for older versions of Python: the loops sleep for 0.1 ms.
-PATIENT = """
-def register():
-    from vllm.distributed import utils
-
-    utils.USE_SCHED_YIELD = False
-"""
-# `vllm serve` spawns the engine and the workers, and each of the three imports vLLM: 35 s of CPU.
-# Forked they share the imports: 16 s. Servers with `--env SPAWNED=1` start as a user's do: a
-# forked engine has no named semaphores, garbage collection that was tuned before it was made, and
-# the plug-ins of its parent.
-FORKED = """
-def register():
-    import gc
-    import multiprocessing
-    import os
-    import sys
-
-    if os.environ.get("SPAWNED"):
-        return
-    gc.freeze()  # or engine and worker would go through all modules again
-
-    def get_mp_context():
-        return multiprocessing.get_context("fork")
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and hasattr(module, "get_mp_context"):
-            module.get_mp_context = get_mp_context
-"""
 
 
 @dataclass(frozen=True)
@@ -276,8 +245,7 @@ def cli() -> Iterator[Cli]:
     # Not pytest's own directory: its path is too long for a Unix socket.
     home = Path(tempfile.mkdtemp(prefix="vllmops-"))
     made = Cli(home)
-    write_plug_in(home / "plug-ins", "patient", PATIENT)
-    write_plug_in(home / "plug-ins", "forked", FORKED)
+    plug_ins.lean(home / "plug-ins")
     try:
         yield made
     finally:
@@ -306,22 +274,11 @@ def plug_in(tmp_path_factory: pytest.TempPathFactory) -> PlugIn:
 
     def make(name: str, module: str) -> Path:
         folder = tmp_path_factory.mktemp("plug-in")
-        write_plug_in(folder, "patient", PATIENT)
-        write_plug_in(folder, "forked", FORKED)
-        write_plug_in(folder, name, module)
+        plug_ins.lean(folder)
+        plug_ins.write(folder, name, module)
         return folder
 
     return make
-
-
-def write_plug_in(folder: Path, name: str, module: str) -> None:
-    """Write a vLLM plug-in into a folder that is for ``PYTHONPATH``."""
-    metadata = folder / f"{name}-1.dist-info"
-    metadata.mkdir(parents=True)
-    (folder / f"{name}.py").write_text(module)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    entry = f"[vllm.general_plugins]\n{name} = {name}:register\n"
-    (metadata / "entry_points.txt").write_text(entry)
 
 
 @pytest.fixture
