@@ -133,13 +133,9 @@ def test(*, everything: bool) -> None:
         run("mypy")
     # Fast tests wait about half of their time, for processes above all. A live server keeps about
     # one core busy, and tests of a file share servers.
-    for workers, way, which in (
-        ("6", "worksteal", ("--ignore", "tests/live")),
-        ("2", "loadgroup", ("tests/live",)),
-    ):
-        if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
-            # Some tests still depend on a machine that does nothing else: what failed runs alone.
-            run("pytest", "--last-failed", *which)
+    fast = ("--numprocesses", "6", "--dist", "worksteal", "--ignore", "tests/live")
+    run("pytest", *fast)
+    run("pytest", "--numprocesses", "2", "--dist", "loadgroup", "tests/live")
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 
 

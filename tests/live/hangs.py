@@ -210,7 +210,7 @@ class Prone(Stock):
     launched: Launched
     place: Path
 
-    @property
+    @cached_property
     def url(self) -> str:
         return self.launched.url
 
