@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from vllmops.agent.patches import mm_lru_ghost_keys, mm_lru_stale_eviction
 
 from ...support.extent import EVERYTHING
-from .conftest import INSTALLED
+from .conftest import INSTALLED, OLD
 
 Load = Callable[[str], ModuleType]
 
-VERSIONS = ("0.14.0", "0.23.0", INSTALLED)
+VERSIONS = (*OLD, INSTALLED)
 CAPACITY = 6
 KEYS = "abcdefgh"
 
