@@ -131,11 +131,10 @@ def test(*, everything: bool) -> None:
         run("ruff", "check", ".")
         run("lint-imports")
         run("mypy")
-    # Fast tests wait about half of their time, for processes above all. A live server keeps about
-    # one core busy, and tests of a file share servers.
-    fast = ("--numprocesses", "6", "--dist", "worksteal", "--ignore", "tests/live")
-    run("pytest", *fast)
-    run("pytest", "--numprocesses", "2", "--dist", "loadgroup", "tests/live")
+    # Tests wait about half of their time, for processes above all. Of live tests, those of a file
+    # share servers, each of which takes 1.5 GB and, at work, one core.
+    run("pytest", "--numprocesses", "6", "--dist", "worksteal", "--ignore", "tests/live")
+    run("pytest", "--numprocesses", "3", "--dist", "loadgroup", "tests/live")
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 
 
