@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ..support.extent import combinations
 from .clients import (
     LENGTH,
     WAYS,
@@ -103,8 +104,7 @@ def test_runs_are_cancelled_and_deleted(client: Any) -> None:
     assert kept == ["cancelled", "cancelled", "incomplete"]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "streamed"), combinations(WAYS, (False, True)))
 def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool) -> None:
     for answer in carried([client], way, streamed=streamed, max_output_tokens=20):
         assert "Hello there" in answer.output_text
