@@ -106,12 +106,14 @@ def refusal(url: str) -> int | None:
 
 
 def test_a_foreground_serve_outlives_its_supervisor_and_ends_by_ctrl_c(cli: Cli) -> None:
-    """One whose server listens on a Unix socket."""
+    """One whose server listens on a Unix socket, and is spawned as a user's is."""
     path = cli.home / "Some.sock"
-    serve = Foreground(cli, "unix", "--demo", "text", "--", "--uds", str(path))
+    words = ("--env", "SPAWNED=1", "--demo", "text", "--", "--uds", str(path))
+    serve = Foreground(cli, "unix", *words)
     live = serve.live
     row = live.row
     assert (row["state"], row["port"], row["uds"]) == ("ready", None, str(path))
+    assert any(name.startswith("sem.mp-") for name in live.footprint().segments)
     canary = cli("doctor", "-t", "unix", "--canary", "--only", "canary", "--json")
     assert canary.code == 0, canary.out
     assert canary.data["findings"] == []
@@ -137,7 +139,6 @@ def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
     until(lambda: "early" in cli("ps", "--all").out)
     worker = until(lambda: live.pids().get("worker"), 120)
     footprint = live.footprint()
-    assert any(name.startswith("sem.mp-") for name in footprint.segments)
     kill(worker)
     out, _ = serving.communicate(timeout=60)
     assert serving.returncode == 1
