@@ -36,7 +36,7 @@ from .test_cache import ask, found, load, look, settled, side
 
 WATCHED_S = 15.0  # until a stall is sure, a start of the command included
 CAPTURED_S = 25.0
-REQUESTS = 60 if EVERYTHING else 25  # of a round, whose memory is to show
+REQUESTS = 60  # of a round, whose memory is to show
 SPINNING = "stack.mm-cache-eviction-spin"
 
 
