@@ -132,7 +132,10 @@ def pair(
         words = (*environment, "--demo", "text", "--", *LENGTH, *shape)
         return serve("--store", postgres.url, *keys, *words)
 
-    both = (partial(cli.serve, "west"), partial(Foreground, cli, "east"))
+    both: list[Callable[..., Any]] = [
+        partial(cli.serve, "west"),
+        partial(Foreground, cli, "east"),
+    ]
     try:
         west, east = side_by_side(start, both)
         yield west, east
