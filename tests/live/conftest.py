@@ -249,10 +249,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def cli() -> Iterator[Cli]:
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
     # Not pytest's own directory: its path is too long for a Unix socket.
     home = Path(tempfile.mkdtemp(prefix="vllmops-"))
     made = Cli(home)
+    # Test processes that run side by side build the demo models once.
+    base = tmp_path_factory.getbasetemp()
+    models = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo"
+    models.mkdir(mode=0o700, exist_ok=True)
+    (home / "demo").symlink_to(models)
     plug_ins.lean(home / "plug-ins")
     try:
         yield made
