@@ -132,7 +132,7 @@ def test(*, everything: bool) -> None:
         run("lint-imports")
         run("mypy")
     # Tests wait about half of their time, for processes above all. Of live tests, those of a file
-    # share servers, each of which takes 1.5 GB and, at work, one core.
+    # share servers, each of which takes 1 GB and, at work, one core.
     run("pytest", "--numprocesses", "6", "--dist", "worksteal", "--ignore", "tests/live")
     run("pytest", "--numprocesses", "3", "--dist", "loadgroup", "tests/live")
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
