@@ -18,6 +18,7 @@ from .foreground import Foreground
 from .test_cache import show_three, told_as
 
 MODEL = "demo-vision"
+ALLOWED = "somebody_elses,forked,patient"  # without ours
 
 
 def test_vllm_says_itself_what_is_wrong_with_its_arguments(cli: Cli) -> None:
@@ -39,7 +40,7 @@ class Restarted(NamedTuple):
 
 @pytest.fixture(scope="module")
 def restarted(cli: Cli) -> Iterator[Restarted]:
-    plug_in = ("--env", "VLLM_PLUGINS=somebody_elses")
+    plug_in = ("--env", f"VLLM_PLUGINS={ALLOWED}")
     words = ("--demo", "vision", *plug_in, "--", "--mm-processor-cache-gb", "0")
     server = cli.serve("plugins", *words)
     try:
@@ -52,7 +53,7 @@ def test_the_agent_joins_an_allow_list_and_a_restart_keeps_it(restarted: Restart
     server, before, ran = restarted
     assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
     assert ran.code == 0, ran.err
-    assert ran.data["environment"]["VLLM_PLUGINS"] == "somebody_elses,vllmops"
+    assert ran.data["environment"]["VLLM_PLUGINS"] == f"{ALLOWED},vllmops"
     after = server.row
     assert after["port"] == before["port"]
     assert after["pid"] != before["pid"]
