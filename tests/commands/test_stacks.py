@@ -143,6 +143,7 @@ def test_json(busy: list[int], dump: Vllmops) -> None:
     assert (spinner["name"], spinner["state"]) == ("process_input_sockets [bold]", "active")
     assert spinner["frames"][0]["function"] == "spin"
     assert spinner["frames"][0]["line"] == 10
+    assert [process["tp_rank"] for process in told.data["processes"]] == [None, None, 1]
 
 
 def test_narrow_terminal_and_pipe_tell_the_same(server: list[int], dump: Vllmops) -> None:

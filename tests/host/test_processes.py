@@ -182,3 +182,24 @@ def test_a_process_with_a_name_that_is_no_text() -> None:
         assert proc.name(child.pid) == "\ufffd\ufffd"
         assert identity.of(child.pid).pid == child.pid
         child.communicate(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("title", "ranks", "fields"),
+    [
+        ("VLLM::Worker", "", (None, None, None)),
+        ("VLLM::Worker_TP1", "TP1", (None, 1, None)),
+        ("VLLM::Worker_DP0_PP1_TP3_EP3", "DP0 TP3 PP1", (0, 3, 1)),
+        ("VLLM::EngineCore_DP12", "DP12", (12, None, None)),
+        ("VLLM::DPCoordinator", "", (None, None, None)),
+        ("VLLM::APIServer_1", "", (None, None, None)),
+        (VLLM_SERVE.replace("M", "model_TP2"), "", (None, None, None)),
+    ],
+)
+def test_ranks_are_in_the_titles(
+    title: str, ranks: str, fields: tuple[int | None, int | None, int | None]
+) -> None:
+    (process,) = tree(process_table((10, 1, title)), [10])
+    place = process.place
+    assert place.ranks == ranks
+    assert (place.dp_rank, place.tp_rank, place.pp_rank) == fields

@@ -16,6 +16,7 @@ from ..errors import needs_linux
 from ..protocol import identity
 from ..protocol.identity import Identity, age_s, boot_id
 from . import proc
+from ..protocol.place import Place, of_title
 from .shape import shape
 
 
@@ -60,6 +61,7 @@ class Process:
         title: command line or title, for a person.
         rss_bytes: resident memory in bytes, None if it can't be read.
         boot: as in `Identity`.
+        place: its ranks by its title, or by its agent, which also says its node.
     """
 
     role: Role
@@ -68,6 +70,7 @@ class Process:
     title: str = ""
     rss_bytes: int | None = None
     boot: str = field(default_factory=boot_id)
+    place: Place = field(default_factory=Place)
 
     @property
     def identity(self) -> Identity:
@@ -177,6 +180,7 @@ def tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...]:
             start_ticks=seen.start_ticks,
             title=" ".join(seen.words).rstrip(),
             rss_bytes=seen.rss_bytes,
+            place=of_title(seen.words[0]) if titled(seen.words) else Place(),
         )
         for seen in found.values()
     )

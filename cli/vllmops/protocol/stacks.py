@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from .place import Place
+
 SCHEMA = 1
 
 
@@ -67,7 +69,7 @@ class Problem(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-class ProcessStacks(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessStacks(Place, frozen=True, kw_only=True):
     """The threads of one process, or why they could not be read.
 
     Args:

@@ -187,6 +187,7 @@ def _dump(program: str, process: Process, options: Options, deadline: float) -> 
         threads=threads,
         stopped=STOPPED in note,
         error=problem,
+        **msgspec.structs.asdict(process.place),
     )
 
 

@@ -15,6 +15,7 @@ from ...errors import Exit, VllmopsError
 from ...host.processes import Role
 from ...instances.servers import resolve
 from ...output import Folded, Line, Result, command
+from ...protocol.place import named
 from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
 from ...stacks import pyspy
 from ..findings import FailOn
@@ -204,7 +205,8 @@ def _lines(snapshot: StacksSnapshot) -> Iterator[Line]:
 
 
 def _title(process: ProcessStacks) -> str:
-    return process.title.removeprefix("VLLM::") or ROLES.get(process.role, process.role)
+    role = ROLES.get(process.role, process.role)
+    return process.title.removeprefix("VLLM::") or named(role, process)
 
 
 def _thread(thread: Thread, names: Sequence[str]) -> Iterator[Line]:

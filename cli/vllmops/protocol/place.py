@@ -1,0 +1,56 @@
+"""Where a process stands in its server: its node and its ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+# A dimension of a title, as vLLM writes it if there is more than one rank: Worker_DP0_PP1_TP0.
+IN_TITLE = re.compile(r"_(DP|TP|PP)(\d+)(?=_|\s|$)")
+# The order in which a person reads them.
+DIMENSIONS = ("DP", "TP", "PP")
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """The node and the ranks of one process.
+
+    Args:
+        node: the name of the host; empty if unknown.
+        dp_rank, tp_rank, pp_rank: data, tensor and pipeline parallel rank; None if unknown, or
+            where the process has none: an API server, an engine inside its pipeline.
+        ranks: the ranks for a person, such as ``DP0 TP1``, without dimensions of size 1.
+    """
+
+    node: str = ""
+    dp_rank: int | None = None
+    tp_rank: int | None = None
+    pp_rank: int | None = None
+    ranks: str = ""
+
+
+def place(node: str, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> Place:
+    """A place, from ranks and sizes by the names in `DIMENSIONS`."""
+    return Place(
+        node=node,
+        dp_rank=ranks.get("DP"),
+        tp_rank=ranks.get("TP"),
+        pp_rank=ranks.get("PP"),
+        ranks=" ".join(
+            f"{name}{ranks[name]}"
+            for name in DIMENSIONS
+            if name in ranks and sizes.get(name, 1) > 1
+        ),
+    )
+
+
+def of_title(title: str) -> Place:
+    """What the title of a vLLM process says: no rank of a dimension of size 1."""
+    ranks = {name: int(rank) for name, rank in IN_TITLE.findall(title)}
+    return place("", ranks, dict.fromkeys(ranks, 2))
+
+
+def named(role: str, where: Place) -> str:
+    """How a person reads a process: ``worker DP0 TP1``."""
+    return f"{role} {where.ranks}".rstrip()
