@@ -1,23 +1,41 @@
-"""The identity of this process."""
+"""The identity of this process, its role, and its place in its server."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from functools import cache
+from typing import Any
 
 from ..protocol import identity
 from ..protocol.identity import Identity
+from ..protocol.place import Standing
+from . import objects
 
 # By the prefixes of vLLM's process names; any other process is the front end.
 ROLES = {"EngineCore": "engine", "VllmWorker": "worker", "Worker": "worker"}
+# A process of Ray's has no such name: what vLLM has built in it shows what it is.
+BUILT = {"engine-client": "api", "scheduler": "engine"}
+RAY = "ray._private.worker"
+RAY_WORKER = 1  # WORKER_MODE there; a program that only uses Ray, as vLLM's engine, has another
 
 
 def role() -> str:
     """The role of this process by its name: ``api``, ``engine`` or ``worker``."""
     name = multiprocessing.current_process().name
-    return next((role for prefix, role in ROLES.items() if name.startswith(prefix)), "api")
+    if by_name := next((role for prefix, role in ROLES.items() if name.startswith(prefix)), None):
+        return by_name
+    if below_ray():
+        return next((role for kind, role in BUILT.items() if objects.latest(kind)), "worker")
+    return "api"
+
+
+def below_ray() -> bool:
+    """Whether Ray started this process, as an actor or for tasks."""
+    ray = sys.modules.get(RAY)
+    return getattr(getattr(ray, "global_worker", None), "mode", None) == RAY_WORKER
 
 
 def own() -> Identity:
@@ -33,3 +51,57 @@ def known(pid: int) -> Identity:
 def create_time() -> float:
     """When this process started, in seconds since the epoch by the current clock."""
     return time.time() - identity.age_s(own().start_ticks)
+
+
+def standing() -> Standing:
+    """Whose this process is, its node and its ranks; only the node before vLLM has a config."""
+    node = os.uname().nodename
+    worker = objects.latest("worker")
+    holders = (worker, objects.latest("scheduler"), objects.latest("engine-client"))
+    # Who is given a config has made none.
+    configs: list[Any] = [getattr(holder, "vllm_config", None) for holder in holders]
+    config: Any = next(filter(None, [*configs, *objects.every("config")]), None)
+    try:
+        return Standing(node=node, servers=servers(config), **ranks(config.parallel_config, worker))
+    except (AttributeError, TypeError):  # there is none yet, or it has an unknown shape
+        return Standing(node=node)
+
+
+def servers(config: Any) -> tuple[str, ...]:
+    """The ids of the server with this config.
+
+    vLLM numbers each configuration that it makes, and copies it to engines and workers, also by
+    Ray. What is started on each node apart shares the address at which the nodes meet.
+    """
+    parallel = config.parallel_config
+    found = [f"instance {config.instance_id}"]
+    apart = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
+    if apart or parallel.data_parallel_size_local < parallel.data_parallel_size:
+        at = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
+        found.append(f"data-parallel {at}")
+    if getattr(parallel, "nnodes", 1) > 1:
+        found.append(f"nodes {parallel.master_addr}:{parallel.master_port}")
+    return tuple(found)
+
+
+def ranks(parallel: Any, worker: Any) -> dict[str, Any]:
+    """The ranks of an engine or a worker, and how many there are."""
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    data = parallel.data_parallel_size
+    found: dict[str, Any] = {"sizes": {"DP": data, "TP": tensor, "PP": pipeline}}
+    if role() == "api":
+        return found
+    found["dp_rank"] = data_rank(parallel)
+    rank = getattr(worker, "rank", None)
+    if rank is not None and role() == "worker":
+        # vLLM numbers the workers of an engine by stage, and within a stage by tensor rank.
+        rank %= parallel.world_size
+        found["tp_rank"] = rank % tensor
+        found["pp_rank"] = rank * pipeline // parallel.world_size
+    return found
+
+
+def data_rank(parallel: Any) -> int:
+    """The data parallel rank; an engine of a model without experts otherwise takes itself for 0."""
+    rank = getattr(parallel, "data_parallel_index", None)
+    return int(parallel.data_parallel_rank if rank is None else rank)

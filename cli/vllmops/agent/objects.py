@@ -26,6 +26,7 @@ hooked: dict[str, float] = {}
 HOOKS = {
     # The constructor that all multimodal caches share.
     "mm-cache": ("vllm.multimodal.cache.base", "vllm.multimodal.cache", "BaseMultiModalCache"),
+    "config": ("vllm.config.vllm", "vllm.config", "VllmConfig"),
     "scheduler": ("vllm.v1.core.sched.scheduler", "", "Scheduler"),
     "executor": ("vllm.v1.executor.abstract", "", "Executor"),
     "engine-client": ("vllm.v1.engine.async_llm", "", "AsyncLLM"),

@@ -34,7 +34,7 @@ from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
 from . import caches, compare, engine, keys, memory, objects, repair, reset
 from .gate import gate
 from .heartbeat import Heart
-from .identity import own, role
+from .identity import own, role, standing
 from .log import log
 from .patches import registry
 
@@ -280,6 +280,7 @@ def beat(sequence: int, now: float) -> Beat:
         sequence=sequence,
         **own()._asdict(),
         role=role(),
+        standing=standing(),
         current_step=step,
         running=running,
         waiting=waiting,
@@ -296,6 +297,7 @@ def hello() -> Hello:
         agent=__version__,
         **own()._asdict(),
         role=role(),
+        standing=standing(),
         vllm_version=getattr(sys.modules.get("vllm"), "__version__", None),
         python=platform.python_version(),
         features=FEATURES,

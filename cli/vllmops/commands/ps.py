@@ -19,6 +19,7 @@ from ..instances.record import State, folders
 from ..instances.servers import Server, find, pending, reclaim
 from ..output import Json, Result, command, say, size, span, table, typer_app
 from ..protocol.identity import age_s
+from ..protocol.place import Place, named
 from ..rpc import agent
 from ..streams import printable
 from ..vllm_api import http as client_http
@@ -31,7 +32,7 @@ BAD = {"failed", "orphaned", "died", "not answering"}
 WITH_AGENT = {Role.API, Role.LAUNCHER, Role.ENGINE, Role.WORKER}
 
 
-class ProcessRow(msgspec.Struct, frozen=True):
+class ProcessRow(Place, frozen=True, kw_only=True):
     """One process. ``agent``: ``answers``, or why not: ``absent``, ``timeout``, ``stale`` …"""
 
     role: str
@@ -128,7 +129,14 @@ def row(server: Server) -> InstanceRow:
         uptime_s=age_s(server.processes[0].start_ticks) if server.processes else None,
         rss_bytes=sum(process.rss_bytes or 0 for process in server.processes),
         processes=[
-            ProcessRow(p.role, p.pid, p.rss_bytes, agents.get(p.pid)) for p in server.processes
+            ProcessRow(
+                role=p.role,
+                pid=p.pid,
+                rss_bytes=p.rss_bytes,
+                agent=agents.get(p.pid),
+                **msgspec.structs.asdict(p.place),
+            )
+            for p in server.processes
         ],
         failure=record.failure.cause if record and record.failure else None,
         uds=server.uds,
@@ -181,7 +189,7 @@ def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
         for process in one.processes:
             if process.role != Role.OTHER:
                 processes.add_row(
-                    f"  {process.role}",
+                    f"  {named(process.role, process)}",
                     str(process.pid),
                     size(process.rss_bytes),
                     process.agent or "-",

@@ -22,7 +22,8 @@ from ..home import home, user
 from ..host import kmsg, proc, processes, shm
 from ..host.gpu import Gpus
 from ..host.processes import ROLES, Process, Role
-from ..instances.servers import Server, roots
+from ..instances import membership
+from ..instances.servers import Server
 from ..memory import record as memory
 from ..protocol import identity
 from ..protocol.caches import CacheSnapshot, Silent
@@ -492,12 +493,12 @@ def leftovers() -> Iterator[Leftover]:
 
 def orphans(table: processes.Table) -> Iterator[ProcessState]:
     """Processes of dead servers: those of a live one have a Python process above them."""
-    for pid in sorted(roots(table)):
-        seen = table[pid]
+    for tree in membership.groups(table)[1]:
+        seen = table[tree[0].pid]
         role = processes.titled(seen.words)
         above = table.get(seen.ppid)
         if role and not (above and any("python" in word for word in above.words[:1])):
-            yield state(Process(role, pid, seen.start_ticks, " ".join(seen.words), seen.rss_bytes))
+            yield state(tree[0])
 
 
 def guard(server: Server) -> Guard:

@@ -41,6 +41,11 @@ TITLES = {
     "VLLM::EngineCore": Role.ENGINE,
     "VLLM::Worker": Role.WORKER,
     "VLLM::DPCoordinator": Role.COORDINATOR,
+    # Ray's, of vLLM's actors; while one works, its method follows.
+    "ray::RayWorkerProc": Role.WORKER,
+    "ray::RayWorkerWrapper": Role.WORKER,
+    "ray::EngineCoreActor": Role.ENGINE,
+    "ray::DPMoEEngineCoreActor": Role.ENGINE,
 }
 MODULES = {
     "vllm.entrypoints.openai.api_server",
@@ -61,7 +66,8 @@ class Process:
         title: command line or title, for a person.
         rss_bytes: resident memory in bytes, None if it can't be read.
         boot: as in `Identity`.
-        place: its ranks by its title, or by its agent, which also says its node.
+        place: its node and its ranks, by its title and by its agent.
+        home: the state directory of its agent; empty for the one that its environment names.
     """
 
     role: Role
@@ -71,6 +77,7 @@ class Process:
     rss_bytes: int | None = None
     boot: str = field(default_factory=boot_id)
     place: Place = field(default_factory=Place)
+    home: str = ""
 
     @property
     def identity(self) -> Identity:

@@ -15,6 +15,7 @@ from ..host.shape import option, shape, unix_path
 from ..protocol.identity import Identity, boot_id
 from ..store.urls import shown
 from ..targets import Url, parsed
+from . import membership
 from .control import adopt
 from .record import Folder, Record, State, address, folders
 
@@ -27,7 +28,7 @@ class Server:
 
     Args:
         name: the instance's name, None for one that vllmops did not start.
-        processes: the tree, root first.
+        processes: the tree, root first, and what else on this machine belongs to the server.
         host: address it listens on, None if unknown.
         port: TCP port, None if unknown, or where it has none.
         model: the model as given to vLLM.
@@ -71,34 +72,33 @@ def find() -> list[Server]:
     An instance that is over is among them, without processes.
     """
     table = processes.table()
-    servers = []
-    ours: set[int] = set()
+    instances, trees = [], []
     for folder in folders():
         try:
             record = folder.read()
         except VllmopsError:
             continue  # its processes are still found below, by the process table
-        if record is None:
-            continue
-        known = [p.pid for p in record.processes if is_in(table, p)]
-        tree = processes.tree(table, known)
-        ours |= {process.pid for process in tree}
-        servers.append(
-            Server(
-                name=record.name,
-                processes=tree,
-                host=record.host,
-                port=record.port,
-                model=record.model,
-                scheme=record.scheme,
-                record=record,
-                supervised=folder.supervised(),
-                uds=record.uds,
-                headless=record.headless,
-            )
+        if record is not None:
+            instances.append((folder, record))
+            known = [p.pid for p in record.processes if is_in(table, p)]
+            trees.append(processes.tree(table, known))
+    trees, strangers = membership.groups(table, trees)
+    servers = [
+        Server(
+            name=record.name,
+            processes=tree,
+            host=record.host,
+            port=record.port,
+            model=record.model,
+            scheme=record.scheme,
+            record=record,
+            supervised=folder.supervised(),
+            uds=record.uds,
+            headless=record.headless,
         )
-    strangers = [stranger(table, pid) for pid in sorted(roots(table)) if pid not in ours]
-    return servers + sorted(strangers, key=lambda server: server.processes[0].start_ticks)
+        for (folder, record), tree in zip(instances, trees, strict=True)
+    ]
+    return servers + [stranger(table, tree) for tree in strangers]
 
 
 def is_in(table: processes.Table, process: Process) -> bool:
@@ -110,30 +110,12 @@ def is_in(table: processes.Table, process: Process) -> bool:
     )
 
 
-def roots(table: processes.Table) -> set[int]:
-    """The topmost vLLM processes: servers, and what servers left behind when they died."""
-    vllm = {
-        pid
-        for pid, seen in table.items()
-        if not seen.zombie
-        and (processes.serve_arguments(seen.words) is not None or processes.titled(seen.words))
-    }
-    found = set()
-    for pid in vllm:
-        # A tree counts once, even with another program's process inside it.
-        above = table[pid].ppid
-        while above in table and above not in vllm:
-            above = table[above].ppid
-        if above not in vllm:
-            found.add(pid)
-    return found
-
-
-def stranger(table: processes.Table, pid: int) -> Server:
+def stranger(table: processes.Table, tree: membership.Tree) -> Server:
     """A server that vllmops did not start, by its command line and its sockets."""
+    pid = tree[0].pid
     arguments = processes.serve_arguments(table[pid].words)
     if arguments is None:
-        return Server(name=None, processes=processes.tree(table, [pid]))
+        return Server(name=None, processes=tree)
     port = option(arguments, "--port")
     listening = processes.listening_ports(pid)
     found = shape(arguments)
@@ -142,7 +124,7 @@ def stranger(table: processes.Table, pid: int) -> Server:
     known = int(port) if port and port.isdigit() else listening[0] if listening else DEFAULT_PORT
     return Server(
         name=None,
-        processes=processes.tree(table, [pid]),
+        processes=tree,
         host=option(arguments, "--host") or "",
         port=known if reached else None,
         model=option(arguments, "--model") or positional(arguments),

@@ -34,7 +34,7 @@ from ..host import ports, processes, shape, shm
 from ..host.processes import VITAL, Process, Role, alive
 from ..protocol import identity
 from ..protocol.identity import boot_id
-from . import logs, readiness, takedown, watcher
+from . import logs, membership, readiness, takedown, watcher
 from .control import Request
 from .record import Failure, Folder, Record, State
 
@@ -393,7 +393,7 @@ class Supervisor:
         table = processes.table()
         roots = [process.pid for process in known if alive(process)]
         roots += takedown.members(table, self.record.session)
-        seen = processes.tree(table, dict.fromkeys(roots))
+        seen = membership.complete(table, processes.tree(table, dict.fromkeys(roots)))
         seen = tuple(dataclasses.replace(process, rss_bytes=None) for process in seen)
         pids = {process.pid for process in seen}
         segments = set(self.record.segments).union(*(shm.used_by(pid) for pid in pids))

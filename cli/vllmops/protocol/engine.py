@@ -7,11 +7,12 @@ from typing import Annotated
 import msgspec
 
 from .identity import Identity
+from .place import Standing
 
 # Raised when an answer changes so that an older reader would misread it.
-SCHEMA = 2
+SCHEMA = 3
 
-BEAT_BYTES = 512
+BEAT_BYTES = 1024
 BEAT_INTERVAL_S = 1.0
 
 # What somebody may request for: JSON has no NaN and no infinity, but 1e308, which no timer takes.
@@ -33,6 +34,7 @@ class Hello(Answer, frozen=True, kw_only=True):
         pid: process id.
         start_ticks, boot: with the pid its `Identity`.
         role: the process's own guess; the process tree knows better.
+        standing: whose it is, its node and its ranks.
         vllm_version: None if unknown.
         python: version of Python.
         features: the requests that this agent understands.
@@ -44,6 +46,7 @@ class Hello(Answer, frozen=True, kw_only=True):
     start_ticks: int = 0
     boot: str = ""
     role: str
+    standing: Standing = Standing()
     vllm_version: str | None = None
     python: str = ""
     features: tuple[str, ...] = ()
@@ -63,7 +66,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
         sequence: beats so far.
         pid: process id.
         start_ticks, boot: with the pid its `Identity`.
-        role: as in `Hello`.
+        role, standing: as in `Hello`.
         current_step: calls of ``schedule()`` so far; None if the process has no scheduler.
         running: requests running.
         waiting: requests waiting.
@@ -84,6 +87,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     start_ticks: int = 0
     boot: str = ""
     role: str
+    standing: Standing = Standing()
     current_step: int | None = None
     running: int | None = None
     waiting: int | None = None

@@ -29,6 +29,26 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: int | None = None
     ranks: str = ""
 
+    def numbers(self) -> dict[str, int]:
+        """The ranks that are known, by the names in `DIMENSIONS`."""
+        ranks = (self.dp_rank, self.tp_rank, self.pp_rank)
+        return {
+            name: rank for name, rank in zip(DIMENSIONS, ranks, strict=True) if rank is not None
+        }
+
+
+class Standing(Place, frozen=True, kw_only=True):
+    """What an agent says of its process's place; the command line adds the names.
+
+    Args:
+        servers: ids of the server. They come from vLLM's own configuration, which reaches every
+            rank: two processes that share one are of one server, whoever started them.
+        sizes: how many ranks there are of each kind, by the names in `DIMENSIONS`.
+    """
+
+    servers: tuple[str, ...] = ()
+    sizes: dict[str, int] = {}
+
 
 def place(node: str, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> Place:
     """A place, from ranks and sizes by the names in `DIMENSIONS`."""

@@ -32,6 +32,7 @@ from ..protocol.keys import ProcessKeys
 from ..protocol.memory import AgentMemory
 from ..protocol.packages import Packages
 from ..protocol.patches import ProcessPatches
+from ..protocol.place import named
 from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..protocol.resets import ResetDone, ResetRequest
 from ..protocol.socket import DIRECTORY, PATH_BYTES
@@ -386,6 +387,16 @@ def own_identity(process: Process) -> Identity:
         raise gone(process) from error
 
 
+def listed(place: Path) -> set[int]:
+    """The pids of the processes whose agents are, or were, in a state directory."""
+    try:
+        names = os.listdir(place / DIRECTORY)
+    except OSError:
+        return set()
+    found = (name.removesuffix(".beat") for name in names if name.endswith(".beat"))
+    return {int(stem) for stem in found if stem.isdecimal()}
+
+
 def socket_path(process: Process) -> Path:
     """Where the process's agent listens, by the process's own environment, as seen from here."""
     path = state_home(process) / DIRECTORY / f"{own_identity(process).pid}.sock"
@@ -401,6 +412,8 @@ def state_home(process: Process) -> Path:
     Raises:
         VllmopsError: ``agent.gone``.
     """
+    if process.home:
+        return Path(process.home)
     uid, pid = owner(process), process.pid
     for _ in range(ANCESTORS):
         environment = proc.environment(pid)
@@ -572,4 +585,4 @@ def broken(process: Process, why: str) -> VllmopsError:
 
 def name(process: Process) -> str:
     """How messages name a process."""
-    return f"{process.role} {process.pid}"
+    return f"{named(process.role, process.place)} {process.pid}"

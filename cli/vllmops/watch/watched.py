@@ -19,7 +19,7 @@ from ..errors import VllmopsError
 from ..home import make_missing
 from ..host import processes
 from ..host.processes import VITAL
-from ..instances import control
+from ..instances import control, membership
 from ..instances.control import Request
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find
@@ -169,7 +169,9 @@ class Watched:
         up = look.health == 200 or any(pulse.beat.loop_s is not None for pulse in look.pulses)
         if not self.due():
             return
-        tree = processes.tree(processes.table(), [p.pid for p in self.server.processes])
+        table = processes.table()
+        tree = processes.tree(table, [p.pid for p in self.server.processes])
+        tree = membership.complete(table, tree)
         known = {process.pid for process in self.server.processes}
         new = tuple(process for process in tree if process.pid not in known)
         self.server = dataclasses.replace(self.server, processes=self.server.processes + new)

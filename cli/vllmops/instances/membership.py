@@ -1,0 +1,172 @@
+"""Which processes of this machine are one server's, with the place of each one.
+
+A server is more than a tree of processes. Ray's actors hang below a raylet, and the engines of a
+headless node were started on their own. The agents in them say whose they are: they share an id
+that comes from vLLM's own configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import VllmopsError
+from ..home import home
+from ..host import processes
+from ..host.processes import Process, Role, Table
+from ..protocol.place import Standing, place
+from ..rpc import agent
+
+Tree = tuple[Process, ...]
+NODE = os.uname().nodename
+WITH_AGENT = {*processes.ROLES, Role.LAUNCHER}
+
+
+def roots(table: Table) -> set[int]:
+    """The topmost vLLM processes: servers, Ray's actors, and what dead servers left behind."""
+    vllm = {
+        pid
+        for pid, seen in table.items()
+        if not seen.zombie
+        and (processes.serve_arguments(seen.words) is not None or processes.titled(seen.words))
+    }
+    found = set()
+    for pid in vllm:
+        # A tree counts once, even with another program's process inside it.
+        above = table[pid].ppid
+        while above in table and above not in vllm:
+            above = table[above].ppid
+        if above not in vllm:
+            found.add(pid)
+    return found
+
+
+def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[Tree]]:
+    """Every server of a process table.
+
+    A tree without an API server, such as an actor of Ray's, is added to the one with an API server
+    that it belongs to. Only processes of one user are put together: what another user's process
+    says of itself is not trusted.
+
+    Args:
+        table: the process table.
+        known: the trees of instances; a headless one stays a server of its own, too.
+
+    Returns:
+        The known trees, completed, and the other ones, the oldest first.
+    """
+    ours = pids(known)
+    trees = [*known, *(processes.tree(table, [pid]) for pid in sorted(roots(table) - ours))]
+    voices = heard(table, [process for tree in trees for process in tree])
+    # Some have no title that shows them, as an actor of somebody's own class.
+    hidden = sorted(voices.keys() - pids(trees))
+    trees = [*trees, *(processes.tree(table, [pid]) for pid in hidden)]
+    trees = [tuple(described(process, voices) for process in tree) for tree in trees]
+    ids = [
+        set[str]().union(*(voices[pid].servers for pid in pids([tree]) & voices.keys()))
+        for tree in trees
+    ]
+    fronts = [index for index, tree in enumerate(trees) if any(p.role is Role.API for p in tree)]
+    joined = list(trees)
+    for index, tree in enumerate(trees):
+        front = next((front for front in fronts if ids[front] & ids[index]), None)
+        if front is not None and index not in fronts and user(trees[front]) == user(tree):
+            have = pids([joined[front]])
+            joined[front] += tuple(process for process in tree if process.pid not in have)
+    joined = [labelled(tree, voices) for tree in joined]
+    count = len(known)
+    often = Counter(process.pid for tree in joined for process in tree)
+    # A program of somebody's own that has an agent, and no server, is none either.
+    shown = joined[count : len(joined) - len(hidden)]
+    alone = [tree for tree in shown if tree and often[tree[0].pid] == 1]
+    return joined[:count], sorted(alone, key=lambda tree: tree[0].start_ticks)
+
+
+def complete(table: Table, tree: Tree) -> Tree:
+    """A server's tree, with what else on this machine is of that server."""
+    return groups(table, [tree])[0][0]
+
+
+def pids(trees: Iterable[Tree]) -> set[int]:
+    return {process.pid for tree in trees for process in tree}
+
+
+@dataclasses.dataclass(frozen=True)
+class Voice:
+    """What the agent of a process says of it, and the state directory where it says so."""
+
+    role: str
+    standing: Standing
+    home: str
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        return self.standing.servers
+
+
+def heard(table: Table, known: Iterable[Process]) -> dict[int, Voice]:
+    """What the agents of this machine say, by pid; from their heartbeats, so of stuck ones, too.
+
+    A process's environment does not always show where its agent is: an actor of Ray's gets its
+    environment only once it runs. So all agents in the state directories of the known processes
+    are heard.
+    """
+    homes: dict[Path, None] = {}
+    for process in known:
+        if process.role in WITH_AGENT:
+            with suppress(VllmopsError, OSError):
+                homes[agent.state_home(process)] = None
+    with suppress(VllmopsError):
+        homes[home()] = None
+    found = {}
+    for state in homes:
+        for pid in agent.listed(state):
+            seen = table.get(pid)
+            if seen is None or seen.zombie:
+                continue
+            process = Process(Role.OTHER, pid, seen.start_ticks, home=str(state))
+            with suppress(VllmopsError):
+                if pulse := agent.beat(process):
+                    found[pid] = Voice(pulse.beat.role, pulse.beat.standing, process.home)
+    return found
+
+
+def user(tree: Tree) -> int | None:
+    """The uid of a tree's root, None if it is gone."""
+    with suppress(VllmopsError):
+        return agent.owner(tree[0])
+    return None
+
+
+def described(process: Process, voices: Mapping[int, Voice]) -> Process:
+    """A process with its agent's state directory, and its role where no title shows that."""
+    if process.pid not in voices:
+        return process
+    voice = voices[process.pid]
+    hidden = process.role is Role.OTHER and voice.role in {Role.ENGINE, Role.WORKER}
+    role = Role(voice.role) if hidden else process.role
+    return dataclasses.replace(process, role=role, home=voice.home)
+
+
+def labelled(tree: Tree, voices: Mapping[int, Voice]) -> Tree:
+    """A server's processes, each with its place.
+
+    A dimension has as many ranks as any process of the server shows: data parallel engines of a
+    model without experts know of themselves alone.
+    """
+    says = {p.pid: voices[p.pid].standing if p.pid in voices else Standing() for p in tree}
+    ranks = {p.pid: p.place.numbers() | says[p.pid].numbers() for p in tree}
+    sizes: dict[str, int] = {}
+    for process in tree:
+        shown = dict.fromkeys(process.place.numbers(), 2)  # in a title, so there are several
+        counted = {name: rank + 1 for name, rank in ranks[process.pid].items()}
+        for known in (shown, counted, says[process.pid].sizes):
+            sizes |= {name: max(size, sizes.get(name, 1)) for name, size in known.items()}
+    return tuple(
+        dataclasses.replace(p, place=place(says[p.pid].node or NODE, ranks[p.pid], sizes))
+        for p in tree
+    )
