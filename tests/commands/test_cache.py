@@ -72,6 +72,11 @@ def test_figures_of_a_live_process(engine: Any) -> None:
     assert lru == {
         "role": "engine",
         "pid": engine.process.pid,
+        "node": os.uname().nodename,
+        "dp_rank": None,
+        "tp_rank": None,
+        "pp_rank": None,
+        "ranks": "",
         "kind": "mm-lru",
         "side": "P1",
         "entries": 3,

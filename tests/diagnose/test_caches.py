@@ -346,6 +346,54 @@ def test_each_engine_against_its_own_workers() -> None:
     assert codes(sample) == []
 
 
+def test_each_engine_against_the_workers_of_its_rank() -> None:
+    """Below Ray no worker is its engine's child."""
+
+    def engine(rank: int, keys: str) -> list[ProcessCaches]:
+        cache = encoder(
+            cached={key: [] for key in keys},
+            slots_by_key=dict.fromkeys(keys, 7),
+            freeable=dict.fromkeys(keys, 7),
+            inputs={},
+            freeable_slots=3 + 7 * len(keys),
+        )
+        place: dict[str, Any] = {"dp_rank": rank, "ranks": f"DP{rank}"}
+        return [
+            ProcessCaches(pid=10 + rank, parent=1, role="engine", caches=[cache], **place),
+            ProcessCaches(pid=20 + rank, parent=5, role="worker", caches=[worker(keys)], **place),
+        ]
+
+    sample = Sample(taken_at=0.0, processes=[*engine(0, "a"), *engine(1, "b")], quiet=True)
+    assert codes(sample) == []
+    swapped = [
+        replace(process, dp_rank=21 - process.pid) if process.role == "worker" else process
+        for process in sample.processes
+    ]
+    wrong = findings(replace(sample, processes=swapped))
+    assert {finding.subject for finding in wrong} == {
+        "engine DP0 10 and worker DP1 21",
+        "engine DP1 11 and worker DP0 20",
+    }
+
+
+def test_a_worker_that_differs_from_its_group_is_named_by_its_rank() -> None:
+    """An encoder-decoder's scheduler keeps no entries: the group alone shows it."""
+    scheduler = EncoderDecoderCache(name="Manager", slots=9, free_slots=9, passing=["a", "b"])
+    sample = server(lru("P0"), lru("P1"), scheduler, worker("ab"), worker("a"), worker("ab"))
+    ranked = [
+        replace(process, tp_rank=process.pid - 3, pp_rank=0, ranks=f"TP{process.pid - 3}")
+        if process.role == "worker"
+        else process
+        for process in sample.processes
+    ]
+    (finding,) = findings(replace(sample, processes=ranked))
+    assert finding.code == "encoder-cache.worker-differs"
+    assert finding.subject == "worker TP1 4"
+    assert "it lacks: 1: b" in finding.evidence
+    stages = [replace(p, pp_rank=p.tp_rank, tp_rank=p.tp_rank and 0) for p in ranked]
+    assert codes(replace(sample, processes=stages)) == []
+
+
 def test_transferred_encoder_outputs_are_not_compared() -> None:
     sample = server(None, None, None, worker("xyz"))
     setup = Setup(multimodal=True, encoder_connector=True)

@@ -28,7 +28,7 @@ from ..protocol.caches import (
     WorkerEncoderCache,
 )
 from . import engine, objects
-from .identity import role
+from .identity import here, role
 
 TRIES = 5
 PAUSE_S = 0.003
@@ -55,7 +55,7 @@ def snapshot(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
     return ProcessCaches(
         pid=os.getpid(),
         parent=os.getppid(),
-        role=role(),
+        **here(),
         caches=caches,
         setup=setup(),
         unfinished=state.unfinished,

@@ -21,6 +21,7 @@ from ..protocol.caches import ProcessCaches
 from ..protocol.compares import CompareRequest, Comparison, Look
 from . import caches, engine, objects
 from .gate import Arrival, gate
+from .identity import here
 from .imports import when_imported
 
 UTILITY = "vllmops_look"
@@ -101,7 +102,7 @@ def outputs(worker: Any) -> bytes:
     cache = caches.worker_encoder(vars(worker).get("worker", worker))
     return ENCODER.encode(
         ProcessCaches(
-            pid=os.getpid(), parent=os.getppid(), role="worker", caches=[cache] if cache else []
+            pid=os.getpid(), parent=os.getppid(), **here(), caches=[cache] if cache else []
         )
     )
 

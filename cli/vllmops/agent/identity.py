@@ -9,9 +9,11 @@ import time
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from ..protocol import identity
 from ..protocol.identity import Identity
-from ..protocol.place import Standing
+from ..protocol.place import Place, Standing, place
 from . import objects
 
 # By the prefixes of vLLM's process names; any other process is the front end.
@@ -19,6 +21,9 @@ ROLES = {"EngineCore": "engine", "VllmWorker": "worker", "Worker": "worker"}
 # A process of Ray's has no such name: what vLLM has built in it shows what it is.
 BUILT = {"engine-client": "api", "scheduler": "engine"}
 RAY = "ray._private.worker"
+# vLLM numbers a configuration again whenever it checks it: an engine, before its first request.
+INSTANCES = 4
+_instances: dict[str, None] = {}
 RAY_WORKER = 1  # WORKER_MODE there; a program that only uses Ray, as vLLM's engine, has another
 
 
@@ -53,6 +58,12 @@ def create_time() -> float:
     return time.time() - identity.age_s(own().start_ticks)
 
 
+def here() -> dict[str, Any]:
+    """Role and place of this process, as fields of an answer."""
+    own = standing()
+    return {"role": role(), **{name: getattr(own, name) for name in Place.__struct_fields__}}
+
+
 def standing() -> Standing:
     """Whose this process is, its node and its ranks; only the node before vLLM has a config."""
     node = os.uname().nodename
@@ -62,7 +73,9 @@ def standing() -> Standing:
     configs: list[Any] = [getattr(holder, "vllm_config", None) for holder in holders]
     config: Any = next(filter(None, [*configs, *objects.every("config")]), None)
     try:
-        return Standing(node=node, servers=servers(config), **ranks(config.parallel_config, worker))
+        ranks, sizes = numbers(config.parallel_config, worker)
+        fields = msgspec.structs.asdict(place(node, ranks, sizes))
+        return Standing(servers=servers(config), sizes=sizes, **fields)
     except (AttributeError, TypeError):  # there is none yet, or it has an unknown shape
         return Standing(node=node)
 
@@ -74,7 +87,8 @@ def servers(config: Any) -> tuple[str, ...]:
     Ray. What is started on each node apart shares the address at which the nodes meet.
     """
     parallel = config.parallel_config
-    found = [f"instance {config.instance_id}"]
+    _instances.setdefault(f"instance {config.instance_id}")
+    found = list(_instances)[:INSTANCES]
     apart = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
     if apart or parallel.data_parallel_size_local < parallel.data_parallel_size:
         at = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
@@ -84,21 +98,18 @@ def servers(config: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def ranks(parallel: Any, worker: Any) -> dict[str, Any]:
-    """The ranks of an engine or a worker, and how many there are."""
+def numbers(parallel: Any, worker: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """The ranks of an engine or a worker, and how many there are of each kind."""
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    data = parallel.data_parallel_size
-    found: dict[str, Any] = {"sizes": {"DP": data, "TP": tensor, "PP": pipeline}}
-    if role() == "api":
-        return found
-    found["dp_rank"] = data_rank(parallel)
+    sizes = {"DP": parallel.data_parallel_size, "TP": tensor, "PP": pipeline}
+    own = role()
+    ranks = {} if own == "api" else {"DP": data_rank(parallel)}
     rank = getattr(worker, "rank", None)
-    if rank is not None and role() == "worker":
+    if rank is not None and own == "worker":
         # vLLM numbers the workers of an engine by stage, and within a stage by tensor rank.
         rank %= parallel.world_size
-        found["tp_rank"] = rank % tensor
-        found["pp_rank"] = rank * pipeline // parallel.world_size
-    return found
+        ranks |= {"TP": rank % tensor, "PP": rank * pipeline // parallel.world_size}
+    return ranks, sizes
 
 
 def data_rank(parallel: Any) -> int:

@@ -24,7 +24,7 @@ from ..keys import file
 from ..keys.ring import CARRIER_TTL_S, Ring, kids
 from ..protocol.keys import ProcessKeys
 from . import objects
-from .identity import role
+from .identity import here, role
 from .log import log
 
 if TYPE_CHECKING:
@@ -142,13 +142,13 @@ def state(*, reload: bool = False) -> ProcessKeys:
         reload: load the file first, also if it has not changed.
     """
     if _holder is None:
-        return ProcessKeys(pid=os.getpid(), role=role())
+        return ProcessKeys(pid=os.getpid(), **here())
     if reload:
         _holder.check(reload=True)
     path: Path | None = _holder.source.path
     return ProcessKeys(
         pid=os.getpid(),
-        role=role(),
+        **here(),
         keyring=None if path is None else str(path),
         source="environment" if path is None else "file",
         keys=tuple(key.public() for key in (_holder.ring.keys if _holder.ring else ())),

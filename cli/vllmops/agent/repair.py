@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, RepairRequest
 from . import objects
 from .caches import lru, side
-from .identity import role
+from .identity import here
 from .log import log
 
 LOOKS, APART_S = 3, 0.05
@@ -103,7 +103,7 @@ def repair(request: RepairRequest) -> ProcessRepair:
             log.warning("vllmops: repaired %s", change)
     return ProcessRepair(
         pid=os.getpid(),
-        role=role(),
+        **here(),
         dry_run=request.dry_run,
         caches=repaired,
         seconds=time.perf_counter() - began,

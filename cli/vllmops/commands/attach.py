@@ -17,6 +17,7 @@ from ..host.processes import ROLES
 from ..instances.servers import Server, resolve
 from ..output import Progress, Result, command
 from ..protocol.caches import Silent
+from ..protocol.place import who
 from ..rpc import agent
 from .options import Target, seconds
 
@@ -139,7 +140,7 @@ def report(
         table.add_row(*row)
     parts: list[RenderableType] = [table] if done else []
     for missing in silent:
-        parts.append(Text(f"{missing.role} {missing.pid}: {missing.why}", "bold red"))
+        parts.append(Text(f"{who(missing)}: {missing.why}", "bold red"))
         parts.append(Text(f"  hint: {missing.hint}"))
     if done:
         parts.append(Text(f"Next: vllmops cache inspect -t {server.label}"))

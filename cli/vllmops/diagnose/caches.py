@@ -7,6 +7,7 @@ The invariants are those of vLLM's classes: ``vllm/utils/cache.py``,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
+from ..protocol.place import who
 from .findings import Finding, Rule, Severity
 
 INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
@@ -178,6 +180,13 @@ WORKER_LEAK = Rule(
     "device memory is lost until the server restarts; the patch encoder-decoder-free-order "
     "removes one cause: vllmops patches list",
     "https://github.com/vllm-project/vllm/pull/32789",
+)
+WORKER_DIFFERS = Rule(
+    "encoder-cache.worker-differs",
+    ERROR,
+    "a worker has other entries than the other workers of its tensor parallel group",
+    "the workers of a group compute together: a request that uses such an entry fails in this "
+    "worker alone, and the others wait for it; " + RESTART,
 )
 OVER_FREED = Rule(
     "encoder-cache.over-freed",
@@ -390,7 +399,7 @@ def mirrored(sample: Sample) -> Iterator[Finding]:
         return
     sent = dict(zip(front.order or (), front.sizes or (), strict=True))
     held = dict(zip(back.order or (), back.sizes or (), strict=True))
-    subject = f"P0 of {process.role} {process.pid} and P1 of {engine.role} {engine.pid}"
+    subject = f"P0 of {who(process)} and P1 of {who(engine)}"
     if front_only := sent.keys() - held.keys():
         yield FRONT_ONLY.at(subject, some(front_only))
     if engine_only := held.keys() - sent.keys():
@@ -426,18 +435,32 @@ def encoders(sample: Sample) -> Iterator[Finding]:
     if setup is not None and setup.encoder_connector:
         return  # a worker receives entries from elsewhere and sends them elsewhere
     for process, cache in schedulers(sample):
+        groups: dict[int | None, list[tuple[ProcessCaches, frozenset[str]]]] = {}
         for worker, outputs in workers_of(process, sample):
-            subject = f"{process.role} {process.pid} and {worker.role} {worker.pid}"
-            held = set(outputs.keys)
+            subject = f"{who(process)} and {who(worker)}"
+            held = frozenset(outputs.keys)
             if isinstance(cache, EncoderDecoderCache):
-                allowed, required = set(cache.passing), set[str]()
+                allowed, required = frozenset(cache.passing), frozenset[str]()
             else:
-                allowed = set(cache.cached)
-                required = allowed if runs_encoder(outputs, setup) else set()
+                allowed = frozenset(cache.cached)
+                required = allowed if runs_encoder(outputs, setup) else frozenset()
             if required - held:
                 yield WORKER_MISSES.at(subject, some(required - held))
             if held - allowed:
                 yield WORKER_LEAK.at(subject, some(held - allowed))
+            if required <= held <= allowed and worker.tp_rank is not None:
+                groups.setdefault(worker.pp_rank, []).append((worker, held))
+        for group in groups.values():
+            yield from odd(group)
+
+
+def odd(group: Sequence[tuple[ProcessCaches, frozenset[str]]]) -> Iterator[Finding]:
+    """Workers that differ from the rest of their tensor parallel group, each with its keys."""
+    usual = Counter(held for _, held in group).most_common(1)[0][0]
+    for worker, held in group:
+        if held != usual:
+            evidence = both("it lacks", usual - held, "it alone has", held - usual)
+            yield WORKER_DIFFERS.at(who(worker), evidence)
 
 
 def schedulers(
@@ -453,10 +476,11 @@ def schedulers(
 def workers_of(
     engine: ProcessCaches, sample: Sample
 ) -> Iterator[tuple[ProcessCaches, WorkerEncoderCache]]:
-    """The workers of an engine: its children, or itself."""
+    """The workers of an engine: those of its rank, its children, or itself."""
     alone = len(list(schedulers(sample))) == 1
     for process in sample.processes:
-        if alone or engine.pid in (process.pid, process.parent):
+        same = engine.dp_rank is not None and engine.dp_rank == process.dp_rank
+        if alone or same or engine.pid in (process.pid, process.parent):
             for cache in process.caches:
                 if isinstance(cache, WorkerEncoderCache):
                     yield process, cache
@@ -541,13 +565,21 @@ def kind(setup: Setup | None) -> list[Note]:
 
 
 def setup_of(sample: Sample) -> Setup | None:
-    """How the server is set up, from the first process that reports it."""
-    return next((process.setup for process in sample.processes if process.setup), None)
+    """How the server is set up, from the first process that reports it.
+
+    An engine of a model without experts takes itself for the only one: those that are seen count.
+    """
+    found = next((process.setup for process in sample.processes if process.setup), None)
+    ranks = [process.dp_rank for process in sample.processes if process.dp_rank is not None]
+    if found is None or not ranks:
+        return found
+    engines = max(found.data_parallel or 1, max(ranks) + 1)
+    return msgspec.structs.replace(found, data_parallel=engines)
 
 
 def subject(process: ProcessCaches, cache: Cache) -> str:
     """How findings name a cache."""
-    return f"{cache.name} of {process.role} {process.pid}"
+    return f"{cache.name} of {who(process)}"
 
 
 def some(keys: Iterable[object]) -> str:

@@ -45,6 +45,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
         sides: ``P0`` and ``P1``, or ``scheduler`` and ``worker``.
         roles: of the two processes.
         pids: theirs.
+        ranks: theirs, for a person.
         entries: keys of each.
         common: keys that both have.
         only: keys that only the one side has.
@@ -56,6 +57,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     sides: tuple[str, str]
     roles: tuple[str, str]
     pids: tuple[int, int]
+    ranks: tuple[str, str] = ("", "")
     entries: tuple[int, int]
     common: int
     only: tuple[int, int]
@@ -182,6 +184,7 @@ def both(
         sides=(first, second),
         roles=(process.role, peer.role),
         pids=(process.pid, peer.pid),
+        ranks=(process.ranks, peer.ranks),
         entries=(len(keys), len(others)),
         common=len(shared),
         only=(len(mine - theirs), len(theirs - mine)),

@@ -16,6 +16,7 @@ from itertools import pairwise
 import msgspec
 
 from ..protocol.memory import AgentMemory, MemorySample, ProcessMemory, Recording
+from ..protocol.place import who
 from .findings import Finding, Rule, Severity
 from .student import quantile
 
@@ -180,7 +181,7 @@ def judged(recording: Recording) -> dict[str, list[tuple[float, ProcessMemory]]]
         if at is None or not all(process.rss_bytes for process in sample.processes):
             continue
         for process in sample.processes:
-            before = found.setdefault(f"{process.role} {process.pid}", [])
+            before = found.setdefault(who(process), [])
             # Not every sample has the agent's report; the last one counts until the next.
             agent = process.agent or (before[-1][1].agent if before else None)
             before.append((at, msgspec.structs.replace(process, agent=agent)))

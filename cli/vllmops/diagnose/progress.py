@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from ..protocol.place import who
 from ..protocol.server import Look, Pulse, Told
 from .findings import Rule, Severity
 
@@ -259,7 +260,7 @@ def ended(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
     since_s = lasting(looks, dead)
     if since_s is not None and since_s >= patience_s:
         last = [p for p in looks[-1].processes if p.role in VITAL and p.state in DEAD]
-        subject = ", ".join(f"{process.role} {process.pid}" for process in last)
+        subject = ", ".join(who(process) for process in last)
         yield Stall(ENDED.code, subject, since_s, f"dead for {since_s:.0f} s")
 
 
@@ -351,4 +352,4 @@ def lasting(looks: Sequence[Look], sign: Callable[[Look], object]) -> float | No
 
 def process_name(pulse: Pulse | Told) -> str:
     """Role and pid, as findings name a process."""
-    return f"{pulse.role} {pulse.pid}"
+    return who(pulse)

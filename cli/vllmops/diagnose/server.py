@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..protocol.patches import State
+from ..protocol.place import who
 from ..protocol.server import Disk, Gpu, Leftover, ProcessState, ServerSnapshot, Unseen, Xid
 from . import packages
 from .findings import Finding, Rule, Severity
@@ -349,7 +350,7 @@ def patched(snapshot: ServerSnapshot) -> Iterator[Finding]:
         for verdict in process.patches:
             if verdict.state in {State.FAILED, State.OFF} and verdict.present is not False:
                 key = (verdict.id, verdict.state, verdict.reason or "")
-                states.setdefault(key, []).append(f"{process.role} {process.pid}")
+                states.setdefault(key, []).append(who(process))
     for (patch, state, reason), names in states.items():
         rule = PATCH_FAILED if state == State.FAILED else DEFECT_PRESENT
         yield rule.at(", ".join(names), f"{patch}: {reason or state}")
@@ -543,7 +544,8 @@ CHECKS: tuple[Callable[[ServerSnapshot], Iterator[Finding]], ...] = (
 
 def called(process: ProcessState) -> str:
     """How findings name a process."""
-    return f"{process.title.removeprefix('VLLM::') or process.role} {process.pid}"
+    title = process.title.removeprefix("VLLM::")
+    return f"{title} {process.pid}" if title else who(process)
 
 
 def size(count: float) -> str:

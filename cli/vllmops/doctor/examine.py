@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from .. import __version__
@@ -30,6 +31,7 @@ from ..protocol.caches import CacheSnapshot, Silent
 from ..protocol.compares import CompareRequest, Comparison
 from ..protocol.pasted import Pasted
 from ..protocol.patches import ProcessPatches
+from ..protocol.place import who
 from ..protocol.server import (
     Canary,
     Disk,
@@ -169,7 +171,7 @@ class Examination:
             if (problem := process.error) and problem.code != "stacks.gone":
                 self.miss(
                     Unseen(
-                        f"stacks of {process.role} {process.pid}",
+                        f"stacks of {who(process)}",
                         problem.code,
                         problem.message,
                         problem.hint,
@@ -252,7 +254,7 @@ class Examination:
         held = parts.caches.result()
         compared = parts.comparisons.result()
         for agent_ in silent:
-            part = f"agent of {agent_.role} {agent_.pid}"
+            part = f"agent of {who(agent_)}"
             self.miss(Unseen(part, agent_.code, agent_.why, agent_.hint))
         for unseen in parts.unseen:
             self.miss(unseen)
@@ -343,7 +345,7 @@ def report(process: Process) -> Told:
     """What a process's agent reports; raises as `agent.reach` does."""
     reached = agent.reach(process)
     return Told(
-        role=process.role.value,
+        **agent.shown(process),
         pid=process.pid,
         hello=reached.hello(),
         engine=reached.engine(),
@@ -390,7 +392,7 @@ def pulses(server: Server) -> Iterator[Pulse]:
         with suppress(VllmopsError):
             if found := agent.beat(process):
                 yield Pulse(
-                    role=process.role.value, pid=process.pid, age_s=found.age_s, beat=found.beat
+                    **agent.shown(process), pid=process.pid, age_s=found.age_s, beat=found.beat
                 )
 
 
@@ -398,17 +400,14 @@ def state(process: Process) -> ProcessState:
     """A process as the kernel sees it now."""
     title = process.title.split(" ")[0] if process.title.startswith("VLLM::") else ""
     known = ProcessState(
-        role=process.role.value, pid=process.pid, create_time=process.create_time, title=title
+        **agent.shown(process), pid=process.pid, create_time=process.create_time, title=title
     )
     try:
         fields = identity.stat(process.pid)
     except OSError:
         return known
-    return ProcessState(
-        role=known.role,
-        pid=known.pid,
-        create_time=known.create_time,
-        title=title,
+    return msgspec.structs.replace(
+        known,
         state=fields[0],
         cpu_s=(int(fields[11]) + int(fields[12])) / TICKS,
         threads=int(fields[17]),

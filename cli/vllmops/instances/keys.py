@@ -13,6 +13,7 @@ from ..keys.file import PLACE
 from ..keys.ring import CARRIER_TTL_S
 from ..protocol.caches import Silent
 from ..protocol.keys import ProcessKeys
+from ..protocol.place import who
 from ..rpc import agent
 from ..store.settings import carriers
 from .servers import Server, find
@@ -36,7 +37,7 @@ class Holding:
 
     @property
     def who(self) -> str:
-        return f"{self.server} {self.keys.role} {self.keys.pid}"
+        return f"{self.server} {who(self.keys)}"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from ..host import ports, processes, shape, shm
 from ..host.processes import VITAL, Process, Role, alive
 from ..protocol import identity
 from ..protocol.identity import boot_id
+from ..protocol.place import named
 from . import logs, membership, readiness, takedown, watcher
 from .control import Request
 from .record import Failure, Folder, Record, State
@@ -428,7 +429,7 @@ class Supervisor:
             return failure
         dead = [p for p in dead if code is None or p.pid != self.record.session]
         if dead:
-            names = ", ".join(f"{p.role} (pid {p.pid})" for p in dead)
+            names = ", ".join(f"{named(p.role, p.place)} (pid {p.pid})" for p in dead)
             return Failure(f"{names} died without an error in the log: killed, or out of memory?")
         if echo := logs.failure(lines, echoes=True):
             return echo

@@ -12,6 +12,7 @@ from ..diagnose.memory import TOTAL
 from ..errors import Exit, VllmopsError
 from ..output import size
 from ..protocol.memory import MemorySample, ProcessMemory, Recording, RecordingHead
+from ..protocol.place import who
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,7 +110,7 @@ def draw_rss(axes: Axes, x: list[float], samples: Sequence[MemorySample], marker
     if not samples:
         return
     table = [[part.rss_bytes or 0 for part in sample.processes] for sample in samples]
-    names = [f"{part.role} {part.pid}" for part in samples[0].processes]
+    names = [who(part) for part in samples[0].processes]
     lines = [(TOTAL, [sum(row) for row in table], "black")]
     lines += [
         (name, [row[number] for row in table], f"C{number}") for number, name in enumerate(names)

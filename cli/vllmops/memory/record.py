@@ -31,6 +31,7 @@ from ..protocol.memory import (
     Recording,
     RecordingHead,
 )
+from ..protocol.place import who
 from ..rpc import agent
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ class Watch:
                 info = handle.memory_full_info()
                 rss, pss, uss = info.rss, info.pss, info.uss
         return ProcessMemory(
-            role=process.role.value,
+            **agent.shown(process),
             pid=process.pid,
             rss_bytes=rss,
             pss_bytes=pss,
@@ -325,7 +326,7 @@ class Recorder:
         self.recording.samples.append(sample)
         if self.journal:
             self.journal.add(sample)
-        gone = [f"{part.role} {part.pid}" for part in sample.processes if part.rss_bytes is None]
+        gone = [who(part) for part in sample.processes if part.rss_bytes is None]
         if gone:
             raise VllmopsError(
                 "memory.process-gone",

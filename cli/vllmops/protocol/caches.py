@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .engine import SCHEMA, Answer
+from .place import Place
 
 
 class LruCache(msgspec.Struct, frozen=True, kw_only=True, tag="lru"):
@@ -221,7 +222,7 @@ class ProcessCaches(Answer, frozen=True, kw_only=True):
     problems: list[str] = msgspec.field(default_factory=list)
 
 
-class Silent(msgspec.Struct, frozen=True, kw_only=True):
+class Silent(Place, frozen=True, kw_only=True):
     """A process that did not answer.
 
     Args:

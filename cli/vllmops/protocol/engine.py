@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from .identity import Identity
-from .place import Standing
+from .place import Place, Standing
 
 # Raised when an answer changes so that an older reader would misread it.
 SCHEMA = 3
@@ -20,8 +20,8 @@ LONGEST_S = 36_500 * 24 * 3600
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What every answer of an agent begins with."""
+class Answer(Place, frozen=True, kw_only=True):
+    """What every answer of an agent begins with; its place where it is about the process."""
 
     schema: int = SCHEMA
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from .engine import SCHEMA, Answer
+from .place import Place
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +95,7 @@ class AgentMemory(Answer, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
 
 
-class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ProcessMemory(Place, frozen=True, kw_only=True, omit_defaults=True):
     """One process in one sample.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -74,3 +75,33 @@ def of_title(title: str) -> Place:
 def named(role: str, where: Place) -> str:
     """How a person reads a process: ``worker DP0 TP1``."""
     return f"{role} {where.ranks}".rstrip()
+
+
+class Ranked(Protocol):
+    """What is said of a process: its role, its pid and its place."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def node(self) -> str: ...
+    @property
+    def dp_rank(self) -> int | None: ...
+    @property
+    def tp_rank(self) -> int | None: ...
+    @property
+    def pp_rank(self) -> int | None: ...
+    @property
+    def ranks(self) -> str: ...
+
+
+def who(process: Ranked) -> str:
+    """How messages name a process: ``worker DP0 TP1 4711``."""
+    return " ".join(filter(None, (process.role, process.ranks, str(process.pid))))
+
+
+def row(process: Ranked) -> dict[str, Any]:
+    """Which process it is, as fields for ``--json``."""
+    names = ("role", "pid", "node", "dp_rank", "tp_rank", "pp_rank", "ranks")
+    return {name: getattr(process, name) for name in names}

@@ -16,6 +16,7 @@ from .engine import SCHEMA, Beat, EngineState, Hello, Traffic
 from .memory import Recording
 from .metrics import Metrics
 from .patches import ProcessPatches
+from .place import Place
 from .stacks import StacksSnapshot
 
 
@@ -35,7 +36,7 @@ class Unseen(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessState(Place, frozen=True, kw_only=True):
     """A process as the kernel sees it.
 
     Args:
@@ -59,7 +60,7 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class Told(Place, frozen=True, kw_only=True):
     """An agent's report about its process, without caches and patches.
 
     Args:
@@ -74,7 +75,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}
 
 
-class Pulse(msgspec.Struct, frozen=True, kw_only=True):
+class Pulse(Place, frozen=True, kw_only=True):
     """A heartbeat as read from outside.
 
     Args:

@@ -162,7 +162,7 @@ class Agent:
             raise broken(self.process, f"it answered {status} to {path}: {content[:200]!r}")
         answer = decode(self.process, content, kind)
         # The process tree knows its role better, and in a container it has another pid for itself.
-        known = {"role": self.process.role.value, "pid": self.process.pid}
+        known = {**shown(self.process), "pid": self.process.pid}
         own = () if kind is Hello else known.keys() & kind.__struct_fields__
         return msgspec.structs.replace(answer, **{field: known[field] for field in own})
 
@@ -314,7 +314,7 @@ def untold(process: Process, error: VllmopsError) -> Silent:
     except VllmopsError:
         pulse = None
     return Silent(
-        role=process.role.value,
+        **shown(process),
         pid=process.pid,
         code=error.code,
         why=error.message,
@@ -581,6 +581,11 @@ def broken(process: Process, why: str) -> VllmopsError:
         "vllmops logs shows the errors of the agent",
         exit_code=Exit.NOT_FOUND,
     )
+
+
+def shown(process: Process) -> dict[str, Any]:
+    """Role and place of a process, as fields of what is said of it."""
+    return {"role": process.role.value, **msgspec.structs.asdict(process.place)}
 
 
 def name(process: Process) -> str:

@@ -19,7 +19,8 @@ from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
 from ..errors import VllmopsError
 from ..forever import Trouble
 from ..instances.servers import Server
-from ..protocol.repairs import Change
+from ..protocol.place import who
+from ..protocol.repairs import Change, ProcessRepair
 from ..protocol.server import Look, ServerSnapshot
 from ..protocol.watch import Event
 from .watched import Phase
@@ -301,7 +302,7 @@ class Watch:
             self.report_failure(error)
             return False
         done = [
-            words(repair.role, repair.pid, cache.changes, cache.left)
+            words(repair, cache.changes, cache.left)
             for repair in report.repairs
             for cache in repair.caches
         ]
@@ -362,7 +363,7 @@ def cause(found: Sequence[Stall], diagnosis: doctor.Diagnosis) -> Finding:
     return rules[found[0].code].at(found[0].subject, found[0].evidence)
 
 
-def words(role: str, pid: int, changes: Sequence[Change], left: str | None) -> str:
+def words(process: ProcessRepair, changes: Sequence[Change], left: str | None) -> str:
     """What was repaired in a cache."""
     repaired = ", ".join(f"{change.count:,.0f} {change.fault}" for change in changes)
-    return f"{role} {pid}: {repaired}" + (f", left as it is: {left}" if left else " repaired")
+    return f"{who(process)}: {repaired}" + (f", left as it is: {left}" if left else " repaired")

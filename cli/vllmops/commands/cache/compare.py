@@ -17,6 +17,7 @@ from ...instances.servers import resolve
 from ...output import Progress, Result, command
 from ...protocol.caches import Silent
 from ...protocol.compares import CompareRequest, Comparison
+from ...protocol.place import who
 from ..findings import FailOn, exit_code, lines
 from ..options import Target, seconds
 
@@ -113,7 +114,7 @@ def text(data: dict[str, Any]) -> Iterator[RenderableType]:
     for note in data["notes"]:
         yield Text(f"note: {note.text}")
     for silent in data["silent"]:
-        yield Text(f"{silent.role} {silent.pid} did not answer: {silent.why}", "yellow")
+        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
     for problem in data["problems"]:
         yield Text(problem, "yellow")
     yield from lines(data["findings"])
@@ -130,8 +131,10 @@ def text(data: dict[str, Any]) -> Iterator[RenderableType]:
 def sides(pair: judge.Pair) -> RenderableType:
     """A table with a column for each side."""
     titles = [
-        f"{side}: {role} {pid}" if side != role else f"{role} {pid}"
-        for side, role, pid in zip(pair.sides, pair.roles, pair.pids, strict=True)
+        " ".join(filter(None, ("" if side == role else f"{side}:", role, ranks, str(pid))))
+        for side, role, ranks, pid in zip(
+            pair.sides, pair.roles, pair.ranks, pair.pids, strict=True
+        )
     ]
     table = output.table("", *titles, right=titles)
     table.add_row("entries", *map(str, pair.entries))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,8 @@ from ...protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
+from ...protocol.place import row as ranked
+from ...protocol.place import who
 from ..findings import FailOn, exit_code, lines
 from ..options import Target, seconds, to_write
 
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NICENESS = 10
-SIDES_PER_TABLE = 2  # so that a table fits 60 columns
+SIDES_PER_TABLE = 3
 
 TITLES = {
     "mm-lru": "Multimodal cache, mirrored (front end P0, engine P1)",
@@ -158,7 +161,7 @@ def result(snapshot: CacheSnapshot, fail_on: Severity, keys: bool) -> Result:
         "notes": judge.notes(last),
         "silent": last.silent,
         "problems": [
-            {"role": process.role, "pid": process.pid, "problem": problem}
+            {**ranked(process), "problem": problem}
             for process in last.processes
             for problem in process.problems
         ],
@@ -175,7 +178,7 @@ def pairs(snapshot: CacheSnapshot) -> Iterator[tuple[ProcessCaches, Cache]]:
 
 def row(process: ProcessCaches, cache: Cache, keys: bool) -> dict[str, Any]:
     """A cache's figures; every kind uses the same names."""
-    return {"role": process.role, "pid": process.pid, **figures(cache, keys)}
+    return {**ranked(process), **figures(cache, keys)}
 
 
 def figures(cache: Cache, keys: bool) -> dict[str, Any]:
@@ -270,8 +273,7 @@ def text(data: dict[str, Any], findings: Sequence[Finding]) -> Iterator[Renderab
         if kind == "mm-processor-only" and len(sides) < len(data["caches"]):
             # Every process has one for the memory profiling at start; nothing else uses it.
             sides = [side for side in sides if side["entries"] or side["queries"]]
-        for start in range(0, len(sides), SIDES_PER_TABLE):
-            together = sides[start : start + SIDES_PER_TABLE]
+        for together in tables(sides):
             yield Text(title, "bold")
             yield table(together)
             yield from key_lists(together)
@@ -279,7 +281,7 @@ def text(data: dict[str, Any], findings: Sequence[Finding]) -> Iterator[Renderab
     for note in data["notes"]:
         yield Text(f"note: {note.text}")
     for silent in data["silent"]:
-        yield Text(f"{silent.role} {silent.pid} did not answer: {silent.why}", "yellow")
+        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
         yield Text(f"  hint: {silent.hint}")
     for problem in data["problems"]:
         yield Text(f"{problem['role']} {problem['pid']}: {problem['problem']}", "yellow")
@@ -319,8 +321,26 @@ def table(sides: Sequence[dict[str, Any]]) -> RenderableType:
     return made
 
 
+def tables(sides: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The sides of each table: an engine is beside its own workers, and they are by their ranks."""
+    order = [side["role"] for side in sides]
+    by_rank = sorted(
+        sides,
+        key=lambda side: (
+            side["dp_rank"] or 0,
+            order.index(side["role"]),
+            side["pp_rank"] or 0,
+            side["tp_rank"] or 0,
+        ),
+    )
+    for _, engine in groupby(by_rank, key=lambda side: side["dp_rank"] or 0):
+        together = list(engine)
+        for start in range(0, len(together), SIDES_PER_TABLE):
+            yield together[start : start + SIDES_PER_TABLE]
+
+
 def heading(figures: dict[str, Any]) -> str:
-    process = f"{figures['role']} {figures['pid']}"
+    process = " ".join(filter(None, (figures["role"], figures["ranks"], str(figures["pid"]))))
     return process if figures["side"] == figures["role"] else f"{figures['side']}: {process}"
 
 

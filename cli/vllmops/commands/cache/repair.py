@@ -17,6 +17,8 @@ from ...diagnose.findings import Severity, worst
 from ...errors import Exit
 from ...instances.servers import resolve
 from ...output import Progress, Result, command
+from ...protocol.place import row as ranked
+from ...protocol.place import who
 from ...protocol.repairs import Change, Fault
 from ..findings import lines
 from ..options import Target
@@ -56,7 +58,7 @@ def repair(
         "server": server.label,
         "dry_run": dry_run,
         "repairs": [
-            {"role": process.role, "pid": process.pid, **msgspec.to_builtins(cache)}
+            {**ranked(process), **msgspec.to_builtins(cache)}
             for process in report.repairs
             for cache in process.caches
         ],
@@ -75,7 +77,7 @@ def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
     verb = "would repair" if data["dry_run"] else "repaired"
     for process in report.repairs:
         for cache in process.caches:
-            yield Text(f"{process.role} {process.pid}, {cache.side} ({cache.name})", "bold")
+            yield Text(f"{who(process)}, {cache.side} ({cache.name})", "bold")
             for change in cache.changes:
                 yield Text(f"  {'found' if cache.left else verb}: {words(change)}")
             if cache.left:
@@ -83,7 +85,7 @@ def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
     if not data["repairs"]:
         yield Text("Nothing to repair.", "green")
     for silent in data["silent"]:
-        yield Text(f"{silent.role} {silent.pid} did not answer: {silent.why}", "yellow")
+        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
     if data["findings"]:
         yield Text("Checked again:")
         yield from lines(data["findings"])

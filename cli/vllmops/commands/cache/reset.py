@@ -65,7 +65,7 @@ def reset(
     data = {
         "server": server.label,
         "processes": [
-            {"role": process.role.value, "pid": process.pid, **msgspec.to_builtins(answer)}
+            {"pid": process.pid, **msgspec.to_builtins(answer), **agent.shown(process)}
             for process, answer in outcome.answers
         ],
         "silent": msgspec.to_builtins(outcome.silent),

@@ -14,6 +14,7 @@ from ...instances import keys as client
 from ...keys import file, rotation
 from ...keys.ring import Key, Ring, Status, fresh, in_seconds, when
 from ...output import Progress, Result, command
+from ...protocol.place import who
 from ..options import seconds
 from .keyring import Keyring, Overlap, result, ring_path
 from .servers import Period, after, not_loaded, period
@@ -84,7 +85,7 @@ def plan(path: Path, spare: Key, overlap_period: Period) -> list[str]:
         steps.append("no wait: no running server uses this keyring")
     else:
         waited = [process.who for process in holdings.reported]
-        waited += [f"{server} {process.role} {process.pid}" for server, process in holdings.silent]
+        waited += [f"{server} {who(process)}" for server, process in holdings.silent]
         steps.append(f"wait until these processes have loaded it: {', '.join(waited)}")
     steps.append("promote it")
     if ring.primary:

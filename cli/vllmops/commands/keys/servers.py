@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ...instances import keys as client
 from ...keys import rotation
 from ...keys.ring import LONGEST_S, Ring, days
+from ...protocol.place import who
 from ..options import duration
 
 
@@ -47,7 +48,7 @@ def not_loaded(path: Path, kid: str) -> list[str]:
         if process.keys in lacking
     ]
     return why + [
-        f"{server} {process.role} {process.pid} does not answer ({process.why})"
+        f"{server} {who(process)} does not answer ({process.why})"
         for server, process in holdings.silent
     ]
 
@@ -57,7 +58,7 @@ def after(path: Path, ring: Ring) -> tuple[dict[str, Any], list[str]]:
     holdings = client.ask(ring=path, reload=True).of(path)
     taken = [process for process in holdings.reported if rotation.up_to_date(process.keys, ring)]
     late = [process.who for process in holdings.reported if process not in taken]
-    late += [f"{server} {process.role} {process.pid}" for server, process in holdings.silent]
+    late += [f"{server} {who(process)}" for server, process in holdings.silent]
     notes = [f"loaded by {', '.join(process.who for process in taken)}"] if taken else []
     notes += [f"not loaded yet by {', '.join(late)}: vllmops keys status"] if late else []
     return {"loaded": [process.who for process in taken], "not_loaded": late}, notes

@@ -16,6 +16,7 @@ from ...keys import file, rotation
 from ...keys.ring import Ring
 from ...keys.rotation import Stage
 from ...output import Result, command, table
+from ...protocol.place import who
 from .keyring import Keyring, listing, ring_path
 
 if TYPE_CHECKING:
@@ -93,12 +94,12 @@ def render_servers(holdings: Holdings) -> Iterator[RenderableType]:
     for process in holdings.reported:
         keys = ", ".join(f"{key.kid} ({key.status})" for key in process.keys.keys) or "none"
         where = process.keys.keyring or "its environment"
-        shown.add_row(process.server, f"{process.keys.role} {process.keys.pid}", keys, where)
+        shown.add_row(process.server, who(process.keys), keys, where)
     for server, silent in holdings.silent:
-        shown.add_row(server, f"{silent.role} {silent.pid}", "no answer", "")
+        shown.add_row(server, who(silent), "no answer", "")
     yield shown
     for process in holdings.reported:
         if process.keys.problem:
             yield Text(f"{process.who}: {process.keys.problem}", "yellow")
     for server, silent in holdings.silent:
-        yield Text(f"{server} {silent.role} {silent.pid}: {silent.why}", "yellow")
+        yield Text(f"{server} {who(silent)}: {silent.why}", "yellow")

@@ -11,6 +11,7 @@ from ...diagnose.findings import Finding
 from ...diagnose.memory import FLAT, GROWING, OPEN, TOTAL, Trend
 from ...output import size, span
 from ...protocol.memory import MemorySample, ProcessMemory, Recording
+from ...protocol.place import who
 from ..findings import lines
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def shown(
 def columns(recording: Recording) -> dict[str, list[ProcessMemory]]:
     """The parts of each process in all samples, by its name."""
     parts = zip(*(sample.processes for sample in recording.samples), strict=True)
-    return {f"{part[0].role} {part[0].pid}": list(part) for part in parts}
+    return {who(part[0]): list(part) for part in parts}
 
 
 def rss(recording: Recording) -> dict[str, list[int | None]]:

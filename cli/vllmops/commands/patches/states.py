@@ -19,6 +19,7 @@ from ...instances.servers import resolve
 from ...output import Progress, table
 from ...protocol.caches import Silent
 from ...protocol.patches import ProcessPatches, State, Verdict
+from ...protocol.place import row, who
 from ...rpc import agent
 
 if TYPE_CHECKING:
@@ -99,8 +100,7 @@ def report(processes: Sequence[ProcessPatches], silent: Sequence[Silent]) -> dic
     for name, patch in PATCHES.items():
         states = [
             {
-                "role": process.role,
-                "pid": process.pid,
+                **row(process),
                 "state": verdict.state,
                 "reason": verdict.reason,
                 "present": verdict.present,
@@ -135,8 +135,8 @@ def listing(
             for verdict in process.patches:
                 if verdict.id != name:
                     continue
-                who = process.role if process.role == "here" else f"{process.role} {process.pid}"
-                groups.setdefault(state(verdict, verify), []).append(who)
+                where = process.role if process.role == "here" else who(process)
+                groups.setdefault(state(verdict, verify), []).append(where)
                 if verdict.reason:
                     reasons.setdefault(verdict.reason, {})[name] = None
         for (word, style), names in groups.items():
@@ -144,7 +144,7 @@ def listing(
         if not groups:
             shown.add_row(name, "no process has loaded it", "")
     notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    notes += [f"{process.role} {process.pid} did not answer: {process.why}" for process in silent]
+    notes += [f"{who(process)} did not answer: {process.why}" for process in silent]
     return [f"vLLM {', '.join(versions)}", "", shown, *(Text(note) for note in notes)]
 
 
