@@ -94,6 +94,11 @@ def test_figures_of_a_live_process(engine: Any) -> None:
     assert encoder == {
         "role": "engine",
         "pid": engine.process.pid,
+        "node": os.uname().nodename,
+        "dp_rank": None,
+        "tp_rank": None,
+        "pp_rank": None,
+        "ranks": "",
         "kind": "encoder",
         "side": "scheduler",
         "entries": 1,

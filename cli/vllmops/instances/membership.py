@@ -18,6 +18,7 @@ from ..errors import VllmopsError
 from ..home import home
 from ..host import processes
 from ..host.processes import Process, Role, Table
+from ..host.shape import option
 from ..protocol.place import Standing, place
 from ..rpc import agent
 
@@ -89,6 +90,18 @@ def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[T
 def complete(table: Table, tree: Tree) -> Tree:
     """A server's tree, with what else on this machine is of that server."""
     return groups(table, [tree])[0][0]
+
+
+def ray_nodes(table: Table, tree: Tree) -> dict[Process, str]:
+    """The raylets that a server's actors hang below, each with the name of its node."""
+    found = {}
+    for process in tree:
+        above = table.get(table[process.pid].ppid) if process.pid in table else None
+        if above and os.path.basename(above.words[0] if above.words else "") == "raylet":
+            name = option(above.words, "--node-name") or option(above.words, "--node-ip-address")
+            raylet = Process(Role.OTHER, above.pid, above.start_ticks, "raylet")
+            found[raylet] = name or "of raylet"
+    return found
 
 
 def pids(trees: Iterable[Tree]) -> set[int]:

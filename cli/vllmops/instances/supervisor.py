@@ -36,8 +36,8 @@ from ..protocol import identity
 from ..protocol.identity import boot_id
 from ..protocol.place import named
 from . import logs, membership, readiness, takedown, watcher
-from .control import Request
-from .record import Failure, Folder, Record, State
+from .control import Request, connect
+from .record import Failure, Folder, Record, State, folders
 
 TICK_S = 0.25
 SCAN_STARTING_S = 0.5
@@ -114,6 +114,7 @@ class Supervisor:
         self.unsaved = False
         self.trouble = Trouble("the supervisor continues after an unexpected error", log)
         self.up: set[int] = set()
+        self.raylets: dict[Process, str] = {}  # below which it has actors, with their nodes' names
         self.socket: int | None = None  # the inode of the control socket
         self.housekept = 0.0
 
@@ -217,6 +218,7 @@ class Supervisor:
     async def launch(self) -> None:
         self.recent.clear()
         self.up.clear()
+        self.raylets.clear()
         environment = {**os.environ, **self.record.environment}
         if self.record.uds:
             shape.remove_dead(self.record.uds)
@@ -299,7 +301,8 @@ class Supervisor:
     async def tick(self) -> None:
         self.look()
         dead = [p for p in self.record.processes if p.role in VITAL and not alive(p)]
-        if dead or (self.child and self.child.poll() is not None):
+        nodes_died = not all(map(alive, self.raylets))
+        if dead or nodes_died or (self.child and self.child.poll() is not None):
             await self.broken(dead)
             return
         if self.record.state is State.STARTING and await asyncio.to_thread(self.healthy):
@@ -396,6 +399,7 @@ class Supervisor:
         roots += takedown.members(table, self.record.session)
         seen = membership.complete(table, processes.tree(table, dict.fromkeys(roots)))
         seen = tuple(dataclasses.replace(process, rss_bytes=None) for process in seen)
+        self.raylets |= membership.ray_nodes(table, seen)
         pids = {process.pid for process in seen}
         segments = set(self.record.segments).union(*(shm.used_by(pid) for pid in pids))
         self.publish(processes=processes.still_known(known, seen), segments=tuple(sorted(segments)))
@@ -419,7 +423,11 @@ class Supervisor:
     def why(
         self, lines: Sequence[str], dead: Sequence[Process], code: int | None, *, asked: bool
     ) -> Failure:
-        """The cause, by the root's exit code, by the log's last lines, by the missing process."""
+        """The cause, by a node that is gone, the root's exit code, the log, the missing process."""
+        if gone := [
+            f"{name} (pid {ray.pid})" for ray, name in self.raylets.items() if not alive(ray)
+        ]:
+            return Failure(f"a node is gone: the raylet of Ray node {', '.join(gone)} died", "Ray")
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return Failure(f"{Role.API} (pid {self.record.session}) was killed by {name}")
@@ -450,7 +458,7 @@ class Supervisor:
                 self.trouble.tell(error)
                 note = "not drained"
         self.publish(note="stopping")
-        await self.take_down()
+        await self.take_down(again=ending.again)
         if ending.again and (self.holders or self.record.detached):
             await self.launch()
         else:
@@ -471,8 +479,21 @@ class Supervisor:
             hurry=lambda: not self.requests.empty(),
         )
 
-    async def take_down(self) -> None:
+    def end_other_nodes(self, *, again: bool) -> None:
+        """Have the supervisors of its headless nodes on this machine end them, or restart them."""
+        ours = {process.identity for process in self.record.processes}
+        for folder in folders():
+            with contextlib.suppress(VllmopsError):
+                record = folder.read()
+                if record and record.headless and not record.state.over:
+                    theirs = {process.identity for process in record.processes}
+                    if folder.name != self.folder.name and ours & theirs:
+                        request = Request(restart=0.0) if again else Request(stop=0.0)
+                        connect(folder, request).close()
+
+    async def take_down(self, *, again: bool = False) -> None:
         """Stop the server; on an error, for example no free descriptor, try again."""
+        await asyncio.to_thread(self.end_other_nodes, again=again)
         while True:
             try:
                 self.scan()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from ..errors import VllmopsError
@@ -152,7 +153,8 @@ def take_down(
     for process in tree:
         for suffix in (".sock", ".beat"):  # of an agent that had no time to remove them
             with contextlib.suppress(OSError, VllmopsError):
-                (home() / DIRECTORY / f"{process.pid}{suffix}").unlink(missing_ok=True)
+                place = Path(process.home) if process.home else home()
+                (place / DIRECTORY / f"{process.pid}{suffix}").unlink(missing_ok=True)
     return Remains(tuple(shm.sweep(shared)), tuple(left))
 
 
