@@ -71,13 +71,7 @@ def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[T
         set[str]().union(*(voices[pid].servers for pid in pids([tree]) & voices.keys()))
         for tree in trees
     ]
-    fronts = [index for index, tree in enumerate(trees) if any(p.role is Role.API for p in tree)]
-    joined = list(trees)
-    for index, tree in enumerate(trees):
-        front = next((front for front in fronts if ids[front] & ids[index]), None)
-        if front is not None and index not in fronts and user(trees[front]) == user(tree):
-            have = pids([joined[front]])
-            joined[front] += tuple(process for process in tree if process.pid not in have)
+    joined = put_together(trees, ids)
     joined = [labelled(tree, voices) for tree in joined]
     count = len(known)
     often = Counter(process.pid for tree in joined for process in tree)
@@ -85,6 +79,27 @@ def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[T
     shown = joined[count : len(joined) - len(hidden)]
     alone = [tree for tree in shown if tree and often[tree[0].pid] == 1]
     return joined[:count], sorted(alone, key=lambda tree: tree[0].start_ticks)
+
+
+def put_together(trees: Sequence[Tree], ids: Sequence[set[str]]) -> list[Tree]:
+    """The trees, those with an API server with all trees of theirs that have none."""
+    users = [user(tree) for tree in trees]
+    joined = list(trees)
+    fronts = [index for index, tree in enumerate(trees) if any(p.role is Role.API for p in tree)]
+    lost = [index for index in range(len(trees)) if index not in fronts]
+    # One may be known only through another, as the worker of an engine of another node.
+    while moves := [
+        (index, front)
+        for index in lost
+        for front in fronts
+        if ids[front] & ids[index] and users[front] == users[index]
+    ]:
+        index, front = moves[0]
+        have = pids([joined[front]])
+        joined[front] += tuple(process for process in trees[index] if process.pid not in have)
+        ids[front].update(ids[index])
+        lost.remove(index)
+    return joined
 
 
 def complete(table: Table, tree: Tree) -> Tree:

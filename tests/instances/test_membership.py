@@ -1,0 +1,175 @@
+"""Which processes are one server's, told from real processes that carry the agent.
+
+tests/live does it with real ranks; here are the shapes that no test machine has cores for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.agent import identity
+from vllmops.host import processes
+from vllmops.host.processes import Role
+from vllmops.instances.servers import Server, find
+from vllmops.protocol.place import who
+from vllmops.rpc import agent
+
+from ..support.children import Child
+from ..support.lab import foreign
+from ..support.ranked import standing
+from ..support.waiting import until
+
+NOBODY = 65534
+API = "VLLM::APIServer_0"
+ACTOR = "ray::RayWorkerProc.run"
+TABLE = processes.table
+Start = Callable[..., Child]
+
+
+@pytest.fixture
+def start(spawn: Callable[..., Child], home: Path) -> Start:
+    """Starts one rank; its title is what the process table shows."""
+
+    def one(title: str, role: str, **how: Any) -> Child:
+        child = spawn(title, Role(role), how.pop("home", home))
+        child.run(standing(role, **how))
+        return child
+
+    return one
+
+
+@pytest.fixture
+def elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A second state directory, whose processes are seen like those of the first."""
+    other = home / "other"
+
+    def ours() -> processes.Table:
+        homes = (home, other)
+        found = TABLE().items()
+        return {pid: seen for pid, seen in found if not all(foreign(seen, at) for at in homes)}
+
+    monkeypatch.setattr(processes, "table", ours)
+    return other
+
+
+def ready(*children: Child) -> None:
+    """Wait for the heartbeat that says who they are."""
+
+    def known(child: Child) -> bool:
+        pulse = agent.beat(child.process)
+        return bool(pulse and pulse.beat.standing.servers)
+
+    for child in children:
+        until(lambda child=child: known(child))
+
+
+def names(server: Server) -> list[str]:
+    return [f"{p.role} {p.place.ranks}".rstrip() for p in server.processes if p.role != "other"]
+
+
+def test_actors_of_ray_are_of_the_server_whose_configuration_they_have(start: Start) -> None:
+    sizes = (1, 2, 2)
+    ours = start(API, "api", sizes=sizes)
+    workers = [start(ACTOR, "worker", rank=rank, sizes=sizes) for rank in range(4)]
+    other = start("ray::RayWorkerWrapper", "worker", instance="2", sizes=sizes)
+    ready(ours, *workers, other)
+    server, alone = find()
+    assert names(server) == [
+        "api",
+        *("worker TP0 PP0", "worker TP1 PP0", "worker TP0 PP1", "worker TP1 PP1"),
+    ]
+    assert server.pid == ours.process.pid
+    last = server.processes[-1]
+    assert (last.place.dp_rank, last.place.tp_rank, last.place.pp_rank) == (0, 1, 1)
+    assert last.place.node == os.uname().nodename
+    assert (names(alone), alone.pid) == (["worker TP0 PP0"], other.process.pid)
+
+
+def test_an_actor_of_a_class_that_nobody_knows_is_found_by_its_agent(start: Start) -> None:
+    ours = start(API, "api", sizes=(1, 2, 1))
+    own = start("ray::Trainer.step", "worker", rank=1, sizes=(1, 2, 1))
+    program = start("python", "api", instance="2")
+    ready(ours, own, program)
+    (server,) = find()
+    assert names(server) == ["api", "worker TP1"]
+
+
+def test_an_agent_with_another_state_directory_is_asked_there(
+    start: Start, elsewhere: Path
+) -> None:
+    ours = start(API, "api")
+    actor = start(ACTOR, "worker", home=elsewhere)
+    ready(ours, actor)
+    (server,) = find()
+    assert agent.reach(server.processes[1]).hello().pid == actor.process.pid
+
+
+def test_engines_that_take_themselves_for_the_only_one_have_their_ranks(start: Start) -> None:
+    """So do those of a model without experts: data parallel ranks of other nodes know nothing."""
+    ours = start(API, "api", sizes=(2, 1, 1), local=1, instance="head")
+    engines = [
+        start("VLLM::EngineCore_DP0", "engine", instance="head"),
+        start("VLLM::Worker", "worker", instance="head"),
+        start("VLLM::EngineCore_DP1", "engine", dp=1, sizes=(2, 1, 1), local=1),
+        start("ray::RayWorkerProc", "worker", dp=1),
+    ]
+    ready(ours, *engines)
+    (server,) = find()
+    assert sorted(names(server)) == [
+        *("api", "engine DP0", "engine DP1"),
+        *("worker DP0", "worker DP1"),
+    ]
+
+
+def test_servers_with_an_api_server_each_stay_apart(start: Start) -> None:
+    how: dict[str, Any] = {"sizes": (2, 1, 1), "local": 1, "external": True}
+    both = [start(API, "api", instance=str(number), **how) for number in (1, 2)]
+    ready(*both)
+    assert [names(server) for server in find()] == [["api"], ["api"]]
+
+
+def test_without_an_agent_the_titles_are_all_that_is_known(
+    spawn: Callable[..., Child], home: Path
+) -> None:
+    spawn("VLLM::Worker_DP1_TP3", Role.WORKER, home, VLLMOPS_DISABLE="1")
+    (server,) = find()
+    (worker,) = server.processes
+    assert (worker.place.ranks, worker.place.dp_rank, worker.place.pp_rank) == ("DP1 TP3", 1, None)
+
+
+def test_what_a_process_of_another_user_says_is_not_trusted(start: Start, elsewhere: Path) -> None:
+    ours = start(API, "api")
+    liar = start(ACTOR, "worker", home=elsewhere)
+    ready(ours, liar)
+    assert [names(server) for server in find()] == [["api", "worker"]]
+    liar.run(f"import os; os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
+    for path in (elsewhere, *elsewhere.rglob("*")):
+        os.chown(path, NOBODY, NOBODY)
+    ready(liar)
+    assert [names(server) for server in find()] == [["api"], ["worker"]]
+
+
+def test_a_process_below_ray_takes_no_part_of_an_api_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's own module says whose work it does; tests/live has a real actor."""
+    assert identity.role() == "api"
+    ray: Any = type("ray", (), {"global_worker": type("worker", (), {"mode": 1})})
+    monkeypatch.setitem(sys.modules, identity.RAY, ray)
+    assert identity.role() == "worker"
+    ray.global_worker.mode = 0  # a program that uses Ray, as vLLM's engine does
+    assert identity.role() == "api"
+
+
+def test_how_a_process_is_named(start: Start) -> None:
+    actor = start(ACTOR, "worker", dp=1, rank=1, sizes=(2, 2, 1))
+    ready(actor)
+    reached = agent.reach(find()[0].processes[0])
+    assert who(reached.caches()) == f"worker DP1 TP1 {actor.process.pid}"
+    assert reached.hello().standing.ranks == "DP1 TP1"

@@ -1,0 +1,120 @@
+"""What tests of servers with many ranks share: code that runs in one rank, and who is who."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..support.waiting import until
+from .conftest import Live, PlugIn
+from .test_cache import ask
+
+ROLES = ("launcher", "api", "engine", "worker", "coordinator")
+FOLDER = "RANKS_FOLDER"
+# Runs what a test puts into a file that is named after a process.
+RUN = f"""
+import os
+import threading
+import time
+
+def run(place):
+    while True:
+        if os.path.exists(place):
+            with open(place) as file:
+                exec(file.read(), {{}})
+            os.remove(place)
+        time.sleep(0.05)
+
+def start():
+    place = os.path.join(os.environ["{FOLDER}"], f"{{os.getpid()}}.py")
+    if not any(thread.name == place for thread in threading.enumerate()):
+        threading.Thread(target=run, args=(place,), daemon=True, name=place).start()
+
+def register():
+    start()
+    os.register_at_fork(after_in_child=start)
+"""
+# As long as the file exists, the rank sleeps before it reduces with the others.
+SLEEP = """
+import os, time
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+reduce = CpuCommunicator.all_reduce
+
+def all_reduce(self, *args, **options):
+    while os.path.exists({file!r}):
+        time.sleep(0.05)
+    return reduce(self, *args, **options)
+
+CpuCommunicator.all_reduce = all_reduce
+"""
+GHOST = """
+from vllmops.agent import objects
+
+objects.every("mm-cache")[0]._cache._LRUCache__order["ghost"] = None
+"""
+NOBIND = ("--env", "VLLM_CPU_OMP_THREADS_BIND=nobind")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a server, by what `ps` shows, such as ``worker DP1 TP0``."""
+
+    server: Live
+    folder: Path
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for row in self.server.row["processes"] if row["role"] in ROLES]
+
+    def named(self) -> dict[str, int]:
+        """The pid of each process by its role and ranks; all have different ones."""
+        rows = self.rows()
+        found = {f"{row['role']} {row['ranks']}".rstrip(): row["pid"] for row in rows}
+        assert len(found) == len(rows), rows
+        return found
+
+    def run(self, name: str, code: str) -> None:
+        """Run code in a process."""
+        place = self.folder / f"{self.named()[name]}.py"
+        place.with_suffix(".new").write_text(code)
+        place.with_suffix(".new").rename(place)
+        until(lambda: not place.exists())
+
+    @contextmanager
+    def stuck(self, name: str) -> Iterator[None]:
+        """A worker that sleeps while the others of its group wait for it, with a request."""
+        file = self.folder / "asleep"
+        file.touch()
+        self.run(name, SLEEP.format(file=str(file)))
+        answers: list[int] = []
+        sender = threading.Thread(
+            target=lambda: answers.append(ask(self.server.url, 77).status_code)
+        )
+        sender.start()
+        try:
+            yield
+        finally:
+            file.unlink()
+        sender.join(60)
+        assert answers == [200]
+
+
+def plugged(plug_in: PlugIn, folder: Path) -> tuple[str, ...]:
+    """Options for a server in whose processes tests run code."""
+    return ("--env", f"PYTHONPATH={plug_in('ranks', RUN)}", "--env", f"{FOLDER}={folder}")
+
+
+def encoder_rows(server: Live) -> list[tuple[str, str, int]]:
+    """Side, ranks and entries of each encoder cache, in the order of the output."""
+    ran = server.cli("cache", "inspect", "-t", server.name, "--json")
+    assert ran.code == 0, ran.out
+    assert ran.data["findings"] == []
+    return [
+        (row["side"], row["ranks"], row["entries"])
+        for row in ran.data["caches"]
+        if row["kind"] == "encoder"
+    ]

@@ -1,0 +1,178 @@
+"""Servers with several ranks: which process is which, what each holds, and what their end leaves.
+
+The servers are shared: each starts two or more workers, and needs two cores for 35 to 55 s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..support.extent import EVERYTHING
+from ..support.waiting import until
+from .conftest import Cli, Live, PlugIn, free_port, kill, side_by_side
+from .ranks import GHOST, NOBIND, Ranks, encoder_rows, plugged
+from .test_cache import ask
+
+TP = ("--env", "VLLM_CPU_OMP_THREADS_BIND=0|1", "--", "--tensor-parallel-size", "2")
+PP = ("--env", "VLLM_CPU_OMP_THREADS_BIND=0|1", "--", "--pipeline-parallel-size", "2")
+TOLD_S = 10  # the death of a process is told within
+
+
+@pytest.fixture(scope="module")
+def tensor(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two workers that share each layer."""
+    folder = tmp_path_factory.mktemp("ranks")
+    server = cli.serve("tensor", "--demo", "vision", *plugged(plug_in, folder), *TP)
+    yield Ranks(server, folder)
+    cli("stop", server.name, "--force")
+
+
+def test_ranks_of_a_tensor_parallel_server(tensor: Ranks) -> None:
+    assert {"api", "engine", "worker TP0", "worker TP1"} <= tensor.named().keys()
+    for row in tensor.rows():
+        assert row["agent"] == "answers"
+        assert row["node"]
+    places = [(r["dp_rank"], r["tp_rank"], r["pp_rank"]) for r in tensor.rows()]
+    assert places == [(None, None, None), (0, None, None), (0, 0, 0), (0, 1, 0)]
+    shown = tensor.server.cli("ps").out
+    assert re.search(rf"worker TP1 +{tensor.named()['worker TP1']} ", shown)
+
+
+def test_workers_of_a_group_are_beside_each_other(tensor: Ranks) -> None:
+    assert ask(tensor.server.url, 1).status_code == 200
+    sides = [("scheduler", "", 1), ("worker", "TP0", 1), ("worker", "TP1", 1)]
+    until(lambda: encoder_rows(tensor.server) == sides, explain=lambda: encoder_rows(tensor.server))
+    ran = tensor.server.cli("cache", "inspect", "-t", "tensor")
+    pids = tensor.named()
+    names = [f"scheduler: engine {pids['engine']}"]
+    names += [f"{name} {pids[name]}" for name in ("worker TP0", "worker TP1")]
+    assert any(all(name in line for name in names) for line in ran.out.splitlines()), ran.out
+    compared = tensor.server.cli("cache", "compare", "-t", "tensor", "--json").data["pairs"]
+    assert [pair["ranks"] for pair in compared if pair["kind"] == "encoder"] == [
+        ["", "TP0"],
+        ["", "TP1"],
+    ]
+
+
+def test_every_command_names_the_rank(tensor: Ranks) -> None:
+    cli, pid = tensor.server.cli, tensor.named()["worker TP1"]
+    dumped = cli("stacks", "dump", "-t", "tensor", "--json").data["processes"]
+    assert {p["pid"]: p["tp_rank"] for p in dumped}[pid] == 1
+    listed = cli("patches", "list", "-t", "tensor", "--json").data["patches"]
+    assert all(row["tp_rank"] == 1 for p in listed for row in p["processes"] if row["pid"] == pid)
+    assert f"worker TP1 {pid}" in cli("patches", "list", "-t", "tensor").out
+
+
+def test_the_rank_that_is_stuck_is_found(tensor: Ranks) -> None:
+    with tensor.stuck("worker TP1"):
+        ran = tensor.server.cli("doctor", "-t", "tensor", "--json")
+        assert ran.code == 1, ran.out
+        codes = {finding["code"] for finding in ran.data["findings"]}
+        assert any(code.startswith("stack.worker") for code in codes), codes
+        dumped = tensor.server.cli("stacks", "dump", "-t", "tensor", "--json").data["processes"]
+        (asleep,) = (p for p in dumped if "all_reduce" in str(p["threads"]) and p["tp_rank"] == 1)
+        assert asleep["pid"] == tensor.named()["worker TP1"]
+
+
+def test_only_the_rank_that_needs_it_is_repaired(tensor: Ranks) -> None:
+    tensor.run("engine", GHOST)
+    ran = tensor.server.cli("cache", "repair", "-t", "tensor", "--json")
+    assert ran.code == 0, ran.out
+    assert [(row["role"], row["dp_rank"]) for row in ran.data["repairs"]] == [("engine", 0)]
+
+
+def ends(server: Live, *others: Live, pid: int, cause: str) -> None:
+    """Kill a process: that ends all servers, tells why, and leaves nothing."""
+    prints = [one.footprint() for one in (server, *others)]
+    kill(pid)
+    until(lambda: server.row["state"] == "failed", 60, lambda: server.row)
+    assert cause in server.row["failure"], server.row["failure"]
+    for one in (server, *others):
+        until(
+            lambda one=one: one.row["state"] in {"failed", "stopped"}, 30, lambda one=one: one.row
+        )
+    assert [left for footprint in prints for left in footprint.left()] == []
+
+
+def test_a_tensor_parallel_rank_that_is_killed_ends_the_server(tensor: Ranks) -> None:
+    ends(tensor.server, pid=tensor.named()["worker TP1"], cause="worker TP1")
+
+
+# -- data parallel, over two nodes ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nodes(
+    cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Ranks, Live]]:
+    """An engine beside the API server, and one that a headless server has."""
+    folder, port = tmp_path_factory.mktemp("ranks"), str(free_port())
+    two = ("--data-parallel-size", "2", "--data-parallel-size-local", "1")
+    meet = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", port)
+    start = ("--headless", "--data-parallel-start-rank", "1")
+
+    def serve(name: str) -> Live:
+        rest = start if name == "second" else ()
+        words = ("--demo", "vision", *plugged(plug_in, folder), *NOBIND, "--", *two, *meet, *rest)
+        return cli.serve(name, *words)
+
+    first, second = side_by_side(serve, ["first", "second"])
+    yield Ranks(first, folder), second
+    for server in (second, first):
+        cli("stop", server.name, "--force")
+
+
+def test_a_headless_node_is_of_its_server(nodes: tuple[Ranks, Live]) -> None:
+    ranks, second = nodes
+    pairs = {f"{role} DP{rank}" for role in ("engine", "worker") for rank in (0, 1)}
+    assert {*pairs, "api", "launcher"} <= ranks.named().keys()
+    assert (second.row["state"], second.row["headless"], second.row["url"]) == ("ready", True, None)
+    own = {row["pid"] for row in second.row["processes"]}
+    shared = {pid for name, pid in ranks.named().items() if "DP1" in name}
+    assert shared < own
+    assert not own & {pid for name, pid in ranks.named().items() if "DP0" in name or name == "api"}
+
+
+def test_an_engine_is_beside_its_own_worker(nodes: tuple[Ranks, Live]) -> None:
+    ranks, _ = nodes
+    for seed in range(8):  # to both engines
+        assert ask(ranks.server.url, seed).status_code == 200
+    rows = until(lambda: len(found := encoder_rows(ranks.server)) == 4 and found)
+    assert sum(entries for side, _, entries in rows if side == "scheduler") == 8
+    by_rank = {(side, rank): entries for side, rank, entries in rows}
+    for rank in ("DP0", "DP1"):
+        assert by_rank["scheduler", rank] == by_rank["worker", rank] > 0, rows
+    ran, pids = ranks.server.cli("cache", "inspect", "-t", "first"), ranks.named()
+    for rank in ("DP0", "DP1"):
+        pair = [f"{role} {rank} {pids[f'{role} {rank}']}" for role in ("engine", "worker")]
+        assert any(all(name in line for name in pair) for line in ran.out.splitlines()), ran.out
+
+
+def test_the_rank_of_another_node_is_repaired(nodes: tuple[Ranks, Live]) -> None:
+    ranks, _ = nodes
+    ranks.run("worker DP1", GHOST)
+    ran = ranks.server.cli("cache", "repair", "-t", "first", "--json")
+    assert ran.code == 0, ran.out
+    assert [(row["role"], row["dp_rank"]) for row in ran.data["repairs"]] == [("worker", 1)]
+
+
+def test_what_ends_an_engine_of_a_headless_node_ends_both(nodes: tuple[Ranks, Live]) -> None:
+    ranks, second = nodes
+    ends(ranks.server, second, pid=ranks.named()["engine DP1"], cause="engine DP1")
+
+
+# -- the long form -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["engine", "worker TP0", "api"] if EVERYTHING else [])
+def test_each_rank_that_is_killed_ends_the_server(cli: Cli, victim: str) -> None:
+    server = cli.serve("killed", "--demo", "text", *TP)
+    try:
+        pid = Ranks(server, Path()).named()[victim]
+        ends(server, pid=pid, cause=victim)
+    finally:
+        cli("stop", "killed", "--force")
