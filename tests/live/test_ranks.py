@@ -116,7 +116,7 @@ def nodes(
     start = ("--headless", "--data-parallel-start-rank", "1")
 
     def serve(name: str) -> Live:
-        rest = start if name == "second" else ()
+        rest = start if name == "second" else ("--api-server-count", "1")
         words = ("--demo", "vision", *plugged(plug_in, folder), *NOBIND, "--", *two, *meet, *rest)
         return cli.serve(name, *words)
 

@@ -143,23 +143,26 @@ def heard(table: Table, known: Iterable[Process]) -> dict[int, Voice]:
     environment only once it runs. So all agents in the state directories of the known processes
     are heard.
     """
-    homes: dict[Path, None] = {}
-    for process in known:
-        if process.role in WITH_AGENT:
-            with suppress(VllmopsError, OSError):
-                homes[agent.state_home(process)] = None
+    found: dict[int, Voice] = {}
+    homes: set[Path] = set()
+
+    def hear(place: Path) -> None:
+        if place in homes:
+            return
+        homes.add(place)
+        for pid in agent.listed(place) - found.keys():
+            if (seen := table.get(pid)) and not seen.zombie:
+                process = Process(Role.OTHER, pid, seen.start_ticks, home=str(place))
+                with suppress(VllmopsError):
+                    if pulse := agent.beat(process):
+                        found[pid] = Voice(pulse.beat.role, pulse.beat.standing, process.home)
+
     with suppress(VllmopsError):
-        homes[home()] = None
-    found = {}
-    for state in homes:
-        for pid in agent.listed(state):
-            seen = table.get(pid)
-            if seen is None or seen.zombie:
-                continue
-            process = Process(Role.OTHER, pid, seen.start_ticks, home=str(state))
-            with suppress(VllmopsError):
-                if pulse := agent.beat(process):
-                    found[pid] = Voice(pulse.beat.role, pulse.beat.standing, process.home)
+        hear(home())
+    for process in known:
+        if process.role in WITH_AGENT and process.pid not in found:
+            with suppress(VllmopsError, OSError):
+                hear(agent.state_home(process))
     return found
 
 
