@@ -275,3 +275,12 @@ def test_a_new_run_puts_the_old_log_aside(tmp_path: Path) -> None:
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
         "server.log.previous": "old"
     }
+
+
+def test_a_node_that_ray_has_lost_has_a_name() -> None:
+    line = (
+        "(EngineCore pid=7) (raylet) The node with node id: 2c2e57 and address: 192.0.2.2 and node"
+        " name: gpu-7 has been marked dead because the detector has missed too many heartbeats"
+    )
+    assert logs.lost_node(["INFO: started\n", line]) == "gpu-7"
+    assert logs.lost_node(["INFO: started\n"]) is None

@@ -74,11 +74,12 @@ class Cluster:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start(self, ip: str, gpus: int, *, head: bool) -> None:
-        """Add a node; the name of a node is its address."""
-        where = ("--head", "--port", str(self.port)) if head else ("--address", self.address)
-        words = (*where, "--node-ip-address", ip, "--num-cpus", "4", "--num-gpus", str(gpus))
-        extra = ("--temp-dir", str(self.place), "--include-dashboard", "false") if head else ()
+    def start(self, ip: str = "") -> None:
+        """Add a node; the first one gets this machine's own address."""
+        where = ("--address", self.address, "--node-ip-address", ip)
+        head = ("--head", "--port", str(self.port), "--temp-dir", str(self.place))
+        words = (*(where if ip else head), "--num-cpus", "4", "--num-gpus", str(GPUS))
+        extra = () if ip else ("--include-dashboard", "false")
         subprocess.run(
             [shutil.which("ray") or "ray", "start", *words, *extra, "--disable-usage-stats"],
             env=self.environment,
@@ -88,15 +89,20 @@ class Cluster:
             timeout=120,
         )
 
-    def processes(self, word: str = "") -> list[psutil.Process]:
-        """Its own processes, those with a word in their command lines."""
-        found = psutil.process_iter(["cmdline"])
-        lines = {process: " ".join(process.info["cmdline"] or ()) for process in found}
-        return [p for p, line in lines.items() if str(self.place) in line and word in line]
+    def processes(self) -> dict[psutil.Process, list[str]]:
+        """Its own processes with their command lines."""
+        found = {p: p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])}
+        return {p: words for p, words in found.items() if str(self.place) in " ".join(words)}
 
-    def raylet(self, ip: str) -> psutil.Process:
-        (found,) = self.processes(f"--node_ip_address={ip}")
-        return found
+    def raylets(self) -> dict[str, int]:
+        """The pid of each node's raylet, by the node's address; the first node first."""
+        option = "--node_ip_address="
+        return {
+            word.removeprefix(option): process.pid
+            for process, words in self.processes().items()
+            for word in words
+            if word.startswith(option) and words[0].endswith("/raylet")
+        }
 
     def state(self) -> dict[str, Any]:
         """Free GPUs, and the state of each placement group."""
@@ -155,7 +161,7 @@ def bare(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def lab(bare: Lab) -> Lab:
-    bare.cluster.start("127.0.0.1", GPUS, head=True)
+    bare.cluster.start()
     return bare
 
 
@@ -171,7 +177,7 @@ def test_actors_are_workers_of_the_server(actors: Ranks, lab: Lab) -> None:
     pids = actors.named()
     assert {"api", "engine", "worker TP0", "worker TP1"} == pids.keys()
     assert [row["agent"] for row in actors.rows()] == ["answers"] * 4
-    raylet = lab.cluster.raylet("127.0.0.1").pid
+    (raylet,) = lab.cluster.raylets().values()
     assert {psutil.Process(pids[f"worker TP{rank}"]).ppid() for rank in (0, 1)} == {raylet}
     rows = actors.server.cli("ps", "--json").data["instances"]
     own = [row for row in rows if {p["pid"] for p in row["processes"]} & set(pids.values())]
@@ -205,7 +211,7 @@ def test_a_stop_leaves_no_actor_and_no_placement_group(actors: Ranks, lab: Lab) 
     footprint = actors.server.footprint()
     assert actors.server.cli("stop", "actors", "--force").code == 0
     assert footprint.left() == []
-    assert lab.cluster.processes("raylet")
+    assert lab.cluster.raylets()
     until(lambda: lab.cluster.state()["gpus"] == GPUS)
     assert set(lab.cluster.state()["groups"]) == {"REMOVED"}
 
@@ -237,6 +243,7 @@ def test_the_death_of_each_process_leaves_nothing(lab: Lab, victim: str) -> None
 def test_a_node_that_is_lost_is_named(lab: Lab) -> None:
     served = lab.serve("lost", "text")
     try:
-        lose(served, lab.cluster.raylet("127.0.0.1").pid, "node", "127.0.0.1")
+        ((name, raylet),) = lab.cluster.raylets().items()
+        lose(served, raylet, "node", name)
     finally:
         lab.cli("stop", "lost", "--force")

@@ -1,1 +1,1 @@
-"""Servers on this machine: registry, discovery by process tree, supervisor."""
+"""Servers on this machine: registry, discovery, membership, supervisor."""

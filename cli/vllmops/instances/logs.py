@@ -59,6 +59,8 @@ ECHOES = re.compile(
 WORKER_DIED = re.compile(
     r"Worker proc (?P<name>\S+) died unexpectedly \(exit code: -(?P<signal>\d+)\)"
 )
+# Ray says so in the log of each program that uses it.
+NODE_LOST = re.compile(r"and node name: (?P<name>\S+) has been marked dead")
 PYDANTIC_TAIL = re.compile(r"\s*\[type=.*$", re.DOTALL)
 
 HINTS = (
@@ -133,6 +135,11 @@ def failure(raw_lines: Iterable[str], *, echoes: bool = False) -> Failure | None
     causes = list(errors([parse(raw) for raw in raw_lines]))
     own = [cause for cause in causes if not ECHOES.search(cause.cause)]
     return next(reversed(own or (causes if echoes else [])), None)
+
+
+def lost_node(raw_lines: Iterable[str]) -> str | None:
+    """The name of the node of Ray's cluster that is gone, None if there is none."""
+    return next((found["name"] for raw in raw_lines if (found := NODE_LOST.search(raw))), None)
 
 
 def errors(lines: Sequence[Line]) -> Iterator[Failure]:

@@ -167,9 +167,9 @@ def heard(table: Table, known: Iterable[Process]) -> dict[int, Voice]:
 
 
 def user(tree: Tree) -> int | None:
-    """The uid of a tree's root, None if it is gone."""
+    """The uid of a tree's root, None if there is none any more."""
     with suppress(VllmopsError):
-        return agent.owner(tree[0])
+        return agent.owner(tree[0]) if tree else None
     return None
 
 

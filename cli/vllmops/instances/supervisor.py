@@ -424,17 +424,20 @@ class Supervisor:
         self, lines: Sequence[str], dead: Sequence[Process], code: int | None, *, asked: bool
     ) -> Failure:
         """The cause, by a node that is gone, the root's exit code, the log, the missing process."""
-        if gone := [
-            f"{name} (pid {ray.pid})" for ray, name in self.raylets.items() if not alive(ray)
-        ]:
-            return Failure(f"a node is gone: the raylet of Ray node {', '.join(gone)} died", "Ray")
+        for raylet, node in self.raylets.items():
+            if not alive(raylet):
+                why = f"node {node} is gone: its raylet (pid {raylet.pid}) died"
+                return Failure(why, "Ray")
+        lost = logs.lost_node(lines) if self.raylets else None
+        if lost:
+            return Failure(f"node {lost} is gone: Ray has lost it", "Ray")
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return Failure(f"{Role.API} (pid {self.record.session}) was killed by {name}")
         if asked and not any("EngineDeadError" in line for line in lines):
             return Failure("vLLM was stopped by a signal that vllmops did not send", "APIServer")
         if failure := logs.failure(lines):
-            return failure
+            return ranked(failure, dead)
         dead = [p for p in dead if code is None or p.pid != self.record.session]
         if dead:
             names = ", ".join(f"{named(p.role, p.place)} (pid {p.pid})" for p in dead)
@@ -544,6 +547,16 @@ class Supervisor:
         if self.serving:
             await asyncio.wait(self.serving, timeout=GOODBYE_S)
         self.folder.control.unlink(missing_ok=True)
+
+
+def ranked(failure: Failure, dead: Sequence[Process]) -> Failure:
+    """A failure with the ranks of the workers that died, where the log has a number of vLLM's."""
+    if not failure.process.startswith("VllmWorker"):
+        return failure
+    workers = [p for p in dead if p.role is Role.WORKER and p.place.ranks]
+    names = ", ".join(f"{named(p.role, p.place)} (pid {p.pid})" for p in workers)
+    cause = f"{names}: {failure.cause}" if names else failure.cause
+    return msgspec.structs.replace(failure, cause=cause)
 
 
 def inode(path: Path) -> int | None:
