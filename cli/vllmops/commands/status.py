@@ -143,10 +143,10 @@ def requests(engines: list[EngineState], metrics: Metrics | None) -> str:
 
 
 def kv_cache(engines: list[EngineState], metrics: Metrics | None) -> str:
-    shares = [engine.kv_cache_usage for engine in engines if engine.kv_cache_usage is not None]
+    shares = [(one.ranks, one.kv_cache_usage) for one in engines if one.kv_cache_usage is not None]
     if not shares and metrics and metrics.kv_cache_usage is not None:
-        shares = [metrics.kv_cache_usage]
-    return ", ".join(f"{share:.1%} used" for share in shares) or "unknown"
+        shares = [("", metrics.kv_cache_usage)]
+    return ", ".join(f"{rank} {share:.1%} used".lstrip() for rank, share in shares) or "unknown"
 
 
 def patches(states: dict[str, list[str]]) -> str:

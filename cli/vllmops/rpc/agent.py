@@ -84,8 +84,9 @@ class Agent:
         return self.ask("GET", "/hello", Hello)
 
     def engine(self) -> EngineState:
-        """How its engine is doing."""
-        return self.ask("GET", "/engine", EngineState)
+        """How its engine is doing, with the place from the process tree."""
+        answer = self.ask("GET", "/engine", EngineState)
+        return msgspec.structs.replace(answer, **msgspec.structs.asdict(self.process.place))
 
     def caches(self, *, keys: bool = False) -> ProcessCaches:
         """Its caches.
