@@ -65,8 +65,7 @@ def ready(*children: Child) -> None:
         pulse = agent.beat(child.process)
         return bool(pulse and pulse.beat.standing.servers)
 
-    for child in children:
-        until(lambda child=child: known(child))
+    until(lambda: all(known(child) for child in children))
 
 
 def names(server: Server) -> list[str]:

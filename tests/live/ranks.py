@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..support.waiting import until
-from .conftest import Live, PlugIn
+from .conftest import Cli, Live, PlugIn
 from .test_cache import ask
 
 ROLES = ("launcher", "api", "engine", "worker", "coordinator")
@@ -103,9 +104,10 @@ class Ranks:
         assert answers == [200]
 
 
-def plugged(plug_in: PlugIn, folder: Path) -> tuple[str, ...]:
+def plugged(cli: Cli, plug_in: PlugIn, folder: Path) -> tuple[str, ...]:
     """Options for a server in whose processes tests run code."""
-    return ("--env", f"PYTHONPATH={plug_in('ranks', RUN)}", "--env", f"{FOLDER}={folder}")
+    path = os.pathsep.join((str(plug_in("ranks", RUN)), cli.environment["PYTHONPATH"]))
+    return ("--env", f"PYTHONPATH={path}", "--env", f"{FOLDER}={folder}")
 
 
 def encoder_rows(server: Live) -> list[tuple[str, str, int]]:

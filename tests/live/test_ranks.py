@@ -26,7 +26,7 @@ TOLD_S = 10  # the death of a process is told within
 def tensor(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Two workers that share each layer."""
     folder = tmp_path_factory.mktemp("ranks")
-    server = cli.serve("tensor", "--demo", "vision", *plugged(plug_in, folder), *TP)
+    server = cli.serve("tensor", "--demo", "vision", *plugged(cli, plug_in, folder), *TP)
     yield Ranks(server, folder)
     cli("stop", server.name, "--force")
 
@@ -45,7 +45,7 @@ def test_ranks_of_a_tensor_parallel_server(tensor: Ranks) -> None:
 def test_workers_of_a_group_are_beside_each_other(tensor: Ranks) -> None:
     assert ask(tensor.server.url, 1).status_code == 200
     sides = [("scheduler", "", 1), ("worker", "TP0", 1), ("worker", "TP1", 1)]
-    until(lambda: encoder_rows(tensor.server) == sides, explain=lambda: encoder_rows(tensor.server))
+    until(lambda: encoder_rows(tensor.server) == sides)
     ran = tensor.server.cli("cache", "inspect", "-t", "tensor")
     pids = tensor.named()
     names = [f"scheduler: engine {pids['engine']}"]
@@ -117,7 +117,16 @@ def nodes(
 
     def serve(name: str) -> Live:
         rest = start if name == "second" else ("--api-server-count", "1")
-        words = ("--demo", "vision", *plugged(plug_in, folder), *NOBIND, "--", *two, *meet, *rest)
+        words = (
+            "--demo",
+            "vision",
+            *plugged(cli, plug_in, folder),
+            *NOBIND,
+            "--",
+            *two,
+            *meet,
+            *rest,
+        )
         return cli.serve(name, *words)
 
     first, second = side_by_side(serve, ["first", "second"])
@@ -141,7 +150,8 @@ def test_an_engine_is_beside_its_own_worker(nodes: tuple[Ranks, Live]) -> None:
     ranks, _ = nodes
     for seed in range(8):  # to both engines
         assert ask(ranks.server.url, seed).status_code == 200
-    rows = until(lambda: len(found := encoder_rows(ranks.server)) == 4 and found)
+    until(lambda: len(encoder_rows(ranks.server)) == 4)
+    rows = encoder_rows(ranks.server)
     assert sum(entries for side, _, entries in rows if side == "scheduler") == 8
     by_rank = {(side, rank): entries for side, rank, entries in rows}
     for rank in ("DP0", "DP1"):
@@ -167,12 +177,73 @@ def test_what_ends_an_engine_of_a_headless_node_ends_both(nodes: tuple[Ranks, Li
 
 # -- the long form -----------------------------------------------------------------------------
 
+DP = (*NOBIND, "--", "--data-parallel-size", "2", "--api-server-count", "2")
+# Each shape, and its processes.
+SHAPES: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "tensor": (TP, ["api", "engine", "worker TP0", "worker TP1"]),
+    "pipeline": (PP, ["api", "engine", "worker PP0", "worker PP1"]),
+    "data": (
+        DP,
+        [
+            *("api", "api", "coordinator", "engine DP0", "engine DP1", "launcher"),
+            *("worker DP0", "worker DP1"),
+        ],
+    ),
+}
 
-@pytest.mark.parametrize("victim", ["engine", "worker TP0", "api"] if EVERYTHING else [])
-def test_each_rank_that_is_killed_ends_the_server(cli: Cli, victim: str) -> None:
-    server = cli.serve("killed", "--demo", "text", *TP)
+
+@pytest.mark.parametrize("shape", SHAPES if EVERYTHING else [])
+def test_each_process_that_is_killed_ends_the_server(cli: Cli, shape: str) -> None:
+    options, expected = SHAPES[shape]
+    for victim in dict.fromkeys(expected):
+        server = cli.serve("killed", "--demo", "vision", *options)
+        try:
+            ranks = Ranks(server, Path())
+            names = [f"{row['role']} {row['ranks']}".rstrip() for row in ranks.rows()]
+            assert sorted(names) == expected
+            assert ask(server.url, 1).status_code == 200
+            assert [side for side, *_ in encoder_rows(server)].count("worker") == 2
+            pid = ranks.rows()[names.index(victim)]["pid"]
+            ends(server, pid=pid, cause=victim if " " in victim else "")
+        finally:
+            cli("stop", "killed", "--force")
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "external", "node-rank"] if EVERYTHING else [])
+def test_servers_of_several_nodes_are_ready(cli: Cli, mode: str) -> None:
+    """Each with an API server of its own, or with workers alone."""
+    port = str(free_port())
+    meet = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", port)
+    two = ("--data-parallel-size", "2", *meet)
+    nodes = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port)
+    hybrid = ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "1")
+    each: dict[str, list[tuple[str, ...]]] = {
+        "hybrid": [(*two, *hybrid, "--data-parallel-start-rank", str(rank)) for rank in (0, 1)],
+        "external": [(*two, "--data-parallel-rank", str(rank)) for rank in (0, 1)],
+        "node-rank": [
+            (*nodes, "--node-rank", "0"),
+            (*nodes, "--node-rank", "1", "--headless"),
+        ],
+    }
+    names = ["one", "two"]
+    options = dict(zip(names, each[mode], strict=True))
+
+    def serve(name: str) -> Live:
+        return cli.serve(name, "--demo", "text", *NOBIND, "--", *options[name])
+
     try:
-        pid = Ranks(server, Path()).named()[victim]
-        ends(server, pid=pid, cause=victim)
+        servers = side_by_side(serve, names)
+        assert [server.row["state"] for server in servers] == ["ready"] * 2
+        rows = [
+            {f"{row['role']} {row['ranks']}".rstrip() for row in Ranks(server, Path()).rows()}
+            for server in servers
+        ]
+        if mode == "node-rank":
+            assert {"worker TP0", "worker TP1"} <= rows[0]
+            assert "worker TP1" in rows[1]
+        else:
+            assert [f"engine DP{rank}" in row for rank, row in enumerate(rows)] == [True, True]
+            assert not rows[0] & {"engine DP1", "worker DP1"}
     finally:
-        cli("stop", "killed", "--force")
+        for name in reversed(names):
+            cli("stop", name, "--force")

@@ -74,11 +74,11 @@ class Cluster:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start(self, ip: str = "") -> None:
+    def start(self, ip: str = "", *, gpus: int = GPUS) -> None:
         """Add a node; the first one gets this machine's own address."""
         where = ("--address", self.address, "--node-ip-address", ip)
         head = ("--head", "--port", str(self.port), "--temp-dir", str(self.place))
-        words = (*(where if ip else head), "--num-cpus", "4", "--num-gpus", str(GPUS))
+        words = (*(where if ip else head), "--num-cpus", "4", "--num-gpus", str(gpus))
         extra = () if ip else ("--include-dashboard", "false")
         subprocess.run(
             [shutil.which("ray") or "ray", "start", *words, *extra, "--disable-usage-stats"],
@@ -147,7 +147,7 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def bare(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A cluster without a node."""
+    """A cluster without a node yet."""
     folder, plugged = tmp_path_factory.mktemp("ranks"), plug_in("ranks", RUN)
     (plugged / "sitecustomize.py").write_text(DEVICE)
     path = os.pathsep.join((str(plugged), cli.environment["PYTHONPATH"]))
@@ -238,6 +238,27 @@ def test_the_death_of_each_process_leaves_nothing(lab: Lab, victim: str) -> None
         assert set(lab.cluster.state()["groups"]) == {"REMOVED"}
     finally:
         lab.cli("stop", "killed", "--force")
+
+
+@pytest.mark.parametrize("local", [True, False] if EVERYTHING else [])
+def test_two_nodes_of_a_cluster(bare: Lab, local: bool) -> None:
+    """A worker on each node; either node that is lost is named."""
+    one = Cluster(bare.cluster.environment)
+    two = Lab(bare.cli, one, bare.folder)
+    one.environment = {**one.environment, "RAY_ADDRESS": one.address}
+    try:
+        one.start(gpus=1)
+        one.start("127.0.0.2", gpus=1)
+        served = two.serve("two", "text")
+        assert {"worker TP0", "worker TP1"} < served.named().keys()
+        nodes = one.raylets()
+        parents = {psutil.Process(served.named()[f"worker TP{n}"]).ppid() for n in (0, 1)}
+        assert parents == set(nodes.values())
+        name = list(nodes)[0 if local else 1]
+        lose(served, nodes[name], "node", name)
+    finally:
+        bare.cli("stop", "two", "--force")
+        one.stop()
 
 
 def test_a_node_that_is_lost_is_named(lab: Lab) -> None:
