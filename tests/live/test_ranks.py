@@ -91,10 +91,7 @@ def ends(server: Live, *others: Live, pid: int, cause: str) -> None:
     kill(pid)
     until(lambda: server.row["state"] == "failed", 60, lambda: server.row)
     assert cause in server.row["failure"], server.row["failure"]
-    for one in (server, *others):
-        until(
-            lambda one=one: one.row["state"] in {"failed", "stopped"}, 30, lambda one=one: one.row
-        )
+    until(lambda: all(one.row["state"] in {"failed", "stopped"} for one in others), 30)
     assert [left for footprint in prints for left in footprint.left()] == []
 
 
