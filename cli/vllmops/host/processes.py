@@ -15,8 +15,8 @@ import psutil
 from ..errors import needs_linux
 from ..protocol import identity
 from ..protocol.identity import Identity, age_s, boot_id
-from . import proc
 from ..protocol.place import Place, of_title
+from . import proc
 from .shape import shape
 
 

@@ -72,7 +72,7 @@ class Told(Place, frozen=True, kw_only=True):
     hello: Hello
     engine: EngineState
     traffic: Traffic
-    packages: dict[str, str] = {}
+    packages: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Pulse(Place, frozen=True, kw_only=True):
