@@ -153,9 +153,9 @@ def test_it_is_quick_whatever_the_text() -> None:
         "data:image/png;base64," * (size // 20),
         "\n" * size,
     ):
-        began = time.monotonic()
+        began = time.thread_time()
         Redactor(["planted-secret"]).tail(text)
-        assert time.monotonic() - began < 5, text[:20]
+        assert time.thread_time() - began < 5, text[:20]
 
 
 # Text that nothing else contains; what is between may be anything that fits into a place.
