@@ -259,9 +259,9 @@ def serve(
     check_store(order)
     if line := namesake.warning():
         say(line, "yellow")
+    launch.ready_home()
     for row in packages.bad(distributions()):
         say(f"{row.package} {row.versions} is installed: {row.title}; {row.next}", "yellow")
-    launch.ready_home()
     provide_key(order.environment, quiet=json_)
     reserved = launch.reserve(order)
     request = Request(hold=not detach)
