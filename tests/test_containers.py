@@ -27,7 +27,7 @@ ln -s /mnt/data "$1/mnt/link"
 cd "$1"
 pivot_root . mnt/old
 umount -l /mnt/old
-exec bash -c 'exec -a VLLM::EngineCore "$@"' sh "$2" "$3"
+exec bash -c 'exec -a VLLM::EngineCore_DP3 "$@"' sh "$2" "$3"
 """
 # As `kubectl debug --target` gives it: the target's processes, and files of its own.
 DEBUG = ["unshare", "--mount", "sh", "-c", 'mount -t proc none /proc && exec "$@"', "sh"]
@@ -94,7 +94,8 @@ def test_every_command_that_reads_works(
     pid = container.pid if outside else container.inner
     _, status = container.seen(outside, "status")
     (process,) = status["data"]["instance"]["processes"]
-    assert (process["pid"], process["role"], process["agent"]) == (pid, "engine", "answers")
+    assert (process["pid"], process["role"], process["dp_rank"]) == (pid, "engine", 3)
+    assert process["agent"] == "answers"
     code, caches = container.seen(outside, "cache", "inspect")
     assert (code, caches["data"]["silent"]) == (0, []), caches
     code, patches = container.seen(outside, "patches", "list")

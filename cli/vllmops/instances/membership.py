@@ -162,7 +162,11 @@ def heard(table: Table, known: Iterable[Process]) -> dict[int, Voice]:
     for process in known:
         if process.role in WITH_AGENT and process.pid not in found:
             with suppress(VllmopsError, OSError):
-                hear(agent.state_home(process))
+                place = agent.state_home(process)
+                hear(place)
+                # In a container it has another pid for itself, and the place is below its root.
+                if process.pid not in found and (pulse := agent.beat(process)):
+                    found[process.pid] = Voice(pulse.beat.role, pulse.beat.standing, str(place))
     return found
 
 
