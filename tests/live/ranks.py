@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -91,12 +92,12 @@ class Ranks:
         file = self.folder / "asleep"
         file.touch()
         self.run(name, SLEEP.format(file=str(file)))
-        answers: list[int] = []
-        sender = threading.Thread(
-            target=lambda: answers.append(ask(self.server.url, 77).status_code)
-        )
+        url, answers = self.server.url, list[int]()
+        sender = threading.Thread(target=lambda: answers.append(ask(url, 77).status_code))
         sender.start()
+        beat = self.server.home / "agents" / f"{self.named()['engine']}.beat"
         try:
+            until(lambda: json.loads(beat.read_bytes())["running"])
             yield
         finally:
             file.unlink()

@@ -189,58 +189,59 @@ SHAPES: dict[str, tuple[tuple[str, ...], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES if EVERYTHING else [])
-def test_each_process_that_is_killed_ends_the_server(cli: Cli, shape: str) -> None:
-    options, expected = SHAPES[shape]
-    for victim in dict.fromkeys(expected):
-        server = cli.serve("killed", "--demo", "vision", *options)
+if EVERYTHING:
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_each_process_that_is_killed_ends_the_server(cli: Cli, shape: str) -> None:
+        options, expected = SHAPES[shape]
+        for victim in dict.fromkeys(expected):
+            server = cli.serve("killed", "--demo", "vision", *options)
+            try:
+                ranks = Ranks(server, Path())
+                names = [f"{row['role']} {row['ranks']}".rstrip() for row in ranks.rows()]
+                assert sorted(names) == expected
+                assert ask(server.url, 1).status_code == 200
+                assert [side for side, *_ in encoder_rows(server)].count("worker") == 2
+                pid = ranks.rows()[names.index(victim)]["pid"]
+                ends(server, pid=pid, cause=victim if " " in victim else "")
+            finally:
+                cli("stop", "killed", "--force")
+
+    @pytest.mark.parametrize("mode", ["hybrid", "external", "node-rank"])
+    def test_servers_of_several_nodes_are_ready(cli: Cli, mode: str) -> None:
+        """Each with an API server of its own, or with workers alone."""
+        port = str(free_port())
+        meet = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", port)
+        two = ("--data-parallel-size", "2", *meet)
+        nodes = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port)
+        hybrid = ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "1")
+        each: dict[str, list[tuple[str, ...]]] = {
+            "hybrid": [(*two, *hybrid, "--data-parallel-start-rank", str(rank)) for rank in (0, 1)],
+            "external": [(*two, "--data-parallel-rank", str(rank)) for rank in (0, 1)],
+            "node-rank": [
+                (*nodes, "--node-rank", "0"),
+                (*nodes, "--node-rank", "1", "--headless"),
+            ],
+        }
+        names = ["one", "two"]
+        options = dict(zip(names, each[mode], strict=True))
+
+        def serve(name: str) -> Live:
+            return cli.serve(name, "--demo", "text", *NOBIND, "--", *options[name])
+
         try:
-            ranks = Ranks(server, Path())
-            names = [f"{row['role']} {row['ranks']}".rstrip() for row in ranks.rows()]
-            assert sorted(names) == expected
-            assert ask(server.url, 1).status_code == 200
-            assert [side for side, *_ in encoder_rows(server)].count("worker") == 2
-            pid = ranks.rows()[names.index(victim)]["pid"]
-            ends(server, pid=pid, cause=victim if " " in victim else "")
+            servers = side_by_side(serve, names)
+            assert [server.row["state"] for server in servers] == ["ready"] * 2
+            rows = [
+                {f"{row['role']} {row['ranks']}".rstrip() for row in Ranks(server, Path()).rows()}
+                for server in servers
+            ]
+            if mode == "node-rank":
+                assert {"worker TP0", "worker TP1"} <= rows[0]
+                assert "worker TP1" in rows[1]
+            else:
+                assert [f"engine DP{rank}" in row for rank, row in enumerate(rows)] == [True, True]
+                assert not rows[0] & {"engine DP1", "worker DP1"}
         finally:
-            cli("stop", "killed", "--force")
-
-
-@pytest.mark.parametrize("mode", ["hybrid", "external", "node-rank"] if EVERYTHING else [])
-def test_servers_of_several_nodes_are_ready(cli: Cli, mode: str) -> None:
-    """Each with an API server of its own, or with workers alone."""
-    port = str(free_port())
-    meet = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", port)
-    two = ("--data-parallel-size", "2", *meet)
-    nodes = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port)
-    hybrid = ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "1")
-    each: dict[str, list[tuple[str, ...]]] = {
-        "hybrid": [(*two, *hybrid, "--data-parallel-start-rank", str(rank)) for rank in (0, 1)],
-        "external": [(*two, "--data-parallel-rank", str(rank)) for rank in (0, 1)],
-        "node-rank": [
-            (*nodes, "--node-rank", "0"),
-            (*nodes, "--node-rank", "1", "--headless"),
-        ],
-    }
-    names = ["one", "two"]
-    options = dict(zip(names, each[mode], strict=True))
-
-    def serve(name: str) -> Live:
-        return cli.serve(name, "--demo", "text", *NOBIND, "--", *options[name])
-
-    try:
-        servers = side_by_side(serve, names)
-        assert [server.row["state"] for server in servers] == ["ready"] * 2
-        rows = [
-            {f"{row['role']} {row['ranks']}".rstrip() for row in Ranks(server, Path()).rows()}
-            for server in servers
-        ]
-        if mode == "node-rank":
-            assert {"worker TP0", "worker TP1"} <= rows[0]
-            assert "worker TP1" in rows[1]
-        else:
-            assert [f"engine DP{rank}" in row for rank, row in enumerate(rows)] == [True, True]
-            assert not rows[0] & {"engine DP1", "worker DP1"}
-    finally:
-        for name in reversed(names):
-            cli("stop", name, "--force")
+            for name in reversed(names):
+                cli("stop", name, "--force")

@@ -229,36 +229,37 @@ def lose(served: Ranks, pid: int, *words: str) -> None:
     assert footprint.left() == []
 
 
-@pytest.mark.parametrize("victim", ["api", "engine", "worker TP0"] if EVERYTHING else [])
-def test_the_death_of_each_process_leaves_nothing(lab: Lab, victim: str) -> None:
-    served = lab.serve("killed", "text")
-    try:
-        lose(served, served.named()[victim], victim.upper() if victim == "api" else victim)
-        until(lambda: lab.cluster.state()["gpus"] == GPUS)
-        assert set(lab.cluster.state()["groups"]) == {"REMOVED"}
-    finally:
-        lab.cli("stop", "killed", "--force")
+if EVERYTHING:
 
+    @pytest.mark.parametrize("victim", ["api", "engine", "worker TP0"])
+    def test_the_death_of_each_process_leaves_nothing(lab: Lab, victim: str) -> None:
+        served = lab.serve("killed", "text")
+        try:
+            lose(served, served.named()[victim], victim.upper() if victim == "api" else victim)
+            until(lambda: lab.cluster.state()["gpus"] == GPUS)
+            assert set(lab.cluster.state()["groups"]) == {"REMOVED"}
+        finally:
+            lab.cli("stop", "killed", "--force")
 
-@pytest.mark.parametrize("local", [True, False] if EVERYTHING else [])
-def test_two_nodes_of_a_cluster(bare: Lab, local: bool) -> None:
-    """A worker on each node; either node that is lost is named."""
-    one = Cluster(bare.cluster.environment)
-    two = Lab(bare.cli, one, bare.folder)
-    one.environment = {**one.environment, "RAY_ADDRESS": one.address}
-    try:
-        one.start(gpus=1)
-        one.start("127.0.0.2", gpus=1)
-        served = two.serve("two", "text")
-        assert {"worker TP0", "worker TP1"} < served.named().keys()
-        nodes = one.raylets()
-        parents = {psutil.Process(served.named()[f"worker TP{n}"]).ppid() for n in (0, 1)}
-        assert parents == set(nodes.values())
-        name = list(nodes)[0 if local else 1]
-        lose(served, nodes[name], "node", name)
-    finally:
-        bare.cli("stop", "two", "--force")
-        one.stop()
+    @pytest.mark.parametrize("local", [True, False])
+    def test_two_nodes_of_a_cluster(bare: Lab, local: bool) -> None:
+        """A worker on each node; either node that is lost is named."""
+        one = Cluster(bare.cluster.environment)
+        two = Lab(bare.cli, one, bare.folder)
+        one.environment = {**one.environment, "RAY_ADDRESS": one.address}
+        try:
+            one.start(gpus=1)
+            one.start("127.0.0.2", gpus=1)
+            served = two.serve("two", "text")
+            assert {"worker TP0", "worker TP1"} < served.named().keys()
+            nodes = one.raylets()
+            parents = {psutil.Process(served.named()[f"worker TP{n}"]).ppid() for n in (0, 1)}
+            assert parents == set(nodes.values())
+            name = list(nodes)[0 if local else 1]
+            lose(served, nodes[name], "node", name)
+        finally:
+            bare.cli("stop", "two", "--force")
+            one.stop()
 
 
 def test_a_node_that_is_lost_is_named(lab: Lab) -> None:

@@ -71,8 +71,11 @@ def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[T
         set[str]().union(*(voices[pid].servers for pid in pids([tree]) & voices.keys()))
         for tree in trees
     ]
-    joined = put_together(trees, ids)
-    joined = [labelled(tree, voices) for tree in joined]
+    joined = [labelled(tree, voices) for tree in put_together(trees, ids)]
+    joined = [
+        (*tree[: len(own)], *sorted(tree[len(own) :], key=by_rank))
+        for own, tree in zip(trees, joined, strict=True)
+    ]
     count = len(known)
     often = Counter(process.pid for tree in joined for process in tree)
     # A program of somebody's own that has an agent, and no server, is none either.
@@ -117,6 +120,13 @@ def ray_nodes(table: Table, tree: Tree) -> dict[Process, str]:
             raylet = Process(Role.OTHER, above.pid, above.start_ticks, "raylet")
             found[raylet] = name or "of raylet"
     return found
+
+
+def by_rank(process: Process) -> tuple[int, bool, int, int]:
+    """The order of the processes that are added: each engine before its workers."""
+    place = process.place
+    engine = process.role is Role.ENGINE
+    return (place.dp_rank or 0, not engine, place.pp_rank or 0, place.tp_rank or 0)
 
 
 def pids(trees: Iterable[Tree]) -> set[int]:
