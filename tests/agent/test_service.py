@@ -43,6 +43,12 @@ def test_says_who_it_is(spawn: Spawn) -> None:
     assert mode(child.socket) == mode(child.beat) == 0o600
 
 
+def test_a_headless_server_has_no_api_server(spawn: Spawn) -> None:
+    child = spawn()
+    child.run("import sys; sys.argv = ['vllm', 'serve', 'M', '--headless']")
+    assert reach(child.process).hello().role == "launcher"
+
+
 def test_registering_twice_starts_one(spawn: Spawn) -> None:
     child = spawn()
     names = "[thread.name for thread in threading.enumerate()]"

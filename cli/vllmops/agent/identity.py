@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ..host.shape import shape
 from ..protocol import identity
 from ..protocol.identity import Identity
 from ..protocol.place import Place, Standing, place
@@ -28,13 +29,13 @@ RAY_WORKER = 1  # WORKER_MODE there; a program that only uses Ray, as vLLM's eng
 
 
 def role() -> str:
-    """The role of this process by its name: ``api``, ``engine`` or ``worker``."""
+    """``api``, ``engine``, ``worker``, or ``launcher`` where there are engines and no API server."""
     name = multiprocessing.current_process().name
     if by_name := next((role for prefix, role in ROLES.items() if name.startswith(prefix)), None):
         return by_name
     if below_ray():
         return next((role for kind, role in BUILT.items() if objects.latest(kind)), "worker")
-    return "api"
+    return "launcher" if shape(sys.argv).headless else "api"
 
 
 def below_ray() -> bool:
@@ -103,7 +104,7 @@ def numbers(parallel: Any, worker: Any) -> tuple[dict[str, int], dict[str, int]]
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     sizes = {"DP": parallel.data_parallel_size, "TP": tensor, "PP": pipeline}
     own = role()
-    ranks = {} if own == "api" else {"DP": data_rank(parallel)}
+    ranks = {"DP": data_rank(parallel)} if own in {"engine", "worker"} else {}
     rank = getattr(worker, "rank", None)
     if rank is not None and own == "worker":
         # vLLM numbers the workers of an engine by stage, and within a stage by tensor rank.
