@@ -129,8 +129,13 @@ def test_engines_that_take_themselves_for_the_only_one_have_their_ranks(start: S
 def test_servers_with_an_api_server_each_stay_apart(start: Start) -> None:
     how: dict[str, Any] = {"sizes": (2, 1, 1), "local": 1, "external": True}
     both = [start(API, "api", instance=str(number), **how) for number in (1, 2)]
-    ready(*both)
-    assert [names(server) for server in find()] == [["api"], ["api"]]
+    actors = [start(ACTOR, "worker", instance=str(n), dp=n - 1, **how) for n in (2, 1)]
+    ready(*both, *actors)
+    found = {server.pid: server.processes[-1].pid for server in find()}
+    assert found == {
+        both[0].process.pid: actors[1].process.pid,
+        both[1].process.pid: actors[0].process.pid,
+    }
 
 
 def test_without_an_agent_the_titles_are_all_that_is_known(

@@ -29,7 +29,7 @@ RAY_WORKER = 1  # WORKER_MODE there; a program that only uses Ray, as vLLM's eng
 
 
 def role() -> str:
-    """``api``, ``engine``, ``worker``, or ``launcher`` where there are engines and no API server."""
+    """``api``, ``engine`` or ``worker``; ``launcher`` if there are engines and no API server."""
     name = multiprocessing.current_process().name
     if by_name := next((role for prefix, role in ROLES.items() if name.startswith(prefix)), None):
         return by_name

@@ -91,18 +91,22 @@ def put_together(trees: Sequence[Tree], ids: Sequence[set[str]]) -> list[Tree]:
     fronts = [index for index, tree in enumerate(trees) if any(p.role is Role.API for p in tree)]
     lost = [index for index in range(len(trees)) if index not in fronts]
     # One may be known only through another, as the worker of an engine of another node.
-    while moves := [
-        (index, front)
-        for index in lost
-        for front in fronts
-        if ids[front] & ids[index] and users[front] == users[index]
-    ]:
-        index, front = moves[0]
+    while True:
+        shared, index, front = max(
+            (
+                (len(ids[front] & ids[index]), index, front)
+                for index in lost
+                for front in fronts
+                if users[front] == users[index]
+            ),
+            default=(0, 0, 0),
+        )
+        if not shared:
+            return joined
         have = pids([joined[front]])
         joined[front] += tuple(process for process in trees[index] if process.pid not in have)
         ids[front].update(ids[index])
         lost.remove(index)
-    return joined
 
 
 def complete(table: Table, tree: Tree) -> Tree:
