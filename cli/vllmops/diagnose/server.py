@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..protocol.patches import State
-from ..protocol.place import who
+from ..protocol.place import headed, who
 from ..protocol.server import Disk, Gpu, Leftover, ProcessState, ServerSnapshot, Unseen, Xid
 from . import packages
 from .findings import Finding, Rule, Severity
@@ -544,8 +544,7 @@ CHECKS: tuple[Callable[[ServerSnapshot], Iterator[Finding]], ...] = (
 
 def called(process: ProcessState) -> str:
     """How findings name a process."""
-    title = process.title.removeprefix("VLLM::")
-    return f"{title} {process.pid}" if title else who(process)
+    return f"{headed(process.title, process.role, process)} {process.pid}"
 
 
 def size(count: float) -> str:

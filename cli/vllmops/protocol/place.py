@@ -77,6 +77,12 @@ def named(role: str, where: Place) -> str:
     return f"{role} {where.ranks}".rstrip()
 
 
+def headed(title: str, role: str, where: Place) -> str:
+    """A process for a person: by vLLM's own title, or by its role if the title lacks ranks."""
+    title = title.removeprefix("VLLM::")
+    return title if title and of_title(title).ranks == where.ranks else named(role, where)
+
+
 class Ranked(Protocol):
     """What is said of a process: its role, its pid and its place."""
 

@@ -15,7 +15,7 @@ from ...errors import Exit, VllmopsError
 from ...host.processes import Role
 from ...instances.servers import resolve
 from ...output import Folded, Line, Result, command
-from ...protocol.place import named
+from ...protocol.place import headed
 from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
 from ...stacks import pyspy
 from ..findings import FailOn
@@ -205,8 +205,7 @@ def _lines(snapshot: StacksSnapshot) -> Iterator[Line]:
 
 
 def _title(process: ProcessStacks) -> str:
-    role = ROLES.get(process.role, process.role)
-    return process.title.removeprefix("VLLM::") or named(role, process)
+    return headed(process.title, ROLES.get(process.role, process.role), process)
 
 
 def _thread(thread: Thread, names: Sequence[str]) -> Iterator[Line]:
