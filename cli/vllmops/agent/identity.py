@@ -22,10 +22,10 @@ ROLES = {"EngineCore": "engine", "VllmWorker": "worker", "Worker": "worker"}
 # A process of Ray's has no such name: what vLLM has built in it shows what it is.
 BUILT = {"engine-client": "api", "scheduler": "engine"}
 RAY = "ray._private.worker"
-# vLLM numbers a configuration again whenever it checks it: an engine, before its first request.
+RAY_WORKER = 1  # WORKER_MODE there; a program that only uses Ray, as vLLM's engine, has another
+# An engine numbers its configuration again when it has checked it: the first numbers are shared.
 INSTANCES = 4
 _instances: dict[str, None] = {}
-RAY_WORKER = 1  # WORKER_MODE there; a program that only uses Ray, as vLLM's engine, has another
 
 
 def role() -> str:
@@ -90,7 +90,8 @@ def servers(config: Any) -> tuple[str, ...]:
     parallel = config.parallel_config
     _instances.setdefault(f"instance {config.instance_id}")
     found = list(_instances)[:INSTANCES]
-    apart = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
+    lbs = ("data_parallel_external_lb", "data_parallel_hybrid_lb")
+    apart = any(getattr(parallel, name, False) for name in lbs)
     if apart or parallel.data_parallel_size_local < parallel.data_parallel_size:
         at = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
         found.append(f"data-parallel {at}")

@@ -9,7 +9,7 @@ import msgspec
 from ..errors import Exit, VllmopsError
 from ..host.processes import Process, Role
 from ..instances.servers import Server
-from ..protocol.caches import Silent
+from ..protocol.caches import ProcessCaches, Silent
 from ..protocol.compares import CompareRequest, Comparison
 from ..rpc import agent
 
@@ -61,7 +61,27 @@ def take(server: Server, request: CompareRequest) -> tuple[list[Comparison], lis
             f"vllmops cache inspect -t {server.label} works without a step",
             exit_code=Exit.TIMED_OUT,
         )
-    return comparisons, silent
+    return [located(comparison, server) for comparison in comparisons], silent
+
+
+def located(comparison: Comparison, server: Server) -> Comparison:
+    """A comparison whose processes have the places that the whole server shows.
+
+    An engine tells its workers' caches by its own view: that of a model without experts knows of
+    no other data parallel rank.
+    """
+    known = {(p.place.node, p.pid): agent.shown(p) for p in server.processes}
+
+    def place(process: ProcessCaches) -> ProcessCaches:
+        return msgspec.structs.replace(process, **known.get((process.node, process.pid), {}))
+
+    looks = [
+        msgspec.structs.replace(
+            look, front=place(look.front), engines=[place(engine) for engine in look.engines]
+        )
+        for look in comparison.looks
+    ]
+    return msgspec.structs.replace(comparison, looks=looks)
 
 
 def ask(process: Process, request: CompareRequest) -> Comparison:

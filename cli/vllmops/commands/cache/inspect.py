@@ -284,7 +284,7 @@ def text(data: dict[str, Any], findings: Sequence[Finding]) -> Iterator[Renderab
         yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
         yield Text(f"  hint: {silent.hint}")
     for problem in data["problems"]:
-        yield Text(f"{problem['role']} {problem['pid']}: {problem['problem']}", "yellow")
+        yield Text(f"{process_name(problem)}: {problem['problem']}", "yellow")
     yield from lines(findings)
     if not findings:
         where = " in what could be read" if data["silent"] or data["problems"] else ""
@@ -339,8 +339,13 @@ def tables(sides: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
             yield together[start : start + SIDES_PER_TABLE]
 
 
+def process_name(row: dict[str, Any]) -> str:
+    """The process that a row is about."""
+    return " ".join(filter(None, (row["role"], row["ranks"], str(row["pid"]))))
+
+
 def heading(figures: dict[str, Any]) -> str:
-    process = " ".join(filter(None, (figures["role"], figures["ranks"], str(figures["pid"]))))
+    process = process_name(figures)
     return process if figures["side"] == figures["role"] else f"{figures['side']}: {process}"
 
 
