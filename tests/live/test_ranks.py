@@ -191,21 +191,23 @@ SHAPES: dict[str, tuple[tuple[str, ...], list[str]]] = {
 
 if EVERYTHING:
 
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_each_process_that_is_killed_ends_the_server(cli: Cli, shape: str) -> None:
+    @pytest.mark.parametrize(
+        ("shape", "victim"),
+        [(shape, name) for shape, (_, names) in SHAPES.items() for name in dict.fromkeys(names)],
+    )
+    def test_each_process_that_is_killed_ends_the_server(cli: Cli, shape: str, victim: str) -> None:
         options, expected = SHAPES[shape]
-        for victim in dict.fromkeys(expected):
-            server = cli.serve("killed", "--demo", "vision", *options)
-            try:
-                ranks = Ranks(server, Path())
-                names = [f"{row['role']} {row['ranks']}".rstrip() for row in ranks.rows()]
-                assert sorted(names) == expected
-                assert ask(server.url, 1).status_code == 200
-                assert [side for side, *_ in encoder_rows(server)].count("worker") == 2
-                pid = ranks.rows()[names.index(victim)]["pid"]
-                ends(server, pid=pid, cause=victim if " " in victim else "")
-            finally:
-                cli("stop", "killed", "--force")
+        server = cli.serve("killed", "--demo", "vision", *options)
+        try:
+            ranks = Ranks(server, Path())
+            names = [f"{row['role']} {row['ranks']}".rstrip() for row in ranks.rows()]
+            assert sorted(names) == expected
+            assert ask(server.url, 1).status_code == 200
+            assert [side for side, *_ in encoder_rows(server)].count("worker") == 2
+            pid = ranks.rows()[names.index(victim)]["pid"]
+            ends(server, pid=pid, cause=victim if " " in victim else "")
+        finally:
+            cli("stop", "killed", "--force")
 
     @pytest.mark.parametrize("mode", ["hybrid", "external", "node-rank"])
     def test_servers_of_several_nodes_are_ready(cli: Cli, mode: str) -> None:
