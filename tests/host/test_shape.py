@@ -32,6 +32,10 @@ from ..support.waiting import until
         ("--api-server-count 2 -dp 2", Shape()),
         ("-asc 10", Shape()),
         ("--model headless", Shape()),
+        ("--nnodes 2 --node-rank 1 --headless", Shape(headless=True)),
+        ("--nnodes 2 --node-rank 0 -tp 2", Shape()),
+        ("-dp 2 --data-parallel-rank 1", Shape()),
+        ("-dp 4 -dpl 2 --data-parallel-hybrid-lb --data-parallel-start-rank 2", Shape()),
     ],
 )
 def test_the_shape_that_arguments_give(words: str, found: Shape) -> None:

@@ -209,41 +209,21 @@ if EVERYTHING:
         finally:
             cli("stop", "killed", "--force")
 
-    @pytest.mark.parametrize("mode", ["hybrid", "external", "node-rank"])
-    def test_servers_of_several_nodes_are_ready(cli: Cli, mode: str) -> None:
-        """Each with an API server of its own, or with workers alone."""
-        port = str(free_port())
-        meet = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", port)
-        two = ("--data-parallel-size", "2", *meet)
-        nodes = ("--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port)
-        hybrid = ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "1")
-        each: dict[str, list[tuple[str, ...]]] = {
-            "hybrid": [(*two, *hybrid, "--data-parallel-start-rank", str(rank)) for rank in (0, 1)],
-            "external": [(*two, "--data-parallel-rank", str(rank)) for rank in (0, 1)],
-            "node-rank": [
-                (*nodes, "--node-rank", "0"),
-                (*nodes, "--node-rank", "1", "--headless"),
-            ],
-        }
-        names = ["one", "two"]
-        options = dict(zip(names, each[mode], strict=True))
+    def test_a_node_of_workers_alone_is_ready(cli: Cli) -> None:
+        """Where one engine has workers on several nodes."""
+        meet = ("--nnodes", "2", "--master-port", str(free_port()), "--tensor-parallel-size", "2")
+        options = {"one": ("--node-rank", "0"), "two": ("--node-rank", "1", "--headless")}
 
         def serve(name: str) -> Live:
-            return cli.serve(name, "--demo", "text", *NOBIND, "--", *options[name])
+            return cli.serve(name, "--demo", "text", *NOBIND, "--", *meet, *options[name])
 
         try:
-            servers = side_by_side(serve, names)
-            assert [server.row["state"] for server in servers] == ["ready"] * 2
-            rows = [
-                {f"{row['role']} {row['ranks']}".rstrip() for row in Ranks(server, Path()).rows()}
-                for server in servers
-            ]
-            if mode == "node-rank":
-                assert {"worker TP0", "worker TP1"} <= rows[0]
-                assert "worker TP1" in rows[1]
-            else:
-                assert [f"engine DP{rank}" in row for rank, row in enumerate(rows)] == [True, True]
-                assert not rows[0] & {"engine DP1", "worker DP1"}
+            one, two = side_by_side(serve, list(options))
+            assert [server.row["state"] for server in (one, two)] == ["ready"] * 2
+            assert {"api", "launcher", "worker TP0", "worker TP1"} < Ranks(
+                one, Path()
+            ).named().keys()
+            assert Ranks(two, Path()).named().keys() == {"launcher", "worker TP1"}
         finally:
-            for name in reversed(names):
+            for name in ("two", "one"):
                 cli("stop", name, "--force")
