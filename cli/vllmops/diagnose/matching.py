@@ -64,6 +64,9 @@ class Hit:
         lines: the evidence.
         subject: the processes with the threads that match.
         doubts: why it is no more than possible.
+        victims: the processes that wait for the subject.
+        phase: what the thread at the root was doing.
+        waits_for: what that thread waits for.
     """
 
     signature: Signature
@@ -71,6 +74,9 @@ class Hit:
     lines: tuple[str, ...]
     subject: str
     doubts: tuple[str, ...] = ()
+    victims: tuple[str, ...] = ()
+    phase: str = ""
+    waits_for: str = ""
 
 
 def match_signature(signature: Signature, scene: Scene) -> Hit | None:

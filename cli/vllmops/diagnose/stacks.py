@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,6 +12,7 @@ from ..protocol.pasted import Crash, Pasted
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .facts import from_log
 from .findings import Finding, Rule, Severity
+from .general import hypotheses
 from .matching import (
     ARROW,
     RANKS,
@@ -27,6 +29,7 @@ from .signatures import Confidence, catalogue
 
 # Files that show what a thread does, for stacks that match no signature.
 LIBRARIES = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
+MOST_SHOWN = 3  # hypotheses: more help nobody
 WAITING = (
     "get",
     "wait",
@@ -59,10 +62,18 @@ class StackFinding(Finding, frozen=True, kw_only=True):
         references: public reports and pull requests.
         fixed_in: version of vLLM; empty if none is known.
         hang: whether something is stuck.
+        victims: the processes that wait for the subject, and are not the cause.
+        phase: what the thread at the root was doing; empty if no frame tells.
+        waits_for: what it waits for.
+        work: what the same stacks mean if nothing is stuck.
     """
 
     confidence: Confidence
     lines: tuple[str, ...]
+    victims: tuple[str, ...] = ()
+    phase: str = ""
+    waits_for: str = ""
+    work: str = ""
     cause: str = ""
     sure: str = ""
     references: tuple[str, ...] = ()
@@ -121,7 +132,7 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     stopped = [process for process in last if process.stopped]
     # If a process is stopped by a signal, all others wait for it.
     matches = [match_signature(signature, scene) for signature in catalogue()]
-    hits = [] if stopped else _best([hit for hit in matches if hit])
+    hits = [] if stopped else _best([hit for hit in matches if hit], hypotheses(scene))
     found = [*map(_crashed, _distinct(pasted.crashes)), *map(_stopped, stopped)]
     found += map(_finding, hits)
     found.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
@@ -136,12 +147,35 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     )
 
 
-def _best(hits: Sequence[Hit]) -> list[Hit]:
-    """The hits to show: a hang comes before an idle server, and both before what is possible."""
+def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
+    """The hits to show: a hang comes before an idle server, and both before what is possible.
+
+    Args:
+        matches: signatures that match.
+        general: what the phases and waits of the threads say, the most probable first. A signature
+            that says the same adds its evidence.
+    """
+    by_id = {hit.signature.id: hit for hit in matches}
+    joined = [_joined(hit, by_id.pop(hit.signature.id, None)) for hit in general]
+    hits = [*joined, *by_id.values()]
     strong = [hit for hit in hits if hit.confidence != "possible"]
-    hidden = {name for hit in strong or hits for name in hit.signature.hides}
+    hidden = {name for hit in strong or by_id.values() for name in hit.signature.hides}
     hangs = [hit for hit in strong if hit.signature.hang]
-    return [hit for hit in hangs or strong or hits if hit.signature.id not in hidden]
+    shown = hangs or strong or hits
+    return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
+
+
+def _joined(general: Hit, match: Hit | None) -> Hit:
+    """One hit from a general answer and the signature that says the same."""
+    if match is None or RANKS.index(match.confidence) < RANKS.index(general.confidence):
+        return general
+    return dataclasses.replace(
+        match,
+        subject=general.subject,
+        victims=general.victims,
+        phase=general.phase,
+        waits_for=general.waits_for,
+    )
 
 
 def _finding(hit: Hit) -> StackFinding:
@@ -158,6 +192,10 @@ def _finding(hit: Hit) -> StackFinding:
         reference=signature.references[0] if signature.references else "",
         confidence=hit.confidence,
         lines=hit.lines,
+        victims=hit.victims,
+        phase=hit.phase,
+        waits_for=hit.waits_for,
+        work=signature.work if hit.confidence != "sure" else "",
         cause=signature.cause,
         sure="; ".join((*hit.doubts, signature.sure)) if hit.confidence != "sure" else "",
         references=signature.references,

@@ -1,0 +1,98 @@
+"""The general answer: what may be stuck, from where threads are and who waits for whom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from ..protocol.stacks import StacksSnapshot
+from .matching import ARROW, PROOF, SHOWN_FRAMES, Hit, Scene, Spot, label, place, places
+from .places import Place
+from .signatures import Confidence, Signature, catalogue
+from .waiting import Chain, chain
+
+# Work moves on from these within seconds; on the device and in a collective it looks the same.
+HOST_BOUND = {"build-lock", "module-load", "transfer", "tool-parser", "grammar", "structure", "lock"}
+# Samples that agree are enough without a figure or a log line.
+ENOUGH = 3
+TIMED_OUT = re.compile(
+    r"RPCcallto\w+timedout|Watchdogcaughtcollectiveoperationtimeout"
+    r"|Noavailablesharedmemorybroadcastblockfound"
+)
+
+
+def hypotheses(scene: Scene) -> list[Hit]:
+    """What may be stuck, the most probable first; nothing where tokens are produced."""
+    if scene.facts.get("progress") == "moving":
+        return []
+    samples = scene.pasted.samples
+    for sample in reversed(samples):
+        if found := chain(sample):
+            return list(_hits(found, samples, scene))
+    return []
+
+
+def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iterator[Hit]:
+    known = {signature.id: signature for signature in catalogue()}
+    agreeing = _agreeing(found, samples)
+    confidence = _confidence(found, agreeing, scene)
+    lines = [_evidence(root) for root in found.roots[:SHOWN_FRAMES]]
+    if agreeing > 1:
+        lines.append(f"the same in {agreeing} of {len(samples)} samples")
+    for index, name in enumerate(found.ids):
+        yield Hit(
+            known[name],
+            "possible" if index else confidence,
+            tuple(lines),
+            _names(found.roots),
+            victims=tuple(dict.fromkeys(label(victim.process) for victim in found.victims)),
+            doubts=tuple(_doubts(found, known[name], agreeing)) if confidence == "possible" else (),
+            phase=found.roots[0].phase.title,
+            waits_for=found.roots[0].waits_for,
+        )
+
+
+def _confidence(found: Chain, agreeing: int, scene: Scene) -> Confidence:
+    """One dump is possible; dumps that agree, a figure or a log line make it likely."""
+    proof = any(scene.facts.get(name) == "frozen" for name in PROOF)
+    agrees = proof or TIMED_OUT.search(scene.log) is not None
+    host = all(root.wait in HOST_BOUND for root in found.roots)
+    if agrees and agreeing >= ENOUGH:
+        return "sure" if host else "likely"
+    if agrees or (host and agreeing >= ENOUGH):
+        return "likely"
+    return "possible"
+
+
+def _doubts(found: Chain, signature: Signature, agreeing: int) -> Iterator[str]:
+    if agreeing < ENOUGH:
+        dumps = "one dump" if agreeing == 1 else f"{agreeing} dumps"
+        yield f"{dumps} can't tell this from work: take {ENOUGH} some seconds apart into one file"
+    if found.relation in {"unseen", "remote"}:
+        yield "the workers' stacks tell the rest: dump them, too"
+
+
+def _agreeing(found: Chain, samples: Sequence[StacksSnapshot]) -> int:
+    """In how many samples every thread at the root is at the same places."""
+    return sum(all(_is_there(root, sample) for root in found.roots) for sample in samples)
+
+
+def _is_there(root: Place, sample: StacksSnapshot) -> bool:
+    key = Spot(root.process, root.thread, ()).key
+    return any(
+        Spot(process, thread, ()).key == key and places(thread) == places(root.thread)
+        for process in sample.processes
+        for thread in process.threads
+    )
+
+
+def _names(roots: Sequence[Place]) -> str:
+    return ", ".join(dict.fromkeys(label(root.process) for root in roots))
+
+
+def _evidence(root: Place) -> str:
+    frames = list(root.thread.frames[:SHOWN_FRAMES])
+    if root.frame and root.frame not in frames:
+        frames.append(root.frame)
+    steps = ARROW.join(map(place, frames))
+    return f"{label(root.process)}, {root.thread.name} ({root.thread.state}): {steps}"
