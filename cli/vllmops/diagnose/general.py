@@ -6,13 +6,22 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..protocol.stacks import StacksSnapshot
+from .clues import Clue, clues, compiles
 from .matching import ARROW, PROOF, SHOWN_FRAMES, Hit, Scene, Spot, label, place, places
 from .places import Place
 from .signatures import Confidence, Signature, catalogue
 from .waiting import Chain, chain
 
 # Work moves on from these within seconds; on the device and in a collective it looks the same.
-HOST_BOUND = {"build-lock", "module-load", "transfer", "tool-parser", "grammar", "structure", "lock"}
+HOST_BOUND = {
+    "build-lock",
+    "module-load",
+    "transfer",
+    "tool-parser",
+    "grammar",
+    "structure",
+    "lock",
+}
 # Samples that agree are enough without a figure or a log line.
 ENOUGH = 3
 TIMED_OUT = re.compile(
@@ -25,15 +34,40 @@ def hypotheses(scene: Scene) -> list[Hit]:
     """What may be stuck, the most probable first; nothing where tokens are produced."""
     if scene.facts.get("progress") == "moving":
         return []
+    told = [hit for clue in clues(scene.pasted.text, scene.log) for hit in _told(clue)]
     samples = scene.pasted.samples
     for sample in reversed(samples):
-        if found := chain(sample):
-            return list(_hits(found, samples, scene))
-    return []
+        if found := chain(sample, scene.facts):
+            if found.roots[0].wait == "compile" and compiles(scene.pasted.text):
+                continue
+            told += _hits(found, samples, scene)
+            break
+    best: dict[str, Hit] = {}
+    for hit in told:
+        best.setdefault(hit.signature.id, hit)
+    return list(best.values())
+
+
+def _told(clue: Clue) -> Iterator[Hit]:
+    """What a log line or a figure says of itself."""
+    for index, name in enumerate(clue.ids):
+        yield Hit(
+            known(name),
+            "possible" if index else clue.confidence,
+            (clue.line,),
+            clue.subject,
+            doubts=("two captures some seconds apart that do not move make it likely",)
+            if clue.confidence == "possible"
+            else (),
+        )
+
+
+def known(name: str) -> Signature:
+    """The catalogue's entry."""
+    return next(signature for signature in catalogue() if signature.id == name)
 
 
 def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iterator[Hit]:
-    known = {signature.id: signature for signature in catalogue()}
     agreeing = _agreeing(found, samples)
     confidence = _confidence(found, agreeing, scene)
     lines = [_evidence(root) for root in found.roots[:SHOWN_FRAMES]]
@@ -41,12 +75,12 @@ def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iter
         lines.append(f"the same in {agreeing} of {len(samples)} samples")
     for index, name in enumerate(found.ids):
         yield Hit(
-            known[name],
+            known(name),
             "possible" if index else confidence,
             tuple(lines),
             _names(found.roots),
             victims=tuple(dict.fromkeys(label(victim.process) for victim in found.victims)),
-            doubts=tuple(_doubts(found, known[name], agreeing)) if confidence == "possible" else (),
+            doubts=tuple(_doubts(found, known(name), agreeing)) if confidence == "possible" else (),
             phase=found.roots[0].phase.title,
             waits_for=found.roots[0].waits_for,
         )
@@ -55,6 +89,7 @@ def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iter
 def _confidence(found: Chain, agreeing: int, scene: Scene) -> Confidence:
     """One dump is possible; dumps that agree, a figure or a log line make it likely."""
     proof = any(scene.facts.get(name) == "frozen" for name in PROOF)
+    proof = proof or scene.facts.get("gpu") == "spins"
     agrees = proof or TIMED_OUT.search(scene.log) is not None
     host = all(root.wait in HOST_BOUND for root in found.roots)
     if agrees and agreeing >= ENOUGH:

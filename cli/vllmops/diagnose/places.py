@@ -40,6 +40,10 @@ PLUMBING = re.compile(
     r"base_events|backend|_base|runners|process|garbage|_monitor|ssl|unix_events|contextlib)\.py$"
     r"|zmq/|asyncio/|uvloop|^<|concurrent/futures|multiprocessing/|libc\.|libpthread"
 )
+MODEL = re.compile(
+    r"model_executor/|_custom_ops|_C\.|flashinfer/|flash_attn|attention|fused_moe|kernels?[/_.]|aiter/|"
+    r"deep_gemm|/ops/|quantization|/models/|/layers/"
+)
 SLEEPS = {"_process_engine_step", "step", "step_with_batch_queue", "run_busy_loop"}
 
 
@@ -207,6 +211,8 @@ def place_of(process: ProcessStacks, thread: Thread) -> Place:
     shown = [(at, ids[0]) for at, frame in enumerate(frames) if (ids := phases_of(frame))]
     inside = shown[0][0] if shown else len(frames) - 1
     phase = _phase([phase for _, phase in shown])
+    if not shown and any(MODEL.search(frame.short_file) for frame in frames):
+        phase = _phases()["forward"]
     inner = frames[: inside + 1]
     if not frames or _rests(process, thread, phase, inner, frames):
         return Place(process, thread, phase, "rest", frames[0] if frames else None)
@@ -229,6 +235,8 @@ ENTERED = re.compile(r"torch/distributed|distributed_c10d|lib\w*ccl|pynccl|gloo|
 def _phase(shown: Sequence[str]) -> Phase:
     """The phase of a thread, from those that its frames show, innermost first."""
     found = [_phases()[name] for name in shown]
+    if "dummy" in shown:  # it runs what a trial runs
+        return _phases()["dummy"]
     for stage in ("end", "start", "serve"):
         for phase in found:
             if phase.stage == stage:
@@ -252,8 +260,8 @@ def _rests(
     names = {name_of(frame) for frame in inner}
     if "_process_input_queue" in {name_of(frame) for frame in frames[:8]}:
         return "_handle_client_request" not in names
-    reading = any(waits_of(frame)[:1] == ("ipc-read",) for frame in inner)
-    if phase.id in {"worker", "step"} and reading:
+    waits = [waits_of(frame)[0] for frame in inner if waits_of(frame)]
+    if phase.id in {"worker", "step"} and "ipc-read" in waits and "collective" not in waits:
         # A worker reads its next call; SGLang's loop reads requests.
         return phase.id == "worker" or "recv_requests" in names
     if not is_main(process, thread) and (

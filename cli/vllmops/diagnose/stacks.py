@@ -10,6 +10,7 @@ import msgspec
 
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
+from .clues import gpu
 from .facts import from_log
 from .findings import Finding, Rule, Severity
 from .general import hypotheses
@@ -29,6 +30,7 @@ from .signatures import Confidence, catalogue
 
 # Files that show what a thread does, for stacks that match no signature.
 LIBRARIES = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
+CONNECTOR = "kv-connector-wait"
 MOST_SHOWN = 3  # hypotheses: more help nobody
 WAITING = (
     "get",
@@ -127,7 +129,8 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
             log in the text.
     """
     log = "".join(pasted.text.split())
-    scene = Scene(pasted, {**from_log(log), **(facts or {})}, log)
+    seen = {"gpu": state} if (state := gpu(pasted.text)) else {}
+    scene = Scene(pasted, {**seen, **from_log(log), **(facts or {})}, log)
     last = pasted.samples[-1].processes if pasted.samples else ()
     stopped = [process for process in last if process.stopped]
     # If a process is stopped by a signal, all others wait for it.
@@ -156,12 +159,19 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
             that says the same adds its evidence.
     """
     by_id = {hit.signature.id: hit for hit in matches}
-    joined = [_joined(hit, by_id.pop(hit.signature.id, None)) for hit in general]
-    hits = [*joined, *by_id.values()]
-    strong = [hit for hit in hits if hit.confidence != "possible"]
-    hidden = {name for hit in strong or by_id.values() for name in hit.signature.hides}
+    joined = [_joined(hit, by_id.get(hit.signature.id)) for hit in general]
+    said = {hit.signature.id: hit for hit in joined}
+    matches = [said.get(hit.signature.id, hit) for hit in matches]
+    strong = [hit for hit in matches if hit.confidence != "possible"]
     hangs = [hit for hit in strong if hit.signature.hang]
-    shown = hangs or strong or hits
+    if not strong:
+        strong = [hit for hit in joined if hit.confidence != "possible"]
+    if strong and not hangs:
+        # A transfer that was lost looks idle, too.
+        strong += [hit for hit in joined if hit.signature.id == CONNECTOR]
+    shown = hangs or strong or [*joined, *(hit for hit in matches if hit.signature.id not in said)]
+    hidden = {name for hit in hangs or strong or matches for name in hit.signature.hides}
+    hidden -= set(said)
     return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 import msgspec
 
 from ..protocol.stacks import ProcessStacks, StacksSnapshot
-from .places import Place, is_main, name_of, place_of
+from .facts import agrees
+from .places import NOWHERE, Place, is_main, name_of, place_of, waits_of
 
 COLLECTIVES = {"collective", "dp-collective", "expert-exchange"}
 SERVING = {"engine", "worker", "other"}
@@ -23,6 +24,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         ids: of the catalogue, the most probable first.
         relation, stage, phase, wait: of the root; empty for any.
+        facts: figures that must be known and agree, such as ``waiting = ">0"``.
     """
 
     ids: tuple[str, ...]
@@ -30,6 +32,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage: tuple[str, ...] = ()
     phase: tuple[str, ...] = ()
     wait: tuple[str, ...] = ()
+    facts: dict[str, str] = {}
 
 
 class _Answers(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,8 +63,13 @@ class Chain:
     victims: tuple[Place, ...]
 
 
-def chain(sample: StacksSnapshot) -> Chain | None:
-    """Who waits for whom in one sample; None if all threads rest or compute as they should."""
+def chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> Chain | None:
+    """Who waits for whom in one sample; None if all threads rest or compute as they should.
+
+    Args:
+        sample: the stacks.
+        facts: figures, by the names in `facts.FACTS`.
+    """
     tellings = [telling(process) for process in sample.processes if process.threads]
     busy = [place for place in tellings if place.wait not in {"rest", "ipc-read"}]
     serving = [place for place in busy if place.process.role in SERVING]
@@ -71,12 +79,12 @@ def chain(sample: StacksSnapshot) -> Chain | None:
     if not serving and not waiting:
         serving = busy
     if not serving:
-        return _unanswered(waiting, rest)
+        return _unanswered(waiting, rest, facts) or _connector(sample)
     relation, roots = _rooted(serving, rest)
     if not relation and any(place.process.role == "engine" for place in waiting):
         relation = "waited-for"
     victims = [place for place in (*serving, *waiting) if place not in roots]
-    ids = _ids(relation, roots[0])
+    ids = _ids(relation, roots[0], facts)
     return Chain(ids, relation, tuple(roots), tuple(victims)) if ids else None
 
 
@@ -97,7 +105,21 @@ def _rank(process: ProcessStacks, place: Place) -> tuple[bool, ...]:
     )
 
 
-def _unanswered(waiting: Sequence[Place], rest: Sequence[Place]) -> Chain | None:
+def _connector(sample: StacksSnapshot) -> Chain | None:
+    """An engine that is at rest while a connector's own threads live: a transfer may be lost."""
+    for process in sample.processes:
+        for thread in process.threads:
+            if not is_main(process, thread) and any(
+                "transfer" in waits_of(frame) for frame in thread.frames
+            ):
+                place = Place(process, thread, NOWHERE, "transfer", thread.frames[0])
+                return Chain(("kv-connector-wait",), "connector", (place,), ())
+    return None
+
+
+def _unanswered(
+    waiting: Sequence[Place], rest: Sequence[Place], facts: Mapping[str, str]
+) -> Chain | None:
     """Engines that wait for a message while no worker of the text is busy."""
     engines = [place for place in waiting if place.phase.id not in {"", "api", "spawn"}] or [
         place for place in waiting if place.process.role == "engine"
@@ -109,7 +131,7 @@ def _unanswered(waiting: Sequence[Place], rest: Sequence[Place]) -> Chain | None
         "ray" in frame.short_file.split("/")[0] for p in engines for frame in p.thread.frames
     )
     relation = "lost" if rest else "remote" if remote else "unseen"
-    ids = _ids(relation, engines[0])
+    ids = _ids(relation, engines[0], facts)
     return Chain(ids, relation, tuple(engines), ()) if ids else None
 
 
@@ -154,13 +176,14 @@ def _fewest(places: Sequence[Place]) -> list[Place]:
     return few if len(few) < len(places) else list(places)
 
 
-def _ids(relation: str, root: Place) -> tuple[str, ...]:
+def _ids(relation: str, root: Place, facts: Mapping[str, str]) -> tuple[str, ...]:
     for answer in answers():
         if (
             (not answer.relation or relation in answer.relation)
             and (not answer.stage or root.phase.stage in answer.stage)
             and (not answer.phase or root.phase.id in answer.phase)
             and (not answer.wait or root.wait in answer.wait)
+            and all(n in facts and agrees(facts[n], c) for n, c in answer.facts.items())
         ):
             return answer.ids
     return ()
