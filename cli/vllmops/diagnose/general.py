@@ -80,7 +80,7 @@ def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iter
             tuple(lines),
             _names(found.roots),
             victims=tuple(dict.fromkeys(label(victim.process) for victim in found.victims)),
-            doubts=tuple(_doubts(found, known(name), agreeing)) if confidence == "possible" else (),
+            doubts=tuple(_doubts(found, agreeing)) if confidence == "possible" else (),
             phase=found.roots[0].phase.title,
             waits_for=found.roots[0].waits_for,
         )
@@ -99,7 +99,7 @@ def _confidence(found: Chain, agreeing: int, scene: Scene) -> Confidence:
     return "possible"
 
 
-def _doubts(found: Chain, signature: Signature, agreeing: int) -> Iterator[str]:
+def _doubts(found: Chain, agreeing: int) -> Iterator[str]:
     if agreeing < ENOUGH:
         dumps = "one dump" if agreeing == 1 else f"{agreeing} dumps"
         yield f"{dumps} can't tell this from work: take {ENOUGH} some seconds apart into one file"

@@ -1,4 +1,4 @@
-"""Where in its life a thread is, and what it waits for: the tables of ``frames.toml``, and their reader."""
+"""Where in its life a thread is, and what it waits for, by the tables of ``frames.toml``."""
 
 from __future__ import annotations
 
@@ -296,5 +296,10 @@ def is_main(process: ProcessStacks, thread: Thread) -> bool:
     """Whether a thread is its process's main one, as far as the dump tells."""
     if thread.name == "MainThread" or len(process.threads) == 1:
         return True
-    named = any(each.name == "MainThread" for each in process.threads)
-    return not named and (thread.tid == process.pid or thread is process.threads[0])
+    if any(each.name == "MainThread" for each in process.threads):
+        return False
+    outermost = thread.frames[-1].function if thread.frames else "_bootstrap"
+    return thread.tid == process.pid or not HELPERS.fullmatch(outermost)
+
+
+HELPERS = re.compile(r"(?:\w+\.)?_bootstrap|start_thread|clone3?|__clone3?|thread_run|(?:\w+\.)?run")

@@ -13,7 +13,7 @@ from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .clues import gpu
 from .facts import from_log
 from .findings import Finding, Rule, Severity
-from .general import hypotheses
+from .general import hypotheses, known
 from .matching import (
     ARROW,
     RANKS,
@@ -27,6 +27,7 @@ from .matching import (
     places,
 )
 from .signatures import Confidence, catalogue
+from .waiting import hang_of
 
 # Files that show what a thread does, for stacks that match no signature.
 LIBRARIES = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
@@ -136,7 +137,15 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     # If a process is stopped by a signal, all others wait for it.
     matches = [match_signature(signature, scene) for signature in catalogue()]
     hits = [] if stopped else _best([hit for hit in matches if hit], hypotheses(scene))
-    found = [*map(_crashed, _distinct(pasted.crashes)), *map(_stopped, stopped)]
+    crashes = _distinct(pasted.crashes)
+    ended = [*_ended(crashes, pasted.text)]
+    said = {hit.signature.id for hit in ended}
+    hits = ended + [hit for hit in hits if hit.signature.id not in said]
+    if not ended or any(hit.confidence != "possible" for hit in hits[len(ended) :]):
+        found = [_crashed(crash) for crash in crashes if not hang_of(crash)]
+    else:
+        found = []
+    found += map(_stopped, stopped)
     found += map(_finding, hits)
     found.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
     verdict = _verdict(found, scene.facts)
@@ -170,8 +179,9 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
         # A transfer that was lost looks idle, too.
         strong += [hit for hit in joined if hit.signature.id == CONNECTOR]
     shown = hangs or strong or [*joined, *(hit for hit in matches if hit.signature.id not in said)]
-    hidden = {name for hit in hangs or strong or matches for name in hit.signature.hides}
-    hidden -= set(said)
+    hidden = {name for hit in hangs or strong for name in hit.signature.hides}
+    if not strong:
+        hidden = {name for hit in matches for name in hit.signature.hides} - said.keys()
     return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
 
 
@@ -220,9 +230,26 @@ def _distinct(crashes: Sequence[Crash]) -> list[Crash]:
     return list(once.values())
 
 
+def _ended(crashes: Sequence[Crash], text: str) -> Iterator[Hit]:
+    """The hangs of which tracebacks are what is left, each once."""
+    found: dict[str, Crash] = {}
+    for crash in crashes:
+        if name := hang_of(crash):
+            found.setdefault(name, crash)
+    if crashes and not found and (line := INPUT_THREAD.search(text)):
+        found["input-thread-dead"] = Crash("", line[0], ())
+    for name, crash in found.items():
+        yield Hit(known(name), "likely", _told(crash), crash.process or "EngineCore")
+
+
+# The traceback of the input thread, in pieces that make no frame.
+INPUT_THREAD = re.compile(
+    r"Exception in thread [^\n]{0,40}process_input_sockets\)?|in process_input_sockets\b"
+)
+
+
 def _crashed(crash: Crash) -> StackFinding:
-    steps = ARROW.join(place(frame) for frame in crash.frames[:SHOWN_FRAMES])
-    lines = tuple(line for line in (crash.error, steps and f"raised at: {steps}") if line)
+    lines = _told(crash)
     return StackFinding(
         code="stack.crash",
         severity=Severity.ERROR,
@@ -236,6 +263,12 @@ def _crashed(crash: Crash) -> StackFinding:
         sure="" if crash.error else "the last line of the traceback, which names the exception",
         hang=False,
     )
+
+
+def _told(crash: Crash) -> tuple[str, ...]:
+    """A traceback as evidence: the exception, and where it was raised."""
+    steps = ARROW.join(place(frame) for frame in crash.frames[:SHOWN_FRAMES])
+    return tuple(line for line in (crash.error, steps and f"raised at: {steps}") if line)
 
 
 def _stopped(process: ProcessStacks) -> StackFinding:

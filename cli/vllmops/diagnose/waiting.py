@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from importlib import resources
 
 import msgspec
 
+from ..protocol.pasted import Crash
 from ..protocol.stacks import ProcessStacks, StacksSnapshot
 from .facts import agrees
 from .places import NOWHERE, Place, is_main, name_of, place_of, waits_of
@@ -35,15 +37,43 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     facts: dict[str, str] = {}
 
 
-class _Answers(msgspec.Struct, forbid_unknown_fields=True):
+class Traceback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A traceback that is what is left of a hang.
+
+    Args:
+        id: of the catalogue.
+        function: pattern of the bare name of one of its frames; empty for any.
+        error: pattern to find in its last line; empty for any.
+    """
+
+    id: str
+    function: str = ""
+    error: str = ""
+
+
+class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of the file."""
+
     answer: tuple[Answer, ...]
+    crash: tuple[Traceback, ...]
 
 
 @functools.cache
-def answers() -> tuple[Answer, ...]:
+def answers() -> Answers:
     """The table of answers, in the order of the file."""
     content = resources.files(__package__).joinpath("answers.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(content), _Answers).answer
+    return msgspec.convert(tomllib.loads(content), Answers)
+
+
+def hang_of(crash: Crash) -> str:
+    """The id of the hang that a traceback tells; empty if it is of a crash."""
+    for row in answers().crash:
+        named = not row.function or any(
+            re.fullmatch(row.function, name_of(frame)) for frame in crash.frames
+        )
+        if named and (not row.error or re.search(row.error, crash.error)):
+            return row.id
+    return ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +207,7 @@ def _fewest(places: Sequence[Place]) -> list[Place]:
 
 
 def _ids(relation: str, root: Place, facts: Mapping[str, str]) -> tuple[str, ...]:
-    for answer in answers():
+    for answer in answers().answer:
         if (
             (not answer.relation or relation in answer.relation)
             and (not answer.stage or root.phase.stage in answer.stage)
