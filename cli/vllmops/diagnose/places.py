@@ -217,6 +217,8 @@ def place_of(process: ProcessStacks, thread: Thread) -> Place:
     if not frames or _rests(process, thread, phase, inner, frames):
         return Place(process, thread, phase, "rest", frames[0] if frames else None)
     found = [(ids[0], at) for at, frame in enumerate(inner) if (ids := waits_of(frame))]
+    if phase.id == "spawn":
+        return Place(process, thread, phase, "ipc-read", frames[0])
     telling = next((f for f in frames if not _is_silent(f)), frames[0])
     if not found:
         return Place(process, thread, phase, _unnamed(thread, frames, telling), telling)
