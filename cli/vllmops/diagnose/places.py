@@ -304,4 +304,6 @@ def is_main(process: ProcessStacks, thread: Thread) -> bool:
     return thread.tid == process.pid or not HELPERS.fullmatch(outermost)
 
 
-HELPERS = re.compile(r"(?:\w+\.)?_bootstrap|start_thread|clone3?|__clone3?|thread_run|(?:\w+\.)?run")
+HELPERS = re.compile(
+    r"(?:\w+\.)?_bootstrap|start_thread|clone3?|__clone3?|thread_run|(?:\w+\.)?run"
+)

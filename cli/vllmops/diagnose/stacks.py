@@ -129,6 +129,8 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
         facts: what else is known, by the names in `facts.FACTS`; they count more than those from a
             log in the text.
     """
+    if pasted.sections:
+        return _merged([explain(section, facts) for section in pasted.sections])
     log = "".join(pasted.text.split())
     seen = {"gpu": state} if (state := gpu(pasted.text)) else {}
     scene = Scene(pasted, {**seen, **from_log(log), **(facts or {})}, log)
@@ -157,6 +159,32 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
         facts=dict(scene.facts),
         notes=tuple(_notes(pasted, idle=verdict == "idle")),
     )
+
+
+def _merged(parts: Sequence[Explanation]) -> Explanation:
+    """One explanation from those of what several persons wrote: the most certain findings first."""
+    found: dict[str, StackFinding] = {}
+    for finding in (finding for part in parts for finding in part.findings):
+        known = found.get(finding.code)
+        if not known or RANKS.index(known.confidence) < RANKS.index(finding.confidence):
+            found[finding.code] = finding
+    ordered = sorted(
+        found.values(),
+        key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)),
+    )
+    verdicts = [part.verdict for part in parts]
+    return Explanation(
+        verdict=next((word for word in VERDICTS if word in verdicts), "unknown"),
+        findings=tuple(ordered[:MOST_SHOWN]),
+        seen=tuple(seen for part in parts for seen in part.seen),
+        samples=max(part.samples for part in parts),
+        facts={name: value for part in parts for name, value in part.facts.items()},
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+    )
+
+
+# The worst first.
+VERDICTS = ("hang", "crash", "maybe", "working", "idle", "unknown")
 
 
 def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:

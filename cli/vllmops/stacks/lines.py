@@ -37,8 +37,8 @@ RANK = re.compile(
     r"[*`:) ]*(?:[^.:()\w][^.()]{0,40})?$"
 )
 RANK_OF = re.compile(
-    r"[*\- ]*`?(?P<title>(?:[Rr]ank|TP|PP|DP|Worker_TP|Worker_DP)[ _#]?\d+)`?\**(?P<pid>)"
-    r" ?[:=] ?(?P<rest>.+)$"
+    r"[|*\- ]*`?(?P<title>(?:[Rr]ank|TP|PP|DP|(?:VLLM::)?Worker\w*|(?:VLLM::)?EngineCore\w*)"
+    r"[ _#]?\d*)`?\**(?P<pid>) ?[:=|] ?(?P<rest>.+)$"
 )
 STACK_OF = re.compile(r"[~+ ]*Stack of (?P<name>\S.*?) \((?P<tid>\d+)\)[~+ ]*$")
 COMMAND = re.compile(
@@ -79,6 +79,13 @@ PIECE = re.compile(
     r"(?P<file>(?:<[\w .]+>|[^()`\s:,]*\.(?:py|pyx|cu|cpp|so[\d.]*)))"
     r"(?:[:#](?:L|line )?(?P<line>\d+))?"
     r"|(?P<number>\d+))`?\)"
+)
+# The same with the file first, as tools for tracebacks print it; of lldb; of the kernel.
+OTHERWISE = re.compile(
+    r"(?:^|.*\s)`?(?P<file>[\w./~+-]+\.(?:py|pyx|cu|cpp)):(?P<line>\d+),? in `?(?P<function>[\w.<>]+)(?:\(\))?`?$"
+    r"|(?:#\d+ )?(?P<function2>[\w.<>]+)(?:\(\))? (?:from|at|@) (?P<file2>\S+\.py):(?P<line2>\d+)$"
+    r"|.*\bframe #\d+: 0x[0-9a-f]+ (?P<file3>\S+?)`(?P<function3>.+?)(?: \+ \d+)?(?: at .*)?$"
+    r"|\[<[0-9a-fx]+>\] (?P<function4>\w+)\+0x\S+(?: \[\w+\])?$"
 )
 WORD = re.compile(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
 # A table of py-spy top: shares and times before the function.
@@ -137,17 +144,30 @@ def frame_in(line: str) -> Frame | None:
 
 def frames_in(line: str) -> Iterator[Frame]:
     """The frames among other words: marked, with arrows between them, with remarks behind them."""
+    if found := OTHERWISE.match(line):
+        function, file, number = _otherwise(found)
+        yield Frame(function, file, file, number)
+        return
     line = TOP.sub("", line)
     parts = ARROWS.split(line)
     if LOCAL.match(line) and "`" not in line and len(parts) < 2:
         return
-    found = [PIECE.search(part) for part in parts]
-    if not any(found):
+    pieces = [PIECE.search(part) for part in parts]
+    if not any(pieces):
         return
-    for part, piece in zip(parts, found, strict=True):
+    for part, piece in zip(parts, pieces, strict=True):
         if piece and (piece["file"] or len(parts) > 1):
             file = piece["file"] or ""
             number = piece["line"] or piece["number"]
             yield Frame(piece["function"], file, file, int(number) if number else None)
         elif not piece and (word := WORD.match(part)) and (word["tick"] or "_" in part):
             yield Frame(word["function"], "", "")
+
+
+def _otherwise(found: re.Match[str]) -> tuple[str, str, int | None]:
+    """Function, file and line of whichever form matches."""
+    for suffix in ("", "2", "3"):
+        if name := found[f"function{suffix}"]:
+            number = found[f"line{suffix}"] if suffix != "3" else None
+            return name.strip("-+[]"), found[f"file{suffix}"], int(number) if number else None
+    return found["function4"], "[kernel]", None

@@ -21,6 +21,7 @@ from ..protocol.pasted import Crash, Pasted
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from . import pyspy
 from .cleaning import joined, streams
+from .issues import sections
 from .lines import (
     AGAIN,
     COMMAND,
@@ -84,6 +85,7 @@ ROLES = (
 )
 
 
+MARKS = re.compile(r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<")  # what every frame has one of
 # How far inside some functions are, to see which end of a stack stands first in a text.
 LEVELS = {
     name: level
@@ -146,6 +148,19 @@ def read(text: str, name: str = "") -> Pasted:
     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
         if found := _json(text):
             return found
+    parts = [_read(part, name) for part in sections(text)]
+    if len(parts) == 1:
+        return parts[0]
+    return Pasted(
+        samples=tuple(sample for part in parts for sample in part.samples),
+        crashes=tuple(crash for part in parts for crash in part.crashes),
+        text="\n".join(part.text for part in parts),
+        sections=tuple(parts),
+    )
+
+
+def _read(text: str, name: str) -> Pasted:
+    """Find the stacks in what one person wrote."""
     cleaned: list[str] = []
     unmixed = streams(text, cleaned)
     reader = _Reader()
@@ -294,7 +309,7 @@ class _Reader:
         elif self.crash and self.crash.frames and ERROR.match(line):
             self.crash.error = line
             self.crash = None
-        elif "(" in line and not self.crash:
+        elif not self.crash and MARKS.search(line):
             if found := RANK_OF.match(line):
                 self._process(found)
                 line = found["rest"]
