@@ -1,4 +1,4 @@
-"""What else a text tells of a hang: NCCL's watchdog, flight recorder and RAS, cuda-gdb, nvidia-smi."""
+"""What else a text tells of a hang: NCCL's watchdog, recorder and RAS, cuda-gdb, nvidia-smi."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ SMI = re.compile(
 )
 FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle
+# A row of ps or top.
 COMPILERS = re.compile(
-    r"^.*\b\d+(?:\.\d+)?\b.*\b(?:ptxas|cicc|nvcc|cc1plus|ninja)\b.*$", re.MULTILINE
+    r"^ *(?:\w+ +)?\d+ [^\n]*?\b(?:ptxas|cicc|nvcc|cc1plus|ninja)\b", re.MULTILINE
 )
+MOST_TRIES = 500  # braces that may begin a document
 SPREAD = 1  # operations: so far apart are ranks that work
 
 
@@ -71,13 +73,14 @@ def clues(text: str, log: str) -> list[Clue]:
     return found
 
 
+def tells(text: str) -> bool:
+    """Whether a text tells something of a hang, even without stacks."""
+    return bool(clues(text, "".join(text.split())))
+
+
 def compiles(text: str) -> bool:
     """Whether a table of processes in the text shows a compiler."""
-    return (
-        "ptxas" in text or "cicc" in text or "nvcc" in text or "cc1plus" in text
-        if (COMPILERS.search(text))
-        else False
-    )
+    return COMPILERS.search(text) is not None
 
 
 def gpu(text: str) -> str:
@@ -174,14 +177,21 @@ def _each(document: object, key: str) -> list[dict[str, Any]]:
 
 def _documents(text: str) -> Iterator[object]:
     """The JSON objects in a text that hold communicators or a flight recorder's entries."""
-    decoder, at = json.JSONDecoder(), 0
-    while (start := text.find("{", at)) >= 0:
+    decoder, at, tries = json.JSONDecoder(), 0, 0
+    while (start := text.find("{", at)) >= 0 and tries < MOST_TRIES:
+        tries += 1
         try:
             document, at = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             at = start + 1
             continue
         yield document
+
+
+def _watts(text: str, _log: str) -> Iterator[Clue]:
+    if gpu(text) == "spins":
+        line = "nvidia-smi: the GPU is busy with few watts, so one kernel spins"
+        yield Clue(("gpu-kernel-stuck", "collective-stall"), "the GPU", line)
 
 
 def _kernels(text: str, _log: str) -> Iterator[Clue]:
@@ -220,5 +230,7 @@ READERS: tuple[tuple[str, Callable[[str, str], Iterator[Clue]]], ...] = (
     ('"collective_seq_id"', _recorder),
     ("Active0x", _kernels),
     ("<<<(", _kernels),
+    ("%,0%", _watts),
+    ("W|", _watts),
     ("SwitchingfocustoCUDAkernel", _kernels),
 )

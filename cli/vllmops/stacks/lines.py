@@ -82,8 +82,10 @@ PIECE = re.compile(
 )
 # The same with the file first, as tools for tracebacks print it; of lldb; of the kernel.
 OTHERWISE = re.compile(
-    r"(?:^|.*\s)`?(?P<file>[\w./~+-]+\.(?:py|pyx|cu|cpp)):(?P<line>\d+),? in `?(?P<function>[\w.<>]+)(?:\(\))?`?$"
-    r"|(?:#\d+ )?(?P<function2>[\w.<>]+)(?:\(\))? (?:from|at|@) (?P<file2>\S+\.py):(?P<line2>\d+)$"
+    r"(?:^|.*\s)`?(?P<file>[\w./~+-]+\.(?:py|pyx|cu|cpp)):(?P<line>\d+),? in "
+    r"`?(?P<function>[\w.<>]+)(?:\(\))?`?$"
+    r"|(?:#\d+ )?(?P<function2>[\w.<>]+)(?:\(\))? (?:from|at|@) "
+    r"(?P<file2>\S+\.py):(?P<line2>\d+)$"
     r"|.*\bframe #\d+: 0x[0-9a-f]+ (?P<file3>\S+?)`(?P<function3>.+?)(?: \+ \d+)?(?: at .*)?$"
     r"|\[<[0-9a-fx]+>\] (?P<function4>\w+)\+0x\S+(?: \[\w+\])?$"
 )
