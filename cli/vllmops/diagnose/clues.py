@@ -11,33 +11,30 @@ from typing import Any
 from .signatures import Confidence
 
 # These are for texts without blanks, because lines may be wrapped anywhere.
-WATCHDOG = re.compile(
+WATCHDOG = (
     r"\[?Rank(?P<rank>\d+)\]?Watchdogcaughtcollectiveoperationtimeout:"
     r"Work\w+\(SeqNum=(?P<seq>\d+),OpType=(?P<op>\w+)"
 )
-ENQUEUED = re.compile(
+ENQUEUED = (
     r"\[?Rank(?P<rank>\d+)\]?.{0,120}?lastenqueued(?:NCCL)?work:(?P<seq>\d+),"
     r"lastcompleted(?:NCCL)?work:(?P<done>\d+)"
 )
-LAUNCHED = re.compile(r"Rank(?P<rank>\d+)haslauncheduptooperation(?P<seq>\d+)", re.IGNORECASE)
-ABORTED = re.compile(r"\bABORT\b|\"abort_flag\": ?true")
+LAUNCHED = r"Rank(?P<rank>\d+)haslauncheduptooperation(?P<seq>\d+)"
+ABORTED = r"\bABORT\b|\"abort_flag\": ?true"
 # The kernel of cuda-gdb's focus, of its table, or of a backtrace.
-KERNEL = re.compile(
-    r"^\*? *\d+ +(?:-|\d+) +\d+ +\d+ +Active +0x[0-9a-f]+ .*?\) +(?P<row>[A-Za-z_][^()]*)\("
+KERNEL = (
+    r"(?m)^\*? *\d+ +(?:-|\d+) +\d+ +\d+ +Active +0x[0-9a-f]+ .*?\) +(?P<row>[A-Za-z_][^()]*)\("
     r"|\bin (?P<frame>[A-Za-z_][\w:<>, ]*?)<<<\("
-    r"|Switching focus to CUDA kernel.*\n(?:.*\n)?#0.*? in (?P<focus>[A-Za-z_][\w:]*)",
-    re.MULTILINE,
+    r"|Switching focus to CUDA kernel.*\n(?:.*\n)?#0.*? in (?P<focus>[A-Za-z_][\w:]*)"
 )
-SMI = re.compile(
+SMI = (
     r"(?P<watts>[\d.]+)W\s*/\s*(?P<limit>\d+)W\s*\|[^|]*\|\s*(?P<busy>\d+)%"
     r"|(?P<busy2>\d+) ?%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts2>[\d.]+) ?W"
 )
 FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle
 # A row of ps or top.
-COMPILERS = re.compile(
-    r"^ *(?:\w+ +)?\d+ [^\n]*?\b(?:ptxas|cicc|nvcc|cc1plus|ninja)\b", re.MULTILINE
-)
+COMPILERS = r"(?m)^ *(?:\w+ +)?\d+ [^\n]*?\b(?:ptxas|cicc|nvcc|cc1plus|ninja)\b"
 MOST_TRIES = 500  # braces that may begin a document
 SPREAD = 1  # operations: so far apart are ranks that work
 
@@ -80,13 +77,15 @@ def tells(text: str) -> bool:
 
 def compiles(text: str) -> bool:
     """Whether a table of processes in the text shows a compiler."""
-    return COMPILERS.search(text) is not None
+    return re.search(COMPILERS, text) is not None
 
 
 def gpu(text: str) -> str:
     """What nvidia-smi shows: ``spins`` (busy with few watts), ``idle``, ``works``, or nothing."""
+    if "%" not in text or not any(words in text for words in ("W /", " W\n", "W  /")):
+        return ""
     rows = []
-    for row in SMI.finditer(text):
+    for row in re.finditer(SMI, text):
         busy = int(row["busy"] or row["busy2"])
         watts = float(row["watts"] or row["watts2"])
         cold = watts < FEW_WATTS * float(row["limit"]) if row["limit"] else watts < COLD_W
@@ -96,7 +95,7 @@ def gpu(text: str) -> str:
 
 def _watchdog(_text: str, log: str) -> Iterator[Clue]:
     """Ranks whose collective timed out: in the same operation, or not."""
-    ranks = {int(row["rank"]): (int(row["seq"]), row["op"]) for row in WATCHDOG.finditer(log)}
+    ranks = {int(row["rank"]): (int(row["seq"]), row["op"]) for row in re.finditer(WATCHDOG, log)}
     if not ranks:
         return
     shown = ", ".join(f"rank {rank}: {op} {seq}" for rank, (seq, op) in sorted(ranks.items()))
@@ -129,7 +128,7 @@ def _counted(ranks: dict[int, int], what: str, *, aborted: bool) -> Iterator[Clu
 
 
 def _enqueued(_text: str, log: str) -> Iterator[Clue]:
-    ranks = {int(row["rank"]): int(row["seq"]) for row in ENQUEUED.finditer(log)}
+    ranks = {int(row["rank"]): int(row["seq"]) for row in re.finditer(ENQUEUED, log)}
     if ranks and max(ranks.values()) - min(ranks.values()) > SPREAD:
         yield from _counted(ranks, "last enqueued collective", aborted=False)
     elif ranks:
@@ -138,8 +137,8 @@ def _enqueued(_text: str, log: str) -> Iterator[Clue]:
 
 
 def _launched(text: str, log: str) -> Iterator[Clue]:
-    ranks = {int(row["rank"]): int(row["seq"]) for row in LAUNCHED.finditer(log)}
-    yield from _counted(ranks, "NCCL RAS, operations", aborted=bool(ABORTED.search(text)))
+    ranks = {int(row["rank"]): int(row["seq"]) for row in re.finditer(LAUNCHED, log)}
+    yield from _counted(ranks, "NCCL RAS, operations", aborted=bool(re.search(ABORTED, text)))
 
 
 def _ras(text: str, _log: str) -> Iterator[Clue]:
@@ -156,7 +155,7 @@ def _ras(text: str, _log: str) -> Iterator[Clue]:
             }
             if len(ranks) > 1 and _weight(ranks) > _weight(best):
                 best = ranks
-    yield from _counted(best, "NCCL RAS, operations", aborted=bool(ABORTED.search(text)))
+    yield from _counted(best, "NCCL RAS, operations", aborted=bool(re.search(ABORTED, text)))
 
 
 def _weight(ranks: dict[int, int]) -> tuple[int, int]:
@@ -196,7 +195,8 @@ def _watts(text: str, _log: str) -> Iterator[Clue]:
 
 def _kernels(text: str, _log: str) -> Iterator[Clue]:
     names = {
-        (row["row"] or row["frame"] or row["focus"]).strip(): None for row in KERNEL.finditer(text)
+        (row["row"] or row["frame"] or row["focus"]).strip(): None
+        for row in re.finditer(KERNEL, text)
     }
     if names:
         shown = ", ".join(names)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..protocol.stacks import StacksSnapshot
 from .clues import Clue, clues, compiles
-from .matching import ARROW, PROOF, SHOWN_FRAMES, Hit, Scene, Spot, label, place, places
+from .matching import ARROW, PROOF, SHOWN_FRAMES, Hit, Scene, Spot, has_lines, label, place, places
 from .places import Place
 from .signatures import Confidence, Signature, catalogue
 from .waiting import Chain, chain
@@ -109,6 +109,8 @@ def _doubts(found: Chain, agreeing: int) -> Iterator[str]:
 
 def _agreeing(found: Chain, samples: Sequence[StacksSnapshot]) -> int:
     """In how many samples every thread at the root is at the same places."""
+    if not all(has_lines(root.thread) for root in found.roots):
+        return 1
     return sum(all(_is_there(root, sample) for root in found.roots) for sample in samples)
 
 

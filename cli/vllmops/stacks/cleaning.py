@@ -13,8 +13,11 @@ from .lines import FRAME_END, HEADS, LOCAL, PROCESS, complete
 
 ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
-    r"|(?:\^\[|ESC|\\x1b|\\u001b|\\033|␛)?\[\d{1,2}(?:;\d{1,3})*m|[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff\u200b]"
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff\u200b]"
 )
+# As programs print the escape character that they do not send, and where it was lost.
+SPELT = re.compile(r"\[\d{1,2}(?:;\d{1,3})*m")
+SPELT_ESCAPE = re.compile(r"(?:\^\[|ESC|\\x1b|\\u001b|\\033|␛)?\[\d{1,2}(?:;\d{1,3})*m")
 # Any number of log prefixes; the last one of vLLM names the process.
 PREFIX = re.compile(
     r"(?:\s*(?:"
@@ -66,7 +69,11 @@ def streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
         cleaned: gets the same lines in their order in the text; of a wrapped line, only the first
             part has the prefix.
     """
-    text = CHAINED.sub(" ", ESCAPES.sub("", text))
+    text = ESCAPES.sub("", text)
+    if SPELT.search(text):
+        text = SPELT_ESCAPE.sub("", text)
+    if "←" in text or "→" in text:
+        text = CHAINED.sub(" ", text)
     if text.count("\\n") > max(3, text.count("\n")):
         text = text.replace("\\r", "").replace("\\n", "\n").replace('\\"', '"').replace("\\t", " ")
     streams: dict[tuple[str, int], list[str]] = {}
