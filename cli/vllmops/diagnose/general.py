@@ -10,7 +10,7 @@ from .clues import Clue, clues, compiles
 from .matching import ARROW, PROOF, SHOWN_FRAMES, Hit, Scene, Spot, has_lines, label, place, places
 from .places import Place
 from .signatures import Confidence, Signature, catalogue
-from .waiting import Chain, chain
+from .waiting import COLLECTIVES, Chain, chain
 
 # Work moves on from these within seconds; on the device and in a collective it looks the same.
 HOST_BOUND = {
@@ -88,6 +88,8 @@ def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iter
 
 def _confidence(found: Chain, agreeing: int, scene: Scene) -> Confidence:
     """One dump is possible; dumps that agree, a figure or a log line make it likely."""
+    if found.relation in {"", "connector"} and found.roots[0].wait in COLLECTIVES:
+        return "possible"  # the ranks and peers that it waits for are not in the text
     proof = any(scene.facts.get(name) == "frozen" for name in PROOF)
     proof = proof or scene.facts.get("gpu") == "spins"
     agrees = proof or TIMED_OUT.search(scene.log) is not None
@@ -105,6 +107,8 @@ def _doubts(found: Chain, agreeing: int) -> Iterator[str]:
         yield f"{dumps} can't tell this from work: take {ENOUGH} some seconds apart into one file"
     if found.relation in {"unseen", "remote"}:
         yield "the workers' stacks tell the rest: dump them, too"
+    if not found.relation and found.roots[0].wait in COLLECTIVES:
+        yield "the other ranks' stacks tell which of them is missing: dump them, too"
 
 
 def _agreeing(found: Chain, samples: Sequence[StacksSnapshot]) -> int:
