@@ -22,6 +22,8 @@ HOST_BOUND = {
     "structure",
     "lock",
 }
+# What the ranks do together takes both places to see.
+TOGETHER = {"differ", "differ-dp", "elsewhere", "absent", "not-entered"}
 # Samples that agree are enough without a figure or a log line.
 ENOUGH = 3
 TIMED_OUT = re.compile(
@@ -71,6 +73,8 @@ def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iter
     agreeing = _agreeing(found, samples)
     confidence = _confidence(found, agreeing, scene)
     lines = [_evidence(root) for root in found.roots[:SHOWN_FRAMES]]
+    if found.relation in TOGETHER:
+        lines += [f"meanwhile {_evidence(place)}" for place in found.victims[:1]]
     if agreeing > 1:
         lines.append(f"the same in {agreeing} of {len(samples)} samples")
     for index, name in enumerate(found.ids):
