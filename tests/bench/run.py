@@ -4,6 +4,9 @@
     python tests/bench/run.py --short    for CI, 3 minutes: each measurement is made a few times;
                                          only a figure that is wrong by a multiple fails
     python tests/bench/run.py --only cache --json figures.json
+    python tests/bench/run.py --only diagnosis FOLDER
+                                         how often `stacks explain` names the hang of a labelled
+                                         text; see tests/bench/diagnosis.py for the folder
 
 Exit code 1 where a figure does not hold.
 """
@@ -24,6 +27,7 @@ from tests.bench import (
     agent,
     cache,
     carrier,
+    diagnosis,
     doctor,
     memory,
     patches,
@@ -39,6 +43,7 @@ from tests.bench.setting import setting
 
 from vllmops import output
 
+FIELD = Path(__file__).resolve().parents[1] / "diagnose" / "field"
 GROUPS = {
     "startup": startup.measure,
     "agent": agent.measure,
@@ -59,10 +64,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure vllmops against its rivals.")
     parser.add_argument("--short", action="store_true", help="few rounds, wide limits")
     parser.add_argument(
-        "--only", choices=GROUPS, metavar="NAME", help=f"one of {', '.join(GROUPS)}"
+        "--only",
+        choices=[*GROUPS, "diagnosis"],
+        metavar="NAME",
+        help=f"one of {', '.join(GROUPS)}, diagnosis",
     )
+    parser.add_argument("folder", type=Path, nargs="?", default=FIELD, help="of labelled texts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     given = parser.parse_args()
+    if given.only == "diagnosis":
+        return 0 if diagnosis.report(given.folder) else 1
     load = os.getloadavg()[0]
     figures: list[Figure] = []
     with setting(short=given.short) as place:

@@ -149,7 +149,7 @@ def test_gdb_with_frames_of_the_interpreter_alone() -> None:
         "cuEventSynchronize",
         "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
     )
-    assert explain(read(BT)).verdict == "unknown"
+    assert explain(read(BT)).verdict == "maybe"
 
 
 def test_processes_of_faulthandler_that_nothing_names() -> None:

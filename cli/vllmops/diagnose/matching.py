@@ -64,6 +64,9 @@ class Hit:
         lines: the evidence.
         subject: the processes with the threads that match.
         doubts: why it is no more than possible.
+        victims: the processes that wait for the subject.
+        phase: what the thread at the root was doing.
+        waits_for: what that thread waits for.
     """
 
     signature: Signature
@@ -71,6 +74,9 @@ class Hit:
     lines: tuple[str, ...]
     subject: str
     doubts: tuple[str, ...] = ()
+    victims: tuple[str, ...] = ()
+    phase: str = ""
+    waits_for: str = ""
 
 
 def match_signature(signature: Signature, scene: Scene) -> Hit | None:
@@ -150,6 +156,14 @@ def _doubts(
             f"{dumps} can't tell this from work: take {max(3, case.samples)} some seconds apart "
             "into one file"
         )
+    frozen = any(pattern.frozen for pattern in case.threads)
+    if (
+        frozen
+        and samples > 1
+        and not corroborated
+        and not all(has_lines(spot.thread) for spot in spots)
+    ):
+        yield "the dumps have no line numbers, so they can't tell whether the thread moves"
     if case.corroborate and not corroborated:
         yield "stacks alone can't tell this from work: a figure or a log line must agree"
     if case.complete and not (pasted.complete or corroborated):
@@ -215,6 +229,12 @@ def _again(pattern: ThreadPattern, spot: Spot, earlier: Sequence[Spot]) -> bool:
         and (not pattern.frozen or places(before.thread) == places(spot.thread))
         for before in earlier
     )
+
+
+def has_lines(thread: Thread) -> bool:
+    """Whether a thread's Python frames have line numbers; without them it may have moved."""
+    python = [frame for frame in thread.frames if frame.short_file.endswith(".py")]
+    return not python or python[0].line is not None
 
 
 def places(thread: Thread) -> list[tuple[str, int | None]]:

@@ -81,11 +81,12 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
         references: public reports and pull requests.
         next: what to do.
         sure: what would make it sure.
-        cases: one of them must match.
+        cases: one of them must match; without any, only the general way names it.
         fixed_in: version of vLLM; empty if none is known.
         logs: patterns of log lines that corroborate.
         hides: ids of signatures that say less about the same thing.
         hang: whether something is stuck.
+        work: what the same stacks mean if nothing is stuck.
     """
 
     id: str
@@ -95,11 +96,12 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     references: tuple[str, ...]
     next: str
     sure: str
-    cases: tuple[Case, ...]
+    cases: tuple[Case, ...] = ()
     fixed_in: str = ""
     logs: tuple[str, ...] = ()
     hides: tuple[str, ...] = ()
     hang: bool = True
+    work: str = ""
 
     @property
     def code(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,8 +10,10 @@ import msgspec
 
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
+from .clues import gpu
 from .facts import from_log
 from .findings import Finding, Rule, Severity
+from .general import hypotheses, known
 from .matching import (
     ARROW,
     RANKS,
@@ -24,9 +27,12 @@ from .matching import (
     places,
 )
 from .signatures import Confidence, catalogue
+from .waiting import hang_of
 
 # Files that show what a thread does, for stacks that match no signature.
 LIBRARIES = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
+CONNECTOR = "kv-connector-wait"
+MOST_SHOWN = 3  # hypotheses: more help nobody
 WAITING = (
     "get",
     "wait",
@@ -59,10 +65,18 @@ class StackFinding(Finding, frozen=True, kw_only=True):
         references: public reports and pull requests.
         fixed_in: version of vLLM; empty if none is known.
         hang: whether something is stuck.
+        victims: the processes that wait for the subject, and are not the cause.
+        phase: what the thread at the root was doing; empty if no frame tells.
+        waits_for: what it waits for.
+        work: what the same stacks mean if nothing is stuck.
     """
 
     confidence: Confidence
     lines: tuple[str, ...]
+    victims: tuple[str, ...] = ()
+    phase: str = ""
+    waits_for: str = ""
+    work: str = ""
     cause: str = ""
     sure: str = ""
     references: tuple[str, ...] = ()
@@ -115,14 +129,25 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
         facts: what else is known, by the names in `facts.FACTS`; they count more than those from a
             log in the text.
     """
+    if pasted.sections:
+        return _merged([explain(section, facts) for section in pasted.sections])
     log = "".join(pasted.text.split())
-    scene = Scene(pasted, {**from_log(log), **(facts or {})}, log)
+    seen = {"gpu": state} if (state := gpu(pasted.text)) else {}
+    scene = Scene(pasted, {**seen, **from_log(log), **(facts or {})}, log)
     last = pasted.samples[-1].processes if pasted.samples else ()
     stopped = [process for process in last if process.stopped]
     # If a process is stopped by a signal, all others wait for it.
     matches = [match_signature(signature, scene) for signature in catalogue()]
-    hits = [] if stopped else _best([hit for hit in matches if hit])
-    found = [*map(_crashed, _distinct(pasted.crashes)), *map(_stopped, stopped)]
+    hits = [] if stopped else _best([hit for hit in matches if hit], hypotheses(scene))
+    crashes = _distinct(pasted.crashes)
+    ended = [*_ended(crashes, pasted.text)]
+    said = {hit.signature.id for hit in ended}
+    hits = ended + [hit for hit in hits if hit.signature.id not in said]
+    if not ended or any(hit.confidence != "possible" for hit in hits[len(ended) :]):
+        found = [_crashed(crash) for crash in crashes if not hang_of(crash)]
+    else:
+        found = []
+    found += map(_stopped, stopped)
     found += map(_finding, hits)
     found.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
     verdict = _verdict(found, scene.facts)
@@ -136,12 +161,69 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     )
 
 
-def _best(hits: Sequence[Hit]) -> list[Hit]:
-    """The hits to show: a hang comes before an idle server, and both before what is possible."""
-    strong = [hit for hit in hits if hit.confidence != "possible"]
-    hidden = {name for hit in strong or hits for name in hit.signature.hides}
+def _merged(parts: Sequence[Explanation]) -> Explanation:
+    """One explanation from those of what several persons wrote: the most certain findings first."""
+    found: dict[str, StackFinding] = {}
+    for finding in (finding for part in parts for finding in part.findings):
+        known = found.get(finding.code)
+        if not known or RANKS.index(known.confidence) < RANKS.index(finding.confidence):
+            found[finding.code] = finding
+    ordered = sorted(
+        found.values(),
+        key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)),
+    )
+    verdicts = [part.verdict for part in parts]
+    return Explanation(
+        verdict=next((word for word in VERDICTS if word in verdicts), "unknown"),
+        findings=tuple(ordered[:MOST_SHOWN]),
+        seen=tuple(seen for part in parts for seen in part.seen),
+        samples=max(part.samples for part in parts),
+        facts={name: value for part in parts for name, value in part.facts.items()},
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+    )
+
+
+# The worst first.
+VERDICTS = ("hang", "crash", "maybe", "working", "idle", "unknown")
+
+
+def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
+    """The hits to show: a hang comes before an idle server, and both before what is possible.
+
+    Args:
+        matches: signatures that match.
+        general: what the phases and waits of the threads say, the most probable first. A signature
+            that says the same adds its evidence.
+    """
+    by_id = {hit.signature.id: hit for hit in matches}
+    joined = [_joined(hit, by_id.get(hit.signature.id)) for hit in general]
+    said = {hit.signature.id: hit for hit in joined}
+    matches = [said.get(hit.signature.id, hit) for hit in matches]
+    strong = [hit for hit in matches if hit.confidence != "possible"]
     hangs = [hit for hit in strong if hit.signature.hang]
-    return [hit for hit in hangs or strong or hits if hit.signature.id not in hidden]
+    if not strong:
+        strong = [hit for hit in joined if hit.confidence != "possible"]
+    if strong and not hangs:
+        # A transfer that was lost looks idle, too.
+        strong += [hit for hit in joined if hit.signature.id == CONNECTOR]
+    shown = hangs or strong or [*joined, *(hit for hit in matches if hit.signature.id not in said)]
+    hidden = {name for hit in hangs or strong for name in hit.signature.hides}
+    if not strong:
+        hidden = {name for hit in matches for name in hit.signature.hides} - said.keys()
+    return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
+
+
+def _joined(general: Hit, match: Hit | None) -> Hit:
+    """One hit from a general answer and the signature that says the same."""
+    if match is None or RANKS.index(match.confidence) < RANKS.index(general.confidence):
+        return general
+    return dataclasses.replace(
+        match,
+        subject=general.subject,
+        victims=general.victims,
+        phase=general.phase,
+        waits_for=general.waits_for,
+    )
 
 
 def _finding(hit: Hit) -> StackFinding:
@@ -158,6 +240,10 @@ def _finding(hit: Hit) -> StackFinding:
         reference=signature.references[0] if signature.references else "",
         confidence=hit.confidence,
         lines=hit.lines,
+        victims=hit.victims,
+        phase=hit.phase,
+        waits_for=hit.waits_for,
+        work=signature.work if hit.confidence != "sure" else "",
         cause=signature.cause,
         sure="; ".join((*hit.doubts, signature.sure)) if hit.confidence != "sure" else "",
         references=signature.references,
@@ -172,9 +258,26 @@ def _distinct(crashes: Sequence[Crash]) -> list[Crash]:
     return list(once.values())
 
 
+def _ended(crashes: Sequence[Crash], text: str) -> Iterator[Hit]:
+    """The hangs of which tracebacks are what is left, each once."""
+    found: dict[str, Crash] = {}
+    for crash in crashes:
+        if name := hang_of(crash):
+            found.setdefault(name, crash)
+    if crashes and not found and (line := INPUT_THREAD.search(text)):
+        found["input-thread-dead"] = Crash("", line[0], ())
+    for name, crash in found.items():
+        yield Hit(known(name), "likely", _told(crash), crash.process or "EngineCore")
+
+
+# The traceback of the input thread, in pieces that make no frame.
+INPUT_THREAD = re.compile(
+    r"Exception in thread [^\n]{0,40}process_input_sockets\)?|in process_input_sockets\b"
+)
+
+
 def _crashed(crash: Crash) -> StackFinding:
-    steps = ARROW.join(place(frame) for frame in crash.frames[:SHOWN_FRAMES])
-    lines = tuple(line for line in (crash.error, steps and f"raised at: {steps}") if line)
+    lines = _told(crash)
     return StackFinding(
         code="stack.crash",
         severity=Severity.ERROR,
@@ -188,6 +291,12 @@ def _crashed(crash: Crash) -> StackFinding:
         sure="" if crash.error else "the last line of the traceback, which names the exception",
         hang=False,
     )
+
+
+def _told(crash: Crash) -> tuple[str, ...]:
+    """A traceback as evidence: the exception, and where it was raised."""
+    steps = ARROW.join(place(frame) for frame in crash.frames[:SHOWN_FRAMES])
+    return tuple(line for line in (crash.error, steps and f"raised at: {steps}") if line)
 
 
 def _stopped(process: ProcessStacks) -> StackFinding:

@@ -60,8 +60,8 @@ def described(signature: Signature) -> str:
     parts = [
         f"# stack.{signature.id}: {signature.title}",
         f"## What it means\n\n{sentence(signature.cause)} {fixed}".rstrip(),
-        "## How vllmops knows\n\nThe stacks match the signature. It is sure with this: "
-        f"{signature.sure}.",
+        f"## How vllmops knows\n\nThe stacks show it. It is sure with this: {signature.sure}."
+        + (f"\n\nIf nothing is stuck: {signature.work}." if signature.work else ""),
         f"## What to do\n\n{sentence(signature.next)}",
         "## Where it was reported\n\n" + "\n".join(f"- {url}" for url in signature.references),
     ]

@@ -31,9 +31,12 @@ class Pasted:
         crashes: tracebacks, in the order of the text.
         text: without prefixes and escape codes, to find log lines in it.
         complete: whether all processes of the server are known to be in it.
+        sections: what each person wrote, where the text is an issue with several that tell
+            something; the other fields are then of all of them together.
     """
 
     samples: tuple[StacksSnapshot, ...]
     crashes: tuple[Crash, ...] = ()
     text: str = ""
     complete: bool = False
+    sections: tuple[Pasted, ...] = ()

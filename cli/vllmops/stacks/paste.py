@@ -8,7 +8,6 @@ it fail: a text without stacks gives no samples.
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,122 +20,34 @@ from ..host.processes import Role, titled
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from . import pyspy
-
-GUESSED = "thread states are guessed: this dump format does not show them"
-
-ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
-    r"|\[\d{1,2}(?:;\d{1,3})*m|[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff\u200b]"
-)
-# Any number of log prefixes; the last one of vLLM names the process.
-PREFIX = re.compile(
-    r"(?:\s*(?:"
-    r"(?:>\s?)+"
-    r"|\((?P<title>[A-Za-z]\w*) pid=(?P<pid>\d+)\)(?=\s|$)"
-    r"|(?:ERROR|INFO|WARNING|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?(?: \[[^\]]*\])?"
-    r"|\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
-    r"(?: std(?:out|err) [FP](?= |$))?"
-    r"|[A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \S+ [^\s:]+:(?=\s|$)"
-    r"|\[pod/[^\]]+\]"
-    r"|[\w.-]+\s*\|(?= |$)"
-    r"))+"
-)
-FENCE = re.compile(r"\s*(?:`{3,}|~{3,})[\w-]*\s*$")
-
-THREAD = re.compile(
-    r"Thread(?: (?P<tid>0x[0-9a-fA-F]+|\d+|None)(?:/0x[0-9a-fA-F]+)?)? "
-    r"\((?P<state>idle|active)(?P<gil>\+gil)?\)(?::? ?\"(?P<name>.*)\"|:)?$"
-)
-OURS = re.compile(
-    r"(?P<name>\S.*): (?P<state>idle|active)(?P<gil>, holds the GIL)?(?:, \d+ threads alike)?$"
-)
-FAULT = re.compile(
-    r"(?:Current thread|Thread) (?P<tid>0x[0-9a-fA-F]+)(?: \[(?P<name>[^\]]*)\])? "
-    r"\(most recent call first\):?$"
-)
-GDB_THREAD = re.compile(
-    r"Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<tid>\d+)\)?(?: \"(?P<name>[^\"]*)\")?.*\):?$"
-)
-PROCESS = re.compile(r"Process (?P<pid>\d+)(?:: (?P<title>.*)|:)?$")
-OUR_PROCESS = re.compile(r"(?P<title>[A-Z][\w ]*?) pid (?P<pid>\d+)$")
-LABEL = re.compile(
-    r"[#*=\-_` ]*(?P<title>(?:VLLM::)?(?:EngineCore|Worker|APIServer|DPCoordinator)[\w-]*)"
-    r"[*`]*(?:[ ,:(\[]*(?:pid|PID)[ =:]*(?P<pid>\d+)[)\]]*)?"
-    r"[*`: ]*(?:(?:call )?stack(?: trace)?s?)?[#*=\-_`: ]*$"
-)
-COMMAND = re.compile(
-    r"(?:.*\s)?py-spy dump\b.*?(?:--pid|-p)[ =]?(?P<pid>\d+)|Attaching to .*process "
-    r"(?P<gdb>\d+)$"
-)
-FILE = re.compile(r".*VLLM_STACK_DUMP_for_(?P<title>\w+?)_(?P<pid>\d+)\.log")
-AGAIN = re.compile(r"Call stack dump #\d+ at |Timeout \(\d+:\d\d:\d\d.*\)!$")
-FATAL = re.compile(r"Fatal Python error: .+$")
-LAST = re.compile(r"Traceback \(most recent call last\):?$")
-FIRST = re.compile(r"Traceback \(most recent call first\):?$")
-ERROR = re.compile(
-    r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Dead)\b(?:: .*)?$"
-)
-
-# A frame of py-spy; the name of a C++ function has blanks and brackets.
-FRAME = re.compile(
-    r"(?P<function>\S.*?) ?\((?P<file><[\w .-]+>|[^()]*?[^()\s:])(?::(?P<line>\d+))?\)$"
-)
-NATIVE = re.compile(
-    r"\.so(?:\.[\d.]+)?$|\.(?:pyx|pxd|cpp|cu|cc|c|h|hpp|dylib|dll|cubin)$"
-    r"|^\[\w+\]$|(?:^|/)python[\d.]*$|^ld-linux"
-)
-QUOTED = re.compile(
-    r"File \"(?P<file>[^\"]*)\", line (?P<line>\d+|\?+)(?P<comma>,?) ?in ?(?P<function>\S+)"
-)
-GDB_PYTHON = re.compile(
-    r"#\d+ .*?Frame 0x[0-9a-f]+, for file (?P<file>.+?), line (?P<line>\d+), ?in ?(?P<function>\S+)"
-)
-GDB_FRAME = re.compile(
-    r"#\d+\s+(?:0x[0-9a-f]+ in )?(?P<function>\S.*?) ?\(.*?\)?"
-    r"(?: (?:at (?P<file>[^\s:]+):(?P<line>\d+)|from (?P<library>\S+)))?$"
-)
-LOCAL = re.compile(r"\w+: |(?:Arguments|Locals):$")
-HEADS = (THREAD, FAULT, GDB_THREAD, PROCESS)
-UNITS = (
-    THREAD,
-    FAULT,
-    GDB_THREAD,
-    LAST,
-    FIRST,
+from .cleaning import joined, streams
+from .issues import sections
+from .lines import (
     AGAIN,
+    COMMAND,
+    ERROR,
     FATAL,
-    PROCESS,
+    FAULT,
+    FILE,
+    FIRST,
+    GDB_FRAME,
+    GDB_PYTHON,
+    GDB_THREAD,
+    LABEL,
+    LAST,
     OUR_PROCESS,
     OURS,
+    PROCESS,
     QUOTED,
-    FILE,
+    RANK,
+    RANK_OF,
+    STACK_OF,
+    THREAD,
+    frame_in,
+    frames_in,
 )
 
-# Where lines were run together, each of these begins a line.
-BEGINS = re.compile(
-    r"\s*(?=(?:Thread (?:0x[0-9a-fA-F]+|\d+) \(|Current thread 0x|(?<!\w)Process \d+: "
-    r"|Traceback \(most|(?<!Binary )File \"[^\"]+\", line|#\d+ +(?:0x|Frame |\w+ \()"
-    r"|Python v\d|Fatal Python error:|Call stack dump #))"
-)
-ENDS = re.compile(
-    r"(Thread (?:0x[0-9a-fA-F]+ |\d+ )?\((?:idle|active)(?:\+gil)?\)(?:: \"[^\"]*\")?"
-    r"|most recent call first\):|\([^()\s]*(?::\d+|\.so[\d.]*)\)"
-    r"|, holds the GIL|\bpid \d+(?= \S+: (?:idle|active)))\s*(?![\w\"]*\"|[:,])"
-)
-RUN_TOGETHER = 160
-CACHED = 1 << 14  # lines: dumps repeat themselves
-NARROWEST = 19  # columns: no terminal that wraps lines is narrower
-JOINED = 14  # lines at most: a C++ name may take so many in a narrow terminal
-BEGUN = re.compile(
-    r"==> |File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call "
-    r"|(?P<call>\S.* ?\([^()]*$)"
-)
-STARTS = re.compile(r"File \"|#\d+ |Traceback ")
-# What can be the first part of a line that a terminal cut; most lines of a log cannot.
-PLAUSIBLE = re.compile(
-    r"Thread |Current |Process |File |Traceback |Fatal |Call |#\d"
-    r"|[\w.<>-]+(?:, [\w.<>-]+)*,?(?: ?\([^()]*\)?:?)?(?: \w*)?$|[^:]*::|[A-Za-z]\w* pid"
-)
+GUESSED = "thread states are guessed: this dump format does not show them"
 
 WAITS = {
     "wait", "_wait_for_tstate_lock", "get", "poll", "_poll", "select", "recv", "recv_into",
@@ -172,6 +83,30 @@ ROLES = (
     (Role.ENGINE, {"run_busy_loop", "schedule"}),
     (Role.WORKER, {"execute_model", "sample_tokens", "acquire_read"}),
 )
+
+
+MARKS = re.compile(r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<")  # what every frame has one of
+# How far inside some functions are, to see which end of a stack stands first in a text.
+LEVELS = {
+    name: level
+    for level, names in enumerate(
+        (
+            "_bootstrap spawn_main _main",
+            "_bootstrap_inner run_engine_core worker_main run_server run_scheduler_process",
+            "run_busy_loop worker_busy_loop async_output_busy_loop event_loop_normal "
+            "event_loop_overlap serve_http process_input_sockets process_output_sockets",
+            "_process_engine_step _process_input_queue generate",
+            "step step_with_batch_queue enqueue_output init_device compile_or_warm_up_model "
+            "execute_dummy_batch determine_available_memory get_next_batch_to_run run_batch",
+            "execute_model sample_tokens load_model schedule capture_model profile_run "
+            "get_response",
+            "_dummy_run propose forward load_weights publish dequeue get_output",
+            "acquire_read acquire_write put get all_reduce synchronize",
+            "wait poll select acquire",
+        )
+    )
+    for name in names.split()
+}
 
 
 @dataclass
@@ -213,24 +148,44 @@ def read(text: str, name: str = "") -> Pasted:
     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
         if found := _json(text):
             return found
+    parts = [_read(part, name) for part in sections(text)]
+    if len(parts) == 1:
+        return parts[0]
+    return Pasted(
+        samples=tuple(sample for part in parts for sample in part.samples),
+        crashes=tuple(crash for part in parts for crash in part.crashes),
+        text="\n".join(part.text for part in parts),
+        sections=tuple(parts),
+    )
+
+
+def _read(text: str, name: str) -> Pasted:
+    """Find the stacks in what one person wrote."""
     cleaned: list[str] = []
-    streams = _streams(text, cleaned)
+    unmixed = streams(text, cleaned)
     reader = _Reader()
-    for (title, pid), lines in streams.items():
+    for (title, pid), lines in unmixed.items():
         reader.stream(title, pid)
         if not title and (dump := FILE.match(name)):
             reader.process(int(dump["pid"]), dump["title"])
-        for line in _joined(lines):
+        for line in joined(lines):
             reader.line(line)
+    crashes = [crash for crash in reader.crashes if crash.frames or crash.error]
+    for crash in [crash for crash in crashes if _is_stack(crash)]:
+        crashes.remove(crash)
+        reader.processes.append(_Process(threads=[_Thread(frames=crash.frames[::-1])]))
     return Pasted(
         samples=_samples(reader.processes),
         crashes=tuple(
-            Crash(crash.process, crash.error, tuple(reversed(crash.frames)))
-            for crash in reader.crashes
-            if crash.frames or crash.error
+            Crash(crash.process, crash.error, tuple(reversed(crash.frames))) for crash in crashes
         ),
         text="\n".join(cleaned),
     )
+
+
+def _is_stack(crash: _Crash) -> bool:
+    """Whether a traceback is one of a live thread: it has no exception, and ends in a wait."""
+    return not crash.error and _waits(crash.frames[::-1][:1])
 
 
 def _json(text: str) -> Pasted | None:
@@ -272,164 +227,6 @@ def _documents(content: str) -> Iterator[Any]:
         yield document
         while at < len(content) and content[at].isspace():
             at += 1
-
-
-def _streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
-    """The lines without log prefixes and fences, by the process that the prefix names.
-
-    Args:
-        text: as pasted.
-        cleaned: gets the same lines in their order in the text; of a wrapped line, only the first
-            part has the prefix.
-    """
-    text = ESCAPES.sub("", text)
-    if text.count("\\n") > max(3, text.count("\n")):
-        text = text.replace("\\r", "").replace("\\n", "\n").replace('\\"', '"').replace("\\t", " ")
-    streams: dict[tuple[str, int], list[str]] = {}
-    for line in text.splitlines():
-        key = ("", 0)
-        if prefix := PREFIX.match(line):
-            line = line[prefix.end() :]  # noqa: PLW2901
-            if prefix["title"]:
-                key = (prefix["title"], int(prefix["pid"]))
-        if "`" in line or "~" in line:
-            if FENCE.match(line):
-                continue
-            line = line.strip("`")  # noqa: PLW2901
-        streams.setdefault(key, []).append(line.rstrip())
-        cleaned.append(line.rstrip())
-    return streams
-
-
-def _joined(lines: list[str]) -> Iterator[str]:
-    """The lines as they were before a terminal wrapped them, or something ran them together."""
-    parts: list[str] = []
-    for line in lines:
-        if len(line) > RUN_TOGETHER and len(FRAME_END.findall(line)) > 1:
-            apart = BEGINS.sub("\n", ENDS.sub(r"\1\n", line)).split("\n")
-            parts += [part.strip() for part in apart if part.strip()]
-        else:
-            parts.append(line)
-    width = max(map(len, parts), default=0)
-    at = 0
-    while at < len(parts):
-        raw = parts[at]
-        line = raw.strip()
-        at += 1
-        if line and (len(raw) == width or not _complete(line)) and at < len(parts):
-            taken, joined = _join(raw, parts[at : at + JOINED], width)
-            if taken:
-                yield joined
-                at += taken
-                continue
-        yield line
-
-
-REST = re.compile(r"\w+>?")
-FRAME_END = re.compile(r":\d+\)|\.so[\d.]*\)|, line \d+")
-
-
-def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
-    """Join a line with those that a terminal has cut off from it.
-
-    Args:
-        raw: the line, with its indentation.
-        following: the lines after it.
-        width: of the longest line; a line that a terminal has cut is as long.
-
-    Returns:
-        How many of the following lines belong to the line, 0 if none does, and the joined line.
-    """
-    line = raw.strip()
-    full = len(raw) >= width - 1 >= NARROWEST
-    if not _may_be_cut(line, full):
-        return 0, line
-    alone = _complete(line)  # it makes sense without the following lines
-    begun = BEGUN.match(line)
-    open_call = begun is not None and begun["call"] is not None
-    glued = spaced = raw
-    for count, more in enumerate(following, 1):
-        part = more.strip()
-        indented = more.startswith("  ")
-        if not part or _begins_anew(part):
-            break
-        # The end of a cut function name looks complete, too: it is a name.
-        if _complete(part) and (alone or not full or indented):
-            break
-        glued += part if indented else more
-        spaced += f" {part}"
-        if open_call and not part.endswith(")"):
-            continue
-        joined = _completed(glued.strip(), spaced.strip(), alone)
-        if joined is None and alone:
-            break
-        if joined is None:
-            continue
-        # A name looks complete wherever it is cut: its end is a single word on the next line.
-        if len(more) == width and count < len(following) and REST.fullmatch(following[count]):
-            return count + 1, joined + following[count]
-        return count, joined
-    return 0, line
-
-
-def _may_be_cut(line: str, full: bool) -> bool:
-    """Whether a line can be the first part of one that a terminal has cut.
-
-    Args:
-        line: without indentation.
-        full: whether it is as long as the terminal is wide.
-    """
-    if LOCAL.match(line) and not PROCESS.match(line):
-        return False
-    return bool(BEGUN.match(line) or (full and PLAUSIBLE.match(line)))
-
-
-def _begins_anew(line: str) -> bool:
-    """Whether a line can't be the rest of another one."""
-    return bool(STARTS.match(line)) or any(head.match(line) for head in HEADS)
-
-
-def _completed(glued: str, spaced: str, alone: bool) -> str | None:
-    """Which way of joining makes a complete line: without or with a blank; None if neither.
-
-    A line that is complete alone is only ever continued without a blank.
-    """
-    if _complete(glued) and not (alone and glued == spaced):
-        return glued
-    return spaced if not alone and _complete(spaced) else None
-
-
-@functools.lru_cache(CACHED)
-def _complete(line: str) -> bool:
-    if line.endswith(")"):
-        if line[0] == "#":
-            return line.count("(") <= line.count(")")
-        return _frame(line) is not None
-    if line[:1] == "#":
-        return GDB_FRAME.match(line) is not None and line.count("(") <= line.count(")")
-    return any(unit.match(line) for unit in UNITS)
-
-
-@functools.lru_cache(CACHED)
-def _frame(line: str) -> Frame | None:
-    """The frame in a line of py-spy or of `stacks dump`; None if the line has none."""
-    found = FRAME.match(line)
-    if not found or line.startswith(("Python v", "Process ")):
-        return None
-    function, file, number = found["function"], found["file"], found["line"]
-    python = file.endswith(".py") or file.startswith("<")
-    # A script's file name may have no suffix; an address has no letters.
-    script = number and " " not in function and not file.replace(".", "").isdigit()
-    if not (python or script or NATIVE.search(file)) or " at 0x" in file:
-        return None
-    if python:
-        if " " in function and not function.startswith(("Arguments:", "Locals:")):
-            return None
-        # If a whole dump is on one line, variables stand before the next name.
-        function = function.rsplit(" ", 1)[-1]
-    elif LOCAL.match(function):
-        return None
-    return Frame(function, file, file, int(number) if number else None)
 
 
 class _Reader:
@@ -488,7 +285,7 @@ class _Reader:
     def line(self, line: str) -> None:
         if not line:
             return
-        if line[-1] == ")" and line[0] != "#" and (frame := _frame(line)):
+        if line[-1] == ")" and line[0] != "#" and (frame := frame_in(line)):
             self.crash = None
             self.frame(frame)
             return
@@ -512,6 +309,12 @@ class _Reader:
         elif self.crash and self.crash.frames and ERROR.match(line):
             self.crash.error = line
             self.crash = None
+        elif not self.crash and MARKS.search(line):
+            if found := RANK_OF.match(line):
+                self._process(found)
+                line = found["rest"]
+            for frame in frames_in(line):
+                self.frame(frame)
 
     def _header(self, line: str) -> bool:
         """Take a line that begins a process, a thread or a traceback; False if it is none."""
@@ -539,6 +342,10 @@ class _Reader:
     def _outermost_first(self, _found: re.Match[str]) -> None:
         self.first = False
         self._crash("")
+
+    def _stack(self, found: re.Match[str]) -> None:
+        self.first = True
+        self.thread(_Thread(found["name"]))
 
     def _innermost_first(self, _found: re.Match[str]) -> None:
         self.crash, self.first = None, True
@@ -574,6 +381,8 @@ HEADERS: tuple[tuple[re.Pattern[str], Callable[[_Reader, re.Match[str]], None]],
     (FILE, _Reader._process),
     (COMMAND, _Reader._command),
     (LABEL, _Reader._process),
+    (RANK, _Reader._process),
+    (STACK_OF, _Reader._stack),
     (OURS, _Reader._state_thread),
 )
 
@@ -646,7 +455,13 @@ def _finished(thread: _Thread) -> Thread:
     if thread.state:
         state = "active" if thread.state == "active" else "idle"
     name = thread.name or (f"thread {thread.tid}" if thread.tid is not None else "thread")
-    return Thread(name, state, thread.gil, thread.tid, tuple(thread.frames))
+    return Thread(name, state, thread.gil, thread.tid, tuple(_innermost_first(thread.frames)))
+
+
+def _innermost_first(frames: list[Frame]) -> list[Frame]:
+    """The frames, reversed if functions that are known show that the outermost stands first."""
+    known = [LEVELS[name] for f in frames if (name := f.function.rpartition(".")[2]) in LEVELS]
+    return frames[::-1] if len(known) > 1 and known[0] < known[-1] else frames
 
 
 def _waits(frames: list[Frame]) -> bool:
@@ -662,6 +477,8 @@ def _waits(frames: list[Frame]) -> bool:
 def _title(title: str) -> str:
     """The title that vLLM gives the process; empty if it can't be known."""
     word = next((word for word in title.split() if word.startswith("VLLM::")), "")
+    if found := RANK.match(title):
+        return found["title"]
     if word or " " in title or "/" in title:
         return word
     return f"VLLM::{title}" if titled([f"VLLM::{title}"]) else ""

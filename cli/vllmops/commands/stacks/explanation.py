@@ -14,6 +14,7 @@ import msgspec
 from ... import output
 from ...bundle import archive
 from ...diagnose import stacks as judge
+from ...diagnose.clues import tells
 from ...diagnose.facts import FACTS, PACES
 from ...diagnose.findings import Severity
 from ...diagnose.matching import ARROW
@@ -188,7 +189,7 @@ def load(file: Path | None) -> Pasted:
     if text.count("\n") > MOST_LINES:
         raise VllmopsError("file.too-large", f"{where} has more than {MOST_LINES:,} lines", HINT)
     pasted = paste.read(text, file.name if file else "")
-    if not pasted.samples and not pasted.crashes:
+    if not pasted.samples and not pasted.crashes and not tells(pasted.text):
         raise VllmopsError("stacks.not-found", f"{where} contains no stacks", HINT)
     return pasted
 
@@ -249,12 +250,20 @@ def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
     title = f"{finding.severity}: {finding.title} [{finding.code}]"
     yield Line(0, title, SEVERITIES[finding.severity])
     yield Line(2, f"where: {finding.subject}")
+    if finding.victims:
+        yield Line(2, f"waiting for it: {', '.join(finding.victims)}")
+    if finding.phase:
+        yield Line(2, f"while: {finding.phase}")
+    if finding.waits_for:
+        yield Line(2, f"waits for: {finding.waits_for}")
     yield Line(2, f"confidence: {finding.confidence}")
     if finding.cause:
         yield Line(2, f"cause: {finding.cause}")
     yield Line(2, "seen:")
     for line in finding.lines:
         yield from steps(line, 4)
+    if finding.work:
+        yield Line(2, f"if it is work: {finding.work}")
     if finding.sure:
         yield Line(2, f"to be sure: {finding.sure}")
     yield Line(2, f"next: {finding.next}", "bold")

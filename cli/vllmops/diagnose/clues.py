@@ -1,0 +1,236 @@
+"""What else a text tells of a hang: NCCL's watchdog, recorder and RAS, cuda-gdb, nvidia-smi."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .signatures import Confidence
+
+# These are for texts without blanks, because lines may be wrapped anywhere.
+WATCHDOG = (
+    r"\[?Rank(?P<rank>\d+)\]?Watchdogcaughtcollectiveoperationtimeout:"
+    r"Work\w+\(SeqNum=(?P<seq>\d+),OpType=(?P<op>\w+)"
+)
+ENQUEUED = (
+    r"\[?Rank(?P<rank>\d+)\]?.{0,120}?lastenqueued(?:NCCL)?work:(?P<seq>\d+),"
+    r"lastcompleted(?:NCCL)?work:(?P<done>\d+)"
+)
+LAUNCHED = r"Rank(?P<rank>\d+)haslauncheduptooperation(?P<seq>\d+)"
+ABORTED = r"\bABORT\b|\"abort_flag\": ?true"
+# The kernel of cuda-gdb's focus, of its table, or of a backtrace.
+KERNEL = (
+    r"(?m)^\*? *\d+ +(?:-|\d+) +\d+ +\d+ +Active +0x[0-9a-f]+ .*?\) +(?P<row>[A-Za-z_][^()]*)\("
+    r"|\bin (?P<frame>[A-Za-z_][\w:<>, ]*?)<<<\("
+    r"|Switching focus to CUDA kernel.*\n(?:.*\n)?#0.*? in (?P<focus>[A-Za-z_][\w:]*)"
+)
+SMI = (
+    r"(?P<watts>[\d.]+)W\s*/\s*(?P<limit>\d+)W\s*\|[^|]*\|\s*(?P<busy>\d+)%"
+    r"|(?P<busy2>\d+) ?%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts2>[\d.]+) ?W"
+)
+FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
+COLD_W = 30.0  # without a limit: a small board's idle
+# A row of ps or top.
+COMPILERS = r"(?m)^ *(?:\w+ +)?\d+ [^\n]*?\b(?:ptxas|cicc|nvcc|cc1plus|ninja)\b"
+MOST_TRIES = 500  # braces that may begin a document
+SPREAD = 1  # operations: so far apart are ranks that work
+
+
+@dataclass(frozen=True)
+class Clue:
+    """Something that a text tells beside the stacks.
+
+    Args:
+        ids: of the catalogue, the most probable first.
+        subject: the rank or the kernel that is the cause.
+        line: the evidence.
+        confidence: how certain the first one is.
+    """
+
+    ids: tuple[str, ...]
+    subject: str
+    line: str
+    confidence: Confidence = "possible"
+
+
+def clues(text: str, log: str) -> list[Clue]:
+    """What a text tells; empty for most texts.
+
+    Args:
+        text: as it was read.
+        log: the same without blanks.
+    """
+    found: list[Clue] = []
+    for words, reader in READERS:
+        if words in log:
+            found += reader(text, log)
+    return found
+
+
+def tells(text: str) -> bool:
+    """Whether a text tells something of a hang, even without stacks."""
+    return bool(clues(text, "".join(text.split())))
+
+
+def compiles(text: str) -> bool:
+    """Whether a table of processes in the text shows a compiler."""
+    return re.search(COMPILERS, text) is not None
+
+
+def gpu(text: str) -> str:
+    """What nvidia-smi shows: ``spins`` (busy with few watts), ``idle``, ``works``, or nothing."""
+    if "%" not in text or not any(words in text for words in ("W /", " W\n", "W  /")):
+        return ""
+    rows = []
+    for row in re.finditer(SMI, text):
+        busy = int(row["busy"] or row["busy2"])
+        watts = float(row["watts"] or row["watts2"])
+        cold = watts < FEW_WATTS * float(row["limit"]) if row["limit"] else watts < COLD_W
+        rows.append("spins" if busy >= BUSY and cold else "idle" if busy <= IDLE else "works")
+    return next((state for state in ("spins", "works", "idle") if state in rows), "")
+
+
+def _watchdog(_text: str, log: str) -> Iterator[Clue]:
+    """Ranks whose collective timed out: in the same operation, or not."""
+    ranks = {int(row["rank"]): (int(row["seq"]), row["op"]) for row in re.finditer(WATCHDOG, log)}
+    if not ranks:
+        return
+    shown = ", ".join(f"rank {rank}: {op} {seq}" for rank, (seq, op) in sorted(ranks.items()))
+    line = f"the watchdog ended a collective: {shown}"
+    if len(set(ranks.values())) > 1:
+        yield Clue(("collective-mismatch", "collective-stall"), _lowest(ranks), line, "likely")
+    else:
+        names = ", ".join(f"rank {rank}" for rank in sorted(ranks))
+        yield Clue(("collective-stall", "collective-mismatch"), names, line, "likely")
+
+
+def _lowest(ranks: dict[int, Any]) -> str:
+    least = min(ranks.values())
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks) if ranks[rank] == least)
+
+
+def _counted(ranks: dict[int, int], what: str, *, aborted: bool) -> Iterator[Clue]:
+    """Ranks by their number of operations: far apart is a mismatch; else they wait together."""
+    if not ranks:
+        return
+    shown = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(ranks.items()))
+    spread = max(ranks.values()) - min(ranks.values())
+    line = f"{what}: {shown}"
+    if aborted:
+        line += "; after an abort the counts may have run on"
+    if spread > SPREAD:
+        yield Clue(("collective-mismatch", "collective-stall"), _lowest(ranks), line)
+    else:
+        yield Clue(("gpu-kernel-stuck", "collective-stall"), _lowest(ranks), line)
+
+
+def _enqueued(_text: str, log: str) -> Iterator[Clue]:
+    ranks = {int(row["rank"]): int(row["seq"]) for row in re.finditer(ENQUEUED, log)}
+    if ranks and max(ranks.values()) - min(ranks.values()) > SPREAD:
+        yield from _counted(ranks, "last enqueued collective", aborted=False)
+    elif ranks:
+        line = f"the last enqueued collective has one number on {len(ranks)} ranks"
+        yield Clue(("collective-stall", "collective-mismatch"), "the ranks", line)
+
+
+def _launched(text: str, log: str) -> Iterator[Clue]:
+    ranks = {int(row["rank"]): int(row["seq"]) for row in re.finditer(LAUNCHED, log)}
+    yield from _counted(ranks, "NCCL RAS, operations", aborted=bool(re.search(ABORTED, text)))
+
+
+def _ras(text: str, _log: str) -> Iterator[Clue]:
+    """The counts of RAS in JSON: of the communicator whose ranks differ most, else the busiest."""
+    best: dict[int, int] = {}
+    for document in _documents(text):
+        for communicator in _each(document, "communicators"):
+            ranks = {
+                int(rank["rank"]): sum(
+                    count for count in _counts(rank).values() if isinstance(count, int)
+                )
+                for rank in _each(communicator, "ranks")
+                if isinstance(rank.get("rank"), int)
+            }
+            if len(ranks) > 1 and _weight(ranks) > _weight(best):
+                best = ranks
+    yield from _counted(best, "NCCL RAS, operations", aborted=bool(re.search(ABORTED, text)))
+
+
+def _weight(ranks: dict[int, int]) -> tuple[int, int]:
+    values = ranks.values()
+    spread = max(values, default=0) - min(values, default=0)
+    return (spread if spread > SPREAD else 0, sum(values))
+
+
+def _counts(rank: dict[str, Any]) -> dict[str, Any]:
+    counts = rank.get("collective_counts") or rank.get("counts") or {}
+    return counts if isinstance(counts, dict) else {}
+
+
+def _each(document: object, key: str) -> list[dict[str, Any]]:
+    value = document.get(key) if isinstance(document, dict) else None
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _documents(text: str) -> Iterator[object]:
+    """The JSON objects in a text that hold communicators or a flight recorder's entries."""
+    decoder, at, tries = json.JSONDecoder(), 0, 0
+    while (start := text.find("{", at)) >= 0 and tries < MOST_TRIES:
+        tries += 1
+        try:
+            document, at = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            at = start + 1
+            continue
+        yield document
+
+
+def _watts(text: str, _log: str) -> Iterator[Clue]:
+    if gpu(text) == "spins":
+        line = "nvidia-smi: the GPU is busy with few watts, so one kernel spins"
+        yield Clue(("gpu-kernel-stuck", "collective-stall"), "the GPU", line)
+
+
+def _kernels(text: str, _log: str) -> Iterator[Clue]:
+    names = {
+        (row["row"] or row["frame"] or row["focus"]).strip(): None
+        for row in re.finditer(KERNEL, text)
+    }
+    if names:
+        shown = ", ".join(names)
+        yield Clue(
+            ("gpu-kernel-stuck", "launch-queue-full"),
+            f"kernel {shown}",
+            f"cuda-gdb shows the kernel {shown}",
+        )
+
+
+def _recorder(text: str, _log: str) -> Iterator[Clue]:
+    """PyTorch's flight recorder: the first collective that has not ended."""
+    for document in _documents(text):
+        entries = _each(document, "entries")
+        pending = [e for e in entries if e.get("state") in {"scheduled", "started"}]
+        if pending and "collective_seq_id" in pending[0]:
+            first = pending[0]
+            line = (
+                f"flight recorder: {first.get('profiling_name', 'a collective')} "
+                f"{first['collective_seq_id']} is {first['state']} and has not ended"
+            )
+            yield Clue(("collective-stall", "collective-mismatch"), "the rank of the record", line)
+
+
+# The words that a text without blanks has if the reader can find something.
+READERS: tuple[tuple[str, Callable[[str, str], Iterator[Clue]]], ...] = (
+    ("Watchdogcaughtcollective", _watchdog),
+    ("lastenqueued", _enqueued),
+    ("haslauncheduptooperation", _launched),
+    ('"communicators"', _ras),
+    ('"collective_seq_id"', _recorder),
+    ("Active0x", _kernels),
+    ("<<<(", _kernels),
+    ("%,0%", _watts),
+    ("W|", _watts),
+    ("SwitchingfocustoCUDAkernel", _kernels),
+)

@@ -1,0 +1,143 @@
+"""The general answer: what may be stuck, from where threads are and who waits for whom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from ..protocol.stacks import StacksSnapshot
+from .clues import Clue, clues, compiles
+from .matching import ARROW, PROOF, SHOWN_FRAMES, Hit, Scene, Spot, has_lines, label, place, places
+from .places import Place
+from .signatures import Confidence, Signature, catalogue
+from .waiting import COLLECTIVES, Chain, chain
+
+# Work moves on from these within seconds; on the device and in a collective it looks the same.
+HOST_BOUND = {
+    "build-lock",
+    "module-load",
+    "transfer",
+    "tool-parser",
+    "grammar",
+    "structure",
+    "lock",
+}
+# What the ranks do together takes both places to see.
+TOGETHER = {"differ", "differ-dp", "elsewhere", "absent", "not-entered"}
+# Samples that agree are enough without a figure or a log line.
+ENOUGH = 3
+TIMED_OUT = re.compile(
+    r"RPCcallto\w+timedout|Watchdogcaughtcollectiveoperationtimeout"
+    r"|Noavailablesharedmemorybroadcastblockfound"
+)
+
+
+def hypotheses(scene: Scene) -> list[Hit]:
+    """What may be stuck, the most probable first; nothing where tokens are produced."""
+    if scene.facts.get("progress") == "moving":
+        return []
+    told = [hit for clue in clues(scene.pasted.text, scene.log) for hit in _told(clue)]
+    samples = scene.pasted.samples
+    for sample in reversed(samples):
+        if found := chain(sample, scene.facts):
+            if found.roots[0].wait == "compile" and compiles(scene.pasted.text):
+                continue
+            told += _hits(found, samples, scene)
+            break
+    best: dict[str, Hit] = {}
+    for hit in told:
+        best.setdefault(hit.signature.id, hit)
+    return list(best.values())
+
+
+def _told(clue: Clue) -> Iterator[Hit]:
+    """What a log line or a figure says of itself."""
+    for index, name in enumerate(clue.ids):
+        yield Hit(
+            known(name),
+            "possible" if index else clue.confidence,
+            (clue.line,),
+            clue.subject,
+            doubts=("two captures some seconds apart that do not move make it likely",)
+            if clue.confidence == "possible"
+            else (),
+        )
+
+
+def known(name: str) -> Signature:
+    """The catalogue's entry."""
+    return next(signature for signature in catalogue() if signature.id == name)
+
+
+def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iterator[Hit]:
+    agreeing = _agreeing(found, samples)
+    confidence = _confidence(found, agreeing, scene)
+    lines = [_evidence(root) for root in found.roots[:SHOWN_FRAMES]]
+    if found.relation in TOGETHER:
+        lines += [f"meanwhile {_evidence(place)}" for place in found.victims[:1]]
+    if agreeing > 1:
+        lines.append(f"the same in {agreeing} of {len(samples)} samples")
+    for index, name in enumerate(found.ids):
+        yield Hit(
+            known(name),
+            "possible" if index else confidence,
+            tuple(lines),
+            _names(found.roots),
+            victims=tuple(dict.fromkeys(label(victim.process) for victim in found.victims)),
+            doubts=tuple(_doubts(found, agreeing)) if confidence == "possible" else (),
+            phase=found.roots[0].phase.title,
+            waits_for=found.roots[0].waits_for,
+        )
+
+
+def _confidence(found: Chain, agreeing: int, scene: Scene) -> Confidence:
+    """One dump is possible; dumps that agree, a figure or a log line make it likely."""
+    if found.relation in {"", "connector"} and found.roots[0].wait in COLLECTIVES:
+        return "possible"  # the ranks and peers that it waits for are not in the text
+    proof = any(scene.facts.get(name) == "frozen" for name in PROOF)
+    proof = proof or scene.facts.get("gpu") == "spins"
+    agrees = proof or TIMED_OUT.search(scene.log) is not None
+    host = all(root.wait in HOST_BOUND for root in found.roots)
+    if agrees and agreeing >= ENOUGH:
+        return "sure" if host else "likely"
+    if agrees or (host and agreeing >= ENOUGH):
+        return "likely"
+    return "possible"
+
+
+def _doubts(found: Chain, agreeing: int) -> Iterator[str]:
+    if agreeing < ENOUGH:
+        dumps = "one dump" if agreeing == 1 else f"{agreeing} dumps"
+        yield f"{dumps} can't tell this from work: take {ENOUGH} some seconds apart into one file"
+    if found.relation in {"unseen", "remote"}:
+        yield "the workers' stacks tell the rest: dump them, too"
+    if not found.relation and found.roots[0].wait in COLLECTIVES:
+        yield "the other ranks' stacks tell which of them is missing: dump them, too"
+
+
+def _agreeing(found: Chain, samples: Sequence[StacksSnapshot]) -> int:
+    """In how many samples every thread at the root is at the same places."""
+    if not all(has_lines(root.thread) for root in found.roots):
+        return 1
+    return sum(all(_is_there(root, sample) for root in found.roots) for sample in samples)
+
+
+def _is_there(root: Place, sample: StacksSnapshot) -> bool:
+    key = Spot(root.process, root.thread, ()).key
+    return any(
+        Spot(process, thread, ()).key == key and places(thread) == places(root.thread)
+        for process in sample.processes
+        for thread in process.threads
+    )
+
+
+def _names(roots: Sequence[Place]) -> str:
+    return ", ".join(dict.fromkeys(label(root.process) for root in roots))
+
+
+def _evidence(root: Place) -> str:
+    frames = list(root.thread.frames[:SHOWN_FRAMES])
+    if root.frame and root.frame not in frames:
+        frames.append(root.frame)
+    steps = ARROW.join(map(place, frames))
+    return f"{label(root.process)}, {root.thread.name} ({root.thread.state}): {steps}"

@@ -1,0 +1,309 @@
+"""Where in its life a thread is, and what it waits for, by the tables of ``frames.toml``."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import msgspec
+
+from ..protocol.stacks import Frame, ProcessStacks, Thread
+from .signatures import CACHED, bare
+
+# Frames that say nothing of their own: what they wait for stands further out.
+GENERIC = re.compile(
+    r"wait|_wait|get|poll|_poll|select|accept|acquire|recv|_recv|sleep|join|read|readline|result|"
+    r"_worker|sched_yield|__get_result|wait4|waitpid|_try_wait|_wait_for_tstate_lock|next|"
+    r"\w*futex\w*|epoll_wait|ppoll|\w*cond_\w*wait\w*|sem_\w*wait|\w*nanosleep|syscall|ioctl|"
+    r"do_futex_wait\S*|pthread_\w+|lll_lock_wait|__lll_\w+|_PyMutex\w*|PyThread\w*|lock_\w+|"
+    r"usleep|__\w*poll|os_sched_yield\w*|__GI_\w+"
+)
+# Wrappers, the interpreter, and addresses.
+WRAPPERS = re.compile(
+    r"decorate_context|_?wrapper\w*|\w+_wrapper|wrapped\w*|_call_impl|_wrapped_call_impl|run_method|"
+    r"__enter__|__exit__|inner|_fn|<lambda>|<genexpr>|<listcomp>|<module>|__call__|__torch_\w+__|"
+    r"0x[0-9a-f]+|_?_?Py\w+|cfunction\w*|method_vectorcall\w*|\w+_vectorcall\w*|vectorcall\w*|"
+    r"slot_tp\w*|type_call|function_code_fastcall|call_function|\?\?|THP\w+|call|call_boxed|boxed\w*|"
+    r"helper|_start|start_thread|clone3?|__clone3?|__libc_start\w*|_bootstrap\w*|run"
+)
+DRIVERS = re.compile(
+    r"lib(?:cuda|cudart|amdhip|hsa|ze_|ze_loader|ur_|sycl|ascendcl|runtime|acl|musa|Synapse|nrt|tpu|"
+    r"tt_metal|mcruntime|cnrt|ttmlir)"
+)
+# Files of the queues, locks and pollers of Python: a thread that is there alone has nothing to do.
+PLUMBING = re.compile(
+    r"(?:^|/)(?:threading|queue|selectors|subprocess|socket|thread|poll|connection|popen_fork|"
+    r"base_events|backend|_base|runners|process|garbage|_monitor|ssl|unix_events|contextlib)\.py$"
+    r"|zmq/|asyncio/|uvloop|^<|concurrent/futures|multiprocessing/|libc\.|libpthread"
+)
+MODEL = re.compile(
+    r"model_executor/|_custom_ops|_C\.|flashinfer/|flash_attn|attention|fused_moe|kernels?[/_.]|aiter/|"
+    r"deep_gemm|/ops/|quantization|/models/|/layers/"
+)
+SLEEPS = {"_process_engine_step", "step", "step_with_batch_queue", "run_busy_loop"}
+
+
+class Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Frames by their names; see the head of the file."""
+
+    example: str
+    function: str = ""
+    file: str = ""
+    platform: str = "any"
+
+
+class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a thread's life.
+
+    Args:
+        id: a stable word.
+        stage: ``start``, ``serve`` or ``end``.
+        title: for a person, after "while".
+        names: the frames that show it.
+    """
+
+    id: str
+    stage: str
+    title: str
+    names: tuple[Name, ...]
+
+
+class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"waits_for": "for"}):
+    """What a thread may wait for.
+
+    Args:
+        id: a stable word.
+        waits_for: for a person.
+        names: the frames that show it.
+    """
+
+    id: str
+    waits_for: str
+    names: tuple[Name, ...]
+
+
+class Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of the file."""
+
+    phase: tuple[Phase, ...]
+    wait: tuple[Wait, ...]
+
+
+NOWHERE = Phase("", "", "", ())
+# Waits that no name shows.
+OTHERS = {
+    "call": "what a call into C or to the device does, which Python does not show",
+    "lock": "whoever holds a lock of the process",
+    "sleep": "nothing: the last step executed nothing, so it sleeps before the next",
+    "rest": "work",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one thread is.
+
+    Args:
+        process: its process.
+        thread: the thread.
+        phase: of its life; `NOWHERE` if no frame tells.
+        wait: the id of what it waits for; ``call`` for what no table names, ``rest`` for work.
+        frame: the frame that shows the wait; None without frames.
+        entered: whether it is inside the library that does a collective.
+    """
+
+    process: ProcessStacks
+    thread: Thread
+    phase: Phase
+    wait: str
+    frame: Frame | None
+    entered: bool = False
+
+    @property
+    def waits_for(self) -> str:
+        known = {wait.id: wait.waits_for for wait in tables().wait}
+        return OTHERS.get(self.wait) or known[self.wait]
+
+
+@functools.cache
+def tables() -> Tables:
+    """The tables, as the file has them."""
+    content = resources.files(__package__).joinpath("frames.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(content), Tables)
+
+
+@functools.cache
+def _patterns(kind: str) -> tuple[tuple[Phase | Wait, tuple[Pattern, ...]], ...]:
+    rows: tuple[Phase | Wait, ...] = tables().phase if kind == "phase" else tables().wait
+    return tuple((row, _merged(row.names)) for row in rows)
+
+
+Pattern = tuple[re.Pattern[str] | None, re.Pattern[str] | None]
+
+
+def _merged(names: Sequence[Name]) -> tuple[Pattern, ...]:
+    """The names' patterns; those of functions alone, and of files alone, are one each."""
+    found: list[Pattern] = []
+    functions = "|".join(name.function for name in names if not name.file)
+    files = "|".join(name.file for name in names if not name.function)
+    if functions:
+        found.append((re.compile(functions), None))
+    if files:
+        found.append((None, re.compile(files)))
+    both = (name for name in names if name.function and name.file)
+    return (*found, *((re.compile(name.function), re.compile(name.file)) for name in both))
+
+
+def matches(pattern: Pattern, function: str, file: str) -> bool:
+    """Whether a pattern matches a frame's bare function and file."""
+    by_function, by_file = pattern
+    return (by_function is None or by_function.fullmatch(function) is not None) and (
+        by_file is None or by_file.search(file) is not None
+    )
+
+
+@functools.lru_cache(CACHED)
+def _rows(kind: str, function: str, path: str) -> tuple[str, ...]:
+    """The ids of the rows that match a frame, in the order of the file."""
+    name = bare(function).rpartition(".")[2]
+    file = f"{path} {function}" if "::" in function else path
+    return tuple(
+        row.id
+        for row, patterns in _patterns(kind)
+        if any(matches(pattern, name, file) for pattern in patterns)
+    )
+
+
+@functools.cache
+def _phases() -> dict[str, Phase]:
+    return {phase.id: phase for phase in tables().phase}
+
+
+def phases_of(frame: Frame) -> tuple[str, ...]:
+    """The phases that a frame shows."""
+    return _rows("phase", frame.function, frame.short_file)
+
+
+def waits_of(frame: Frame) -> tuple[str, ...]:
+    """The waits that a frame shows, the first in the file first."""
+    return _rows("wait", frame.function, frame.short_file)
+
+
+def name_of(frame: Frame) -> str:
+    """A function's bare name."""
+    return bare(frame.function).rpartition(".")[2]
+
+
+@functools.cache
+def _order() -> dict[str, int]:
+    return {wait.id: index for index, wait in enumerate(tables().wait)}
+
+
+def place_of(process: ProcessStacks, thread: Thread) -> Place:
+    """Where a thread is, and what it waits for."""
+    frames = thread.frames
+    if "(" in thread.name:  # Python names a thread after its outermost function
+        frames = (*frames, Frame(thread.name.rpartition("(")[2].rstrip(")"), "", ""))
+    shown = [(at, ids[0]) for at, frame in enumerate(frames) if (ids := phases_of(frame))]
+    inside = shown[0][0] if shown else len(frames) - 1
+    phase = _phase([phase for _, phase in shown])
+    if not shown and any(MODEL.search(frame.short_file) for frame in frames):
+        phase = _phases()["forward"]
+    inner = frames[: inside + 1]
+    if not frames or _rests(process, thread, phase, inner, frames):
+        return Place(process, thread, phase, "rest", frames[0] if frames else None)
+    found = [(ids[0], at) for at, frame in enumerate(inner) if (ids := waits_of(frame))]
+    if phase.id == "spawn":
+        return Place(process, thread, phase, "ipc-read", frames[0])
+    telling = next((f for f in frames if not _is_silent(f)), frames[0])
+    if not found:
+        return Place(process, thread, phase, _unnamed(thread, frames, telling), telling)
+    wait, at = min(found, key=lambda row: (_order()[row[0]], row[1]))
+    if wait in {"metadata", "structure"} and waits_of(telling)[:1] != (wait,):
+        wait, at = "call", frames.index(telling)
+    entered = wait == "collective" and any(
+        ENTERED.search(frame.short_file) or DRIVERS.search(frame.short_file) for frame in inner[:3]
+    )
+    return Place(process, thread, phase, wait, frames[at], entered)
+
+
+ENTERED = re.compile(r"torch/distributed|distributed_c10d|lib\w*ccl|pynccl|gloo|c10d|libtorch")
+
+
+def _phase(shown: Sequence[str]) -> Phase:
+    """The phase of a thread, from those that its frames show, innermost first."""
+    found = [_phases()[name] for name in shown]
+    if "dummy" in shown:  # it runs what a trial runs
+        return _phases()["dummy"]
+    for stage in ("end", "start", "serve"):
+        for phase in found:
+            if phase.stage == stage:
+                return phase
+    return NOWHERE
+
+
+def _is_silent(frame: Frame) -> bool:
+    name = name_of(frame)
+    return bool(GENERIC.fullmatch(name) or WRAPPERS.fullmatch(name))
+
+
+def _rests(
+    process: ProcessStacks,
+    thread: Thread,
+    phase: Phase,
+    inner: Sequence[Frame],
+    frames: Sequence[Frame],
+) -> bool:
+    """Whether a thread only waits for work."""
+    names = {name_of(frame) for frame in inner}
+    if "_process_input_queue" in {name_of(frame) for frame in frames[:8]}:
+        return "_handle_client_request" not in names
+    waits = [waits_of(frame)[0] for frame in inner if waits_of(frame)]
+    if phase.id in {"worker", "step"} and "ipc-read" in waits and "collective" not in waits:
+        # A worker reads its next call; SGLang's loop reads requests.
+        return phase.id == "worker" or "recv_requests" in names
+    if not is_main(process, thread) and (
+        PLUMBING.search(frames[0].short_file) or GENERIC.fullmatch(name_of(frames[0]))
+    ):
+        return thread.state == "idle" or not any(map(waits_of, frames))
+    return phase.id in {"", "api"} and all(
+        PLUMBING.search(frame.short_file) or _is_silent(frame) or name_of(frame) in ENTRIES
+        for frame in frames
+    )
+
+
+ENTRIES = {"main", "cmd", "serve", "run_server", "run_server_worker", "serve_http", "spawn_main",
+           "_main", "output_handler", "run_api_server_worker_proc", "monitor_engine_cores",
+           "wait_for_completion_or_failure", "run_multi_api_server"}  # fmt: skip
+
+
+def _unnamed(thread: Thread, frames: Sequence[Frame], telling: Frame) -> str:
+    """The wait of a thread that no table names."""
+    first = frames[0]
+    if DRIVERS.search(first.short_file):
+        return "device-sync"
+    name = name_of(first)
+    if name in SLEEPS and thread.state == "idle":
+        return "sleep"
+    if telling is not first and name in {"acquire", "_acquire", "wait", "_acquire_restore"}:
+        return "lock"
+    return "call"
+
+
+def is_main(process: ProcessStacks, thread: Thread) -> bool:
+    """Whether a thread is its process's main one, as far as the dump tells."""
+    if thread.name == "MainThread" or len(process.threads) == 1:
+        return True
+    if any(each.name == "MainThread" for each in process.threads):
+        return False
+    outermost = thread.frames[-1].function if thread.frames else "_bootstrap"
+    return thread.tid == process.pid or not HELPERS.fullmatch(outermost)
+
+
+HELPERS = re.compile(
+    r"(?:\w+\.)?_bootstrap|start_thread|clone3?|__clone3?|thread_run|(?:\w+\.)?run"
+)

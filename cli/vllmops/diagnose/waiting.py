@@ -1,0 +1,219 @@
+"""Who waits for whom, and what is at the end: the processes at the root, and what may be wrong."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import msgspec
+
+from ..protocol.pasted import Crash
+from ..protocol.stacks import ProcessStacks, StacksSnapshot
+from .facts import agrees
+from .places import NOWHERE, Place, is_main, name_of, place_of, waits_of
+
+COLLECTIVES = {"collective", "dp-collective", "expert-exchange"}
+SERVING = {"engine", "worker", "other"}
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is stuck under some conditions; see the head of ``answers.toml``.
+
+    Args:
+        ids: of the catalogue, the most probable first.
+        relation, stage, phase, wait: of the root; empty for any.
+        facts: figures that must be known and agree, such as ``waiting = ">0"``.
+    """
+
+    ids: tuple[str, ...]
+    relation: tuple[str, ...] = ()
+    stage: tuple[str, ...] = ()
+    phase: tuple[str, ...] = ()
+    wait: tuple[str, ...] = ()
+    facts: dict[str, str] = {}
+
+
+class Traceback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A traceback that is what is left of a hang.
+
+    Args:
+        id: of the catalogue.
+        function: pattern of the bare name of one of its frames; empty for any.
+        error: pattern to find in its last line; empty for any.
+    """
+
+    id: str
+    function: str = ""
+    error: str = ""
+
+
+class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of the file."""
+
+    answer: tuple[Answer, ...]
+    crash: tuple[Traceback, ...]
+
+
+@functools.cache
+def answers() -> Answers:
+    """The table of answers, in the order of the file."""
+    content = resources.files(__package__).joinpath("answers.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(content), Answers)
+
+
+def hang_of(crash: Crash) -> str:
+    """The id of the hang that a traceback tells; empty if it is of a crash."""
+    for row in answers().crash:
+        named = not row.function or any(
+            re.fullmatch(row.function, name_of(frame)) for frame in crash.frames
+        )
+        if named and (not row.error or re.search(row.error, crash.error)):
+            return row.id
+    return ""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What is at the end of who waits for whom.
+
+    Args:
+        ids: what it may be, the most probable first.
+        relation: what the processes do together; empty if nothing.
+        roots: the threads that others wait for and that wait for no process of the text.
+        victims: the threads that wait for them.
+    """
+
+    ids: tuple[str, ...]
+    relation: str
+    roots: tuple[Place, ...]
+    victims: tuple[Place, ...]
+
+
+def chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> Chain | None:
+    """Who waits for whom in one sample; None if all threads rest or compute as they should.
+
+    Args:
+        sample: the stacks.
+        facts: figures, by the names in `facts.FACTS`.
+    """
+    tellings = [telling(process) for process in sample.processes if process.threads]
+    busy = [place for place in tellings if place.wait not in {"rest", "ipc-read"}]
+    serving = [place for place in busy if place.process.role in SERVING]
+    waiting = [place for place in tellings if place.wait == "ipc-read"]
+    rest = [p for p in tellings if p.wait == "rest" and p.process.role == "worker"]
+    # An API server waits for its engine, whatever it does meanwhile.
+    if not serving and not waiting:
+        serving = busy
+    if not serving:
+        return _unanswered(waiting, rest, facts) or _connector(sample)
+    relation, roots = _rooted(serving, rest)
+    if not relation and any(place.process.role == "engine" for place in waiting):
+        relation = "waited-for"
+    victims = [place for place in (*serving, *waiting) if place not in roots]
+    ids = _ids(relation, roots[0], facts)
+    return Chain(ids, relation, tuple(roots), tuple(victims)) if ids else None
+
+
+def telling(process: ProcessStacks) -> Place:
+    """The place of the thread that says most about a process."""
+    places = [place_of(process, thread) for thread in process.threads]
+    return min(places, key=functools.partial(_rank, process))
+
+
+def _rank(process: ProcessStacks, place: Place) -> tuple[bool, ...]:
+    main = is_main(process, place.thread)
+    return (
+        place.wait == "rest",
+        place.wait in {"ipc-read", "sleep"},
+        # What a helper thread does is no reason to wait unless a name says so.
+        place.wait == "call" and not main,
+        not main,
+    )
+
+
+def _connector(sample: StacksSnapshot) -> Chain | None:
+    """An engine that is at rest while a connector's own threads live: a transfer may be lost."""
+    for process in sample.processes:
+        for thread in process.threads:
+            if not is_main(process, thread) and any(
+                "transfer" in waits_of(frame) for frame in thread.frames
+            ):
+                place = Place(process, thread, NOWHERE, "transfer", thread.frames[0])
+                return Chain(("kv-connector-wait",), "connector", (place,), ())
+    return None
+
+
+def _unanswered(
+    waiting: Sequence[Place], rest: Sequence[Place], facts: Mapping[str, str]
+) -> Chain | None:
+    """Engines that wait for a message while no worker of the text is busy."""
+    engines = [place for place in waiting if place.phase.id not in {"", "api", "spawn"}] or [
+        place for place in waiting if place.process.role == "engine"
+    ]
+    if not engines:
+        return None
+    names = {name_of(frame) for place in engines for frame in place.thread.frames}
+    remote = "recv" in names or any(
+        "ray" in frame.short_file.split("/")[0] for p in engines for frame in p.thread.frames
+    )
+    relation = "lost" if rest else "remote" if remote else "unseen"
+    ids = _ids(relation, engines[0], facts)
+    return Chain(ids, relation, tuple(engines), ()) if ids else None
+
+
+def _rooted(busy: Sequence[Place], rest: Sequence[Place]) -> tuple[str, list[Place]]:
+    """What busy processes do together, and which of them the others wait for."""
+    inside = [place for place in busy if place.wait in COLLECTIVES]
+    outside = [place for place in busy if place.wait not in COLLECTIVES]
+    if inside and outside:
+        same = {_step(place) for place in inside} & {_step(place) for place in outside}
+        return ("not-entered" if same else "elsewhere"), _fewest(outside)
+    if not inside:
+        return "", _fewest(outside)
+    entered = [place for place in inside if place.entered]
+    late = [place for place in inside if not place.entered]
+    if entered and late and {_name(p) for p in entered} == {_name(p) for p in late}:
+        return "not-entered", late
+    if len({_name(place) for place in inside}) > 1:
+        ranks = any("_DP" in place.process.title for place in inside)
+        parallel = any(place.wait != "collective" for place in inside)
+        return ("differ-dp" if ranks or parallel else "differ"), _fewest(inside)
+    if len(inside) > 1:
+        return "same", inside
+    return ("absent", list(rest)) if rest else ("", inside)
+
+
+def _name(place: Place) -> str:
+    """The collective that a thread is in, by the outermost frame that names it."""
+    return name_of(place.frame) if place.frame else ""
+
+
+def _step(place: Place) -> str:
+    return f"{place.phase.id} {_name(place)}"
+
+
+def _fewest(places: Sequence[Place]) -> list[Place]:
+    """Those of the smallest group that stands at one place; all if the groups have one size."""
+    groups: dict[str, list[Place]] = {}
+    for place in places:
+        groups.setdefault(f"{place.wait} {_name(place)}", []).append(place)
+    smallest = min(map(len, groups.values()))
+    few = [place for group in groups.values() if len(group) == smallest for place in group]
+    return few if len(few) < len(places) else list(places)
+
+
+def _ids(relation: str, root: Place, facts: Mapping[str, str]) -> tuple[str, ...]:
+    for answer in answers().answer:
+        if (
+            (not answer.relation or relation in answer.relation)
+            and (not answer.stage or root.phase.stage in answer.stage)
+            and (not answer.phase or root.phase.id in answer.phase)
+            and (not answer.wait or root.wait in answer.wait)
+            and all(n in facts and agrees(facts[n], c) for n, c in answer.facts.items())
+        ):
+            return answer.ids
+    return ()

@@ -1,0 +1,189 @@
+"""Makes lines out of what a log, a terminal, a mail program or a web page has made of them.
+
+Prefixes of logs go, lines that a terminal wrapped are joined, lines that were run together are
+split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .lines import FRAME_END, HEADS, LOCAL, PROCESS, complete
+
+ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff\u200b]"
+)
+# As programs print the escape character that they do not send, and where it was lost.
+SPELT = re.compile(r"\[\d{1,2}(?:;\d{1,3})*m")
+SPELT_ESCAPE = re.compile(r"(?:\^\[|ESC|\\x1b|\\u001b|\\033|␛)?\[\d{1,2}(?:;\d{1,3})*m")
+# Any number of log prefixes; the last one of vLLM names the process.
+PREFIX = re.compile(
+    r"(?:\s*(?:"
+    r"(?:>\s?)+"
+    r"|\((?P<title>[A-Za-z]\w*) pid=(?P<pid>\d+)\)(?=\s|$)"
+    r"|(?:ERROR|INFO|WARNING|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?(?: \[[^\]]*\])?"
+    r"|\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
+    r"(?: std(?:out|err) [FP](?= |$))?"
+    r"|[A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \S+ [^\s:]+:(?=\s|$)"
+    r"|\[pod/[^\]]+\]"
+    r"|[\w.-]+\s*\|(?= |$)"
+    r"))+"
+)
+# A chain of calls that goes on in the next line of a paragraph.
+CHAINED = re.compile(r"(?<=[←→])[ \t]*\n[ \t>]*(?=`)|\n[ \t>]*(?=\(`|← ?`|→ ?`)")
+FENCE = re.compile(r"\s*(?:`{3,}|~{3,})[\w-]*\s*$")
+
+# Where lines were run together, each of these begins a line.
+BEGINS = re.compile(
+    r"\s*(?=(?:Thread (?:0x[0-9a-fA-F]+|\d+) \(|Current thread 0x|(?<!\w)Process \d+: "
+    r"|Traceback \(most|(?<!Binary )File \"[^\"]+\", line|#\d+ +(?:0x|Frame |\w+ \()"
+    r"|\([A-Za-z]\w* pid=\d+\)|Python v\d|Fatal Python error:|Call stack dump #))"
+)
+ENDS = re.compile(
+    r"(Thread (?:0x[0-9a-fA-F]+ |\d+ )?\((?:idle|active)(?:\+gil)?\)(?:: \"[^\"]*\")?"
+    r"|most recent call first\):|\([^()\s]*(?::\d+|\.so[\d.]*)\)"
+    r"|, holds the GIL|\bpid \d+(?= \S+: (?:idle|active)))\s*(?![\w\"]*\"|[:,])"
+)
+RUN_TOGETHER = 160
+NARROWEST = 19  # columns: no terminal that wraps lines is narrower
+JOINED = 14  # lines at most: a C++ name may take so many in a narrow terminal
+BEGUN = re.compile(
+    r"==> |File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call "
+    r"|(?P<call>\S.* ?\([^()]*$)"
+)
+STARTS = re.compile(r"File \"|#\d+ |Traceback ")
+# What can be the first part of a line that a terminal cut; most lines of a log cannot.
+PLAUSIBLE = re.compile(
+    r"Thread |Current |Process |File |Traceback |Fatal |Call |#\d"
+    r"|[\w.<>-]+(?:, [\w.<>-]+)*,?(?: ?\([^()]*\)?:?)?(?: \w*)?$|[^:]*::|[A-Za-z]\w* pid"
+)
+
+
+def streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
+    """The lines without log prefixes and fences, by the process that the prefix names.
+
+    Args:
+        text: as pasted.
+        cleaned: gets the same lines in their order in the text; of a wrapped line, only the first
+            part has the prefix.
+    """
+    text = ESCAPES.sub("", text)
+    if SPELT.search(text):
+        text = SPELT_ESCAPE.sub("", text)
+    if "←" in text or "→" in text:
+        text = CHAINED.sub(" ", text)
+    if text.count("\\n") > max(3, text.count("\n")):
+        text = text.replace("\\r", "").replace("\\n", "\n").replace('\\"', '"').replace("\\t", " ")
+    streams: dict[tuple[str, int], list[str]] = {}
+    for line in text.splitlines():
+        key = ("", 0)
+        if prefix := PREFIX.match(line):
+            line = line[prefix.end() :]  # noqa: PLW2901
+            if prefix["title"]:
+                key = (prefix["title"], int(prefix["pid"]))
+        if "`" in line or "~" in line:
+            if FENCE.match(line):
+                continue
+            line = line.strip("`")  # noqa: PLW2901
+        streams.setdefault(key, []).append(line.rstrip())
+        cleaned.append(line.rstrip())
+    return streams
+
+
+def joined(lines: list[str]) -> Iterator[str]:
+    """The lines as they were before a terminal wrapped them, or something ran them together."""
+    parts: list[str] = []
+    for line in lines:
+        if len(line) > RUN_TOGETHER and len(FRAME_END.findall(line)) > 1:
+            apart = BEGINS.sub("\n", ENDS.sub(r"\1\n", line)).split("\n")
+            parts += [part.strip() for part in apart if part.strip()]
+        else:
+            parts.append(line)
+    width = max(map(len, parts), default=0)
+    at = 0
+    while at < len(parts):
+        raw = parts[at]
+        line = raw.strip()
+        at += 1
+        if line and (len(raw) == width or not complete(line)) and at < len(parts):
+            taken, joined = _join(raw, parts[at : at + JOINED], width)
+            if taken:
+                yield joined
+                at += taken
+                continue
+        yield line
+
+
+REST = re.compile(r"\w+>?")
+
+
+def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
+    """Join a line with those that a terminal has cut off from it.
+
+    Args:
+        raw: the line, with its indentation.
+        following: the lines after it.
+        width: of the longest line; a line that a terminal has cut is as long.
+
+    Returns:
+        How many of the following lines belong to the line, 0 if none does, and the joined line.
+    """
+    line = raw.strip()
+    full = len(raw) >= width - 1 >= NARROWEST
+    if not _may_be_cut(line, full):
+        return 0, line
+    alone = complete(line)  # it makes sense without the following lines
+    begun = BEGUN.match(line)
+    open_call = begun is not None and begun["call"] is not None
+    glued = spaced = raw
+    for count, more in enumerate(following, 1):
+        part = more.strip()
+        indented = more.startswith("  ")
+        if not part or _begins_anew(part):
+            break
+        # The end of a cut function name looks complete, too: it is a name.
+        if complete(part) and (alone or not full or indented):
+            break
+        glued += part if indented else more
+        spaced += f" {part}"
+        if open_call and not part.endswith(")"):
+            continue
+        joined = _completed(glued.strip(), spaced.strip(), alone)
+        if joined is None and alone:
+            break
+        if joined is None:
+            continue
+        # A name looks complete wherever it is cut: its end is a single word on the next line.
+        if len(more) == width and count < len(following) and REST.fullmatch(following[count]):
+            return count + 1, joined + following[count]
+        return count, joined
+    return 0, line
+
+
+def _may_be_cut(line: str, full: bool) -> bool:
+    """Whether a line can be the first part of one that a terminal has cut.
+
+    Args:
+        line: without indentation.
+        full: whether it is as long as the terminal is wide.
+    """
+    if LOCAL.match(line) and not PROCESS.match(line):
+        return False
+    return bool(BEGUN.match(line) or (full and PLAUSIBLE.match(line)))
+
+
+def _begins_anew(line: str) -> bool:
+    """Whether a line can't be the rest of another one."""
+    return bool(STARTS.match(line)) or any(head.match(line) for head in HEADS)
+
+
+def _completed(glued: str, spaced: str, alone: bool) -> str | None:
+    """Which way of joining makes a complete line: without or with a blank; None if neither.
+
+    A line that is complete alone is only ever continued without a blank.
+    """
+    if complete(glued) and not (alone and glued == spaced):
+        return glued
+    return spaced if not alone and complete(spaced) else None

@@ -1,0 +1,42 @@
+"""Takes an issue's text apart: what each person wrote is a text of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+# As `gh issue view --comments` prints it, and as a page that was copied shows it.
+AUTHOR = re.compile(
+    r"^author:\t.*\n(?:[a-z ]+:\t.*\n)*--\n"
+    r"|^#{0,4} ?\**@?[\w-]{1,39}\** (?:\([^)\n]*\) )?(?:opened|commented)\b[^\n]{0,60}$",
+    re.MULTILINE,
+)
+
+
+def sections(text: str) -> list[str]:
+    """The texts of an issue and its comments, in their order; the whole text if it is no issue."""
+    start = text.lstrip("\ufeff \r\n\t")
+    if start[:1] in {"{", "["}:
+        try:
+            found = [part for part in _bodies(json.loads(start)) if part.strip()]
+        except (ValueError, RecursionError):
+            found = []
+        return found or [text]
+    parts = [part for part in AUTHOR.split(text) if part and part.strip()]
+    return parts if len(parts) > 1 else [text]
+
+
+def _bodies(document: object) -> Iterator[str]:
+    """The texts in GitHub's JSON: an issue with its comments, or a list of comments."""
+    if isinstance(document, list):
+        for each in document:
+            yield from _bodies(each)
+    elif isinstance(document, dict):
+        body = document.get("body")
+        if isinstance(body, str):
+            title = document.get("title")
+            yield f"{title}\n\n{body}" if isinstance(title, str) else body
+        for key in ("comments", "nodes", "issue", "data", "repository", "items"):
+            if isinstance(document.get(key), (dict, list)):
+                yield from _bodies(document[key])

@@ -1,0 +1,175 @@
+"""One line of pasted stacks: a header, a frame, or nothing of interest."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+
+from ..protocol.stacks import Frame
+
+CACHED = 1 << 14  # lines: dumps repeat themselves
+
+THREAD = re.compile(
+    r"Thread(?: (?:(?P<tid>0x[0-9a-fA-F]+|\d+)|None|<\w+>|[A-Z]\w*)(?:/0x[0-9a-fA-F]+)?)? "
+    r"\((?P<state>idle|active)(?P<gil>\+gil)?\)(?::? ?\"(?P<name>.*)\"|:)?$"
+)
+OURS = re.compile(
+    r"(?P<name>\S.*): (?P<state>idle|active)(?P<gil>, holds the GIL)?(?:, \d+ threads alike)?$"
+)
+FAULT = re.compile(
+    r"(?:Current thread|Thread) (?P<tid>0x[0-9a-fA-F]+)(?: \[(?P<name>[^\]]*)\])? "
+    r"\(most recent call first\):?$"
+)
+GDB_THREAD = re.compile(
+    r"Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<tid>\d+)\)?(?: \"(?P<name>[^\"]*)\")?.*\):?$"
+)
+PROCESS = re.compile(r"Process (?:(?P<pid>\d+)|<\w+>)(?:: (?P<title>.*)|:)?$")
+OUR_PROCESS = re.compile(r"(?P<title>[A-Z][\w ]*?) pid (?P<pid>\d+)$")
+LABEL = re.compile(
+    r"[#*=\-_` ]*(?P<title>(?:VLLM::)?(?:EngineCore|Worker|APIServer|DPCoordinator)[\w-]*)"
+    r"[*`]*(?:[ ,:(\[]*(?:pid|PID)[ =:]*(?P<pid>\d+)[)\]]*)?"
+    r"[*`: ]*(?:(?:call )?stack(?: trace)?s?)?[#*=\-_`: ]*$"
+)
+# A rank's name above its stack.
+RANK = re.compile(
+    r"[#*=\-_`>( ]*(?P<title>(?:[Rr]ank|RANK|TP|PP|DP|[Ww]orker|[Nn]ode|GPU)[ _#-]?\d+)(?P<pid>)"
+    r"[*`:) ]*(?:[^.:()\w][^.()]{0,40})?$"
+)
+RANK_OF = re.compile(
+    r"[|*\- ]*`?(?P<title>(?:[Rr]ank|TP|PP|DP|(?:VLLM::)?Worker\w*|(?:VLLM::)?EngineCore\w*)"
+    r"[ _#]?\d*)`?\**(?P<pid>) ?[:=|] ?(?P<rest>.+)$"
+)
+STACK_OF = re.compile(r"[~+ ]*Stack of (?P<name>\S.*?) \((?P<tid>\d+)\)[~+ ]*$")
+COMMAND = re.compile(
+    r"(?:.*\s)?py-spy dump\b.*?(?:--pid|-p)[ =]?(?P<pid>\d+)|Attaching to .*process "
+    r"(?P<gdb>\d+)$"
+)
+FILE = re.compile(r".*VLLM_STACK_DUMP_for_(?P<title>\w+?)_(?P<pid>\d+)\.log")
+AGAIN = re.compile(r"Call stack dump #\d+ at |Timeout \(\d+:\d\d:\d\d.*\)!$")
+FATAL = re.compile(r"Fatal Python error: .+$")
+LAST = re.compile(r"Traceback \(most recent call last\):?$")
+FIRST = re.compile(r"Traceback \(most recent call first\):?$")
+ERROR = re.compile(
+    r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Dead)\b(?:: .*)?$"
+)
+
+# A frame of py-spy; the name of a C++ function has blanks and brackets.
+FRAME = re.compile(
+    r"(?P<function>\S.*?) *\((?P<file><[\w .-]+>|[^()]*?[^()\s:])(?::(?P<line>\d+))?\)$"
+)
+NATIVE = re.compile(
+    r"\.so(?:\.[\d.]+)?$|\.(?:pyx|pxd|cpp|cu|cc|c|h|hpp|dylib|dll|cubin)$"
+    r"|^\[\w+\]$|(?:^|/)python[\d.]*$|^ld-linux"
+)
+QUOTED = re.compile(
+    r"File \"(?P<file>[^\"]*)\", line (?P<line>\d+|\?+)(?P<comma>,?) ?in ?(?P<function>\S+)"
+)
+GDB_PYTHON = re.compile(
+    r"#\d+ .*?Frame 0x[0-9a-f]+, for file (?P<file>.+?), line (?P<line>\d+), ?in ?(?P<function>\S+)"
+)
+GDB_FRAME = re.compile(
+    r"#\d+\s+(?:0x[0-9a-f]+ in )?(?P<function>\S.*?) ?\(.*?\)?"
+    r"(?: (?:at (?P<file>[^\s:]+):(?P<line>\d+)|from (?P<library>\S+)))?$"
+)
+# From a call to its caller, or back, as people type it; and a frame among other words.
+ARROWS = re.compile(r"\s*(?:←|<-+|-+>|→|⟵|⟶|⇐|⇒|=>|<(?=\s))\s*")
+PIECE = re.compile(
+    r"(?<![\w.])`?(?P<function>(?:[A-Za-z_]|<(?=\w+>))[\w.<>:]*)`?\s*\(`?(?:"
+    r"(?P<file>(?:<[\w .]+>|[^()`\s:,]*\.(?:py|pyx|cu|cpp|so[\d.]*)))"
+    r"(?:[:#](?:L|line )?(?P<line>\d+))?"
+    r"|(?P<number>\d+))`?\)"
+)
+# The same with the file first, as tools for tracebacks print it; of lldb; of the kernel.
+OTHERWISE = re.compile(
+    r"(?:^|.*\s)`?(?P<file>[\w./~+-]+\.(?:py|pyx|cu|cpp)):(?P<line>\d+),? in "
+    r"`?(?P<function>[\w.<>]+)(?:\(\))?`?$"
+    r"|(?:#\d+ )?(?P<function2>[\w.<>]+)(?:\(\))? (?:from|at|@) "
+    r"(?P<file2>\S+\.py):(?P<line2>\d+)$"
+    r"|.*\bframe #\d+: 0x[0-9a-f]+ (?P<file3>\S+?)`(?P<function3>.+?)(?: \+ \d+)?(?: at .*)?$"
+    r"|\[<[0-9a-fx]+>\] (?P<function4>\w+)\+0x\S+(?: \[\w+\])?$"
+)
+WORD = re.compile(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
+# A table of py-spy top: shares and times before the function.
+TOP = re.compile(r"[\d.]+%\s+[\d.]+%\s+[\d.]+s\s+[\d.]+s\s+(?=\S)")
+LOCAL = re.compile(r"\w+: |(?:Arguments|Locals):$")
+HEADS = (THREAD, FAULT, GDB_THREAD, PROCESS, STACK_OF)
+FRAME_END = re.compile(r":\d+\)|\.so[\d.]*\)|, line \d+")
+UNITS = (
+    THREAD,
+    FAULT,
+    GDB_THREAD,
+    LAST,
+    FIRST,
+    AGAIN,
+    FATAL,
+    PROCESS,
+    OUR_PROCESS,
+    OURS,
+    QUOTED,
+    FILE,
+)
+
+
+@functools.lru_cache(CACHED)
+def complete(line: str) -> bool:
+    if line.endswith(")"):
+        if line[0] == "#":
+            return line.count("(") <= line.count(")")
+        return frame_in(line) is not None
+    if line[:1] == "#":
+        return GDB_FRAME.match(line) is not None and line.count("(") <= line.count(")")
+    return any(unit.match(line) for unit in UNITS)
+
+
+@functools.lru_cache(CACHED)
+def frame_in(line: str) -> Frame | None:
+    """The frame in a line of py-spy or of `stacks dump`; None if the line has none."""
+    found = FRAME.match(line)
+    if not found or line.startswith(("Python v", "Process ")):
+        return None
+    function, file, number = found["function"], found["file"], found["line"]
+    python = file.endswith(".py") or file.startswith("<")
+    # A script's file name may have no suffix; an address has no letters.
+    script = number and " " not in function and not file.replace(".", "").isdigit()
+    if not (python or script or NATIVE.search(file)) or " at 0x" in file:
+        return None
+    if python:
+        if " " in function and not function.startswith(("Arguments:", "Locals:")):
+            return None
+        # If a whole dump is on one line, variables stand before the next name.
+        function = function.rsplit(" ", 1)[-1]
+    elif LOCAL.match(function):
+        return None
+    return Frame(function, file, file, int(number) if number else None)
+
+
+def frames_in(line: str) -> Iterator[Frame]:
+    """The frames among other words: marked, with arrows between them, with remarks behind them."""
+    if found := OTHERWISE.match(line):
+        function, file, number = _otherwise(found)
+        yield Frame(function, file, file, number)
+        return
+    line = TOP.sub("", line)
+    parts = ARROWS.split(line)
+    if LOCAL.match(line) and "`" not in line and len(parts) < 2:
+        return
+    pieces = [PIECE.search(part) for part in parts]
+    if not any(pieces):
+        return
+    for part, piece in zip(parts, pieces, strict=True):
+        if piece and (piece["file"] or len(parts) > 1):
+            file = piece["file"] or ""
+            number = piece["line"] or piece["number"]
+            yield Frame(piece["function"], file, file, int(number) if number else None)
+        elif not piece and (word := WORD.match(part)) and (word["tick"] or "_" in part):
+            yield Frame(word["function"], "", "")
+
+
+def _otherwise(found: re.Match[str]) -> tuple[str, str, int | None]:
+    """Function, file and line of whichever form matches."""
+    for suffix in ("", "2", "3"):
+        if name := found[f"function{suffix}"]:
+            number = found[f"line{suffix}"] if suffix != "3" else None
+            return name.strip("-+[]"), found[f"file{suffix}"], int(number) if number else None
+    return found["function4"], "[kernel]", None

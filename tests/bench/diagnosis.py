@@ -1,0 +1,166 @@
+"""How often `stacks explain` is right, on a folder of labelled texts.
+
+The folder has a text ``NAME.txt`` for each line ``NAME, source, what, truth, label`` of its
+``INDEX.tsv``, with tabs between. A label is an id of the catalogue, ``none`` for a healthy server,
+or ``unknown`` where the text decides nothing; ``(accept a, b)`` in the truth names ids that are
+right, too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllmops import output
+from vllmops.diagnose.stacks import Explanation, StackFinding, explain
+from vllmops.stacks.paste import read
+
+HEALTHY = {"none", "unknown", "idle-spin-normal"}
+Z = 1.96  # 95 %
+LEVELS = ("possible", "likely", "sure")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A labelled text, and what `stacks explain` says of it.
+
+    Args:
+        name: of its file.
+        right: the ids that are right, the label first.
+        found: the explanation.
+    """
+
+    name: str
+    right: tuple[str, ...]
+    found: Explanation
+
+    @property
+    def label(self) -> str:
+        return self.right[0]
+
+    @property
+    def answers(self) -> list[str]:
+        return [finding.code.removeprefix("stack.") for finding in self.found.findings]
+
+    def is_within(self, count: int) -> bool:
+        """Whether one of the first answers is right."""
+        return not set(self.right).isdisjoint(self.answers[:count])
+
+    @property
+    def is_false_alarm(self) -> bool:
+        return self.label in HEALTHY and self.found.verdict == "hang"
+
+
+@dataclass
+class Tally:
+    """Right ones of all."""
+
+    right: int = 0
+    all: int = 0
+
+    def add(self, right: bool) -> None:
+        self.right += right
+        self.all += 1
+
+    def __str__(self) -> str:
+        if not self.all:
+            return "-"
+        low, high = wilson(self.right, self.all)
+        return f"{self.right}/{self.all} = {self.right / self.all:.2f} ({low:.2f}-{high:.2f})"
+
+
+@dataclass
+class ByClass:
+    """What is counted of one label."""
+
+    first: Tally = field(default_factory=Tally)
+    two: Tally = field(default_factory=Tally)
+    precision: Tally = field(default_factory=Tally)
+
+
+def wilson(right: int, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    share, square = right / count, Z * Z / count
+    middle = (share + square / 2) / (1 + square)
+    half = Z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def cases(folder: Path) -> list[Case]:
+    """The texts of a folder, each explained.
+
+    Raises:
+        OSError: a text or the index is missing.
+    """
+    found = []
+    for line in (folder / "INDEX.tsv").read_text().splitlines():
+        name, _, _, truth, label = line.split("\t")
+        accepted = re.search(r"\(accept ([\w, -]+?)(?: too)?\)", truth)
+        also = [word.strip() for word in accepted[1].split(",")] if accepted else []
+        text = (folder / f"{name}.txt").read_text()
+        found.append(Case(name, (label.strip(), *also), explain(read(text, f"{name}.txt"))))
+    return found
+
+
+def report(folder: Path, say: Callable[[str], None] = output.say) -> bool:
+    """Print the figures of a folder; whether no healthy text is called a hang."""
+    found = cases(folder)
+    hangs = [case for case in found if case.label not in HEALTHY]
+    for case in found:
+        if case.is_false_alarm or (case.label not in HEALTHY and not case.is_within(1)):
+            kind = "false alarm" if case.is_false_alarm else "second" if case.is_within(2) else "no"
+            say(f"{kind}: {case.name}: {case.label}; answers {', '.join(case.answers) or 'none'}")
+    alarms = [case for case in found if case.is_false_alarm]
+    say(f"{len(found)} texts: {len(hangs)} hangs, {len(found) - len(hangs)} others")
+    say(f"first: {count(case.is_within(1) for case in hangs)}")
+    say(f"within two: {count(case.is_within(2) for case in hangs)}")
+    say(f"false alarms: {len(alarms)} of {len(found) - len(hangs)}")
+    classes(found)
+    calibration(found)
+    return not alarms
+
+
+def count(values: Iterable[bool]) -> Tally:
+    tally = Tally()
+    for value in values:
+        tally.add(value)
+    return tally
+
+
+def classes(found: Sequence[Case]) -> None:
+    """Print recall and precision by label."""
+    rows: defaultdict[str, ByClass] = defaultdict(ByClass)
+    for case in found:
+        if case.label not in HEALTHY:
+            rows[case.label].first.add(case.is_within(1))
+            rows[case.label].two.add(case.is_within(2))
+        if case.answers and case.found.verdict != "idle":
+            rows[case.answers[0]].precision.add(case.answers[0] in case.right)
+    table = output.table("label", "recall, first", "recall, within two", "precision, first")
+    for label, row in sorted(rows.items()):
+        table.add_row(label, str(row.first), str(row.two), str(row.precision))
+    output.show(table)
+
+
+def calibration(found: Sequence[Case]) -> None:
+    """Print of the answers with each confidence, how many are right."""
+    table = output.table("confidence", "right, of the first answers", "right, of all answers")
+    for level in LEVELS:
+        first, every = Tally(), Tally()
+        for case in found:
+            for index, finding in enumerate(case.found.findings):
+                if finding.confidence == level and finding.hang:
+                    right = is_right(case, finding)
+                    every.add(right)
+                    if not index:
+                        first.add(right)
+        table.add_row(level, str(first), str(every))
+    output.show(table)
+
+
+def is_right(case: Case, finding: StackFinding) -> bool:
+    return finding.code.removeprefix("stack.") in case.right

@@ -1,0 +1,167 @@
+"""The general way: the tables, the root and its victims, and the labelled texts of the field."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.bench.diagnosis import cases, wilson
+
+from vllmops.diagnose.places import Phase, Wait, phases_of, place_of, tables, waits_of
+from vllmops.diagnose.signatures import catalogue
+from vllmops.diagnose.stacks import StackFinding, explain
+from vllmops.diagnose.waiting import answers, chain
+from vllmops.protocol.stacks import Frame
+from vllmops.stacks.paste import read
+
+HERE = Path(__file__).parent
+TEXTS = [path for folder in ("field", "stacks") for path in sorted((HERE / folder).glob("*.txt"))]
+
+LOOP = """\
+    execute_model (vllm/v1/worker/cpu_worker.py:210)
+    worker_busy_loop (vllm/v1/executor/multiproc_executor.py:930)
+"""
+ENGINE = """\
+Process 100: VLLM::EngineCore
+Thread 100 (idle): "MainThread"
+    poll (zmq/sugar/poll.py:106)
+    acquire_read (vllm/distributed/device_communicators/shm_broadcast.py:674)
+    dequeue (vllm/distributed/device_communicators/shm_broadcast.py:755)
+    get_response (vllm/v1/executor/multiproc_executor.py:380)
+    step_with_batch_queue (vllm/v1/engine/core.py:430)
+    run_busy_loop (vllm/v1/engine/core.py:1300)
+"""
+
+
+def worker(rank: int, frames: str) -> str:
+    head = f"Process {200 + rank}: VLLM::Worker_TP{rank}\nThread {200 + rank}"
+    return f'{head} (active): "MainThread"\n{frames}{LOOP}'
+
+
+DEEP = """\
+    all_reduce (torch/distributed/distributed_c10d.py:2900)
+    all_reduce (vllm/distributed/device_communicators/cpu_communicator.py:60)
+    all_reduce (vllm/distributed/parallel_state.py:520)
+    forward (vllm/model_executor/models/qwen3.py:200)
+"""
+BEFORE = """\
+    all_reduce (vllm/distributed/parallel_state.py:519)
+    forward (vllm/model_executor/models/qwen3.py:200)
+"""
+REST = """\
+    poll (zmq/sugar/poll.py:106)
+    dequeue (vllm/distributed/device_communicators/shm_broadcast.py:755)
+"""
+
+
+def first(text: str) -> StackFinding:
+    return explain(read(text)).findings[0]
+
+
+def frame_of(example: str) -> Frame:
+    found = re.fullmatch(r"(\S+) \((.+)\)", example)
+    assert found, example
+    return Frame(found[1], found[2], found[2])
+
+
+@pytest.mark.parametrize("row", [*tables().phase, *tables().wait], ids=lambda row: row.id)
+def test_every_name_matches_its_example(row: Phase | Wait) -> None:
+    of = phases_of if isinstance(row, Phase) else waits_of
+    for name in row.names:
+        assert row.id in of(frame_of(name.example)), name.example
+        if name.function:
+            assert re.fullmatch(name.function, name.example.split(" ")[0])
+        if name.file:
+            assert re.search(name.file, frame_of(name.example).short_file)
+
+
+def test_the_answers_name_what_the_tables_have() -> None:
+    known = {signature.id for signature in catalogue()}
+    phases = {phase.id for phase in tables().phase}
+    for answer in answers().answer:
+        assert set(answer.ids) <= known
+        assert set(answer.phase) <= phases
+        assert len(answer.ids) <= 3
+    assert {row.id for row in answers().crash} <= known
+
+
+def test_the_texts_show_every_phase_and_every_wait() -> None:
+    """Three of each, in texts or in parts of them."""
+    seen: Counter[str] = Counter()
+    for path in TEXTS:
+        places = {
+            word
+            for sample in read(path.read_text()).samples
+            for process in sample.processes
+            for thread in process.threads
+            for place in [place_of(process, thread)]
+            for word in (f"phase {place.phase.id}", f"wait {place.wait}")
+        }
+        seen.update(places)
+    wanted = [f"phase {row.id}" for row in tables().phase]
+    wanted += [f"wait {row.id}" for row in tables().wait]
+    assert {word: seen[word] for word in wanted if seen[word] < 3} == {}
+
+
+def test_a_rank_that_did_not_enter_the_collective_is_the_root() -> None:
+    finding = first(ENGINE + worker(0, DEEP) + worker(1, BEFORE))
+    assert finding.subject == "Worker_TP1 201"
+    assert finding.victims == ("Worker_TP0 200", "EngineCore 100")
+    assert finding.code == "stack.worker-stuck-broadcast"
+    assert finding.phase == "running the model"
+
+
+def test_a_rank_at_rest_is_missing_from_the_collective() -> None:
+    rest = worker(1, REST).replace(LOOP.splitlines()[0] + "\n", "")
+    finding = first(ENGINE + worker(0, DEEP) + rest)
+    assert (finding.subject, finding.victims[0]) == ("Worker_TP1 201", "Worker_TP0 200")
+
+
+def test_the_few_of_different_collectives_are_the_root() -> None:
+    other = BEFORE.replace("all_reduce", "all_gather")
+    text = worker(0, DEEP) + worker(1, DEEP) + worker(2, other)
+    finding = first(text)
+    assert (finding.code, finding.subject) == ("stack.collective-mismatch", "Worker_TP2 202")
+    assert any("all_gather" in line for line in finding.lines)
+    assert any("all_reduce" in line for line in finding.lines)
+
+
+def test_all_in_one_collective_are_a_stall() -> None:
+    finding = first("".join(worker(rank, DEEP) for rank in range(4)))
+    assert finding.code == "stack.collective-stall"
+    assert finding.victims == ()
+
+
+def test_everybody_at_rest_waits_for_nobody() -> None:
+    (sample,) = read(worker(0, REST).replace(LOOP.splitlines()[0] + "\n", "")).samples
+    assert chain(sample, {}) is None
+
+
+def test_one_dump_is_possible_and_a_log_line_makes_it_likely() -> None:
+    text = ENGINE + worker(0, DEEP) + worker(1, BEFORE)
+    assert explain(read(text)).verdict == "maybe"
+    assert first(text).confidence == "possible"
+    assert first(text).sure
+    found = explain(read("TimeoutError: RPC call to execute_model timed out.\n" + text))
+    assert found.verdict == "hang"
+    assert found.findings[0].confidence in {"likely", "sure"}
+    assert found.findings[0].subject == "Worker_TP1 201"
+
+
+def test_tokens_that_come_are_work() -> None:
+    assert explain(read(ENGINE + worker(0, DEEP)), {"progress": "moving"}).verdict == "working"
+
+
+def test_the_texts_of_the_field() -> None:
+    found = cases(HERE / "field")
+    hangs = [case for case in found if case.label not in {"none", "unknown", "idle-spin-normal"}]
+    assert not [case.name for case in found if case.is_false_alarm]
+    assert not [case.name for case in hangs if not case.is_within(2)]
+    assert sum(case.is_within(1) for case in hangs) >= 0.9 * len(hangs)
+
+
+def test_an_interval() -> None:
+    low, high = wilson(27, 27)
+    assert (round(low, 2), high) == (0.88, 1.0)
