@@ -168,15 +168,11 @@ class Examination:
             return
         self.samples.append(found)
         for process in found.processes:
-            if (problem := process.error) and problem.code != "stacks.gone":
-                self.miss(
-                    Unseen(
-                        f"stacks of {who(process)}",
-                        problem.code,
-                        problem.message,
-                        problem.hint,
-                    )
-                )
+            problem = process.error or process.instead
+            if problem and problem.code != "stacks.gone":
+                what = "stacks by py-spy" if process.instead else "stacks"
+                part = f"{what} of {who(process)}"
+                self.miss(Unseen(part, problem.code, problem.message, problem.hint))
 
     def patience_s(self) -> float:
         """Seconds for the next sample: half of the time that is left; all of it for the last one.

@@ -36,6 +36,7 @@ from ..protocol.place import named
 from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..protocol.resets import ResetDone, ResetRequest
 from ..protocol.socket import DIRECTORY, PATH_BYTES
+from ..protocol.stacks import AgentStacks, ProcessStacks
 
 TIMEOUT_S = 2.0
 # Beats come every second; this many seconds without one mean that Python no longer runs.
@@ -47,7 +48,7 @@ ANSWER_BYTES = 256 << 20  # the keys of some million cache entries
 DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
-        *(AgentMemory, Answer, Hello, EngineState, ProcessCaches),
+        *(AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
         *(Comparison, Packages, ProcessKeys, ProcessPatches, ProcessRepair, ResetDone, Traffic),
     )
 }
@@ -120,6 +121,11 @@ class Agent:
         """
         return self.ask("GET", "/keys?reload=1" if reload else "/keys", ProcessKeys)
 
+    def stacks(self) -> ProcessStacks:
+        """Its own view of its threads."""
+        found = self.ask("GET", "/stacks", AgentStacks).stacks
+        return msgspec.structs.replace(found, **shown(self.process), pid=self.process.pid)
+
     def requests(self) -> Traffic:
         """Its HTTP requests."""
         return self.ask("GET", "/requests", Traffic)
@@ -142,6 +148,17 @@ class Agent:
 
     def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
         """Ask one question and decode the answer."""
+        status, content = self.exchange(method, path, body)
+        if status != http.client.OK:
+            raise broken(self.process, f"it answered {status} to {path}: {content[:200]!r}")
+        answer = decode(self.process, content, kind)
+        # The process tree knows its role better, and in a container it has another pid for itself.
+        known = {**shown(self.process), "pid": self.process.pid}
+        own = () if kind is Hello else known.keys() & kind.__struct_fields__
+        return msgspec.structs.replace(answer, **{field: known[field] for field in own})
+
+    def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """Ask one question; the status and the content of the answer."""
         connection = Connection(self.path, self.timeout_s, self.uid)
         if method == "GET":
             # A connection costs the process a thread, so questions share one; what changes
@@ -159,13 +176,7 @@ class Agent:
             self.kept = connection
         else:
             connection.close()
-        if status != http.client.OK:
-            raise broken(self.process, f"it answered {status} to {path}: {content[:200]!r}")
-        answer = decode(self.process, content, kind)
-        # The process tree knows its role better, and in a container it has another pid for itself.
-        known = {**shown(self.process), "pid": self.process.pid}
-        own = () if kind is Hello else known.keys() & kind.__struct_fields__
-        return msgspec.structs.replace(answer, **{field: known[field] for field in own})
+        return status, content
 
 
 class Timely(socket.socket):
