@@ -13,10 +13,12 @@ import typer
 from ..errors import Exit, VllmopsError
 from ..files import STDIN
 from ..keys.admin_token import PLACE
+from ..keys.admin_token import token as read_token
 from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
 from ..targets import parsed
 
 T = TypeVar("T")
+Named = TypeVar("Named", str | None, list[str] | None)
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -116,11 +118,13 @@ def patch_ids(incomplete: str) -> list[str]:
     return [name for name in PATCHES if name.startswith(incomplete)]
 
 
-def named(ctx: typer.Context, param: typer.CallbackParam, target: str | None) -> str | None:
-    """Check a target that was typed; one from the environment may not be needed."""
+def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Named:
+    """Check a target that was typed, or several; one from the environment may not be needed."""
     source = param.name and ctx.get_parameter_source(param.name)
     if target is not None and source and source.name == "COMMANDLINE":
-        parsed(target)
+        for word in [target] if isinstance(target, str) else target:
+            if isinstance(target, str) or not word.startswith("@"):
+                parsed(word)
     return target
 
 
@@ -137,11 +141,31 @@ Target = Annotated[
         callback=named,
     ),
 ]
+# Of a command that, without one, shows all servers of this machine.
+AnyTarget = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        "-t",
+        help="Show this server alone: instance name, pid or URL.",
+        show_default=False,
+        autocompletion=running_names,
+        callback=named,
+    ),
+]
 # Without an environment variable: an argument would win over --target.
 TargetArgument = Annotated[
     str | None,
     typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name, callback=named),
 ]
+
+
+def usable(ctx: typer.Context, param: typer.CallbackParam, token: Path | None) -> Path | None:
+    """Check a token's file that was typed; one from the environment may not be needed."""
+    source = param.name and ctx.get_parameter_source(param.name)
+    if token is not None and source and source.name == "COMMANDLINE":
+        read_token(token)
+    return token
 
 
 def admin_token_option(panel: str | None = None) -> Any:
@@ -151,9 +175,10 @@ def admin_token_option(panel: str | None = None) -> Any:
         readable=False,
         metavar="FILE",
         envvar=PLACE,
+        callback=usable,
         show_envvar=False,  # its name is too long for a narrow terminal
-        help="File with the admin token, as keygen writes it. Whoever has the token can change the"
-        " server's keys remotely.",
+        help="File with the admin token, as keygen writes it. Whoever has the token can look into"
+        " the server, repair it and change its keys remotely.",
         show_default=False,
         rich_help_panel=panel,
     )

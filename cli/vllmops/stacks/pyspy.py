@@ -27,7 +27,7 @@ import psutil
 
 from ..errors import VllmopsError
 from ..host import proc
-from ..host.processes import Process
+from ..host.processes import ROLES, Process
 from ..host.ptrace import refusal, rights
 from ..protocol import identity
 from ..protocol.files import DAMAGE
@@ -122,6 +122,8 @@ def capture(
         VllmopsError: ``pyspy.missing``, if no agent stands in for it either.
     """
     options = options or Options()
+    # From elsewhere only agents answer, and in other processes there is none.
+    processes = [p for p in processes if p.role in ROLES or not isinstance(p, agent.Distant)]
     captured_at, began = time.time(), time.monotonic()
     deadline = began + timeout_s
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
@@ -179,6 +181,8 @@ def _frame(frame: _Frame, *, with_locals: bool) -> Frame:
 def _dump(process: Process, options: Options, deadline: float) -> ProcessStacks:
     began = time.monotonic()
     try:
+        if isinstance(process, agent.Distant):
+            return _own_view(process, options)
         _confirm(process)
         try:
             found = _from_outside(process, options, deadline)
