@@ -122,11 +122,13 @@ def beat(process: Process) -> agent.Pulse | None:
 
 
 def placed(process: Process, pulse: agent.Pulse | None) -> Process:
-    """A process with its node and its ranks, as its heartbeat tells them."""
+    """A process with its node and its ranks, as its title and its heartbeat tell them."""
     if pulse is None:
         return dataclasses.replace(process, place=replace(process.place, node=os.uname().nodename))
-    said = pulse.beat.standing
-    return dataclasses.replace(process, place=place(said.node, said.numbers(), said.sizes))
+    said, titled = pulse.beat.standing, process.place.numbers()
+    sizes = said.sizes | dict.fromkeys(titled, 2)  # in a title, so there are several
+    found = place(said.node, titled | said.numbers(), sizes)
+    return dataclasses.replace(process, place=found)
 
 
 def passed_on(method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:

@@ -195,7 +195,7 @@ class Watch:
             round=round_,
             processes=[
                 ProcessMemory(
-                    role=process.role.value,
+                    **agent.shown(process),
                     pid=process.pid,
                     rss_bytes=rss.get(process.pid),
                     agent=answers.get(process),
