@@ -163,7 +163,8 @@ TargetArgument = Annotated[
 def usable(ctx: typer.Context, param: typer.CallbackParam, token: Path | None) -> Path | None:
     """Check a token's file that was typed; one from the environment may not be needed."""
     source = param.name and ctx.get_parameter_source(param.name)
-    if token is not None and source and source.name == "COMMANDLINE":
+    typed = source and source.name == "COMMANDLINE" and not ctx.resilient_parsing
+    if token is not None and typed:
         read_token(token)
     return token
 
