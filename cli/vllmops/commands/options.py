@@ -13,7 +13,6 @@ import typer
 from ..errors import Exit, VllmopsError
 from ..files import STDIN
 from ..keys.admin_token import PLACE
-from ..keys.admin_token import token as read_token
 from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
 from ..targets import parsed
 
@@ -160,15 +159,6 @@ TargetArgument = Annotated[
 ]
 
 
-def usable(ctx: typer.Context, param: typer.CallbackParam, token: Path | None) -> Path | None:
-    """Check a token's file that was typed; one from the environment may not be needed."""
-    source = param.name and ctx.get_parameter_source(param.name)
-    typed = source and source.name == "COMMANDLINE" and not ctx.resilient_parsing
-    if token is not None and typed:
-        read_token(token)
-    return token
-
-
 def admin_token_option(panel: str | None = None) -> Any:
     """The option ``--admin-token``, in a panel of the help."""
     return typer.Option(
@@ -176,7 +166,6 @@ def admin_token_option(panel: str | None = None) -> Any:
         readable=False,
         metavar="FILE",
         envvar=PLACE,
-        callback=usable,
         show_envvar=False,  # its name is too long for a narrow terminal
         help="File with the admin token, as keygen writes it. Whoever has the token can look into"
         " the server, repair it and change its keys remotely.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import output
 from ..errors import Exit, VllmopsError
+from ..keys import admin_token as admin
 from ..output import Result, command
 from ..targets import Access, access, parsed
 from .options import AdminToken
@@ -73,6 +75,9 @@ def remote(
 
     @functools.wraps(like or run)
     def reaching(admin_token: Path | None = None, **options: Any) -> Result:
+        # One that was typed is checked in any case; one from the environment may not be needed.
+        if admin_token and str(admin_token) != os.environ.get(admin.PLACE):
+            admin.token(admin_token)
         access.set(Access(admin_token))
         return run(**options)
 
