@@ -39,6 +39,8 @@ def test_every_command_that_reads(vllmops: Vllmops, fleet: Fleet) -> None:
     assert (row["url"], row["state"], row["remote"]) == (fleet.url, "ready", True)
     assert {p["role"]: p["agent"] for p in row["processes"]} == dict.fromkeys(fleet.pids, "answers")
     assert roles(row["processes"]) == fleet.pids
+    assert [p["ranks"] for p in row["processes"]] == ["", "DP1", "DP1 TP0"]
+    assert {p["node"] for p in row["processes"]} == {os.uname().nodename}
     assert 0 < row["uptime_s"] < 60
     answer = vllmops("status", *fleet.words(), "--json")
     assert answer.code == 0, answer

@@ -35,7 +35,7 @@ def version(): return {{"version": "0.32.0"}}
 below = [
     subprocess.Popen([title, {str(CHILD)!r}], executable={sys.executable!r}, stdin=subprocess.PIPE,
                      stdout=subprocess.PIPE)
-    for title in ("VLLM::EngineCore", "VLLM::Worker")
+    for title in ("VLLM::EngineCore_DP1", "VLLM::Worker_DP1_TP0")
 ]
 for child in below: child.stdout.readline()
 listening = socket.create_server(("127.0.0.1", 0))
