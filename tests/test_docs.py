@@ -114,6 +114,12 @@ LIVE = {
 PARSED = {
     "vllmops doctor --clean-shm": "it acts on the whole machine",
     "vllmops keys push -t https://b.example --admin-token admin.key": "a server elsewhere",
+    "vllmops status -t https://gpu7.example --admin-token admin.key": "the same",
+    "vllmops doctor -t https://gpu7.example --admin-token admin.key": "the same",
+    "vllmops status -t https://gpu7.example -t https://gpu8.example --admin-token admin.key": "two",
+    "vllmops doctor -t k8s:inference/vllm-0 --admin-token admin.key": "a cluster",
+    "vllmops status -t k8s:inference/vllm-0:8080 --admin-token admin.key": "a cluster",
+    "vllmops doctor -t @fleet.txt --admin-token admin.key --json": "several servers elsewhere",
     "vllmops logs demo -f --process engine": "it does not end",
     "vllmops responses export --store sqlite:////srv/responses.db -o responses.jsonl": "a store",
     "vllmops responses import responses.jsonl --store postgresql://user@host/database": "a store",

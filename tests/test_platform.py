@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .support.far import far
+from .support.fleet import token_file
 from .support.forks import FORKS, Answered
 
 # No Mac and no Windows is at hand. A real interpreter, with what they lack taken away: its own name
@@ -91,3 +93,22 @@ def test_what_needs_no_linux_works_and_the_rest_says_so(
     if system != "linux":
         assert added["code"] == 1
         assert "Linux" in added["err"]
+
+
+@pytest.mark.parametrize("system", ["darwin", "linux"])
+def test_a_server_on_another_machine_is_reached_from_anywhere(
+    elsewhere: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
+) -> None:
+    with far(tmp_path) as (url, certificate):
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        target = ["-t", url, "--admin-token", str(token_file(tmp_path)), "--json"]
+        reading = [
+            *(["ps"], ["status"], ["cache", "inspect"], ["cache", "repair"], ["stacks", "dump"]),
+            *(["patches", "list"], ["doctor"], ["wait", "--for", "ready"], ["keys", "status"]),
+        ]
+        lines = [[*line, *target] for line in reading]
+        *answers, stopped = run(elsewhere, [*lines, ["stop", "-t", url, "--json"]], system)
+    for line, answer in zip(lines, answers, strict=True):
+        assert answer["code"] == 0, (line, answer)
+    assert stopped["code"] == 2
+    assert "own machine only" in stopped["out"]

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 ErrorCode = Literal[
     "admin.bad-token",
+    "admin.busy",
     "admin.failed",
     "admin.no-ring",
     "admin.no-route",
@@ -17,6 +18,7 @@ ErrorCode = Literal[
     "admin.plain",
     "admin.refused",
     "admin.timeout",
+    "admin.too-large",
     "admin.unreachable",
     "agent.absent",
     "agent.broken",
@@ -186,8 +188,10 @@ ErrorCode = Literal[
     "supervisor.unreachable",
     "system.refused",
     "target.ambiguous",
+    "target.k8s",
     "target.none",
     "target.over",
+    "target.remote",
     "target.unknown",
     "uds.unusable",
     "unconfirmed",

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
 
@@ -29,6 +30,8 @@ ENVELOPE_VERSION = 1
 PIPE_WIDTH = 200
 MOST_SHOWN = 1 << 64  # bytes: no machine has more
 _invoked = ""
+# The server that this thread works for, where there are several.
+speaker: ContextVar[str] = ContextVar("speaker", default="")
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON envelope on stdout.", show_default=False)
@@ -60,11 +63,13 @@ class Result:
         data: anything msgspec can encode.
         text: makes what a person sees; called only when it is shown.
         exit_code: 0, or 1 where findings reach ``--fail-on``.
+        errors: of those of several servers for which the command failed.
     """
 
     data: Any
     text: Callable[[], Sequence[RenderableType]] = field(default=tuple)
     exit_code: Exit = Exit.OK
+    errors: tuple[VllmopsError, ...] = ()
 
 
 def typer_app() -> typer.Typer:
@@ -88,7 +93,7 @@ def command(run: Callable[P, Result]) -> Callable[P, None]:
             raise VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED) from error
         with suppress(ReaderGoneError):  # the exit code counts, whether all output was read or not
             if kwargs.get("json_"):
-                envelope(result.data, result.exit_code)
+                envelope(result.data, result.exit_code, *result.errors)
             else:
                 show(*result.text())
         raise typer.Exit(result.exit_code)
@@ -131,6 +136,8 @@ def show(*parts: RenderableType, stderr: bool = False) -> None:
 
 def say(message: str, style: str = "") -> None:
     """Print a hint or a progress line, on stderr, without markup."""
+    if who := speaker.get():
+        message = f"{who}: {message}"
     console(stderr=True).print(message, style=style)
 
 
@@ -186,7 +193,7 @@ class Progress:
 
     def update(self, text: str) -> None:
         """Show a text from now on."""
-        if self.quiet or text == self.text:
+        if self.quiet or text == self.text or speaker.get():
             return
         self.text = text
         if self.plain:
@@ -250,19 +257,24 @@ class Folded:
             yield Text("\n".join(folded), style=line.style)
 
 
-def envelope(data: object, exit_code: int, error: VllmopsError | None = None) -> None:
+def outcome(data: object, exit_code: int, errors: Sequence[VllmopsError]) -> dict[str, Any]:
+    """What the envelope says of a result."""
+    return {
+        "status": "error" if errors else "ok" if exit_code == Exit.OK else "findings",
+        "exit_code": int(exit_code),
+        "data": data,
+        "errors": [error_fields(error) for error in errors],
+    }
+
+
+def envelope(data: object, exit_code: int, *errors: VllmopsError) -> None:
     """Print the JSON envelope, the only thing on stdout."""
     import msgspec  # noqa: PLC0415
 
-    errors = [error_fields(error)] if error else []
-    status = "error" if error else "ok" if exit_code == Exit.OK else "findings"
     content = {
         "version": ENVELOPE_VERSION,
         "command": _invoked,
-        "status": status,
-        "exit_code": int(exit_code),
-        "data": data,
-        "errors": errors,
+        **outcome(data, exit_code, errors),
     }
     try:
         text = msgspec.json.format(msgspec.json.encode(content), indent=2).decode()

@@ -1,8 +1,10 @@
-"""How a person names a server: an instance name, a pid, or a URL."""
+"""How a person names a server: an instance name, a pid, or a URL; and how it may be reached."""
 
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import Exit, VllmopsError
@@ -14,8 +16,24 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HOST = re.compile(r"[A-Za-z0-9._-]+")
 SCHEMES = {"http": 80, "https": 443}
+POD = re.compile(r"k8s:([a-z0-9-]{1,63})/([a-z0-9.-]{1,253})(?::([0-9]{1,5}))?")
+POD_PORT = 8000
 UNIX = ("unix:/", "http+unix://")  # a server's Unix socket
-FORMS = "-t NAME, -t PID or -t http://HOST:PORT"
+FORMS = "-t NAME, -t PID, -t http://HOST:PORT or -t k8s:NAMESPACE/POD[:PORT]"
+
+
+class Access(NamedTuple):
+    """How a command may reach servers on other machines.
+
+    Args:
+        token: the file with the admin token, None without one.
+    """
+
+    token: Path | None = None
+
+
+# What the command that runs may use; None for a command that works on this machine only.
+access: ContextVar[Access | None] = ContextVar("access", default=None)
 
 
 class Url(NamedTuple):
@@ -32,8 +50,23 @@ class Url(NamedTuple):
     port: int
 
 
-def parsed(target: str) -> str | Url:
-    """An instance name, a pid or a Unix socket as it was given, or a URL.
+class Pod(NamedTuple):
+    """A port of a Kubernetes pod.
+
+    Args:
+        text: as it was given.
+        namespace, name: of the pod.
+        port: where the server listens in it.
+    """
+
+    text: str
+    namespace: str
+    name: str
+    port: int
+
+
+def parsed(target: str) -> str | Url | Pod:
+    """An instance name, a pid or a Unix socket as it was given, a URL, or a pod.
 
     Raises:
         VllmopsError: ``usage``.
@@ -42,9 +75,13 @@ def parsed(target: str) -> str | Url:
         return target
     if "://" in target:
         return url(target)
+    if found := POD.fullmatch(target):
+        port = int(found[3] or POD_PORT)
+        if 0 < port < 1 << 16:
+            return Pod(target, found[1], found[2], port)
     if NAME.fullmatch(target):
         return target
-    raise refused(f"{target!r} is not an instance name, a pid or a URL")
+    raise refused(f"{target!r} is not an instance name, a pid, a URL or a pod")
 
 
 def url(text: str) -> Url:

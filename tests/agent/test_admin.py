@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +18,18 @@ from vllmops.keys import file
 from vllmops.keys.admin_token import KEYS, PLACE
 from vllmops.keys.carrier import seal, unseal
 from vllmops.keys.ring import Key, Status, fresh
+from vllmops.protocol.engine import SCHEMA
+from vllmops.protocol.remote import GETS, PROCESSES, TIMEOUT
+from vllmops.protocol.socket import BODY_BYTES
 
+from ..support.fleet import TOKEN, Fleet
 from ..support.waiting import until
 from .test_keys import grow, held, hurried
 
 Spawn = Callable[..., Any]
-CLIENT = httpx.Client(verify=False)  # to read the certificates for each takes longer than all else
-TOKEN = "t0ken-" * 8
+# To read the certificates for each request takes longer than all else.
+CLIENT_CONTEXT = httpx.create_ssl_context(verify=False)
+CLIENT = httpx.Client(verify=CLIENT_CONTEXT)
 SERVING = """
 import socket, threading, uvicorn
 from fastapi import FastAPI
@@ -263,3 +272,91 @@ def test_an_engine_has_no_routes(spawn: Spawn, there: Path, token: Path) -> None
     child = spawn(**{file.PLACE: str(there)})
     child.run(f"import os; os.environ[{PLACE!r}] = {str(token)!r}")
     assert child.run(code) == "False"
+
+
+@pytest.fixture
+def fleet(spawn: Spawn, tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(spawn, tmp_path)
+    yield made
+    made.kill()
+
+
+def test_processes_and_their_agents_need_the_token(fleet: Fleet) -> None:
+    for path in ("", f"/{fleet.engine}/hello", f"/{fleet.engine}/drain", "/1/x"):
+        for given in ("", "user", TOKEN[:-1], TOKEN + "x", "é"):
+            for content in (None, b'{"on": true}'):
+                refused = ask(f"{fleet.url}{PROCESSES}{path}", given, content)
+                code = refused.json()["error"]["code"]
+                assert (refused.status_code, code) == (401, "admin.refused")
+    assert ask(f"{fleet.url}{PROCESSES}/{fleet.api}/requests").json()["draining"] is False
+    assert ask(f"{fleet.url}{PROCESSES}").status_code == 200
+
+
+def test_only_routes_that_are_listed_of_processes_of_this_server(fleet: Fleet) -> None:
+    for route in sorted(GETS):
+        answer = ask(f"{fleet.url}{PROCESSES}/{fleet.engine}/{route}")
+        assert answer.status_code == 200, route
+        assert answer.json()["schema"] == SCHEMA
+    assert ask(f"{fleet.url}{PROCESSES}/{fleet.engine}/hello").json()["pid"] == fleet.engine
+    for path in (
+        *(f"{fleet.engine}/{route}" for route in ("", "x", "caches?keys=2", "hello/")),
+        *(f"{fleet.engine}/{route}" for route in ("../hello", "drain", "repair", "hello%3Fx")),
+        *(
+            "x/hello",
+            "-1/hello",
+            f"{fleet.engine}",
+            "/hello",
+            f"{fleet.engine}//hello",
+            "1.0/hello",
+        ),
+    ):
+        refused = ask(f"{fleet.url}{PROCESSES}/{path}")
+        assert refused.status_code == 404, path
+    assert ask(f"{fleet.url}{PROCESSES}/{fleet.engine}/hello", content=b"{}").status_code == 404
+    # This test has an agent's process of its own below it, too.
+    for pid in (1, os.getpid(), 2**31 - 1):
+        refused = ask(f"{fleet.url}{PROCESSES}/{pid}/hello")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "agent.gone")
+
+
+def test_actions_are_bounded_and_done(fleet: Fleet) -> None:
+    drain = f"{fleet.url}{PROCESSES}/{fleet.api}/drain"
+    assert ask(drain, content=b'{"on": true}').json()["draining"] is True
+    assert CLIENT.get(f"{fleet.url}/health").status_code == 503
+    # A server that drains still answers its operators.
+    assert ask(f"{fleet.url}{PROCESSES}").status_code == 200
+    assert ask(drain, content=b'{"on": false}').json()["draining"] is False
+    refused = ask(drain, content=b" " * (BODY_BYTES + 1))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "admin.too-large")
+    assert ask(drain, content=b"{}").status_code == 400  # as the agent says it
+
+
+def test_agents_that_hang_hold_up_nobody(fleet: Fleet) -> None:
+    os.kill(fleet.engine, signal.SIGSTOP)
+    url = f"{fleet.url}{PROCESSES}/{fleet.engine}/engine"
+    headers = {"Authorization": f"Bearer {TOKEN}", TIMEOUT: "3"}
+    with ThreadPoolExecutor(40) as pool:
+        began = time.monotonic()
+        asked = [
+            pool.submit(httpx.get, url, headers=headers, timeout=30, verify=CLIENT_CONTEXT)
+            for _ in range(40)
+        ]
+        time.sleep(1.0)
+        for _ in range(5):
+            at = time.monotonic()
+            assert CLIENT.get(f"{fleet.url}/health").status_code == 200
+            assert time.monotonic() - at < 0.5
+        answers = [answer.result() for answer in asked]
+        assert time.monotonic() - began < 15
+    statuses = Counter(answer.status_code for answer in answers)
+    codes = {answer.json()["error"]["code"] for answer in answers}
+    assert statuses[504] == 16
+    assert statuses[503] == 24
+    assert codes == {"agent.timeout", "admin.busy"}
+    listed = ask(f"{fleet.url}{PROCESSES}").json()
+    assert {row["pid"]: row["state"] for row in listed["processes"]}[fleet.engine] == "T"
+    os.kill(fleet.engine, signal.SIGCONT)
+    until(lambda: ask(url).status_code == 200)
+    for wrong in ("0", "-1", "nan", "x", "1e9"):
+        answer = httpx.get(url, headers={**headers, TIMEOUT: wrong}, verify=CLIENT_CONTEXT)
+        assert answer.status_code == 200  # as if it were not there

@@ -109,10 +109,12 @@ def test_an_instance_by_each_of_its_names(table: Table, put: Put) -> None:
         assert found.name == "a"
         assert [p.role for p in found.processes] == [Role.API, Role.ENGINE, Role.WORKER]
         assert found.supervised is True
-    for target in ["b", str(pid + 3), "http://127.0.0.1:8124", "http://10.1.2.3:8123"]:
+    for target in ["b", str(pid + 3), "http://127.0.0.1:8124"]:
         error = refusal("target.unknown", Exit.NOT_FOUND, target)
         assert target in error.message
         assert "running: a" in error.message
+    error = refusal("target.remote", Exit.USAGE, "http://10.1.2.3:8123")
+    assert "http://10.1.2.3:8123 is on another machine" in error.message
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from vllmops.host import shm
 
 from ..support import plug_ins
 from ..support.commands import answered
+from ..support.fleet import token_file
 from ..support.waiting import until
 
 START_TIMEOUT_S = 300
@@ -342,8 +343,9 @@ def lose_all(server: Live, footprint: Footprint) -> None:
 
 @pytest.fixture(scope="session")
 def vision_server(cli: Cli) -> Live:
-    """The demo vision model, default caches, and what a soak wants."""
-    return cli.serve("vision", "--demo", "vision", *soaked(cli))
+    """The demo vision model, default caches, an admin token, and what a soak wants."""
+    token = token_file(cli.home)
+    return cli.serve("vision", "--demo", "vision", "--admin-token", str(token), *soaked(cli))
 
 
 def soaked(cli: Cli) -> tuple[str, ...]:

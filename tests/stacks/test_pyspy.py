@@ -16,11 +16,13 @@ import psutil
 import pytest
 
 from vllmops.errors import VllmopsError
+from vllmops.host import proc
 from vllmops.host.processes import Process, Role
 from vllmops.protocol import files, identity
 from vllmops.protocol.stacks import Options, ProcessStacks, StacksSnapshot
 from vllmops.stacks import pyspy
 
+from ..support.children import Spawn
 from ..support.waiting import until
 
 # PR_SET_PTRACER_ANY: with Yama's ptrace_scope 1 a sibling may not look into a process otherwise.
@@ -390,3 +392,99 @@ def test_no_permission(wrap: list[str], expected: str, words: str, hint: str) ->
     assert error["code"] == expected
     assert words in error["message"]
     assert hint in error["hint"]
+
+
+# A py-spy that attaches, and then hangs: it holds its target, in a process that the program given
+# as py-spy has started.
+HANGING = """#!/bin/sh
+{python} -c '
+import ctypes, sys, time
+libc = ctypes.CDLL(None)
+libc.ptrace({request}, int(sys.argv[1]), None, None)
+if {request} == 0x4206:
+    libc.ptrace(0x4207, int(sys.argv[1]), None, None)
+open(sys.argv[2], "a").write("held\\n")
+time.sleep(1000)
+' "$4" {held}
+"""
+PTRACE_ATTACH = 16
+
+
+@pytest.mark.parametrize("request_", [PTRACE_ATTACH, PTRACE_SEIZE])
+def test_a_pyspy_that_holds_its_target_and_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawn: Spawn, request_: int
+) -> None:
+    child = spawn(role=Role.ENGINE)
+    held = tmp_path / "held"
+    stand_in(
+        tmp_path,
+        monkeypatch,
+        HANGING.format(python=sys.executable, request=request_, held=held),
+    )
+    child.send("import time\nwhile True: time.sleep(0.01); beats = time.monotonic()")
+    began = time.monotonic()
+    (stacks,) = pyspy.capture([child.process], Options(locals=True), timeout_s=3.0).processes
+    assert time.monotonic() - began < 5.0
+    assert held.read_text()  # it was there
+    assert state(child.process.pid) in {psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING}
+    assert proc.status(child.process.pid)["TracerPid"] == "0"
+    used = psutil.Process(child.process.pid).num_ctx_switches().voluntary
+    until(lambda: psutil.Process(child.process.pid).num_ctx_switches().voluntary > used + 20)
+    assert (stacks.source, stacks.role, stacks.error) == ("agent", "engine", None)
+    assert stacks.instead is not None
+    assert stacks.instead.code == "stacks.timeout"
+    assert "did not finish" in stacks.note
+    assert "without local variables" in stacks.note
+    main = next(thread for thread in stacks.threads if thread.name == "MainThread")
+    assert main.tid == child.process.pid
+    assert "<module>" in [frame.function for frame in main.frames]
+
+
+def test_no_pyspy_holds_its_target_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawn: Spawn
+) -> None:
+    child = spawn(role=Role.ENGINE)
+    monkeypatch.setattr(pyspy, "HELD_S", 0.5)
+    stand_in(
+        tmp_path,
+        monkeypatch,
+        HANGING.format(python=sys.executable, request=PTRACE_SEIZE, held=tmp_path / "held"),
+    )
+    began = time.monotonic()
+    (stacks,) = pyspy.capture([child.process], timeout_s=60.0).processes
+    # Each of the two ways is given up after half a second, not after its share of a minute.
+    assert time.monotonic() - began < 10.0
+    assert stacks.source == "agent"
+
+
+def test_the_agent_sees_what_pyspy_sees(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = spawn(role=Role.ENGINE)
+    child.run(
+        "import threading, queue, xml.dom.minidom\n"
+        "class Deep:\n"
+        "    def wait(self): queue.Queue().get()\n"
+        "threading.Thread(target=Deep().wait, name='deep', daemon=True).start()"
+    )
+    until(lambda: "Queue.get" in functions(pyspy.capture([child.process]).processes[0]))
+    (by_pyspy,) = pyspy.capture([child.process]).processes
+    monkeypatch.setattr(pyspy, "find", missing)
+    (by_agent,) = pyspy.capture([child.process]).processes
+    assert (by_pyspy.source, by_agent.source) == ("py-spy", "agent")
+    assert by_agent.instead is not None
+    assert by_agent.instead.code == "pyspy.missing"
+    assert by_agent.pid == by_pyspy.pid
+    assert by_agent.create_time == pytest.approx(by_pyspy.create_time, abs=1)
+    seen = [{t.name: (t.tid, t.frames) for t in s.threads} for s in (by_pyspy, by_agent)]
+    for name in ("MainThread", "deep"):
+        assert seen[0][name] == seen[1][name]
+    # Without an agent there is nobody to stand in.
+    silent = spawn(role=Role.ENGINE, VLLMOPS_DISABLE="1")
+    with pytest.raises(VllmopsError) as caught:
+        pyspy.capture([silent.process])
+    assert caught.value.code == "pyspy.missing"
+    one, other = pyspy.capture([child.process, silent.process]).processes
+    assert (one.source, code(other)) == ("agent", "pyspy.missing")
+
+
+def missing() -> str:
+    raise VllmopsError("pyspy.missing", "py-spy is not installed; it reads the stacks")

@@ -1,8 +1,9 @@
 """Admin routes, for operators on another machine who have the admin token.
 
 ``GET /v1/vllmops/keys`` lists the keys of the process that answers, without their secrets;
-``POST`` sends it a keyring. The routes exist where the environment names the token's file. They
-run before vLLM's own routes and middleware: vLLM's API key gives no access here.
+``POST`` sends it a keyring. `remote` has the other routes. All exist where the environment names
+the token's file. They run before vLLM's own routes and middleware: vLLM's API key gives no access
+here, and a server that drains still answers.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ import functools
 import hmac
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..codes import ErrorCode
 from ..errors import VllmopsError
 from ..keys import admin_token as admin
 from ..keys import file
 from ..keys.ring import Ring
+from ..numbers import number
 from ..protocol.keys import ProcessKeys
+from ..protocol.remote import LONGEST_S, PROCESSES, TIMEOUT, Refusal, Refused
+from ..protocol.socket import BODY_BYTES
 from . import keys, objects
 from .gate import Scope, Send
 from .identity import role
@@ -36,9 +42,13 @@ if TYPE_CHECKING:
 Receive = Callable[[], Awaitable[Any]]
 
 STATUS = {
-    "admin.refused": 401,
-    "admin.no-route": 404,
+    "admin.busy": 503,
     "admin.no-ring": 400,
+    "admin.no-route": 404,
+    "admin.refused": 401,
+    "admin.too-large": 413,
+    "agent.gone": 404,
+    "agent.timeout": 504,
     "keys.no-file": 409,
     "keys.locked": 503,
 }
@@ -52,6 +62,8 @@ def install(accept: Callable[[Ring], ProcessKeys]) -> None:
     """
     place = os.environ.get(admin.PLACE)
     if place and role() == "api":
+        from . import remote  # noqa: F401, PLC0415 - other processes don't need it; now, as it is slow
+
         put_before = functools.partial(before, Path(place), accept)
         when_imported("fastapi.applications", objects.guarded(put_before))
 
@@ -90,30 +102,59 @@ async def respond(request: Request, place: Path, accept: Callable[[Ring], Proces
         place: the file with the token.
         accept: as in `install`.
     """
+    from . import remote  # noqa: PLC0415
+
     try:
         await asyncio.to_thread(authorize, request.headers.get("authorization", ""), place)
         match request.method, request.scope["path"]:
             case "GET", admin.KEYS:
                 return json(keys.state())
             case "POST", admin.KEYS:
-                ring = decoded(await body(request))
+                ring = decoded(await body(request, file.MOST_BYTES, "admin.no-ring"))
                 return json(await asyncio.to_thread(accept, ring))
+            case "GET", path if path == PROCESSES:
+                return json(await remote.aside(remote.members))
+            case ("GET" | "POST") as method, path if path.startswith(f"{PROCESSES}/"):
+                return await passed_on(request, method, path.removeprefix(f"{PROCESSES}/"))
         raise VllmopsError("admin.no-route", "there is no such admin route")
     except VllmopsError as error:
-        content = {"code": error.code, "message": error.message, "hint": error.hint}
-        return json({"error": content}, STATUS.get(error.code, 500))
+        why = Refusal(error.code, error.message, error.hint, error.exit_code)
+        return json(Refused(why), STATUS.get(error.code, 500))
     except Exception as error:
         # Without the error's message: it may contain part of the keyring.
         log.warning("vllmops: an admin request failed: %s", type(error).__name__)
-        content = {"code": "internal", "message": f"unexpected {type(error).__name__}", "hint": ""}
-        return json({"error": content}, 500)
+        return json(Refused(Refusal("internal", f"unexpected {type(error).__name__}")), 500)
+
+
+async def passed_on(request: Request, method: str, path: str) -> Response:
+    """Pass a request on to the agent of a process.
+
+    Args:
+        request: the request.
+        method: of it.
+        path: its path, from the pid on.
+    """
+    from . import remote  # noqa: PLC0415
+
+    question = request.scope["query_string"].decode("latin-1")
+    content = await body(request, BODY_BYTES, "admin.too-large") if method == "POST" else None
+    timeout_s = 2.0
+    with suppress(ValueError):
+        timeout_s = number(request.headers.get(TIMEOUT, ""), 0.1, LONGEST_S)
+    whole = f"{path}?{question}" if question else path
+    ask = functools.partial(remote.passed_on, method, whole, content, timeout_s)
+    return encoded(*await remote.aside(ask))
 
 
 def json(content: Any, status: int = 200) -> Response:
+    return encoded(status, msgspec.json.encode(content))
+
+
+def encoded(status: int, content: bytes) -> Response:
     from starlette.responses import Response  # noqa: PLC0415 - other processes don't need it
 
     headers = {"WWW-Authenticate": "Bearer"} if status == STATUS["admin.refused"] else None
-    return Response(msgspec.json.encode(content), status, headers, "application/json")
+    return Response(content, status, headers, "application/json")
 
 
 def authorize(authorization: str, place: Path) -> None:
@@ -134,17 +175,13 @@ def authorize(authorization: str, place: Path) -> None:
         raise VllmopsError("admin.refused", "the admin token is missing or wrong")
 
 
-async def body(request: Request) -> bytes:
-    """The body of a request.
-
-    Raises:
-        VllmopsError: ``admin.no-ring``: it is larger than a keyring may be.
-    """
+async def body(request: Request, most: int, code: ErrorCode) -> bytes:
+    """The body of a request; raises VllmopsError if it has more than `most` bytes."""
     content = bytearray()
     async for part in request.stream():
         content += part
-        if len(content) > file.MOST_BYTES:
-            raise VllmopsError("admin.no-ring", f"a keyring has at most {file.MOST_BYTES} bytes")
+        if len(content) > most:
+            raise VllmopsError(code, f"the request has more than {most} bytes")
     return bytes(content)
 
 

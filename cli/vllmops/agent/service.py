@@ -31,7 +31,7 @@ from ..protocol.engine import Beat, Hello, Traffic
 from ..protocol.repairs import RepairRequest
 from ..protocol.resets import ResetRequest
 from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
-from . import caches, compare, engine, keys, memory, objects, repair, reset
+from . import caches, compare, engine, keys, memory, objects, repair, reset, stacks
 from .gate import gate
 from .heartbeat import Heart
 from .identity import own, role, standing
@@ -41,7 +41,7 @@ from .patches import registry
 REST_S = 1.0  # after a failed accept(), for example without free file descriptors
 FEATURES = (
     *("engine", "caches", "requests", "drain", "heartbeat"),
-    *("patches", "repair", "reset", "memory", "compare", "keys"),
+    *("patches", "repair", "reset", "memory", "compare", "keys", "stacks"),
 )
 
 
@@ -328,6 +328,7 @@ GETS: dict[str, Callable[[], Any]] = {
     "/memory": memory.snapshot,
     "/packages": packages.of_this_process,
     "/requests": engine.traffic,
+    "/stacks": stacks.snapshot,
     "/patches": registry.states,
     "/patches?verify=1": partial(registry.states, verify=True),
     "/heartbeat": lambda: beat(-1, time.monotonic()),

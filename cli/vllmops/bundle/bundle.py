@@ -123,6 +123,7 @@ def numbered(path: Path, number: int) -> Path:
 
 def file_name(server: str, at: float) -> str:
     """What a bundle of a server is called that was made then, in seconds since the epoch."""
+    server = re.sub(r"[^A-Za-z0-9._-]+", "-", server)  # it may be a URL
     return f"vllmops-bundle-{server}-{datetime.fromtimestamp(at, UTC):%Y%m%dT%H%M%SZ}.tar.gz"
 
 

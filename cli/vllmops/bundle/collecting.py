@@ -215,15 +215,17 @@ class Collecting:
     def begin_rest(self) -> None:
         """Begin with all else, unless that is done."""
         server = self.server
-        if "log.txt" in self.tasks:
+        if "memory.jsonl" in self.tasks:
             return
+        self.begin("memory.jsonl", lambda: recorded(server))
         if server.processes:
             self.begin("metrics.txt", lambda: metrics(server))
+        if server.fleet:
+            return  # all else is of its machine
         self.begin("log.txt", lambda: log(server))
         if server.record:
             self.begin("supervisor.txt", lambda: supervisor(server))
         self.begin("configuration.json", lambda: configuration(server))
-        self.begin("memory.jsonl", lambda: recorded(server))
         self.begin("versions.json", lambda: self.versions(self.until))
         # The slowest runs beside, at the lowest priority: it tells nothing that changes.
         self.begin("collect_env.txt", lambda: self.collect_env(self.until_collected))
@@ -232,14 +234,15 @@ class Collecting:
         """Capture everything else; what is late is left behind."""
         self.begin_rest()
         # Not before: a process that py-spy stops for a moment looks stopped here, too.
-        self.tell("reading /proc")
-        for process in self.server.processes:
-            self.begin(f"proc/{process.pid}.txt", self.facts_of(process.pid))
-        collect_env = self.tasks["collect_env.txt"]
+        if not self.server.fleet:
+            self.tell("reading /proc")
+            for process in self.server.processes:
+                self.begin(f"proc/{process.pid}.txt", self.facts_of(process.pid))
+        collect_env = self.tasks.get("collect_env.txt")
         for task in (self.known, *self.tasks.values()):
             if task is not collect_env:
                 self.wait(task, self.until)
-        if not collect_env.done and not self.stop.is_set():
+        if collect_env and not collect_env.done and not self.stop.is_set():
             left_s = self.until_collected - time.monotonic()
             self.tell(f"waiting for vLLM's collect_env, {left_s:.0f} s at most")
             self.wait(collect_env, self.until_collected)
@@ -399,7 +402,9 @@ def known_secrets(server: Server) -> Iterator[str]:
     """What is secret for certain: in environments, on command lines, and in the files they name."""
     yield from secrets({"VLLM_API_KEY": os.environ.get("VLLM_API_KEY", "")}, ())
     files: set[tuple[str | None, ...]] = set()
-    for process in server.processes:
+    if server.fleet:
+        yield server.fleet.admin.token
+    for process in () if server.fleet else server.processes:
         environment, words = proc.environment(process.pid), proc.command_line(process.pid)
         yield from secrets(environment, words)
         named = files_named(environment, words)

@@ -19,9 +19,10 @@ from ..bundle.collecting import COLLECT_ENV_S, TIMEOUT_S, collect
 from ..diagnose.findings import Finding
 from ..errors import Exit, VllmopsError
 from ..instances.servers import Server, find, resolve
-from ..output import Json, Progress, Result, command, size, table, typer_app
+from ..output import Json, Progress, Result, size, table, typer_app
 from ..protocol.bundles import Index
 from .options import Target, seconds, to_write
+from .several import remote
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,7 +31,7 @@ app = typer_app()
 
 
 @app.command(epilog="Example: vllmops bundle -t demo -o hang.tar.gz")
-@command
+@remote
 def bundle(
     *,
     target: Target = None,
@@ -110,8 +111,11 @@ def bundle(
 def chosen(target: str | None) -> Server:
     """The server, also an instance that has ended: it has left a log."""
     named = target or os.environ.get("VLLMOPS_TARGET")
-    over = [server for server in find() if server.name == named and not server.processes]
-    return over[0] if named and over else resolve(target)
+    if named and "://" not in named:
+        over = [server for server in find() if server.name == named and not server.processes]
+        if over:
+            return over[0]
+    return resolve(target)
 
 
 def place(out: Path | None, label: str) -> Path:
@@ -138,7 +142,10 @@ def preview(server: Server, *, redact: bool) -> Result:
         parts = {name: about for name, about in parts.items() if name not in alive}
     if not server.record:
         del parts["supervisor.txt"]
-    for process in server.processes:
+    if server.fleet:
+        there = {"log.txt", "configuration.json", "versions.json", "collect_env.txt"}
+        parts = {name: about for name, about in parts.items() if name not in there}
+    for process in () if server.fleet else server.processes:
         parts[f"proc/{process.pid}.txt"] = f"{process.role}: {bundles.ABOUT_PROC}"
     data = {
         "server": server.label,

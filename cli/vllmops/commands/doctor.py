@@ -22,7 +22,6 @@ from ..output import (
     Line,
     Progress,
     Result,
-    command,
     say,
     size,
     span,
@@ -33,6 +32,7 @@ from ..protocol.metrics import Metrics
 from ..protocol.server import ServerSnapshot, Unseen
 from .findings import STYLES, FailOn, exit_code
 from .options import Target, seconds
+from .several import per_target
 from .stacks.explanation import steps
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ Codes = Annotated[
 
 
 @app.command(epilog="Example: vllmops doctor -t demo --canary")
-@command
+@per_target
 def doctor(
     ctx: typer.Context,
     file: Annotated[

@@ -17,6 +17,7 @@ from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
 from ..targets import parsed
 
 T = TypeVar("T")
+Named = TypeVar("Named", str | None, list[str] | None)
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -116,11 +117,13 @@ def patch_ids(incomplete: str) -> list[str]:
     return [name for name in PATCHES if name.startswith(incomplete)]
 
 
-def named(ctx: typer.Context, param: typer.CallbackParam, target: str | None) -> str | None:
-    """Check a target that was typed; one from the environment may not be needed."""
+def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Named:
+    """Check a target that was typed, or several; one from the environment may not be needed."""
     source = param.name and ctx.get_parameter_source(param.name)
     if target is not None and source and source.name == "COMMANDLINE":
-        parsed(target)
+        for word in [target] if isinstance(target, str) else target:
+            if isinstance(target, str) or not word.startswith("@"):
+                parsed(word)
     return target
 
 
@@ -133,6 +136,18 @@ Target = Annotated[
         "-t",
         envvar="VLLMOPS_TARGET",
         help=HELP,
+        autocompletion=running_names,
+        callback=named,
+    ),
+]
+# Of a command that, without one, shows all servers of this machine.
+AnyTarget = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        "-t",
+        help="Show this server alone: instance name, pid or URL.",
+        show_default=False,
         autocompletion=running_names,
         callback=named,
     ),
@@ -152,8 +167,8 @@ def admin_token_option(panel: str | None = None) -> Any:
         metavar="FILE",
         envvar=PLACE,
         show_envvar=False,  # its name is too long for a narrow terminal
-        help="File with the admin token, as keygen writes it. Whoever has the token can change the"
-        " server's keys remotely.",
+        help="File with the admin token, as keygen writes it. Whoever has the token can look into"
+        " the server, repair it and change its keys remotely.",
         show_default=False,
         rich_help_panel=panel,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
@@ -16,13 +17,15 @@ from ..host.processes import Role
 from ..host.shape import shown
 from ..instances.readiness import engines_up
 from ..instances.record import State, folders
-from ..instances.servers import Server, find, pending, reclaim
-from ..output import Json, Result, command, say, size, span, table, typer_app
+from ..instances.servers import Server, find, pending, reclaim, resolve
+from ..output import Json, Result, say, size, span, table, typer_app
 from ..protocol.identity import age_s
 from ..protocol.place import Place, named
 from ..rpc import agent
 from ..streams import printable
 from ..vllm_api import http as client_http
+from .options import AnyTarget
+from .several import per_target
 
 app = typer_app()
 
@@ -59,11 +62,13 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None
     uds: str | None = None
     headless: bool = False
+    remote: bool = False
 
 
 @app.command(epilog="Example: vllmops ps --json")
-@command
+@per_target
 def ps(
+    target: AnyTarget = None,
     every: Annotated[
         bool, typer.Option("--all", "-a", help="Also show instances that stopped or failed.")
     ] = False,
@@ -71,9 +76,10 @@ def ps(
 ) -> Result:
     """List every vLLM server on this machine.
 
-    Servers that vllmops did not start are listed, too.
+    Servers that vllmops did not start are listed, too. With -t and
+    --admin-token, servers on other machines are.
     """
-    servers = find()
+    servers = [resolve(target)] if target else find()
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:  # one that hangs holds up no other
         rows = list(pool.map(row, servers))
     shown = [
@@ -126,7 +132,7 @@ def row(server: Server) -> InstanceRow:
         started_by_vllmops=record is not None,
         detached=record.detached if record else None,
         supervised=server.supervised if record and not record.state.over else None,
-        uptime_s=age_s(server.processes[0].start_ticks) if server.processes else None,
+        uptime_s=uptime_s(server),
         rss_bytes=sum(process.rss_bytes or 0 for process in server.processes),
         processes=[
             ProcessRow(
@@ -141,7 +147,17 @@ def row(server: Server) -> InstanceRow:
         failure=record.failure.cause if record and record.failure else None,
         uds=server.uds,
         headless=server.headless,
+        remote=server.fleet is not None,
     )
+
+
+def uptime_s(server: Server) -> float | None:
+    """Seconds since its first process began; None without one."""
+    if not server.processes:
+        return None
+    if server.fleet:  # by the clocks of two machines
+        return max(time.time() - server.processes[0].create_time, 0.0)
+    return age_s(server.processes[0].start_ticks)
 
 
 def state(server: Server) -> str:
@@ -159,6 +175,13 @@ def state(server: Server) -> str:
     return f"unhealthy ({health})" if health else "not answering"
 
 
+def origin(one: InstanceRow) -> str:
+    """Where a server comes from, unless vllmops started it on this machine."""
+    if one.remote:
+        return "on another machine"
+    return "" if one.started_by_vllmops else "not started by vllmops"
+
+
 def address(one: InstanceRow) -> str:
     """Where it is reached, for a person."""
     if one.url:
@@ -172,11 +195,11 @@ def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
     for one in rows:
         state = one.state + (", unsupervised" if one.supervised is False else "")
         head = Text()
-        head.append(one.name or f"pid {one.pid}", style="bold")
+        head.append(one.name or (address(one) if one.remote else f"pid {one.pid}"), style="bold")
         head.append(f"  {state}", style="red" if one.state in BAD else "green")
         head.append(f"  up {span(one.uptime_s)}" if one.processes else "")
         head.append(f"  {size(one.rss_bytes)}" if one.processes else "")
-        head.append("" if one.started_by_vllmops else "  not started by vllmops", style="dim")
+        head.append(f"  {origin(one)}" if origin(one) else "", style="dim")
         if shown:
             shown.append("")
         shown.append(head)

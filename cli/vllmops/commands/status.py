@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from ..host.processes import ROLES, Role
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
-from ..output import Json, Result, command, size, table, typer_app
+from ..output import Json, Result, size, table, typer_app
 from ..protocol.caches import LruCache, ProcessCaches, ShmCache
 from ..protocol.engine import EngineState
 from ..protocol.metrics import Metrics
@@ -21,6 +21,7 @@ from ..rpc.agent import Agent
 from ..vllm_api import http as client_http
 from .options import Target, TargetArgument
 from .ps import InstanceRow, listing, row
+from .several import per_target
 
 A = TypeVar("A")
 
@@ -38,7 +39,7 @@ class CacheUse(msgspec.Struct, frozen=True):
 
 
 @app.command(epilog="Example: vllmops status demo")
-@command
+@per_target
 def status(name: TargetArgument = None, target: Target = None, json_: Json = False) -> Result:
     """Show one server on one screen.
 
@@ -122,7 +123,7 @@ def screen(
     facts.add_row("patches", patches(patched))
     if seen.supervised is False:
         facts.add_row("supervision", "its supervisor had died; a new one has started")
-    elif seen.supervised is None:
+    elif seen.supervised is None and not seen.remote:
         facts.add_row("supervision", "none: vllmops did not start it")
     if record and record.watch is not None:
         running = Folder(record.name).watched()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -12,11 +13,14 @@ from ..errors import Exit, VllmopsError
 from ..host.processes import alive
 from ..instances.readiness import engines_up
 from ..instances.record import Folder, State
-from ..instances.servers import Server, resolve
-from ..output import Json, Progress, Result, command, span, typer_app
+from ..instances.servers import Server, away, place_of, resolve
+from ..output import Json, Progress, Result, span, typer_app
+from ..targets import Pod, Url, access, parsed
 from ..vllm_api import http as client_http
+from ..vllm_api.place import Place
 from .options import Target, TargetArgument, seconds
 from .serve import failed
+from .several import per_target
 
 app = typer_app()
 
@@ -29,7 +33,7 @@ class Goal(StrEnum):
 
 
 @app.command(epilog="Example: vllmops wait demo --for ready --timeout 300")
-@command
+@per_target
 def wait(
     name: TargetArgument = None,
     target: Target = None,
@@ -43,7 +47,14 @@ def wait(
     """Wait until a server is ready or has stopped.
 
     The exit code is 3 if the time is up, and 1 if the server failed.
+    A server on another machine is asked for its health alone, so that no
+    admin token is needed.
     """
+    if place := distant(name or target):
+        until(lambda: health(place.url), goal, place.name, timeout, quiet=json_)
+        return Result(
+            {"name": None, "pid": None, "state": goal}, lambda: [f"{place.name} is {goal}"]
+        )
     try:
         server = resolve(name or target)
     except VllmopsError as error:
@@ -51,21 +62,56 @@ def wait(
             raise
         over = {"name": name or target, "pid": None, "state": goal}
         return Result(over, lambda: [f"{name or target} is {goal}"])
+    until(lambda: look(server, goal), goal, server.label, timeout, quiet=json_)
+    data: dict[str, Any] = {"name": server.name, "pid": server.pid, "state": goal}
+    return Result(data, lambda: [f"{server.label} is {goal}"])
+
+
+def until(
+    state_now: Callable[[], str], goal: Goal, label: str, timeout: float | None, *, quiet: bool
+) -> None:
+    """Wait until a server has reached a goal.
+
+    Args:
+        state_now: gives its state.
+        goal: what to wait for.
+        label: how messages name it.
+        timeout: in seconds, None for no end.
+        quiet: show no progress.
+
+    Raises:
+        VllmopsError: ``wait.timeout``.
+    """
     began = time.monotonic()
-    with Progress(time.time(), quiet=json_) as progress:
-        while (state := look(server, goal)) != goal:
+    with Progress(time.time(), quiet=quiet) as progress:
+        while (state := state_now()) != goal:
             waited = time.monotonic() - began
             if timeout is not None and waited >= timeout:
                 raise VllmopsError(
                     "wait.timeout",
-                    f"{server.label} is not {goal} after {span(waited)}: it is {state}",
-                    f"vllmops status {server.label}",
+                    f"{label} is not {goal} after {span(waited)}: it is {state}",
+                    f"vllmops status {label}",
                     exit_code=Exit.TIMED_OUT,
                 )
-            progress.update(f"{server.label}: {state}")
+            progress.update(f"{label}: {state}")
             time.sleep(POLL_S)
-    data: dict[str, Any] = {"name": server.name, "pid": server.pid, "state": goal}
-    return Result(data, lambda: [f"{server.label} is {goal}"])
+
+
+def distant(target: str | None) -> Place | None:
+    """The place of a target on another machine; also of a URL here if there is an admin token."""
+    asked = parsed(target) if target else None
+    reach = access.get()
+    if isinstance(asked, Url | Pod) and (away(asked) or (reach and reach.token)):
+        return place_of(asked)
+    return None
+
+
+def health(url: str) -> str:
+    """The state of a server as its health shows it."""
+    status = client_http.status(url)
+    if status is None:
+        return Goal.STOPPED
+    return Goal.READY if status == 200 else f"not healthy ({status or 'no answer'})"
 
 
 def look(server: Server, goal: Goal) -> str:

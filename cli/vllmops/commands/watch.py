@@ -22,12 +22,13 @@ from ..home import home, own
 from ..instances.logs import WATCH
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
-from ..output import Json, Result, command, span, typer_app
+from ..output import Json, Result, span, typer_app
 from ..protocol.watch import Event
 from ..watch.messenger import Hook, Messenger, Webhook
 from ..watch.watch import Diary, Plan, Watch
 from ..watch.watched import Watched, stranger
 from .options import YEAR_S, Target, count, seconds
+from .several import remote
 
 app = typer_app()
 
@@ -35,7 +36,7 @@ LOUD = {"stalled", "failed", "trouble"}
 
 
 @app.command(epilog="Example: vllmops watch -t demo --exec 'sh -c \"mail -s stalled ops < $1\"'")
-@command
+@remote
 def watch(
     *,
     target: Target = None,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
 import psutil
 
 from .. import __version__
@@ -23,6 +22,7 @@ from ..home import home, user
 from ..host import kmsg, proc, processes, shm
 from ..host.gpu import Gpus
 from ..host.processes import ROLES, Process, Role
+from ..host.states import compilers, state
 from ..instances import membership
 from ..instances.servers import Server
 from ..memory import record as memory
@@ -57,12 +57,6 @@ SIDES = "differences between the sides of caches"
 LOOK_S = 1.0
 LEAST_S = 0.5  # for a sample of the stacks
 CANARY_S = 15.0
-COMPILERS = frozenset(
-    {"nvcc", "cicc", "ptxas", "fatbinary", "nvlink", "ninja", "gcc", "g++", "cc1plus", "cc1"}
-    | {"clang", "clang++", "ld", "as", "hipcc"}
-)
-TICKS = os.sysconf("SC_CLK_TCK")
-PAGE = os.sysconf("SC_PAGESIZE")
 KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
 KEY_DIGITS = 64
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
@@ -168,15 +162,11 @@ class Examination:
             return
         self.samples.append(found)
         for process in found.processes:
-            if (problem := process.error) and problem.code != "stacks.gone":
-                self.miss(
-                    Unseen(
-                        f"stacks of {who(process)}",
-                        problem.code,
-                        problem.message,
-                        problem.hint,
-                    )
-                )
+            problem = process.error or process.instead
+            if problem and problem.code != "stacks.gone":
+                what = "stacks by py-spy" if process.instead else "stacks"
+                part = f"{what} of {who(process)}"
+                self.miss(Unseen(part, problem.code, problem.message, problem.hint))
 
     def patience_s(self) -> float:
         """Seconds for the next sample: half of the time that is left; all of it for the last one.
@@ -298,6 +288,10 @@ class Parts:
         self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
         self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
         self.comparisons: Future[tuple[Comparison, ...]] = pool.submit(self.compared)
+        if server.fleet:
+            what = "the machine: memory, disks, GPUs, log, and who can reach the server"
+            why = "the server is on another machine"
+            self.unseen.append(Unseen(what, "remote", why, "run vllmops doctor there"))
         self.machine: Future[Machine] = pool.submit(machine, server)
         self.guard: Future[Guard] = pool.submit(guard, server)
 
@@ -321,7 +315,7 @@ class Parts:
         # `agents` names who did not answer.
         if sample is None or sample.silent or not judge.worthwhile(sample):
             return ()
-        if not progress.at_work(list(pulses(self.server))):
+        if not progress.at_work(list(seen(self.server).pulses)):
             why = "the engine is in a long step or hangs, so it was not asked"
             self.unseen.append(Unseen(SIDES, "compare.standing", why))
             return ()
@@ -375,14 +369,53 @@ def look(server: Server, began: float, *, web: bool = True) -> Look:
     if web and server.url:
         health = http.status(server.url)
         metrics = http.metrics(server.url) if health else None
-    states = tuple(state(process) for process in server.processes)
+    found = seen(server, compiling=True)
     return Look(
         at_s=at_s,
-        pulses=tuple(pulses(server)),
+        pulses=found.pulses,
         metrics=metrics,
         health=health,
-        processes=states,
-        compilers=tuple(compilers(server)),
+        processes=found.states,
+        compilers=found.compilers,
+    )
+
+
+class Seen(NamedTuple):
+    """The processes of a server, as the kernel and their heartbeats show them."""
+
+    states: tuple[ProcessState, ...]
+    pulses: tuple[Pulse, ...]
+    compilers: tuple[str, ...] = ()
+
+
+def seen(server: Server, *, compiling: bool = False) -> Seen:
+    """The processes of a server now; costs next to nothing on this machine.
+
+    Args:
+        server: to look at.
+        compiling: whether to look for compilers, too.
+    """
+    if server.fleet:
+        try:
+            found = server.fleet.members()
+        except VllmopsError as error:
+            gone = error.code == "admin.unreachable"
+            return Seen(tuple(unseen(process, gone=gone) for process in server.processes), ())
+        return Seen(found.processes, found.pulses, found.compilers)
+    below = tuple(compilers(server.processes)) if compiling else ()
+    return Seen(tuple(map(state, server.processes)), tuple(pulses(server)), below)
+
+
+def unseen(process: Process, *, gone: bool) -> ProcessState:
+    """A process of another machine that can't be asked about.
+
+    Args:
+        process: the process.
+        gone: whether nobody answers any more for its server.
+    """
+    state = "" if gone else "?"
+    return ProcessState(
+        **agent.shown(process), pid=process.pid, create_time=process.create_time, state=state
     )
 
 
@@ -396,40 +429,10 @@ def pulses(server: Server) -> Iterator[Pulse]:
                 )
 
 
-def state(process: Process) -> ProcessState:
-    """A process as the kernel sees it now."""
-    title = process.title.split(" ")[0] if process.title.startswith("VLLM::") else ""
-    known = ProcessState(
-        **agent.shown(process), pid=process.pid, create_time=process.create_time, title=title
-    )
-    try:
-        fields = identity.stat(process.pid)
-    except OSError:
-        return known
-    return msgspec.structs.replace(
-        known,
-        state=fields[0],
-        cpu_s=(int(fields[11]) + int(fields[12])) / TICKS,
-        threads=int(fields[17]),
-        rss_bytes=int(fields[21]) * PAGE,
-    )
-
-
-def compilers(server: Server) -> Iterator[str]:
-    """The names of compilers that run below the server's processes."""
-    queue = [process.pid for process in server.processes]
-    for pid in queue:
-        with suppress(OSError):
-            queue += [child for child in proc.children(pid) if child not in queue]
-    for pid in queue:
-        with suppress(OSError):
-            name = proc.name(pid)
-            if name in COMPILERS:
-                yield name
-
-
 def machine(server: Server) -> Machine:
     """Memory, disks, shared memory and GPUs of the machine, and processes of dead servers."""
+    if server.fleet:
+        return Machine(memory_total=0, memory_available=0)
     table = processes.table()
     free = psutil.virtual_memory()
     total, available = free.total, free.available
@@ -502,6 +505,8 @@ def orphans(table: processes.Table) -> Iterator[ProcessState]:
 
 def guard(server: Server) -> Guard:
     """Who can reach a server, and what protects it."""
+    if server.fleet:
+        return Guard()
     environment = proc.environment(server.pid) if server.pid else {}
     addresses = tuple(listening(server))
     exposed = any(not loopback(address) for address in addresses) if addresses else None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -17,6 +20,7 @@ from . import proc
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 LISTEN = "0A"  # TCP_LISTEN
 ANSWER_S = 1.0
+FRESH_S = 0.2
 
 
 def distrust(url: str) -> str:
@@ -72,11 +76,54 @@ def plain(address: str) -> IPv4Address | IPv6Address:
 
 def listeners(port: int) -> set[int]:
     """The uids of those who listen on a port, on whatever address."""
-    found = set()
+    return LOOK.at(port)
+
+
+class Look:
+    """Who listens on which port; those who ask at the same moment share a look.
+
+    The kernel takes some 40 ms for it on a busy machine, and a command may have many targets.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.taken = -FRESH_S
+        self.uids: dict[int, set[int]] = {}
+
+    def at(self, port: int) -> set[int]:
+        """The uids of those who listen on a port."""
+        with self.lock:
+            if port not in self.uids or time.monotonic() - self.taken > FRESH_S:
+                self.uids, self.taken = {}, time.monotonic()
+                for number, uid in read():
+                    self.uids.setdefault(number, set()).add(uid)
+            return self.uids.get(port, set())
+
+
+def read() -> Iterator[tuple[int, int]]:
+    """Ports, each with a uid of those who listen on it.
+
+    Without the kernel's tables, as on a Mac, only this user's own processes are known.
+    """
+    if not any(table.exists() for table in TABLES):
+        yield from own_processes()
     for table in TABLES:
         with suppress(OSError):
             for line in proc.text(table).splitlines()[1:]:
                 _, local, _, state, _, _, _, uid, *_ = line.split()
-                if state == LISTEN and int(local.rpartition(":")[2], 16) == port:
-                    found.add(int(uid))
-    return found
+                if state == LISTEN:
+                    yield int(local.rpartition(":")[2], 16), int(uid)
+
+
+def own_processes() -> Iterator[tuple[int, int]]:
+    uid = os.geteuid()
+    with suppress(OSError):
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.uids().effective == uid:
+                    for found in process.net_connections("tcp"):
+                        if found.status == psutil.CONN_LISTEN:
+                            yield found.laddr.port, uid
+
+
+LOOK = Look()

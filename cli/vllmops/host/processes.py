@@ -6,6 +6,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -115,19 +116,36 @@ def table() -> Table:
     found = {}
     # Supervisors and watches do this all the time: one look at `stat` has all but the words.
     for process in psutil.process_iter(["cmdline"]):
-        try:
-            fields = identity.stat(process.pid)
-        except ProcessLookupError:
-            continue  # gone meanwhile
-        found[process.pid] = Seen(
-            pid=process.pid,
-            ppid=int(fields[1]),
-            start_ticks=int(fields[19]),
-            words=tuple(process.info["cmdline"] or ()),
-            rss_bytes=int(fields[21]) * mmap.PAGESIZE,
-            zombie=fields[0] == "Z",
-        )
+        with suppress(ProcessLookupError):  # gone meanwhile
+            found[process.pid] = seen(process.pid, process.info["cmdline"] or ())
     return found
+
+
+def seen(pid: int, words: Sequence[str] | None = None) -> Seen:
+    """One process.
+
+    Args:
+        pid: its id.
+        words: its command line, if that is known already.
+
+    Raises:
+        ProcessLookupError: it is gone.
+        OSError: as `identity.of` does.
+    """
+    fields = identity.stat(pid)
+    if words is None:
+        try:
+            words = psutil.Process(pid).cmdline()
+        except psutil.Error:
+            words = ()
+    return Seen(
+        pid=pid,
+        ppid=int(fields[1]),
+        start_ticks=int(fields[19]),
+        words=tuple(words),
+        rss_bytes=int(fields[21]) * mmap.PAGESIZE,
+        zombie=fields[0] == "Z",
+    )
 
 
 def alive(process: Process) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,25 +59,30 @@ class Holdings:
         return Holdings(reported, self.silent)
 
 
-def ask(*, ring: Path | None = None, reload: bool = False) -> Holdings:
-    """Ask every server of this machine.
+def ask(
+    servers: Sequence[Server] | None = None, *, ring: Path | None = None, reload: bool = False
+) -> Holdings:
+    """Ask servers.
 
     Args:
+        servers: None for every server of this machine.
         ring: leave those out, of the silent ones, that were started with another ring.
         reload: whether they are to read their file first.
     """
-    servers: dict[Process, Server] = {
-        process: server for server in find() for process in server.of(Role.API)
+    asked: dict[Process, Server] = {
+        process: server
+        for server in (find() if servers is None else servers)
+        for process in server.of(Role.API)
     }
 
     def ask_process(process: Process) -> Holding | None:
         reached = agent.reach(process)
         if FEATURE not in reached.hello().features:
             return None
-        return Holding(servers[process].label, reached.keys(reload=reload))
+        return Holding(asked[process].label, reached.keys(reload=reload))
 
-    answers, silent = agent.side_by_side(servers, ask_process)
-    by_pid = {process.pid: server for process, server in servers.items()}
+    answers, silent = agent.side_by_side(asked, ask_process)
+    by_pid = {process.pid: server for process, server in asked.items()}
     return Holdings(
         [holding for holding in answers if holding and holding.keys.source != "none"],
         [

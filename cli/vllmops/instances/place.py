@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
-
 from ..errors import Exit, VllmopsError
 from ..store.settings import STORE
-from ..store.urls import shown
-from ..targets import Url, parsed
+from ..targets import Pod, Url, parsed
 from ..vllm_api.place import Place
 from .record import Folder, Record, folders
-from .servers import find, resolve
-
-LOCAL = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
+from .servers import find, place_of, resolve
 
 
 def place(target: str | None) -> Place:
     """Where a target's API is; a URL may be of any machine.
 
     Raises:
-        VllmopsError: as `resolve` does, or ``responses.no-url``.
+        VllmopsError: as `resolve` and `place_of` do, or ``responses.no-url``.
     """
-    if target is not None and isinstance(named := parsed(target), Url):
-        return Place(named.text, shown(named.text), local=bool(LOCAL.fullmatch(named.host)))
+    if target is not None and isinstance(named := parsed(target), Url | Pod):
+        return place_of(named)
     try:
         server = resolve(target)
     except VllmopsError as error:

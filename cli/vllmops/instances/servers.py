@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 
 from ..errors import Exit, VllmopsError
 from ..host import processes
+from ..host.listeners import here
 from ..host.processes import Process, Role
 from ..host.shape import option, shape, unix_path
 from ..protocol.identity import Identity, boot_id
 from ..store.urls import shown
-from ..targets import Url, parsed
+from ..targets import Pod, Url, access, parsed
+from ..vllm_api.place import Place
 from . import membership
 from .control import adopt
 from .record import Folder, Record, State, address, folders
+
+if TYPE_CHECKING:
+    from ..vllm_api.remote import Fleet
 
 DEFAULT_PORT = 8000
 
@@ -36,6 +42,7 @@ class Server:
         record: what its supervisor wrote, None for one that vllmops did not start.
         supervised: whether its supervisor is alive, None for one that never had one.
         uds, headless: as in `Shape`.
+        fleet: what a server on another machine is asked through, None for one on this machine.
     """
 
     name: str | None
@@ -48,6 +55,7 @@ class Server:
     supervised: bool | None = None
     uds: str | None = None
     headless: bool = False
+    fleet: Fleet | None = None
 
     @property
     def pid(self) -> int | None:
@@ -55,11 +63,15 @@ class Server:
 
     @property
     def url(self) -> str | None:
+        if self.fleet is not None:
+            return self.fleet.admin.place.url
         return address(self.scheme, self.host, self.port, self.uds)
 
     @property
     def label(self) -> str:
         """How messages name it, and what ``--target`` takes."""
+        if self.fleet is not None:
+            return self.fleet.admin.place.name
         return self.name or str(self.pid)
 
     def of(self, *roles: Role) -> tuple[Process, ...]:
@@ -142,6 +154,8 @@ def positional(arguments: Sequence[str]) -> str | None:
 def resolve(target: str | None, *, strangers: bool = True) -> Server:
     """The running server that a target names: an instance name, a pid of its tree, or a URL.
 
+    With an admin token, a URL is asked over HTTP, on whatever machine it is.
+
     Args:
         target: None means ``VLLMOPS_TARGET``, or else the only instance that runs.
         strangers: where no instance runs and none was named, take the only server that vllmops
@@ -149,12 +163,19 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
 
     Raises:
         VllmopsError: ``target.unknown``, ``target.none``, ``target.over`` (exit code 5),
-            ``target.ambiguous`` or ``usage`` (2).
+            ``target.ambiguous``, ``target.remote`` or ``usage`` (2), or as `distant` does.
     """
     if target is None:
         target = os.environ.get("VLLMOPS_TARGET") or None
     asked = parsed(target) if target is not None else None
-    every = find()
+    if isinstance(asked, Url | Pod) and (found := distant(asked)):
+        return found
+    try:
+        every = find()
+    except VllmopsError:  # there is no /proc
+        if target and away(asked):
+            raise unknown(target, asked, "") from None
+        raise
     reclaim(every)
     servers = [server for server in every if server.processes or pending(server)]
     if target is None or asked is None:
@@ -166,10 +187,69 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
     for server in every:
         if server.name == target and server.record:
             raise over(server.record)
+    raise unknown(target, asked, choices(servers))
+
+
+def distant(asked: Url | Pod) -> Server | None:
+    """The server behind a URL or in a pod, by its admin routes; None without an admin token.
+
+    Raises:
+        VllmopsError: as `admin_token.token`, `place_of`, `Admin` and `Fleet.members` do.
+    """
+    reach = access.get()
+    if reach is None or reach.token is None:
+        return None
+    from ..keys import admin_token  # noqa: PLC0415
+    from ..vllm_api.admin import Admin  # noqa: PLC0415 - brings httpx, which most commands spare
+    from ..vllm_api.remote import Fleet  # noqa: PLC0415
+
+    token = admin_token.token(reach.token)
+    fleet = Fleet(Admin(place_of(asked), token))
+    model = fleet.members().model
+    return Server(None, fleet.processes(), port=asked.port, model=model, fleet=fleet)
+
+
+def place_of(asked: Url | Pod) -> Place:
+    """Where a server on another machine is reached; raises VllmopsError."""
+    if isinstance(asked, Url):
+        return Place.of(asked)
+    from ..vllm_api import forward  # noqa: PLC0415
+
+    return forward.place(asked)
+
+
+def away(asked: str | Url | Pod | None) -> bool:
+    """Whether a target is on another machine, as far as can be told."""
+    return isinstance(asked, Pod) or (isinstance(asked, Url) and not here(asked.host, asked.port))
+
+
+def unknown(target: str, asked: str | Url | Pod | None, why: str) -> VllmopsError:
+    """The error for a target that names no server of this machine.
+
+    Args:
+        target: as it was given.
+        asked: the same, parsed.
+        why: what runs on this machine.
+    """
     label = shown(target) if "://" in target else target
-    raise VllmopsError(
+    if away(asked):
+        there = f"{label} is on another machine"
+        if access.get() is None:
+            return VllmopsError(
+                "target.remote",
+                f"{there}, and this command works on the server's own machine only",
+                "run it there, with the name of the instance or its pid after -t",
+                exit_code=Exit.USAGE,
+            )
+        return VllmopsError(
+            "target.remote",
+            f"{there}, and its admin token is missing",
+            "--admin-token FILE: a copy of the file that vllmops serve --admin-token has there",
+            exit_code=Exit.USAGE,
+        )
+    return VllmopsError(
         "target.unknown",
-        f"no running vLLM server matches {label!r}; {choices(servers)}",
+        f"no running vLLM server matches {label!r}; {why}",
         "vllmops ps --all",
         exit_code=Exit.NOT_FOUND,
     )
@@ -216,7 +296,9 @@ def choices(servers: Sequence[Server]) -> str:
     return "running: " + ", ".join(server.label for server in servers)
 
 
-def names(server: Server, target: str | Url) -> bool:
+def names(server: Server, target: str | Url | Pod) -> bool:
+    if isinstance(target, Pod):
+        return False
     if isinstance(target, Url):
         return target.port == server.port and is_local(target.host, server.host or "")
     if server.name == target:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import msgspec
 import psutil
@@ -32,6 +33,7 @@ from ..protocol.memory import (
     RecordingHead,
 )
 from ..protocol.place import who
+from ..protocol.remote import Members
 from ..rpc import agent
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ LINES = msgspec.json.Decoder(MemorySample | End)
 
 def kept(label: str) -> Path:
     """The file with the newest recording of a server."""
-    return own(home() / "memory") / f"{label}.jsonl"
+    return own(home() / "memory") / f"{quote(label, safe='')}.jsonl"
 
 
 def keep(label: str, head: RecordingHead) -> Journal:
@@ -141,6 +143,7 @@ class Watch:
     """The processes that a server has at the start; the agent of each is located once."""
 
     def __init__(self, server: Server) -> None:
+        self.fleet = server.fleet
         self.processes = server.of(*VITAL)
         if not self.processes:
             raise VllmopsError(
@@ -151,7 +154,7 @@ class Watch:
             )
         self.gpus = Gpus()
         self.handles: dict[Process, psutil.Process] = {}
-        for process in self.processes:
+        for process in () if self.fleet else self.processes:
             with suppress(psutil.NoSuchProcess):
                 self.handles[process] = psutil.Process(process.pid)
         self.reached: dict[Process, agent.Agent] = {}
@@ -168,6 +171,8 @@ class Watch:
             full: whether to measure PSS and USS too.
         """
         answers = self.answers() if ask else {}
+        if self.fleet:
+            return self.remote(self.fleet.members(), answers, round_)
         gpus, by_pid = self.gpus.used()
         return MemorySample(
             taken_at=time.time(),
@@ -178,6 +183,27 @@ class Watch:
             ],
             quiet=quiet(answers) if answers else None,
             gpus_bytes=gpus,
+        )
+
+    def remote(
+        self, now: Members, answers: dict[Process, AgentMemory], round_: int | None
+    ) -> MemorySample:
+        """A sample of a server on another machine: what its kernel and its agents tell."""
+        rss = {process.pid: process.rss_bytes for process in now.processes}
+        return MemorySample(
+            taken_at=time.time(),
+            round=round_,
+            processes=[
+                ProcessMemory(
+                    **agent.shown(process),
+                    pid=process.pid,
+                    rss_bytes=rss.get(process.pid),
+                    agent=answers.get(process),
+                    silent=self.silent.get(process.pid, (0.0, ""))[1],
+                )
+                for process in self.processes
+            ],
+            quiet=quiet(answers) if answers else None,
         )
 
     def answers(self) -> dict[Process, AgentMemory]:

@@ -44,7 +44,8 @@ class ProcessState(Place, frozen=True, kw_only=True):
         pid: process id.
         create_time: seconds since the epoch.
         title: the title vLLM gave it, such as ``VLLM::Worker_TP1``; empty without one.
-        state: the kernel's letter: ``R``, ``S``, ``D``, ``T``, ``Z`` …; empty if it is gone.
+        state: the kernel's letter: ``R``, ``S``, ``D``, ``T``, ``Z`` …; empty if it is gone,
+            ``?`` if that can't be known now.
         cpu_s: user and system time so far, in seconds.
         rss_bytes: resident.
         threads: how many.

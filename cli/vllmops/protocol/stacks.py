@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from .engine import Answer
 from .place import Place
 
 SCHEMA = 1
@@ -80,6 +81,9 @@ class ProcessStacks(Place, frozen=True, kw_only=True):
             line, which may hold keys.
         seconds: how long it took.
         note: what a reader must know about the capture; empty if all went as requested.
+        source: what read the stacks: ``py-spy`` from outside, or the process's own ``agent``,
+            which sees Python frames alone and does not know who holds the GIL.
+        instead: why py-spy did not read them, if the agent did in its place.
         threads: the most informative first: holder of the GIL, active, idle.
         stopped: whether a signal had stopped it.
         error: None if the process was dumped.
@@ -91,9 +95,17 @@ class ProcessStacks(Place, frozen=True, kw_only=True):
     title: str = ""
     seconds: float = 0.0
     note: str = ""
+    source: Literal["py-spy", "agent"] = "py-spy"
+    instead: Problem | None = None
     threads: tuple[Thread, ...] = ()
     stopped: bool = False
     error: Problem | None = None
+
+
+class AgentStacks(Answer, frozen=True, kw_only=True):
+    """An agent's own view of its process."""
+
+    stacks: ProcessStacks
 
 
 class Options(msgspec.Struct, frozen=True):

@@ -1,4 +1,7 @@
-"""Asks the agents inside a server's processes, over their Unix sockets."""
+"""Asks the agents inside a server's processes, over their Unix sockets.
+
+A process that is asked in another way is a `Distant` one.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,11 @@ from ..protocol.memory import AgentMemory
 from ..protocol.packages import Packages
 from ..protocol.patches import ProcessPatches
 from ..protocol.place import named
+from ..protocol.remote import Members
 from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..protocol.resets import ResetDone, ResetRequest
 from ..protocol.socket import DIRECTORY, PATH_BYTES
+from ..protocol.stacks import AgentStacks, ProcessStacks
 
 TIMEOUT_S = 2.0
 # Beats come every second; this many seconds without one mean that Python no longer runs.
@@ -47,8 +52,9 @@ ANSWER_BYTES = 256 << 20  # the keys of some million cache entries
 DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
-        *(AgentMemory, Answer, Hello, EngineState, ProcessCaches),
-        *(Comparison, Packages, ProcessKeys, ProcessPatches, ProcessRepair, ResetDone, Traffic),
+        *(AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
+        *(Comparison, Members, Packages, ProcessKeys, ProcessPatches, ProcessRepair),
+        *(ResetDone, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)
@@ -120,6 +126,11 @@ class Agent:
         """
         return self.ask("GET", "/keys?reload=1" if reload else "/keys", ProcessKeys)
 
+    def stacks(self) -> ProcessStacks:
+        """Its own view of its threads."""
+        found = self.ask("GET", "/stacks", AgentStacks).stacks
+        return msgspec.structs.replace(found, **shown(self.process), pid=self.process.pid)
+
     def requests(self) -> Traffic:
         """Its HTTP requests."""
         return self.ask("GET", "/requests", Traffic)
@@ -142,6 +153,17 @@ class Agent:
 
     def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
         """Ask one question and decode the answer."""
+        status, content = self.exchange(method, path, body)
+        if status != http.client.OK:
+            raise broken(self.process, f"it answered {status} to {path}: {content[:200]!r}")
+        answer = decode(f"the agent of {name(self.process)}", content, kind)
+        # The process tree knows its role better, and in a container it has another pid for itself.
+        known = {**shown(self.process), "pid": self.process.pid}
+        own = () if kind is Hello else known.keys() & kind.__struct_fields__
+        return msgspec.structs.replace(answer, **{field: known[field] for field in own})
+
+    def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """Ask one question; the status and the content of the answer."""
         connection = Connection(self.path, self.timeout_s, self.uid)
         if method == "GET":
             # A connection costs the process a thread, so questions share one; what changes
@@ -159,13 +181,7 @@ class Agent:
             self.kept = connection
         else:
             connection.close()
-        if status != http.client.OK:
-            raise broken(self.process, f"it answered {status} to {path}: {content[:200]!r}")
-        answer = decode(self.process, content, kind)
-        # The process tree knows its role better, and in a container it has another pid for itself.
-        known = {**shown(self.process), "pid": self.process.pid}
-        own = () if kind is Hello else known.keys() & kind.__struct_fields__
-        return msgspec.structs.replace(answer, **{field: known[field] for field in own})
+        return status, content
 
 
 class Timely(socket.socket):
@@ -248,6 +264,22 @@ class Connection(http.client.HTTPConnection):
                 time.sleep(0.01)
 
 
+class Distant(Process):
+    """A process whose agent this machine can't ask over its Unix socket."""
+
+    def agent(self, timeout_s: float) -> Agent:
+        """What asks its agent.
+
+        Args:
+            timeout_s: seconds for each question.
+        """
+        raise NotImplementedError
+
+    def pulse(self) -> Pulse | None:
+        """Its last heartbeat; raises VllmopsError."""
+        raise NotImplementedError
+
+
 def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
     """The agent of a process, after checking that it is this process's own.
 
@@ -260,6 +292,10 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
             ``agent.stale``, ``agent.path-too-long``, ``agent.mismatch``, ``agent.timeout``,
             ``agent.broken``, ``agent.older`` or ``agent.newer``.
     """
+    if isinstance(process, Distant):
+        distant = process.agent(timeout_s)
+        distant.hello()  # the server has made sure that it is the process's own
+        return distant
     uid = owner(process)
     if os.geteuid() not in (0, uid):
         raise VllmopsError(
@@ -366,6 +402,8 @@ def beat(process: Process) -> Pulse | None:
     Returns:
         None if there is none that is readable, of this process, and of a known schema.
     """
+    if isinstance(process, Distant):
+        return process.pulse()
     path, uid = socket_path(process).with_suffix(".beat"), owner(process)
     for _ in range(3):
         try:
@@ -486,25 +524,34 @@ def unsafe(
     )
 
 
-def decode(process: Process, content: bytes, kind: type[A]) -> A:
-    """Decode an answer, telling an older or newer agent apart from a broken one."""
+def decode(who: str, content: bytes, kind: type[A]) -> A:
+    """Decode an answer, telling an older or newer agent apart from a broken one.
+
+    Args:
+        who: how messages name who answered.
+        content: the answer.
+        kind: its type.
+
+    Raises:
+        VllmopsError: ``agent.broken``, ``agent.older`` or ``agent.newer``.
+    """
     try:
         schema = DECODERS[Answer].decode(content).schema
         if schema == SCHEMA:
             answer: A = DECODERS[kind].decode(content)
             return answer
     except DAMAGE as error:
-        raise broken(process, f"its answer can't be read: {error}") from error
+        raise invalid(who, f"its answer can't be read: {error}") from error
     schemas = f"(its schema is {schema}, this one's is {SCHEMA})"
     if schema < SCHEMA:
         raise VllmopsError(
             "agent.older",
-            f"the agent of {name(process)} is older than this vllmops {schemas}",
+            f"{who} is older than this vllmops {schemas}",
             "restart the server, so that it loads this vllmops",
         )
     raise VllmopsError(
         "agent.newer",
-        f"the agent of {name(process)} is newer than this vllmops {schemas}",
+        f"{who} is newer than this vllmops {schemas}",
         "use the vllmops version of the server",
     )
 
@@ -576,9 +623,13 @@ def absent(process: Process, path: Path) -> VllmopsError:
 
 
 def broken(process: Process, why: str) -> VllmopsError:
+    return invalid(f"the agent of {name(process)}", why)
+
+
+def invalid(who: str, why: str) -> VllmopsError:
     return VllmopsError(
         "agent.broken",
-        f"the agent of {name(process)} gave an invalid answer: {why}",
+        f"{who} gave an invalid answer: {why}",
         "vllmops logs shows the errors of the agent",
         exit_code=Exit.NOT_FOUND,
     )

@@ -2,34 +2,47 @@
 
 py-spy stops a process with PTRACE_SEIZE and PTRACE_INTERRUPT. It sends no signal, and if py-spy
 dies for any reason, the kernel resumes the process. So it is safe to kill a py-spy that is late.
+
+Where py-spy is missing, may not look, or does not come to an end, the agent of the process lists
+its own threads; and so does the agent of a process on another machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 
 from ..errors import VllmopsError
 from ..host import proc
-from ..host.processes import Process
+from ..host.processes import ROLES, Process
 from ..host.ptrace import refusal, rights
 from ..protocol import identity
 from ..protocol.files import DAMAGE
 from ..protocol.stacks import Frame, Local, Options, Problem, ProcessStacks, StacksSnapshot, Thread
+from ..rpc import agent
 
 SURE_SHARE = 0.8
 # A killed process ends at once, unless it is stuck in the kernel.
 KILL_WAIT_S = 1.0
+# py-spy holds a process for some milliseconds, with native frames for longer. Meanwhile the
+# process does not work, so one py-spy must not hold it for as long as all may take.
+HELD_S = 5.0
+LOOK_S = 0.25
+# An agent that runs Python answers in milliseconds; this comes on top of the time for py-spy.
+AGENT_S = 1.0
 
 NOT_PYTHON = ("Failed to find python version", "Failed to find a python interpreter")
 STOPPED = "it is stopped by a signal"
@@ -106,15 +119,18 @@ def capture(
         server: the server's name, for the snapshot.
 
     Raises:
-        VllmopsError: ``pyspy.missing``.
+        VllmopsError: ``pyspy.missing``, if no agent stands in for it either.
     """
     options = options or Options()
-    program = find()
+    # From elsewhere only agents answer, and in other processes there is none.
+    processes = [p for p in processes if p.role in ROLES or not isinstance(p, agent.Distant)]
     captured_at, began = time.time(), time.monotonic()
     deadline = began + timeout_s
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
-        dumps = [pool.submit(_dump, program, process, options, deadline) for process in processes]
+        dumps = [pool.submit(_dump, process, options, deadline) for process in processes]
         done = tuple(dump.result() for dump in dumps)
+    if all(process.error and process.error.code == "pyspy.missing" for process in done):
+        find()
     return StacksSnapshot(
         captured_at=captured_at,
         seconds=round(time.monotonic() - began, 3),
@@ -162,32 +178,58 @@ def _frame(frame: _Frame, *, with_locals: bool) -> Frame:
     )
 
 
-def _dump(program: str, process: Process, options: Options, deadline: float) -> ProcessStacks:
+def _dump(process: Process, options: Options, deadline: float) -> ProcessStacks:
     began = time.monotonic()
-    threads: tuple[Thread, ...] = ()
-    note, problem = "", None
     try:
+        if isinstance(process, agent.Distant):
+            return _own_view(process, options)
         _confirm(process)
         try:
-            threads, note = _attempts(program, process, options, deadline)
+            found = _from_outside(process, options, deadline)
         finally:
             # A process that ended meanwhile is reported as gone, whatever py-spy printed; and if
             # another process has its pid now, these may be the wrong stacks.
             _confirm(process)
     except VllmopsError as error:
-        threads, note = (), ""
-        problem = Problem(error.code, error.message, error.hint)
+        found = _stacks(process, error=Problem(error.code, error.message, error.hint))
+    return msgspec.structs.replace(found, seconds=round(time.monotonic() - began, 3))
+
+
+def _from_outside(process: Process, options: Options, deadline: float) -> ProcessStacks:
+    """The stacks by py-spy, or by the agent if py-spy fails.
+
+    Raises:
+        VllmopsError: why py-spy failed, if there is no agent that answers.
+    """
+    try:
+        threads, note = _attempts(find(), process, options, deadline)
+    except VllmopsError as error:
+        try:
+            found = _own_view(process, options)
+        except VllmopsError:
+            raise error from None
+        notes = filter(None, (f"listed by its agent, because {error.message}", found.note))
+        instead = Problem(error.code, error.message, error.hint)
+        return msgspec.structs.replace(found, note="; ".join(notes), instead=instead)
+    return _stacks(process, threads=threads, note=note, stopped=STOPPED in note)
+
+
+def _own_view(process: Process, options: Options) -> ProcessStacks:
+    """The stacks that the agent of a process lists; raises as `agent.reach` does."""
+    found = agent.reach(process, timeout_s=AGENT_S).stacks()
+    asked = ("local variables", options.locals), ("native frames", options.native)
+    lacking = " and ".join(what for what, wanted in asked if wanted)
+    return msgspec.structs.replace(found, note=f"without {lacking}") if lacking else found
+
+
+def _stacks(process: Process, **fields: Any) -> ProcessStacks:
     return ProcessStacks(
         role=str(process.role),
         pid=process.pid,
         create_time=process.create_time,
         title=next((word for word in process.title.split() if word.startswith("VLLM::")), ""),
-        seconds=round(time.monotonic() - began, 3),
-        note=note,
-        threads=threads,
-        stopped=STOPPED in note,
-        error=problem,
         **msgspec.structs.asdict(process.place),
+        **fields,
     )
 
 
@@ -242,9 +284,13 @@ def _attempts(
         limit_s = left_s * (1.0 if way is ways[-1] else SURE_SHARE if sure else 0.5)
         command = (program, "dump", "--json", "--pid", str(process.pid), *way, *locals_)
         try:
-            threads = parse(_run(command, process, limit_s), with_locals=options.locals)
+            threads = parse(
+                _run(command, process, limit_s, halted=bool(halted)), with_locals=options.locals
+            )
         except VllmopsError as error:
             first = first or error
+            if isinstance(error, _LateError) and not halted:
+                _resume(process.pid)
             continue
         note = f"{UNSTOPPED}: {halted}" if halted else ""
         return threads, _note(process, way, first) if first else note
@@ -292,8 +338,15 @@ def _held(pid: int, states: str = "tTD") -> str:
     return ""
 
 
-def _run(command: Sequence[str], process: Process, limit_s: float) -> bytes:
+def _run(command: Sequence[str], process: Process, limit_s: float, *, halted: bool) -> bytes:
     """Run py-spy; returns its output.
+
+    Args:
+        command: its command line.
+        process: its target.
+        limit_s: seconds after which it is killed.
+        halted: whether something else holds the target; if not, py-spy is killed too once it has
+            held it for `HELD_S`.
 
     Raises:
         VllmopsError: ``pyspy.unusable``, one of `_failure`, or `_LateError`.
@@ -306,18 +359,55 @@ def _run(command: Sequence[str], process: Process, limit_s: float) -> bytes:
             f"{command[0]} can't be started: {error.strerror}",
             f"{sys.executable} -m pip install --force-reinstall py-spy",
         ) from error
-    try:
-        output, complaint = running.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        running.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running.communicate(timeout=KILL_WAIT_S)
-        raise _LateError(
-            "stacks.timeout", f"py-spy did not finish within {limit_s:.3g} s"
-        ) from None
+    now = time.monotonic()
+    end, held_since = now + limit_s, None
+    while True:
+        try:
+            output, complaint = running.communicate(timeout=max(min(end - now, LOOK_S), 0.0))
+            break
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        held_since = (held_since or now) if not halted and _traced(process.pid) else None
+        if now >= end or (held_since and now - held_since >= HELD_S):
+            _kill(running)
+            late = f"did not finish within {limit_s:.3g} s"
+            held = f"held it for {HELD_S:g} s"
+            raise _LateError("stacks.timeout", f"py-spy {late if now >= end else held}")
     if running.returncode:
         raise _failure(process, complaint.decode(errors="replace"))
     return output
+
+
+def _kill(running: subprocess.Popen[bytes]) -> None:
+    """Kill py-spy, and what it has started: it may be a script around the one that traces."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(running.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    running.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        running.communicate(timeout=KILL_WAIT_S)
+
+
+def _traced(pid: int) -> bool:
+    """Whether a tracer holds the main thread of a process, and so all of them."""
+    with contextlib.suppress(OSError):
+        return identity.stat(pid)[0] == "t"
+    return False
+
+
+def _resume(pid: int) -> None:
+    """See to it that a process runs on after a py-spy that was killed.
+
+    The kernel lets it go; but where the tracer attached by a signal, the process may stop by that
+    signal a moment later, and SIGCONT, which a running process ignores, prevents that.
+    """
+    end = time.monotonic() + KILL_WAIT_S
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGCONT)
+        while _held(pid, "tT") and time.monotonic() < end:
+            time.sleep(0.01)
+            os.kill(pid, signal.SIGCONT)
 
 
 def _failure(process: Process, complaint: str) -> VllmopsError:

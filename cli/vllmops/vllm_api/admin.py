@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,6 +17,7 @@ from ..keys import file
 from ..keys.ring import Ring
 from ..protocol.files import DAMAGE
 from ..protocol.keys import ProcessKeys
+from ..protocol.remote import Refusal, Refused
 from ..rpc.agent import DECODERS
 from ..store.urls import shown
 from . import http
@@ -22,21 +25,135 @@ from .place import Place
 
 # Longer than a server waits for another change of its keyring.
 TIMEOUT_S = 8.0
-
-
-class Refusal(msgspec.Struct):
-    """Why a route refuses, as `VllmopsError` has it."""
-
-    code: str
-    message: str
-    hint: str = ""
-
-
-class Refused(msgspec.Struct):
-    error: Refusal
-
-
 REFUSED = msgspec.json.Decoder(Refused)
+
+
+class Admin:
+    """A server's admin routes.
+
+    Args:
+        place: the server.
+        token: its admin token.
+        plain: use HTTP without TLS to another machine, too.
+
+    Raises:
+        VllmopsError: ``admin.plain`` (exit code 2), or ``admin.other-user`` (4) where a process of
+            this machine that is neither this user's nor root's listens there.
+    """
+
+    def __init__(self, place: Place, token: str, *, plain: bool = False) -> None:
+        if not (place.local or plain or urlsplit(place.url).scheme == "https"):
+            raise VllmopsError(
+                "admin.plain",
+                f"{shown(place.url)} is plain HTTP to another machine: anybody on the network "
+                "could read the admin token",
+                "use https:// or a tunnel, such as ssh -L; keys push has --plain for a network "
+                "that nobody can listen to",
+                exit_code=Exit.USAGE,
+            )
+        if why := distrust(place.url):
+            raise VllmopsError(
+                "admin.other-user",
+                f"the admin token is not sent to {place.url}: {why}",
+                "vllmops ps shows what runs; run vllmops as the user who started the server",
+                exit_code=Exit.NOT_AUTHORISED,
+            )
+        self.place, self.token = place, token
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self.client = http.client(headers, outside=not place.local)
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float = TIMEOUT_S,
+        content: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Response:
+        """What the server answers, whatever its status; any number of threads may ask.
+
+        Raises:
+            VllmopsError: ``admin.unreachable`` (5) or ``admin.timeout`` (3).
+        """
+        try:
+            answer = http.answered(
+                self.client,
+                method,
+                f"{self.place.url}{path}",
+                timeout_s,
+                content=content,
+                headers=headers,
+            )
+            return asyncio.run_coroutine_threadsafe(answer, LOOP.get()).result()
+        except httpx.ConnectTimeout as error:
+            raise self.unreachable(error) from error
+        except httpx.TimeoutException as error:
+            done = "; it may have done what was asked" if method == "POST" else ""
+            raise VllmopsError(
+                "admin.timeout",
+                f"{self.place.name} did not answer within {timeout_s:g} s{done}",
+                "try again: what is done already is not done twice",
+                exit_code=Exit.TIMED_OUT,
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self.unreachable(error) from error
+
+    def unreachable(self, error: Exception) -> VllmopsError:
+        return VllmopsError(
+            "admin.unreachable",
+            f"{shown(self.place.url)} can't be reached: {str(error) or type(error).__name__}",
+            "check the URL after -t, and that the server runs",
+            exit_code=Exit.NOT_FOUND,
+        )
+
+    def failed(self, answer: httpx.Response) -> VllmopsError:
+        """The error for an answer that is none of the route's."""
+        try:
+            why = REFUSED.decode(answer.content).error
+        except DAMAGE:
+            # vLLM's own answer, or a gateway's.
+            return VllmopsError(
+                "admin.no-route",
+                f"{self.place.name} has no admin routes: it answered {answer.status_code}",
+                "start it with vllmops serve --admin-token FILE; vllmops attach adds no routes",
+            )
+        return self.refused(why)
+
+    def refused(self, why: Refusal) -> VllmopsError:
+        """A server's refusal, as an error here."""
+        if why.code == "admin.refused":
+            return VllmopsError(
+                "admin.refused",
+                f"{self.place.name} rejected the admin token",
+                "--admin-token with a copy of the file that the server was started with",
+                exit_code=Exit.NOT_AUTHORISED,
+            )
+        hint = why.hint
+        if why.code.startswith("agent.") and hint:
+            hint = f"on the machine of the server: {hint}"
+        elif why.code == "admin.no-route":
+            hint = "restart the server, so that it loads a vllmops as new as this one"
+        code = known(why.code, "admin.failed")
+        exit_code = Exit(why.exit_code) if why.exit_code in set(Exit) else Exit.FAILED
+        return VllmopsError(code, f"{self.place.name}: {why.message}", hint, exit_code=exit_code)
+
+
+class Loop:
+    """An event loop on a thread of its own, so that connections stay open between questions."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.running: asyncio.AbstractEventLoop | None = None
+
+    def get(self) -> asyncio.AbstractEventLoop:
+        with self.lock:
+            if self.running is None:
+                made = self.running = asyncio.new_event_loop()
+                threading.Thread(target=made.run_forever, name="vllmops-http", daemon=True).start()
+            return self.running
+
+
+LOOP = Loop()
 
 
 def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> ProcessKeys:
@@ -52,71 +169,15 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         What the process that answered holds now.
 
     Raises:
-        VllmopsError: ``admin.plain`` (exit code 2), ``admin.other-user`` (4) where a process of
-            this machine that is neither this user's nor root's listens there,
-            ``admin.unreachable`` (5), ``admin.timeout`` (3), ``admin.refused`` (4),
-            ``admin.no-route``, or the server's own error.
+        VllmopsError: as `Admin` and `Admin.ask` do, ``admin.refused`` (4), ``admin.no-route``, or
+            the server's own error.
     """
-    if not (place.local or plain or urlsplit(place.url).scheme == "https"):
-        raise VllmopsError(
-            "admin.plain",
-            f"{shown(place.url)} is plain HTTP to another machine: anybody on the network could "
-            "read the keys",
-            "use https:// or a tunnel; use --plain only on a network that nobody can listen to",
-            exit_code=Exit.USAGE,
-        )
-    if why := distrust(place.url):
-        raise VllmopsError(
-            "admin.other-user",
-            f"the admin token and the keys are not sent to {place.url}: {why}",
-            "vllmops ps shows what runs; run vllmops as the user who started the server",
-            exit_code=Exit.NOT_AUTHORISED,
-        )
-    try:
-        answer = http.ask(
-            "POST",
-            f"{place.url}{admin.KEYS}",
-            TIMEOUT_S,
-            outside=not place.local,
-            content=file.encode(ring),
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-        )
-    except httpx.TimeoutException as error:
-        raise VllmopsError(
-            "admin.timeout",
-            f"{place.name} did not answer within {TIMEOUT_S:g} s; it may have taken the keys",
-            "try again: the server does not take the same keys twice",
-            exit_code=Exit.TIMED_OUT,
-        ) from error
-    except httpx.HTTPError as error:
-        raise VllmopsError(
-            "admin.unreachable",
-            f"{shown(place.url)} can't be reached: {str(error) or type(error).__name__}",
-            "check the URL after -t, and that the server runs",
-            exit_code=Exit.NOT_FOUND,
-        ) from error
-    try:
-        if answer.is_success:
+    server = Admin(place, token, plain=plain)
+    answer = server.ask("POST", admin.KEYS, content=file.encode(ring))
+    if answer.is_success:
+        try:
             held: ProcessKeys = DECODERS[ProcessKeys].decode(answer.content)
             return held
-        raise refused(place, REFUSED.decode(answer.content).error)
-    except DAMAGE as error:
-        # vLLM's own answer, or a gateway's.
-        raise VllmopsError(
-            "admin.no-route",
-            f"{place.name} has no admin routes: it answered {answer.status_code}",
-            "start it with vllmops serve --admin-token FILE",
-        ) from error
-
-
-def refused(place: Place, why: Refusal) -> VllmopsError:
-    """A server's refusal, as an error here."""
-    if why.code == "admin.refused":
-        return VllmopsError(
-            "admin.refused",
-            f"{place.name} rejected the admin token",
-            "--admin-token with a copy of the file that the server was started with",
-            exit_code=Exit.NOT_AUTHORISED,
-        )
-    code = known(why.code, "admin.failed")
-    return VllmopsError(code, f"{place.name}: {why.message}", why.hint)
+        except DAMAGE:
+            pass
+    raise server.failed(answer)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import time
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import httpx
@@ -22,6 +24,9 @@ GRACE_S = 0.5  # for an answer that comes in several parts, each in time
 ANSWER_BYTES = 64 << 20  # a response with its images; metrics of many engines have some MB
 SLOWEST = 1 << 20  # bytes per second: an answer may take this much longer than a small one
 KEY = "VLLM_API_KEY"
+# Connections are given up before a server closes them, as uvicorn does after 5 s.
+LIMITS = httpx.Limits(keepalive_expiry=2.0)
+LOOPBACK = {"", "localhost", "127.0.0.1", "::1"}
 # What reading JSON of any shape may raise.
 NO_ANSWER = (ValueError, LookupError, TypeError, RecursionError)
 
@@ -60,34 +65,21 @@ FIELDS: tuple[tuple[str, dict[str, str], str], ...] = (
 
 
 class UnixSocket(httpx.AsyncBaseTransport):
-    """HTTP through the Unix socket that is a URL's host, as `unix_url` writes it."""
+    """HTTP through the Unix sockets that are URLs' hosts, as `unix_url` writes them."""
+
+    def __init__(self) -> None:
+        self.by_path: dict[str, httpx.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        transport = httpx.AsyncHTTPTransport(uds=rerouted(request), verify=False)
-        try:
-            answer = await transport.handle_async_request(request)
-        except BaseException:
-            await transport.aclose()
-            raise
-        assert isinstance(answer.stream, httpx.AsyncByteStream)
-        answer.stream = Closing(answer.stream, transport)
-        return answer
-
-
-class Closing(httpx.AsyncByteStream):
-    """A stream that closes its connection with itself."""
-
-    def __init__(self, stream: httpx.AsyncByteStream, transport: httpx.AsyncHTTPTransport) -> None:
-        self.stream = stream
-        self.transport = transport
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk in self.stream:
-            yield chunk
+        path = rerouted(request)
+        if path not in self.by_path:
+            verify = trust(outside=False)
+            self.by_path[path] = httpx.AsyncHTTPTransport(uds=path, verify=verify, limits=LIMITS)
+        return await self.by_path[path].handle_async_request(request)
 
     async def aclose(self) -> None:
-        await self.stream.aclose()
-        await self.transport.aclose()
+        for transport in self.by_path.values():
+            await transport.aclose()
 
 
 def rerouted(request: httpx.Request) -> str:
@@ -97,9 +89,6 @@ def rerouted(request: httpx.Request) -> str:
     request.url = request.url.copy_with(scheme="http", host="localhost")
     request.headers["Host"] = "localhost"
     return path
-
-
-MOUNTS: dict[str, httpx.AsyncBaseTransport | None] = {UNIX: UnixSocket()}
 
 
 def healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
@@ -205,15 +194,40 @@ def get(url: str, timeout_s: float) -> httpx.Response:
 
 
 def ask(
-    method: str, url: str, timeout_s: float, *, outside: bool = False, **fields: Any
+    method: str, url: str, timeout_s: float, *, outside: bool | None = None, **fields: Any
 ) -> httpx.Response:
-    """The same as `answered`, of a `client`; not on a thread whose event loop runs."""
+    """The same as `answered`, of a `client`; not on a thread whose event loop runs.
+
+    Whether the server is outside, as of `client`, is found out where it is None.
+    """
 
     async def once() -> httpx.Response:
-        async with client(outside=outside) as asking:
+        async with client(outside=elsewhere(url) if outside is None else outside) as asking:
             return await answered(asking, method, url, timeout_s, **fields)
 
     return asyncio.run(once())
+
+
+def elsewhere(url: str) -> bool:
+    """Whether a URL is of another machine; raises httpx.InvalidURL."""
+    if url.startswith(UNIX):
+        return False
+    host = httpx.URL(url).host
+    return host not in LOOPBACK and not here(host)
+
+
+@cache
+def here(host: str) -> bool:
+    """Whether a host name can be this machine."""
+    from ..host import listeners  # noqa: PLC0415 - most servers have a loopback address
+
+    return listeners.here(host, 443)
+
+
+@cache
+def trust(*, outside: bool) -> ssl.SSLContext:
+    """What certificates are trusted; to read the well-known ones takes 20 ms."""
+    return httpx.create_ssl_context(verify=outside)
 
 
 def client(headers: dict[str, str] | None = None, *, outside: bool = False) -> httpx.AsyncClient:
@@ -228,8 +242,9 @@ def client(headers: dict[str, str] | None = None, *, outside: bool = False) -> h
         # A small answer that is compressed can be as large as this machine's memory.
         headers={"Accept-Encoding": "identity", **(headers or {})},
         trust_env=outside,
-        verify=outside,
-        mounts=MOUNTS,
+        verify=trust(outside=outside),
+        mounts={UNIX: UnixSocket()},
+        limits=LIMITS,
     )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..store.urls import shown
+from ..targets import Url
+
+LOCAL = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,11 @@ class Place:
     store: str | None = None
     local: bool = True
     vllm: bool = False
+
+    @staticmethod
+    def of(url: Url) -> Place:
+        """The place behind a URL that a person gave; it may be of any machine."""
+        return Place(url.text, shown(url.text), local=bool(LOCAL.fullmatch(url.host)))
 
     @property
     def or_store(self) -> str:

@@ -105,11 +105,17 @@ class Watched:
             return Phase.UP
         if self.follow and self.due():
             with suppress(VllmopsError):
-                same = [s for s in find() if s.url == self.server.url and s.processes]
-                if same and same[0].url and not same[0].record:
-                    self.server, self.dead, self.whole = same[0], False, False
+                if found := self.successor():
+                    self.server, self.dead, self.whole = found, False, False
                     return Phase.UP
         return Phase.OVER
+
+    def successor(self) -> Server | None:
+        """The foreign server at the same address now, None without one; raises VllmopsError."""
+        if fleet := self.server.fleet:
+            return dataclasses.replace(self.server, processes=fleet.processes())
+        same = [s for s in find() if s.url == self.server.url and s.processes]
+        return same[0] if same and same[0].url and not same[0].record else None
 
     def due(self) -> bool:
         """Whether the process table may be read again."""
@@ -153,10 +159,9 @@ class Watched:
         if ask:
             look = examine.look(server, self.began)
         else:
+            seen = examine.seen(server)
             look = Look(
-                at_s=time.monotonic() - self.began,
-                pulses=tuple(examine.pulses(server)),
-                processes=tuple(examine.state(process) for process in server.processes),
+                at_s=time.monotonic() - self.began, pulses=seen.pulses, processes=seen.states
             )
         vital = [process for process in look.processes if process.role in VITAL]
         self.dead = all(process.state in DEAD for process in vital)
@@ -168,6 +173,11 @@ class Watched:
         """Add the processes that a foreign server has started since; the last time once ready."""
         up = look.health == 200 or any(pulse.beat.loop_s is not None for pulse in look.pulses)
         if not self.due():
+            return
+        if fleet := self.server.fleet:
+            with suppress(VllmopsError):
+                self.server = dataclasses.replace(self.server, processes=fleet.processes())
+                self.whole = up
             return
         table = processes.table()
         tree = processes.tree(table, [p.pid for p in self.server.processes])

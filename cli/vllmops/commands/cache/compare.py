@@ -14,12 +14,13 @@ from ...caches import compare as compares
 from ...diagnose import compares as judge
 from ...diagnose.findings import Severity
 from ...instances.servers import resolve
-from ...output import Progress, Result, command
+from ...output import Progress, Result
 from ...protocol.caches import Silent
 from ...protocol.compares import CompareRequest, Comparison
 from ...protocol.place import who
 from ..findings import FailOn, exit_code, lines
 from ..options import Target, seconds
+from ..several import per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 TITLES = {"mm-lru": "Multimodal cache, mirrored", "encoder": "Encoder cache"}
 
 
-@command
+@per_target
 def compare(
     *,
     target: Target = None,

@@ -19,7 +19,7 @@ from ...diagnose.findings import Finding, Severity
 from ...errors import Exit, VllmopsError
 from ...host.processes import alive
 from ...instances.servers import resolve
-from ...output import Result, command
+from ...output import Result
 from ...protocol import files
 from ...protocol.caches import (
     Cache,
@@ -35,6 +35,7 @@ from ...protocol.place import row as ranked
 from ...protocol.place import who
 from ..findings import FailOn, exit_code, lines
 from ..options import Target, seconds, to_write
+from ..several import per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,7 +51,7 @@ TITLES = {
 }
 
 
-@command
+@per_target
 def inspect(
     ctx: typer.Context,
     file: Annotated[
@@ -113,7 +114,8 @@ def inspect(
             output.show(*shown.text())
             time.sleep(interval)
             # The processes seldom change, and to find them takes longer than to read their caches.
-            if snapshot.samples[-1].silent or not all(map(alive, agents.processes)):
+            gone = not (agents.server.fleet or all(map(alive, agents.processes)))
+            if snapshot.samples[-1].silent or gone:
                 agents = caches.Agents(resolve(target))
     except KeyboardInterrupt:
         if not watch:

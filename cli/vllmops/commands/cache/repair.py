@@ -16,18 +16,19 @@ from ...diagnose import caches as judge
 from ...diagnose.findings import Severity, worst
 from ...errors import Exit
 from ...instances.servers import resolve
-from ...output import Progress, Result, command
+from ...output import Progress, Result
 from ...protocol.place import row as ranked
 from ...protocol.place import who
 from ...protocol.repairs import Change, Fault
 from ..findings import lines
 from ..options import Target
+from ..several import per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-@command
+@per_target
 def repair(
     *,
     target: Target = None,

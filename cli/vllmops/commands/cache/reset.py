@@ -15,16 +15,17 @@ from ...host.processes import Process, Role
 from ...instances.servers import Server, resolve
 from ...instances.takedown import in_flight
 from ...keys.ring import in_seconds
-from ...output import Progress, Result, command
+from ...output import Progress, Result
 from ...protocol.caches import Silent
 from ...protocol.resets import ResetDone, ResetRequest
 from ...rpc import agent
 from ..options import Target, seconds
+from ..several import per_target
 
 SLACK_S = 15.0  # beyond the drain: the reset itself, and a slow machine
 
 
-@command
+@per_target
 def reset(
     *,
     target: Target = None,

@@ -12,11 +12,14 @@ from ... import output
 from ...errors import VllmopsError
 from ...instances import keys as client
 from ...instances.keys import Holdings
+from ...instances.servers import resolve
 from ...keys import file, rotation
 from ...keys.ring import Ring
 from ...keys.rotation import Stage
-from ...output import Result, command, table
+from ...output import Result, table
 from ...protocol.place import who
+from ..options import AnyTarget
+from ..several import per_target
 from .keyring import Keyring, listing, ring_path
 
 if TYPE_CHECKING:
@@ -33,12 +36,21 @@ NEXT = {
 }
 
 
-@command
-def status(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
+@per_target
+def status(
+    *, target: AnyTarget = None, keyring: Keyring = None, json_: output.Json = False
+) -> Result:
     """Show which server holds which keys, and the state of a rotation."""
     path = ring_path(keyring)
-    holdings = client.ask(ring=path)
-    own = holdings.of(path)
+    if target:
+        # Its keyring may be a copy of this one, below another name, and this machine have none.
+        holdings = own = client.ask([resolve(target)])
+        if keyring is None and not path.exists():
+            data = {"keyring": None, "stage": None, "keys": [], **holders(holdings, None)}
+            return Result(data, lambda: list(render_servers(holdings)))
+    else:
+        holdings = client.ask(ring=path)
+        own = holdings.of(path)
     try:
         ring = file.load(path)
     except VllmopsError as error:

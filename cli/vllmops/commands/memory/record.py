@@ -16,11 +16,12 @@ from ...instances.servers import resolve
 from ...memory import plot
 from ...memory.record import Recorder, Watch, keep
 from ...numbers import MOST
-from ...output import Json, Progress, Result, command, size
+from ...output import Json, Progress, Result, size
 from ...protocol import files
 from ...protocol.memory import MemorySample, RecordingHead
 from ..findings import FailOn
 from ..options import YEAR_S, Target, count, seconds, to_write
+from ..several import remote
 from .result import Plot, Tolerance, result
 
 NICENESS = 10
@@ -32,7 +33,7 @@ LENGTH, LOAD = "Length", "Built-in load"
 UNKEPT = "this recording is not kept for doctor and bundle"
 
 
-@command
+@remote
 def record(
     *,
     target: Target = None,

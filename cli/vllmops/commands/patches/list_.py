@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from ...output import Json, Result, command
+from ...output import Json, Result
 from ..options import Target
+from ..several import per_target
 from .states import asked, listing, report
 
 
-@command
+@per_target
 def list_(*, target: Target = None, json_: Json = False) -> Result:
     """Show the state of each patch in each process.
 

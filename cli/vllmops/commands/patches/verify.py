@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ...errors import Exit
-from ...output import Json, Result, command
+from ...output import Json, Result
 from ..options import Target
+from ..several import per_target
 from .states import asked, listing, report
 
 
-@command
+@per_target
 def verify(*, target: Target = None, json_: Json = False) -> Result:
     """Run each probe again; the exit code is 1 if a defect is present.
 

@@ -14,12 +14,13 @@ from ...diagnose.findings import Severity
 from ...errors import Exit, VllmopsError
 from ...host.processes import Role
 from ...instances.servers import resolve
-from ...output import Folded, Line, Result, command
+from ...output import Folded, Line, Result
 from ...protocol.place import headed
 from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
 from ...stacks import pyspy
 from ..findings import FailOn
 from ..options import Target, count, seconds, to_write
+from ..several import per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +39,7 @@ ROLES: dict[str, str] = {
 }
 
 
-@command
+@per_target
 def dump(
     *,
     target: Target = None,

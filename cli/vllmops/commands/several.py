@@ -1,0 +1,200 @@
+"""Commands that work on several servers, also on other machines: the one place that knows how.
+
+``-t`` may be given again and again, and ``-t @FILE`` names a file with a target on each line. The
+servers are asked at the same time, so that one that does not answer holds up no other one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import copy_context
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from .. import output
+from ..errors import Exit, VllmopsError
+from ..keys import admin_token as admin
+from ..output import Result, command
+from ..targets import Access, access, parsed
+from .options import AdminToken
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MOST_AT_ONCE = 64
+MOST_BYTES = 1 << 20  # of a file with targets
+# Options that a single server can have, by parameter.
+SINGLE = {"file": "FILE", "name": "TARGET", "save": "--save", "plot_": "--plot", "watch": "--watch"}
+
+
+def per_target(run: Callable[..., Result]) -> Callable[..., None]:
+    """Make a Typer command of a function with one ``target``, which then may be given repeatedly.
+
+    The command also gets ``--admin-token``, as by `remote`.
+    """
+
+    def over(target: Sequence[str] | None = None, **options: Any) -> Result:
+        given = target or ()
+        if len(given) < 2 and not any(word.startswith("@") for word in given):
+            return run(target=next(iter(given), None), **options)
+        for name, option in SINGLE.items():
+            if options.get(name):
+                raise VllmopsError(
+                    "usage",
+                    f"{option} works with one server, not with several",
+                    "use one --target",
+                    exit_code=Exit.USAGE,
+                )
+        return side_by_side(list(expanded(given)), functools.partial(run, **options))
+
+    return remote(over, run, repeated)
+
+
+def remote(
+    run: Callable[..., Result],
+    like: Callable[..., Result] | None = None,
+    target: Callable[[Any], Any] = lambda annotation: annotation,
+) -> Callable[..., None]:
+    """Make a Typer command of a function with a ``target``, which may be on another machine.
+
+    The command gets ``--admin-token``.
+
+    Args:
+        run: the function.
+        like: the one whose parameters and help it has, if not its own.
+        target: makes the annotation of ``target`` from the function's own.
+    """
+
+    @functools.wraps(like or run)
+    def reaching(admin_token: Path | None = None, **options: Any) -> Result:
+        # One that was typed is checked in any case; one from the environment may not be needed.
+        if admin_token and str(admin_token) != os.environ.get(admin.PLACE):
+            admin.token(admin_token)
+        access.set(Access(admin_token))
+        return run(**options)
+
+    signature = inspect.signature(like or run, eval_str=True)
+    parameters = []
+    for parameter in signature.parameters.values():
+        if parameter.name == "target":
+            token = parameter.replace(name="admin_token", annotation=AdminToken)
+            parameters += [parameter.replace(annotation=target(parameter.annotation)), token]
+        else:
+            parameters.append(parameter)
+    reaching.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    reaching.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command(reaching)
+
+
+def repeated(annotation: Any) -> Any:
+    """The annotation of an option that may be given again and again."""
+    (option,) = annotation.__metadata__
+    option = copy(option)
+    option.help = f"{option.help} Repeatable; @FILE has one on each line."
+    return Annotated[list[str] | None, option]
+
+
+def expanded(words: Sequence[str]) -> dict[str, None]:
+    """The targets that were given, each once, those in files included.
+
+    Raises:
+        VllmopsError: ``usage``, ``file.unreadable`` or ``file.too-large``.
+    """
+    found: dict[str, None] = {}
+    for word in words:
+        if not word.startswith("@"):
+            found[word] = None
+            continue
+        for line in lines(Path(word[1:])):
+            parsed(line)
+            found[line] = None
+    return found
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a file, without blank ones and comments.
+
+    Raises:
+        VllmopsError: ``usage`` if none is left, or as `files.read` does.
+    """
+    from ..files import read  # noqa: PLC0415
+
+    text = read(path, MOST_BYTES).decode(errors="replace")
+    found = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
+    if not found:
+        raise VllmopsError(
+            "usage", f"{path} names no target", "one target on each line", exit_code=Exit.USAGE
+        )
+    yield from found
+
+
+def side_by_side(targets: Sequence[str], run: Callable[..., Result]) -> Result:
+    """Run a command for each target at the same time.
+
+    Returns:
+        All results; the exit code is the highest one.
+    """
+    futures: dict[str, Future[Result]] = {target: Future() for target in targets}
+    waiting = deque(futures.items())
+
+    def work() -> None:
+        while waiting:
+            with suppress(IndexError):  # another thread was faster
+                copy_context().run(one, *waiting.popleft())
+
+    def one(target: str, done: Future[Result]) -> None:
+        output.speaker.set(target)
+        try:
+            done.set_result(run(target=target))
+        except BaseException as error:
+            done.set_exception(error)
+
+    for _ in range(min(len(targets), MOST_AT_ONCE)):
+        # Daemons: at a Ctrl-C the process does not wait for them.
+        threading.Thread(target=copy_context().run, args=(work,), daemon=True).start()
+    outcomes = {target: outcome(done) for target, done in futures.items()}
+    return Result(
+        {
+            "targets": [
+                {"target": target, **output.outcome(found.data, found.exit_code, found.errors)}
+                for target, found in outcomes.items()
+            ]
+        },
+        lambda: list(text(outcomes)),
+        max(found.exit_code for found in outcomes.values()),
+        tuple(error for found in outcomes.values() for error in found.errors),
+    )
+
+
+def outcome(done: Future[Result]) -> Result:
+    """The result for one target, its failure included."""
+    try:
+        return done.result()
+    except VllmopsError as error:
+        return Result(error.data, exit_code=error.exit_code, errors=(error,))
+    except Exception as error:
+        failure = VllmopsError("internal", f"unexpected {type(error).__name__}: {error}")
+        return Result(None, exit_code=failure.exit_code, errors=(failure,))
+
+
+def text(outcomes: dict[str, Result]) -> Iterator[RenderableType]:
+    """The results for a person, each below the name of its server."""
+    from rich.text import Text  # noqa: PLC0415
+
+    for number, (target, found) in enumerate(outcomes.items()):
+        if number:
+            yield Text()
+        yield Text(f"== {target}", "bold")
+        yield from found.text()
+        for error in found.errors:
+            yield Text(f"error: {error.message}", "bold red")
+            if error.hint:
+                yield Text(f"  hint: {error.hint}")

@@ -1,0 +1,55 @@
+"""Processes as the kernel sees them now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+import msgspec
+
+from ..protocol import identity
+from ..protocol.server import ProcessState
+from . import proc
+from .processes import Process
+
+COMPILERS = frozenset(
+    {"nvcc", "cicc", "ptxas", "fatbinary", "nvlink", "ninja", "gcc", "g++", "cc1plus", "cc1"}
+    | {"clang", "clang++", "ld", "as", "hipcc"}
+)
+
+
+def state(process: Process) -> ProcessState:
+    """A process as the kernel sees it now."""
+    title = process.title.split(" ")[0] if process.title.startswith("VLLM::") else ""
+    known = ProcessState(
+        role=process.role.value,
+        pid=process.pid,
+        create_time=process.create_time,
+        title=title,
+        **msgspec.structs.asdict(process.place),
+    )
+    try:
+        fields = identity.stat(process.pid)
+    except OSError:
+        return known
+    return msgspec.structs.replace(
+        known,
+        state=fields[0],
+        cpu_s=(int(fields[11]) + int(fields[12])) / identity.TICKS,
+        threads=int(fields[17]),
+        rss_bytes=int(fields[21]) * os.sysconf("SC_PAGESIZE"),
+    )
+
+
+def compilers(processes: Iterable[Process]) -> Iterator[str]:
+    """The names of compilers that run below some processes."""
+    queue = [process.pid for process in processes]
+    for pid in queue:
+        with suppress(OSError):
+            queue += [child for child in proc.children(pid) if child not in queue]
+    for pid in queue:
+        with suppress(OSError):
+            name = proc.name(pid)
+            if name in COMPILERS:
+                yield name

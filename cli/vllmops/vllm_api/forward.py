@@ -1,0 +1,119 @@
+"""A port of a Kubernetes pod as a Unix socket of this process, which no other user can reach.
+
+As `kubectl port-forward` does, and with its configuration; by the client of the extra `k8s`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import socket
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import Exit, VllmopsError
+from ..host.shape import unix_url
+from ..targets import Pod
+from .place import Place
+
+CHUNK = 1 << 16
+
+
+def place(pod: Pod) -> Place:
+    """Forward a pod's port until this process ends.
+
+    Raises:
+        VllmopsError: ``target.k8s``.
+    """
+    return Place(unix_url(str(Forward(pod).path)), pod.text, vllm=True)
+
+
+class Forward:
+    """A socket whose connections lead to a port of a pod.
+
+    Args:
+        pod: the pod.
+
+    Raises:
+        VllmopsError: ``target.k8s`` without the client, its configuration, or the pod.
+    """
+
+    def __init__(self, pod: Pod) -> None:
+        self.pod = pod
+        # The client's port forward changes the client for a moment.
+        self.lock = threading.Lock()
+        try:
+            from kubernetes import client, config, stream  # noqa: PLC0415 - an extra; takes a second
+        except ImportError as error:
+            raise VllmopsError(
+                "target.k8s",
+                "the Kubernetes client is not installed",
+                "pip install 'vllmops-cli[k8s]'",
+            ) from error
+        try:
+            config.load_kube_config()
+        except Exception as error:  # of several kinds, by what is wrong with the file
+            try:
+                config.load_incluster_config()
+            except config.ConfigException:
+                raise self.failed(error) from error
+        self.core, self.forward = client.CoreV1Api(), stream.portforward
+        # At once, so that what is wrong is told; the first connection takes it.
+        self.ready = [self.opened()]
+        folder = Path(tempfile.mkdtemp(prefix="vllmops-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self.path = folder / "pod.sock"
+        self.listening = socket.socket(socket.AF_UNIX)
+        self.listening.bind(str(self.path))
+        self.listening.listen()
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def opened(self) -> Any:
+        """A connection to the pod; raises VllmopsError."""
+        pod, ask = self.pod, self.core.connect_get_namespaced_pod_portforward
+        try:
+            with self.lock:
+                found = self.forward(ask, pod.name, pod.namespace, ports=str(pod.port))
+        except Exception as error:
+            raise self.failed(error) from error
+        return found.socket(pod.port)
+
+    def failed(self, error: Exception) -> VllmopsError:
+        why = getattr(error, "reason", None) or str(error) or type(error).__name__
+        return VllmopsError(
+            "target.k8s",
+            f"{self.pod.text} can't be reached: {str(why).splitlines()[0]}",
+            f"kubectl port-forward -n {self.pod.namespace} {self.pod.name} {self.pod.port}",
+            exit_code=Exit.NOT_FOUND,
+        )
+
+    def serve(self) -> None:
+        """Connect whoever connects."""
+        while True:
+            near, _ = self.listening.accept()
+            threading.Thread(target=self.connect, args=(near,), daemon=True).start()
+
+    def connect(self, near: socket.socket) -> None:
+        """Copy both ways between a connection and the pod, until one side ends it."""
+        with near:
+            try:
+                far = self.ready.pop() if self.ready else self.opened()
+            except (IndexError, VllmopsError):
+                return  # the other end sees that it is closed
+            back = threading.Thread(target=copy, args=(far, near), daemon=True)
+            back.start()
+            copy(near, far)
+            back.join()
+
+
+def copy(source: Any, sink: Any) -> None:
+    """Copy until the source ends, or the sink is closed."""
+    with suppress(OSError):
+        while chunk := source.recv(CHUNK):
+            sink.sendall(chunk)
+    for end in (source, sink):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

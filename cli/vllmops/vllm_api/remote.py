@@ -1,0 +1,114 @@
+"""The processes of a server on another machine, and their agents, through its admin routes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..host.processes import Role
+from ..protocol.files import DAMAGE
+from ..protocol.place import Place
+from ..protocol.remote import PROCESSES, TIMEOUT, Members
+from ..rpc import agent
+from ..rpc.agent import Agent, Distant, Pulse
+from .admin import REFUSED, Admin
+
+# On top of what an agent may take: the network, and the server's own way to the agent.
+SLACK_S = 3.0
+FRESH_S = 0.2
+
+
+class Fleet:
+    """The processes of a remote server.
+
+    Args:
+        admin: its admin routes.
+    """
+
+    def __init__(self, admin: Admin) -> None:
+        self.admin = admin
+        self.last: tuple[float, Members] | None = None
+        self.lock = threading.Lock()
+
+    def members(self) -> Members:
+        """Its processes now; questions of one moment share an answer.
+
+        Raises:
+            VllmopsError: as `Admin.ask`, `Admin.failed` and `rpc.agent.decode` do.
+        """
+        with self.lock:
+            if self.last is None or time.monotonic() - self.last[0] > FRESH_S:
+                answer = self.admin.ask("GET", PROCESSES)
+                if not answer.is_success:
+                    raise self.admin.failed(answer)
+                found = agent.decode(self.admin.place.name, answer.content, Members)
+                self.last = time.monotonic(), found
+            return self.last[1]
+
+    def processes(self) -> tuple[RemoteProcess, ...]:
+        """Its processes, root first."""
+        return tuple(
+            RemoteProcess(
+                role=Role(member.role) if member.role in set(Role) else Role.OTHER,
+                pid=member.pid,
+                start_ticks=member.start_ticks,
+                title=member.title,
+                rss_bytes=member.rss_bytes,
+                boot=member.boot,
+                place=Place(**{name: getattr(member, name) for name in Place.__struct_fields__}),
+                began_at=member.create_time,
+                fleet=self,
+            )
+            for member in self.members().processes
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteProcess(Distant):
+    """A process of a server on another machine.
+
+    Args:
+        began_at: when it started, in seconds since the epoch by the clock of its machine.
+        fleet: what it is asked through.
+    """
+
+    began_at: float
+    fleet: Fleet
+
+    @property
+    def create_time(self) -> float:
+        return self.began_at
+
+    def agent(self, timeout_s: float) -> Agent:
+        return RemoteAgent(self, timeout_s)
+
+    def pulse(self) -> Pulse | None:
+        pulses = self.fleet.members().pulses
+        return next((Pulse(p.beat, p.age_s) for p in pulses if p.pid == self.pid), None)
+
+
+class RemoteAgent(Agent):
+    """The agent of a process on another machine; it raises as `Admin.ask` does, too."""
+
+    process: RemoteProcess
+
+    def __init__(self, process: RemoteProcess, timeout_s: float) -> None:
+        self.process = process
+        self.timeout_s = timeout_s
+
+    def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        admin = self.process.fleet.admin
+        answer = admin.ask(
+            method,
+            f"{PROCESSES}/{self.process.pid}{path}",
+            self.timeout_s + SLACK_S,
+            body,
+            {TIMEOUT: f"{self.timeout_s:g}"},
+        )
+        if not answer.is_success:
+            # An answer of the agent itself has another form.
+            with suppress(*DAMAGE):
+                raise admin.refused(REFUSED.decode(answer.content).error)
+        return answer.status_code, answer.content

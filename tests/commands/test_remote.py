@@ -1,0 +1,207 @@
+"""Servers on other machines: as far as a command knows, for they are reached by HTTP alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vllmops.host import listeners
+
+from ..support.children import Spawn
+from ..support.commands import Vllmops, background
+from ..support.far import far
+from ..support.fleet import TOKEN, Fleet, token_file
+
+
+@pytest.fixture
+def fleet(spawn: Spawn, tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(spawn, tmp_path)
+    yield made
+    made.kill()
+
+
+def roles(rows: list[dict[str, object]]) -> dict[object, object]:
+    return {row["role"]: row["pid"] for row in rows}
+
+
+def test_every_command_that_reads(vllmops: Vllmops, fleet: Fleet) -> None:
+    answer = vllmops("ps", *fleet.words(), "--json")
+    assert answer.code == 0, answer
+    (row,) = answer.data["instances"]
+    assert (row["url"], row["state"], row["remote"]) == (fleet.url, "ready", True)
+    assert {p["role"]: p["agent"] for p in row["processes"]} == dict.fromkeys(fleet.pids, "answers")
+    assert roles(row["processes"]) == fleet.pids
+    assert [p["ranks"] for p in row["processes"]] == ["", "DP1", "DP1 TP0"]
+    assert {p["node"] for p in row["processes"]} == {os.uname().nodename}
+    assert 0 < row["uptime_s"] < 60
+    answer = vllmops("status", *fleet.words(), "--json")
+    assert answer.code == 0, answer
+    assert roles(answer.data["instance"]["processes"]) == fleet.pids
+    answer = vllmops("cache", "inspect", *fleet.words(), "--json")
+    assert (answer.code, answer.data["silent"], answer.data["findings"]) == (0, [], [])
+    answer = vllmops("cache", "repair", *fleet.words(), "--json")
+    assert (answer.code, answer.data["repairs"], answer.data["silent"]) == (0, [], [])
+    answer = vllmops("stacks", "dump", *fleet.words(), "--json")
+    assert answer.code == 0, answer
+    assert roles(answer.data["processes"]) == fleet.pids
+    assert {p["source"] for p in answer.data["processes"]} == {"agent"}
+    assert all(
+        any(thread["name"] == "MainThread" for thread in process["threads"])
+        for process in answer.data["processes"]
+    )
+    answer = vllmops("stacks", "dump", *fleet.words(), "--explain", "--samples", "1", "--json")
+    assert answer.data["verdict"], answer
+    answer = vllmops("patches", "list", *fleet.words(), "--json")
+    assert answer.code == 0, answer
+    answer = vllmops("keys", "status", *fleet.words(), "--json")
+    assert answer.code == 0, answer
+    answer = vllmops("doctor", *fleet.words(), "--json")
+    assert answer.code == 0, answer
+    assert [part["code"] for part in answer.data["unseen"]] == ["remote"]
+    assert answer.data["vllm_version"] == "0.32.0"
+    answer = vllmops("wait", *fleet.words(), "--for", "ready", "--timeout", "5", "--json")
+    assert (answer.code, answer.data["state"]) == (0, "ready")
+
+
+def test_an_action(vllmops: Vllmops, fleet: Fleet) -> None:
+    answer = vllmops("cache", "reset", *fleet.words(), "--json")
+    # There is no engine client in it to reset; that is what its agent says.
+    assert (answer.code, answer.error["code"]) == (5, "agent.broken")
+    assert "engine client" in answer.error["message"]
+
+
+def test_what_does_not_answer_is_told(vllmops: Vllmops, fleet: Fleet) -> None:
+    os.kill(fleet.engine, signal.SIGSTOP)
+    time.sleep(1.2)
+    began = time.monotonic()
+    answer = vllmops("cache", "inspect", *fleet.words(), "--json")
+    assert time.monotonic() - began < 8
+    (silent,) = answer.data["silent"]
+    assert (silent["pid"], silent["code"]) == (fleet.engine, "agent.timeout")
+    assert silent["beat_age_s"] > 1
+    assert silent["hint"].startswith("on the machine of the server: ")
+    os.kill(fleet.engine, signal.SIGCONT)
+
+
+def test_without_a_token_or_with_a_wrong_one(
+    vllmops: Vllmops, fleet: Fleet, tmp_path: Path
+) -> None:
+    (other := tmp_path / "other").write_text("another-" * 8)
+    other.chmod(0o600)
+    answer = vllmops("status", "-t", fleet.url, "--admin-token", str(other), "--json")
+    assert (answer.code, answer.error["code"]) == (4, "admin.refused")
+    answer = vllmops("status", "-t", "https://192.0.2.1", "--json")
+    assert (answer.code, answer.error["code"]) == (2, "target.remote")
+    assert "--admin-token" in answer.error["hint"]
+    # As the environment has it for `serve` and `keys push`.
+    environment = {"VLLMOPS_ADMIN_TOKEN_FILE": str(fleet.token)}
+    assert vllmops("status", "-t", fleet.url, env=environment).code == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("stop",), ("restart",), ("logs",), ("attach",)],
+    ids=lambda words: words[0],
+)
+def test_what_makes_no_sense_from_elsewhere_says_so(
+    vllmops: Vllmops, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    environment = {"VLLMOPS_ADMIN_TOKEN_FILE": str(token_file(tmp_path))}
+    answer = vllmops(*words, "-t", "https://192.0.2.1", "--json", env=environment)
+    assert (answer.code, answer.error["code"]) == (2, "target.remote")
+    assert "own machine only" in answer.error["message"]
+
+
+@pytest.mark.parametrize("words", [("status",), ("cache", "inspect"), ("doctor",)])
+def test_no_token_goes_over_a_line_that_others_may_read(
+    vllmops: Vllmops, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    token = ("--admin-token", str(token_file(tmp_path)))
+    for url in ("http://192.0.2.1:8000", "http://localhost.example"):
+        answer = vllmops(*words, "-t", url, *token, "--json")
+        assert (answer.code, answer.error["code"]) == (2, "admin.plain")
+    answer = vllmops(*words, "-t", "http://127.0.0.1:9", *token, "--json")
+    assert (answer.code, answer.error["code"]) == (5, "admin.unreachable")
+
+
+def test_a_server_without_admin_routes(vllmops: Vllmops, spawn: Spawn, tmp_path: Path) -> None:
+    bare = Fleet(spawn, tmp_path, token=False)
+    answer = vllmops("status", *bare.words(), "--json")
+    assert (answer.code, answer.error["code"]) == (1, "admin.no-route")
+    assert "--admin-token" in answer.error["hint"]
+    bare.kill()
+
+
+def test_a_recording_of_memory(vllmops: Vllmops, fleet: Fleet, home: Path) -> None:
+    words = ("--interval", "0.2", "--duration", "0.6", "--json")
+    answer = vllmops("memory", "record", *fleet.words(), *words)
+    assert answer.code == 0, answer
+    for sample in answer.data["samples"]:
+        assert roles(sample["processes"]) == fleet.pids
+        for process in sample["processes"]:
+            resident = psutil.Process(process["pid"]).memory_info().rss
+            assert process["rss_bytes"] == pytest.approx(resident, rel=0.5)
+    (kept,) = (home / "memory").glob("*.jsonl")
+    assert kept.parent == home / "memory"
+
+
+def test_a_bundle_of_what_can_be_had(vllmops: Vllmops, fleet: Fleet, tmp_path: Path) -> None:
+    file = tmp_path / "bundle.tar.gz"
+    answer = vllmops("bundle", *fleet.words(), "-o", str(file), "--timeout", "5", "--json")
+    assert answer.code == 0, answer
+    names = {part["name"] for part in answer.data["parts"]}
+    assert {"stacks.jsonl", "caches.json", "server.json"} <= names
+    # Nothing is read of the processes of this machine that have the same pids.
+    assert not [name for name in names if name.startswith(("proc/", "log", "config", "collect"))]
+    assert any("another machine" in part["why"] for part in answer.data["missing"])
+    planned = vllmops("bundle", *fleet.words(), "--dry-run", "--json").data["parts"]
+    assert not [part for part in planned if part["name"].startswith(("proc/", "log"))]
+    with tarfile.open(file) as archive:
+        for member in archive.getmembers():
+            content = archive.extractfile(member)
+            assert content is None or TOKEN.encode() not in content.read()
+    assert vllmops("doctor", str(file), "--json").code == 0
+
+
+def test_a_watch_follows_it(vllmops: Vllmops, fleet: Fleet, home: Path) -> None:
+    watch = background(
+        *("watch", *fleet.words(), "--interval", "0.3", "--for", "20", "--json"),
+        env={"VLLMOPS_HOME": str(home)},
+    )
+    time.sleep(3)
+    fleet.child.kill()
+    out, err = watch.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert [event["event"] for event in json.loads(out)["data"]["events"]] == ["ended"], out + err
+
+
+def test_a_certificate_that_nobody_vouches_for(
+    vllmops: Vllmops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = ("--admin-token", str(token_file(tmp_path)), "--json")
+    with far(tmp_path) as (url, certificate):
+        answer = vllmops("status", "-t", url, *token)
+        assert (answer.code, answer.error["code"]) == (5, "admin.unreachable")
+        assert "certificate" in answer.error["message"]
+        trusted = {"SSL_CERT_FILE": str(certificate)}
+        assert vllmops("status", "-t", url, *token, env=trusted).code == 0
+        plain = url.replace("https", "http")
+        answer = vllmops("status", "-t", plain, *token, env=trusted)
+        assert (answer.code, answer.error["code"]) == (2, "admin.plain")
+
+
+def test_a_tunnel_of_this_user_where_the_kernel_tells_no_owners(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a Mac, of which none is at hand; psutil tells the sockets of one's own processes.
+    monkeypatch.setattr(listeners, "TABLES", ())
+    monkeypatch.setattr(listeners, "LOOK", listeners.Look())
+    assert listeners.distrust(fleet.url) == ""

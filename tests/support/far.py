@@ -1,0 +1,82 @@
+"""Another machine, as far as a network can tell: a namespace, and a server with TLS in it."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from . import herd
+from .fleet import TOKEN
+
+
+@contextmanager
+def far(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The https URL of a server that is not on this machine, and the certificate to trust.
+
+    Args:
+        folder: for the certificate.
+    """
+    name, number = f"vo{os.getpid()}", os.getpid() % 250
+    near, there = f"10.203.{number}.1", f"10.203.{number}.2"
+    ip(f"netns add {name}")
+    try:
+        ip(f"link add {name} type veth peer name far netns {name}")
+        ip(f"addr add {near}/30 dev {name}")
+        ip(f"link set {name} up")
+        ip(f"-n {name} addr add {there}/30 dev far")
+        ip(f"-n {name} link set far up")
+        file = certificate(there, folder / "far.pem")
+        words = ("ip", "netns", "exec", name, sys.executable, herd.__file__, "1", "0", TOKEN)
+        with subprocess.Popen(
+            [*words, there, str(file)], stdout=subprocess.PIPE, text=True
+        ) as running:
+            assert running.stdout is not None
+            yield f"https://{there}:{running.stdout.readline().strip()}", file
+            running.kill()
+    finally:
+        # The kernel takes its time to end a namespace, and the link with it.
+        ip(f"link del {name}", check=False)
+        ip(f"netns del {name}")
+
+
+def ip(words: str, *, check: bool = True) -> None:
+    subprocess.run(["ip", *words.split()], check=check)
+
+
+def certificate(address: str, file: Path) -> Path:
+    """A certificate for an address, with its key, that is its own authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "far")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]),
+            critical=False,
+        )
+        .sign(key, hashes.SHA256())
+    )
+    encoding = serialization.Encoding.PEM
+    secret = key.private_bytes(
+        encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    file.write_bytes(made.public_bytes(encoding) + secret)
+    return file

@@ -1,0 +1,101 @@
+"""Pods as targets: the real client of Kubernetes, and a real server of its port forward."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from vllmops.targets import Pod, parsed
+
+from ..support.children import Spawn
+from ..support.cluster import TOKEN, Cluster
+from ..support.commands import Vllmops
+from ..support.fleet import Fleet
+
+
+@pytest.fixture
+def fleet(spawn: Spawn, tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(spawn, tmp_path)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def cluster(fleet: Fleet) -> Iterator[Cluster]:
+    port = urlsplit(fleet.url).port
+    assert port is not None
+    made = Cluster(("inference", "vllm-0"), port)
+    yield made
+    made.stop()
+
+
+def test_what_names_a_pod() -> None:
+    text = "k8s:inference/vllm-0"
+    assert parsed(text) == Pod(text, "inference", "vllm-0", 8000)
+    assert parsed(f"{text}:9000") == Pod(f"{text}:9000", "inference", "vllm-0", 9000)
+
+
+def test_a_server_in_a_pod(
+    vllmops: Vllmops, fleet: Fleet, cluster: Cluster, tmp_path: Path
+) -> None:
+    environment = cluster.configuration(tmp_path)
+    target = ("-t", "k8s:inference/vllm-0:8123", "--admin-token", str(fleet.token), "--json")
+    for words in (("ps",), ("status",), ("cache", "inspect"), ("stacks", "dump"), ("doctor",)):
+        answer = vllmops(*words, *target, env=environment)
+        assert answer.code == 0, answer
+    assert answer.data["server"] == "k8s:inference/vllm-0:8123"
+    (row,) = vllmops("ps", *target, env=environment).data["instances"]
+    assert (row["state"], {p["role"]: p["pid"] for p in row["processes"]}) == ("ready", fleet.pids)
+    assert vllmops("wait", "-t", target[1], "--timeout", "5", env=environment).code == 0
+    paths = {(urlsplit(path).path, urlsplit(path).query) for path, _ in cluster.asked}
+    assert paths == {("/api/v1/namespaces/inference/pods/vllm-0/portforward", "ports=8123")}
+    assert {given for _, given in cluster.asked} == {f"Bearer {TOKEN}"}
+    both = vllmops("ps", *target, "-t", fleet.url, env=environment).data["targets"]
+    assert [part["target"] for part in both] == ["k8s:inference/vllm-0:8123", fleet.url]
+    # It needs a token as every server on another machine does, and can't be stopped from here.
+    answer = vllmops("status", "-t", target[1], "--json", env=environment)
+    assert (answer.code, answer.error["code"]) == (2, "target.remote")
+    answer = vllmops("stop", "-t", target[1], "--json", env=environment)
+    assert (answer.code, answer.error["code"]) == (2, "target.remote")
+
+
+def test_what_is_wrong_with_a_pod_is_told(
+    vllmops: Vllmops, fleet: Fleet, cluster: Cluster, tmp_path: Path
+) -> None:
+    environment = cluster.configuration(tmp_path)
+    target = ("--admin-token", str(fleet.token), "--json", "-t")
+    answer = vllmops("status", *target, "k8s:inference/none", env=environment)
+    assert (answer.code, answer.error["code"]) == (5, "target.k8s")
+    assert "404" in answer.error["message"]
+    assert "kubectl port-forward -n inference none 8000" in answer.error["hint"]
+    answer = vllmops(
+        *("status", *target, "k8s:inference/none"), env={"KUBECONFIG": str(tmp_path / "none")}
+    )
+    assert (answer.code, answer.error["code"]) == (5, "target.k8s")
+
+    def without() -> None:
+        sys.modules["kubernetes"] = None  # type: ignore[assignment]
+
+    answer = vllmops("status", *target, "k8s:inference/vllm-0", before=without)
+    assert (answer.code, answer.error["code"]) == (1, "target.k8s")
+    assert "vllmops-cli[k8s]" in answer.error["hint"]
+
+
+def test_nobody_else_reaches_the_pod(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllmops.vllm_api.forward import Forward
+
+    monkeypatch.setenv("KUBECONFIG", cluster.configuration(tmp_path)["KUBECONFIG"])
+    made = Forward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
+    assert stat.S_IMODE(os.stat(made.path.parent).st_mode) == 0o700
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:
+        for _ in range(3):
+            assert client.get("http://pod/health").status_code == 200
