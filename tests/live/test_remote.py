@@ -32,7 +32,16 @@ def test_every_command_gives_from_elsewhere_what_it_gives_by_name(vision_server:
 
     here, there = both(server, "ps")
     (by_name,), (by_url,) = here.data["instances"], there.data["instances"]
-    about = ("role", "pid", "agent", "node", "dp_rank", "tp_rank", "pp_rank", "ranks")
+    about: tuple[str, ...] = (
+        "role",
+        "pid",
+        "agent",
+        "node",
+        "dp_rank",
+        "tp_rank",
+        "pp_rank",
+        "ranks",
+    )
     assert rows(by_url["processes"], *about) == rows(by_name["processes"], *about)
     same = ("state", "model", "url", "port")
     assert rows([by_url], *same) == rows([by_name], *same)
