@@ -31,7 +31,9 @@ BUILDER = Path(__file__).with_name("harmony.py")
 
 
 @pytest.fixture(scope="module")
-def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Foreground]:
+def harmony(
+    cli: Cli, python: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Foreground]:
     place = tmp_path_factory.mktemp("gpt-oss")
     subprocess.run([sys.executable, str(BUILDER), str(place)], check=True, cwd=place)
     environment = {
@@ -51,7 +53,7 @@ def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fore
     )
     try:
         yield Foreground(
-            cli, "harmony", *words, *keys, str(place), "--", *shape, "--dtype", "float32"
+            cli, "harmony", *python, *words, *keys, str(place), "--", *shape, "--dtype", "float32"
         )
     finally:
         cli("stop", "harmony", "--force")
