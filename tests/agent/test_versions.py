@@ -109,14 +109,24 @@ def test_what_a_later_version_calls_otherwise_is_off(made_up: Callable[..., Vllm
     assert process.run("from vllm import envs; out = envs.VLLM_ENABLE_RESPONSES_API_STORE") is True
 
 
-def test_an_operator_keeps_the_last_word_on_the_store_of_vllm(
-    made_up: Callable[..., Vllm],
+@pytest.mark.parametrize(("given", "kept"), [(None, "1"), ("0", "0")])
+def test_a_class_of_another_shape_keeps_its_routes_and_its_store(
+    vllm: Callable[[str], Vllm], given: str | None, kept: str
 ) -> None:
-    process = made_up({"OpenAIServingResponses": "ResponsesServing"}, {})
-    process.run("os.environ['VLLM_ENABLE_RESPONSES_API_STORE'] = '0'")
+    process = vllm(INSTALLED)
+    start(process)
+    if given:  # the operator has the last word
+        process.run(f"os.environ['VLLM_ENABLE_RESPONSES_API_STORE'] = {given!r}")
+    process.run("cls = imported('responses'); del cls.responses_full_generator")
     found: Any = process.run("out = everything()")
     assert [name for name, result in found.items() if result.startswith("off")] == ["responses"]
-    assert process.run("out = os.environ['VLLM_ENABLE_RESPONSES_API_STORE']") == "0"
+    assert process.run("out = cls.__module__, cls.__name__") == (
+        "vllm.entrypoints.openai.responses.serving",
+        "OpenAIServingResponses",
+    )
+    assert process.run("out = vars(importlib.import_module(cls.__module__))[cls.__name__] is cls")
+    assert "responses_full_generator" in process.run("out = objects.problems[0]")  # type: ignore[operator]
+    assert process.run("out = os.environ['VLLM_ENABLE_RESPONSES_API_STORE']") == kept
 
 
 def test_hooks_follow_shims(made_up: Callable[..., Vllm]) -> None:
