@@ -77,8 +77,8 @@ def multimodal_caches() -> None:
         if name in {"LruKeyReplicatedReceiverCache", "MultiModalReceiverCache"}
     )
     config = SimpleNamespace(mm_processor_cache_gb=1)
-    holder = receiver(SimpleNamespace(get_multimodal_config=lambda: config))
-    assert objects.latest("mm-cache") is holder
+    holder: Any = receiver(SimpleNamespace(get_multimodal_config=lambda: config))
+    assert objects.every("mm-cache") == [holder]
     import torch
 
     holder._cache["a"] = torch.zeros(2)

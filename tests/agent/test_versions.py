@@ -94,7 +94,8 @@ def test_what_a_later_version_calls_otherwise_is_off(made_up: Callable[..., Vllm
     states = {name: state for name, state in found.items() if name not in features.FEATURES}
     assert states == dict.fromkeys(registry.PATCHES, "failed")
     # One line, for the person who reads the log; the rest is in the agent's answers.
-    (line,) = process.run("out = lines")  # type: ignore[misc, attr-defined]
+    lines: Any = process.run("out = lines")
+    (line,) = lines
     assert "vLLM 0.34.0 is newer than 0.33, the newest tested; off: multimodal caches" in line
     assert "no OpenAIServingResponses" in line
     problems: Any = process.run("out = objects.problems")
