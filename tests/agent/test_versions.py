@@ -53,6 +53,7 @@ ELSEWHERE = {
     "vllm.multimodal.cache": "vllm.multimodal.caching",
 }
 MOVED = {
+    "vllm.utils.cache": "vllm.foundation.utilities.cache",
     "vllm.entrypoints.openai.responses": "vllm.frontend.entrypoints.openai.responses",
     "vllm.entrypoints.serve.engine": "vllm.frontend.entrypoints.serve.engine",
     "vllm.multimodal.cache": "vllm.frontend.processing.multimodal.cache",
