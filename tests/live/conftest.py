@@ -23,13 +23,10 @@ import httpx
 import psutil
 import pytest
 
-from vllmops.agent.adapters import features
 from vllmops.host import shm
 
-from ..support import modules, plug_ins
+from ..support import plug_ins
 from ..support.commands import answered
-from ..support.extent import EVERYTHING
-from ..support.versions import INSTALLED, MINORS
 from ..support.waiting import until
 
 START_TIMEOUT_S = 300
@@ -39,12 +36,6 @@ SOAKED = (
 )
 SHM = Path("/dev/shm")
 THREADS = threading.active_count()  # of pytest's
-# Of which the table of tested versions says that servers run.
-VERSIONS = [
-    version if version in MINORS else INSTALLED
-    for version, tested in features.tested().items()
-    if tested.live and (EVERYTHING or version not in MINORS)
-]
 
 
 @dataclass(frozen=True)
@@ -304,23 +295,8 @@ def plug_in(tmp_path_factory: pytest.TempPathFactory) -> PlugIn:
 
 
 def code_of(cli: Cli, folder: Path) -> tuple[str, ...]:
-    """Options for a server with the Python code of vLLM in a folder; none for the installed one."""
-    if folder == modules.installed():
-        return ()
+    """Options for a server with the Python code of vLLM in a folder."""
     return ("--env", f"PYTHONPATH={folder}{os.pathsep}{cli.environment['PYTHONPATH']}")
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def version(request: pytest.FixtureRequest) -> str:
-    """The version of vLLM whose Python code the servers of a module have."""
-    name: str = request.param
-    return name
-
-
-@pytest.fixture(scope="module")
-def python(cli: Cli, version: str, code: Callable[[str], Path]) -> tuple[str, ...]:
-    """Options for servers of that version."""
-    return code_of(cli, code(version))
 
 
 @pytest.fixture

@@ -31,9 +31,7 @@ BUILDER = Path(__file__).with_name("harmony.py")
 
 
 @pytest.fixture(scope="module")
-def harmony(
-    cli: Cli, python: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Foreground]:
+def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Foreground]:
     place = tmp_path_factory.mktemp("gpt-oss")
     subprocess.run([sys.executable, str(BUILDER), str(place)], check=True, cwd=place)
     environment = {
@@ -53,7 +51,7 @@ def harmony(
     )
     try:
         yield Foreground(
-            cli, "harmony", *python, *words, *keys, str(place), "--", *shape, "--dtype", "float32"
+            cli, "harmony", *words, *keys, str(place), "--", *shape, "--dtype", "float32"
         )
     finally:
         cli("stop", "harmony", "--force")

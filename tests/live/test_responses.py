@@ -82,17 +82,11 @@ def admin_token(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kept(
-    cli: Cli,
-    python: tuple[str, ...],
-    admin_token: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Live]:
-    (cli.home / "keyring.json").unlink(missing_ok=True)  # of another version's server
+def kept(cli: Cli, admin_token: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     shape = talkative(tmp_path_factory.mktemp("template"))
     words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
     admin = ("--admin-token", str(admin_token))
-    made = cli.serve("kept", *python, "--demo", "text", *admin, "--", *words)
+    made = cli.serve("kept", "--demo", "text", *admin, "--", *words)
     try:
         yield made
     finally:

@@ -1,7 +1,4 @@
-"""Servers with the Python code of other versions of vLLM, over the installed compiled kernels.
-
-In the long form `test_responses` runs on all of them, too.
-"""
+"""Servers with the Python code of other versions of vLLM, over the installed compiled kernels."""
 
 from __future__ import annotations
 
@@ -31,13 +28,20 @@ from .clients import (
 )
 from .conftest import Cli, Live, code_of
 
-OLDEST = MINORS[0]
+# Of which the table of tested versions says that servers run.
+RUN = [name for name, found in features.tested().items() if found.live and name in MINORS]
+
+
+@pytest.fixture(scope="module", params=RUN if EVERYTHING else RUN[:1])
+def version(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def old(cli: Cli, code: Callable[[str], Path]) -> Iterator[Live]:
+def old(cli: Cli, code: Callable[[str], Path], version: str) -> Iterator[Live]:
     try:
-        yield cli.serve("old", *code_of(cli, code(OLDEST)), "--demo", "text", "--", *LENGTH)
+        yield cli.serve("old", *code_of(cli, code(version)), "--demo", "text", "--", *LENGTH)
     finally:
         cli("stop", "old", "--force")
 
@@ -47,11 +51,10 @@ def client(old: Live) -> Any:
     return connect(base(old))
 
 
-def test_everything_fits(old: Live) -> None:
+def test_everything_fits(old: Live, version: str) -> None:
     found = old.cli("patches", "list", "-t", old.name, "--json").data
-    assert (found["vllm_versions"], found["problems"]) == ([OLDEST], [])
-    tested = features.tested()[OLDEST]
-    assert tested.live
+    assert (found["vllm_versions"], found["problems"]) == ([version], [])
+    tested = features.tested()[version]
     assert {
         row["id"]: {process["state"] for process in row["processes"]} for row in found["patches"]
     } == {name: {state} for name, state in tested.results.items() if name not in features.FEATURES}
