@@ -20,7 +20,7 @@ from vllmops.host import processes
 from vllmops.host.processes import Role
 from vllmops.instances import detached, launch
 
-from .support import commands
+from .support import commands, versions
 from .support.children import Child, Spawn, started
 from .support.commands import Vllmops
 from .support.databases import Server, shared
@@ -96,6 +96,13 @@ def programs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def vllmops(home: Path) -> Vllmops:
     """Runs a command in a child process: ``vllmops("ps", "--json")``; see `commands.answered`."""
     return commands.answered
+
+
+@pytest.fixture(scope="session")
+def code(pytestconfig: pytest.Config) -> Callable[[str], Path]:
+    """The folder that has a version's package ``vllm``."""
+    kept = pytestconfig.cache.mkdir("vllm-code")
+    return lambda version: versions.folder(kept, version)
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,7 @@ RUN = {
     "vllmops memory report memory.jsonl": 0,
     "vllmops keygen --out admin.key": 0,
     "vllmops patches show mm-lru-ghost-keys": 0,
+    "vllmops patches list --versions": 0,
     "vllmops stacks explain dump.txt": 1,
     "vllmops stacks explain dump.txt --fact progress=frozen": 1,
     "vllmops serve Qwen/Qwen3-0.6B --dry-run -- --uds /run/vllm.sock": 0,

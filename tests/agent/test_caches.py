@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from operator import call
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -342,11 +343,14 @@ def test_a_constructor_that_raises_still_raises() -> None:
 
 
 @pytest.mark.usefixtures("quiet_agent")
-def test_classes_of_another_shape_are_reported_and_left_alone() -> None:
+def test_classes_of_another_shape_are_reported_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Slotted:
         __slots__ = ()
 
-    objects.hook("mm-cache", "Missing", module())
+    monkeypatch.setenv(objects.LOGGED, "1")
+    objects.guarded(partial(objects.hook, "mm-cache", "Missing"))(module())
     assert "no attribute 'Missing'" in objects.problems[0]
     objects.hook("mm-cache", "Slotted", module(Slotted=Slotted))
     assert isinstance(Slotted(), Slotted)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from vllmops.agent.adapters import features
 from vllmops.agent.patches.registry import PATCHES
 
 
@@ -25,6 +26,28 @@ def test_unknown(vllmops: Any, words: tuple[str, ...]) -> None:
     answer = vllmops(*words, "--json")
     assert (answer.code, answer.error["code"]) == (2, "patch.unknown")
     assert "mm-lru-ghost-keys" in answer.error["message"]
+
+
+def test_versions(vllmops: Any) -> None:
+    answer = vllmops("patches", "list", "--versions", columns=80)
+    assert answer.code == 0
+    heading, _, *rows = answer.out.splitlines()
+    versions = [version.rpartition(".")[0] for version in features.tested()]
+    assert heading.split() == versions
+    assert {"0.24", "0.28", "0.33"} <= set(versions)
+    cells = {" ".join(row.split()[:-10]): row.split()[-10:] for row in rows}
+    assert set(cells["stored responses, carriers"]) == {"yes"}
+    assert set(cells["mm-lru-stale-eviction"]) == {"yes"}
+    assert set(cells["mm-lru-ghost-keys"]) == {"-"}
+    data = vllmops("patches", "list", "--versions", "--json").data
+    assert [row["id"] for row in data["features"]] == [*features.FEATURES, *PATCHES]
+    assert data["features"][0]["versions"]["0.24.0"] == "works"
+    assert data["live"]["0.28.0"] is True
+
+
+def test_versions_are_not_those_of_a_server(vllmops: Any) -> None:
+    answer = vllmops("patches", "list", "--versions", "-t", "demo", "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
 
 
 def test_no_patch_reaches_the_server(vllmops: Any) -> None:

@@ -295,6 +295,11 @@ def plug_in(tmp_path_factory: pytest.TempPathFactory) -> PlugIn:
     return make
 
 
+def code_of(cli: Cli, folder: Path) -> tuple[str, ...]:
+    """Options for a server with the Python code of vLLM in a folder."""
+    return ("--env", f"PYTHONPATH={folder}{os.pathsep}{cli.environment['PYTHONPATH']}")
+
+
 @pytest.fixture
 def server(cli: Cli, plug_in: PlugIn, request: pytest.FixtureRequest) -> Iterator[Live]:
     """A test's own server: what the marker ``serve`` says."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
+from .adapters import places
 from .log import log
 
 
@@ -41,6 +42,7 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
     from . import compare, objects, service  # noqa: PLC0415
     from .patches import registry  # noqa: PLC0415
 
+    objects.check()
     objects.install(service.start)
     compare.install()
     registry.install(withheld)
@@ -61,4 +63,4 @@ def serve() -> None:
 def short_lived() -> bool:
     """Whether this is the subprocess in which vLLM inspects a model class, then exits."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return spec is not None and spec.name == "vllm.model_executor.models.registry"
+    return spec is not None and places.inspects_models(spec.name)

@@ -24,13 +24,12 @@ from types import (
 from typing import Any
 
 from . import objects, observe, service
+from .adapters import places
 from .gate import Arrival, gate
 from .patches import registry
 
 MOST = 200_000  # objects visited; usually some 5,000
 LARGE = 10_000  # containers with more elements are skipped
-# Weights and layers: none of the objects are there.
-LAYERS = "vllm.model_executor"
 IN_PROGRESS = "RequestResponseCycle.run_asgi"
 
 
@@ -65,11 +64,7 @@ def withheld(*, patch: bool) -> dict[str, str]:
 
 def adopt(roots: Iterable[Any]) -> None:
     """Remember the objects that the hooks of the constructors would have remembered."""
-    kinds = {
-        kind: cls
-        for kind, (module, older, name) in objects.HOOKS.items()
-        if (cls := vars(sys.modules.get(module) or sys.modules.get(older) or object).get(name))
-    }
+    kinds = {kind: cls for kind in objects.KINDS if (cls := places.loaded(kind)) is not None}
     for instance in reachable(roots):
         for kind, cls in kinds.items():
             # By type: reading the __class__ of a proxy can run any code.
@@ -111,7 +106,7 @@ def parts(item: Any) -> list[Any]:
 def of_vllm(item: Any) -> bool:
     """Whether it is an instance of one of vLLM's classes, and no layer of a model."""
     module = type(item).__module__
-    return module.startswith("vllm.") and not module.startswith(LAYERS)
+    return module.startswith("vllm.") and not module.startswith(places.LAYERS)
 
 
 def values() -> Iterator[Any]:

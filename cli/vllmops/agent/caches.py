@@ -28,6 +28,7 @@ from ..protocol.caches import (
     WorkerEncoderCache,
 )
 from . import engine, objects
+from .adapters.engine import text_only
 from .identity import here, role
 
 TRIES = 5
@@ -310,12 +311,3 @@ def setup() -> Setup | None:
         pipeline_parallel=attempt(lambda: int(parallel.pipeline_parallel_size)),
         encoder_connector=attempt(lambda: config.ec_transfer_config is not None),
     )
-
-
-def text_only(model: Any) -> bool:
-    """Whether all limits of a multimodal model are 0, as vLLM found.
-
-    Read from vLLM's own cache: computing it again could build a processor.
-    """
-    remembered: Any = getattr(model, "_supports_multimodal_inputs_cache", None)
-    return bool(remembered) and not any(remembered.values())

@@ -20,9 +20,9 @@ import msgspec
 from ..protocol.caches import ProcessCaches
 from ..protocol.compares import CompareRequest, Comparison, Look
 from . import caches, engine, objects
+from .adapters import engine as adapter
 from .gate import Arrival, gate
 from .identity import here
-from .imports import when_imported
 
 UTILITY = "vllmops_look"
 POLL_S = 0.02
@@ -34,8 +34,8 @@ DECODER = msgspec.msgpack.Decoder(ProcessCaches)
 
 def install() -> None:
     """Hook the front end and the engine, once their modules are imported."""
-    when_imported("vllm.v1.engine.async_llm", objects.guarded(hook_front))
-    when_imported("vllm.v1.engine.core", objects.guarded(hook_engine))
+    objects.watch("engine-client", hook_front)
+    objects.watch("engine-core", hook_engine)
 
 
 def hook_front(module: ModuleType) -> None:
@@ -149,11 +149,9 @@ def look_at_both(client: Any, loop: asyncio.AbstractEventLoop, deadline: float) 
     """
     front = caches.snapshot(keys=True)
     rendering = len(gate.rendering)
-    handed = client.output_processor.get_num_unfinished_requests()
+    handed = adapter.unfinished(client)
     # The engine answers in the order of arrival: after the requests that were sent before.
-    call = asyncio.run_coroutine_threadsafe(
-        client.engine_core.call_utility_all_async(UTILITY, deadline), loop
-    )
+    call = asyncio.run_coroutine_threadsafe(adapter.ask(client, UTILITY, deadline), loop)
     try:
         engines = call.result(max(deadline - time.time(), 0))
     except TimeoutError:

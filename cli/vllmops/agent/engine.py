@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ..protocol.engine import EngineState, Traffic
 from . import objects
+from .adapters import engine as adapter
 from .gate import gate
 from .identity import role
 
@@ -108,7 +109,7 @@ def handed() -> int | None:
     client = objects.latest("engine-client")
     if client is None:
         return None
-    return attempt(lambda: int(client.output_processor.get_num_unfinished_requests()))
+    return attempt(lambda: adapter.unfinished(client))
 
 
 def rendering(now: float) -> float | None:
@@ -143,11 +144,7 @@ def front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
 
 def counts(scheduler: Any) -> tuple[int | None, int | None]:
     """Requests running and waiting."""
-    pair: tuple[int, int] | None = attempt(lambda: scheduler.get_request_counts())  # noqa: PLW0108
-    if pair is not None:
-        return pair
-    # Older schedulers have no such method.
-    return attempt(lambda: len(scheduler.running)), attempt(lambda: len(scheduler.waiting))
+    return attempt(lambda: adapter.counts(scheduler)) or (None, None)
 
 
 def step(scheduler: Any) -> int | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from . import gate
+from .adapters import features, places
 from .imports import when_imported
 from .log import log
 
@@ -23,21 +25,13 @@ problems: list[str] = []
 # kind -> when its constructor was hooked, seconds since the epoch
 hooked: dict[str, float] = {}
 
-HOOKS = {
-    # The constructor that all multimodal caches share.
-    "mm-cache": ("vllm.multimodal.cache.base", "vllm.multimodal.cache", "BaseMultiModalCache"),
-    "config": ("vllm.config.vllm", "vllm.config", "VllmConfig"),
-    "scheduler": ("vllm.v1.core.sched.scheduler", "", "Scheduler"),
-    "executor": ("vllm.v1.executor.abstract", "", "Executor"),
-    "engine-client": ("vllm.v1.engine.async_llm", "", "AsyncLLM"),
-    "worker": ("vllm.v1.worker.worker_base", "", "WorkerBase"),
-    "request": ("vllm.v1.request", "", "Request"),
-    "responses": (
-        "vllm.entrypoints.openai.responses.serving",
-        "vllm.entrypoints.openai.serving_responses",
-        "OpenAIServingResponses",
-    ),
-}
+# Whose instances are remembered.
+KINDS = (
+    *("mm-cache", "config", "scheduler", "executor", "engine-client", "worker", "request"),
+    "responses",
+)
+# Set in the environment once a process of this server has logged what does not fit.
+LOGGED = "VLLMOPS_UNFIT_LOGGED"
 
 
 def install(tell: Callable[[], None]) -> None:
@@ -49,11 +43,32 @@ def install(tell: Callable[[], None]) -> None:
     """
     global _tell  # noqa: PLW0603
     _tell = tell
-    for kind, (module, older, name) in HOOKS.items():
-        when_imported(module, functools.partial(hook, kind, name))
-        if older:
-            when_imported(older, functools.partial(hook, kind, name))
+    for kind in KINDS:
+        watch(kind, functools.partial(hook, kind, places.PLACES[kind].name))
     when_imported("fastapi.applications", guarded(gate.install))
+
+
+def watch(kind: str, act: Callable[[ModuleType], None]) -> None:
+    """Call ``act(module)`` once the module is imported that defines one of `places.PLACES`.
+
+    Never, where this vLLM has no such module.
+    """
+    if module := places.where(kind):
+        when_imported(module, guarded(act))
+
+
+def check() -> None:
+    """Report in one line what this vLLM lacks, and that it is newer than what is tested."""
+    version = features.version()
+    newer = features.untested(version)
+    off = [
+        f"{features.FEATURES[name].title} (no {', '.join(lacks)})"
+        for name, lacks in features.missing().items()
+    ]
+    if off:
+        unfit(f"{newer or f'vLLM {version} has another shape'}; off: {', '.join(off)}")
+    elif newer:
+        log_once(newer)
 
 
 def every(kind: str) -> list[Any]:
@@ -79,13 +94,7 @@ def forget() -> None:
 
 
 def hook(kind: str, name: str, module: ModuleType) -> None:
-    """Make a class remember its instances under `kind`; an unknown shape is reported."""
-    guarded(functools.partial(_hook, kind, name))(module)
-
-
-def _hook(kind: str, name: str, module: ModuleType) -> None:
-    if hasattr(module, "__path__"):
-        return  # newer vLLM: a package whose module is hooked by its own name
+    """Make a class remember its instances under `kind`."""
     cls = getattr(module, name)
     if "__init__" in vars(cls) and hasattr(vars(cls)["__init__"], "__vllmops__"):
         return
@@ -120,7 +129,7 @@ def guarded(act: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         try:
             act(module)
         except Exception as error:
-            report(f"{module.__name__} has an unknown shape: {error!r}")
+            unfit(f"{module.__name__} has an unknown shape: {error!r}")
 
     return safe
 
@@ -130,3 +139,17 @@ def report(problem: str) -> None:
     if problem not in problems:
         problems.append(problem)
         log.warning("vllmops: %s", problem)
+
+
+def unfit(problem: str) -> None:
+    """Report what does not fit this vLLM: each in the agent's answers, only one in the log."""
+    if problem not in problems:
+        problems.append(problem)
+        log_once(f"{problem}; hint: vllmops patches list -t {os.getpid()}")
+
+
+def log_once(remark: str) -> None:
+    """Log a remark on this vLLM, unless a process of this server has logged one."""
+    if not os.environ.get(LOGGED):
+        os.environ[LOGGED] = "1"  # the processes that this one spawns inherit it
+        log.warning("vllmops: %s", remark)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, RepairRequest
 from . import objects
+from .adapters import places
 from .caches import lru, side
 from .identity import here
 from .log import log
@@ -29,9 +30,8 @@ TURN_S = 0.05
 ATTEMPTS, PAUSE_S = 100, 0.002
 SHOWN = 5
 
-# The modules that implement LRU caches: vLLM's class, its base class, and the patches.
+# The modules that implement LRU caches beside vLLM's: its base class, and the patches.
 MODULES = (
-    "vllm.utils.cache",
     "cachetools",
     "vllmops.agent.patches.mm_lru_ghost_keys",
     "vllmops.agent.patches.mm_lru_stale_eviction",
@@ -191,7 +191,8 @@ os.register_at_fork(
 
 def resting() -> bool:
     """Whether no thread is in the middle of an operation on an LRU cache."""
-    files = {module.__file__ for name in MODULES if (module := sys.modules.get(name)) is not None}
+    names = (*MODULES, places.where("lru") or "")
+    files = {module.__file__ for name in names if (module := sys.modules.get(name)) is not None}
     own = sys._getframe()
     for top in sys._current_frames().values():
         frame: FrameType | None = top

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..protocol.resets import ResetDone, ResetRequest
 from . import engine
+from .adapters import engine as adapter
 from .gate import gate
 
 POLL_S = 0.02
@@ -43,5 +44,4 @@ def reset(request: ResetRequest) -> ResetDone:
 
 def in_flight(client: Any) -> int:
     """HTTP requests, and requests without one in the engine: a background response, for example."""
-    unfinished: int = client.output_processor.get_num_unfinished_requests()
-    return max(gate.in_flight, unfinished)
+    return max(gate.in_flight, adapter.unfinished(client))

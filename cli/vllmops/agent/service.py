@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from ..protocol.repairs import RepairRequest
 from ..protocol.resets import ResetRequest
 from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
 from . import caches, compare, engine, keys, memory, objects, repair, reset, stacks
+from .adapters import features
 from .gate import gate
 from .heartbeat import Heart
 from .identity import own, role, standing
@@ -298,7 +298,7 @@ def hello() -> Hello:
         **own()._asdict(),
         role=role(),
         standing=standing(),
-        vllm_version=getattr(sys.modules.get("vllm"), "__version__", None),
+        vllm_version=features.version(),
         python=platform.python_version(),
         features=FEATURES,
         problems=tuple(objects.problems),

@@ -43,6 +43,7 @@ class ProcessPatches(Answer, frozen=True, kw_only=True):
         vllm_version: None if unknown.
         patches: in the registry's order.
         seconds: the duration of probing and applying.
+        problems: what the agent can't do with this vLLM, in words.
     """
 
     pid: int
@@ -50,3 +51,4 @@ class ProcessPatches(Answer, frozen=True, kw_only=True):
     vllm_version: str | None
     patches: list[Verdict]
     seconds: float
+    problems: tuple[str, ...] = ()

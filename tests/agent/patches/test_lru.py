@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllmops.agent.patches import mm_lru_ghost_keys, mm_lru_stale_eviction
 
 from ...support.extent import EVERYTHING
-from .conftest import INSTALLED, OLD
+from ...support.versions import INSTALLED, OLD
 
 Load = Callable[[str], ModuleType]
 

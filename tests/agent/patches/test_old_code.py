@@ -10,7 +10,7 @@ import pytest
 from vllmops.agent.patches.registry import PATCHES
 from vllmops.protocol.patches import State
 
-from .conftest import INSTALLED, OLD
+from ...support.versions import INSTALLED, OLD
 
 FIXED, APPLIED = State.FIXED.value, State.APPLIED.value
 

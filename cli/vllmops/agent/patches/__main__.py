@@ -10,20 +10,18 @@ import sys
 
 import msgspec
 
+from .. import objects
+from ..adapters import places
 from . import registry
 
 
 def main() -> None:
-    registry.install()
     importlib.import_module("vllm")
+    objects.check()
+    registry.install()
     for patch in registry.PATCHES.values():
-        for name in patch.modules:
-            try:
-                importlib.import_module(name)
-            except ModuleNotFoundError as error:
-                # Each vLLM version has only some of these modules.
-                if not name.startswith(str(error.name)):
-                    raise
+        for name in filter(None, map(places.existing, patch.modules)):
+            importlib.import_module(name)
     answer = msgspec.structs.replace(registry.states(verify=True), role="here")
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer) + b"\n")
 

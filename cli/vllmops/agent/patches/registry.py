@@ -11,9 +11,10 @@ from types import ModuleType
 
 from ...errors import Exit, VllmopsError
 from ...protocol.patches import ProcessPatches, State, Verdict
+from ..adapters import features, places
 from ..identity import role
 from ..imports import when_imported
-from ..objects import report
+from ..objects import problems, report, unfit
 from . import (
     encoder_decoder_free_order,
     encoder_decoder_slots,
@@ -77,8 +78,12 @@ def install(withheld: Mapping[str, str] | None = None) -> None:
     for name in sorted(off() - PATCHES.keys()):
         report(f"{OFF} names an unknown patch: {name}")
     for patch in PATCHES.values():
-        for name in patch.modules:
+        present = list(filter(None, map(places.existing, patch.modules)))
+        for name in present:
             when_imported(name, partial(judge, patch))
+        if not present:
+            reason = f"this vLLM has no module {' or '.join(patch.modules)}"
+            _verdicts[patch.id, ""] = Verdict(id=patch.id, state=State.FAILED, reason=reason)
 
 
 def judge(patch: Patch, module: ModuleType) -> None:
@@ -99,7 +104,7 @@ def judge(patch: Patch, module: ModuleType) -> None:
         return
     _verdicts[key] = verdict
     if verdict.state is State.FAILED:
-        report(f"the patch {patch.id} is not applied: {verdict.reason}")
+        unfit(f"the patch {patch.id} is not applied: {verdict.reason}")
 
 
 def judged(patch: Patch, module: ModuleType) -> Verdict | None:
@@ -131,9 +136,10 @@ def states(*, verify: bool = False) -> ProcessPatches:
     return ProcessPatches(
         pid=os.getpid(),
         role=role(),
-        vllm_version=getattr(sys.modules.get("vllm"), "__version__", None),
+        vllm_version=features.version(),
         patches=[merged(verdicts[name]) for name in PATCHES if name in verdicts],
         seconds=_spent_s,
+        problems=tuple(problems),
     )
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-
+from ..adapters import responses as adapter
 from .carried import Item
 
 
 def parsed(items: list[Item]) -> list[Any]:
     """Items as vLLM's types."""
-    given = {"input": list(map(detailed, items))}
-    typed: list[Any] = ResponsesRequest.input_item_parsing(given)["input"]
-    return typed
+    return adapter.parsed(list(map(detailed, items)))
 
 
 def detailed(item: Item) -> Item:
@@ -36,12 +33,6 @@ def detailed(item: Item) -> Item:
 
 def messages(items: list[Item]) -> list[Any]:
     """Items as messages of the Chat Completions API, as carriers of format 1 have them."""
-    # Imported here, because everything else also works in a vLLM without this function.
-    from vllm.entrypoints.openai.responses.utils import (  # noqa: PLC0415
-        construct_chat_messages_with_tool_call,
-    )
-
     # vLLM takes items without a type for instructions of a turn, which it drops.
     typed = [{"type": "message", **item} if "role" in item else item for item in items]
-    chat: list[Any] = construct_chat_messages_with_tool_call(parsed(typed))
-    return chat
+    return adapter.messages(parsed(typed))

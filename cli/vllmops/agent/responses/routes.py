@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,20 +13,20 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
-from vllm.entrypoints.openai.responses import serving as stock
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import (
-    load_aware_call,
-    validate_json_request,
-    with_cancellation,
-)
 
 from ...errors import VllmopsError
 from ...keys.ring import Ring
 from ...store import store
 from ...store.backend import Backend, CursorUnknown
 from ...store.settings import Carriers
+from ..adapters import responses as adapter
+from ..adapters.responses import (
+    ErrorResponse,
+    ResponsesRequest,
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
 from ..log import log
 from .serving import StoredResponses, owner
 from .wire import Frame, Refused
@@ -70,7 +69,7 @@ def install(
     """Replace vLLM's routes and serving class, before vLLM makes its instance.
 
     Args:
-        module: ``vllm.entrypoints.openai.responses.api_router``.
+        module: vLLM's routes.
         backend: what keeps the responses.
         carriers: how carriers are written.
         ring: gives the keys that seal and open carriers, None if there are none.
@@ -78,7 +77,9 @@ def install(
     Raises:
         Exception: this vLLM has an unknown shape; nothing is changed.
     """
-    check(module)
+    adapter.check()
+    if ("POST", "/v1/responses") not in map(key, module.router.routes):
+        raise TypeError("its router has no POST /v1/responses")
     StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
     StoredResponses.carriers = carriers
     StoredResponses.ring = staticmethod(ring)
@@ -88,35 +89,7 @@ def install(
         *(route for route in module.router.routes if key(route) not in ours),
     ]
     module.router.lifespan_context = lifespan
-    stock.OpenAIServingResponses = StoredResponses
-
-
-def check(module: ModuleType) -> None:
-    """Check that what this package overrides and calls exists, with the known parameters.
-
-    Raises:
-        Exception: it does not.
-    """
-    cls = StoredResponses.__base__
-    expected = {
-        "create_responses": ("request", "raw_request"),
-        "_render_resolved_response_inputs": ("request", "prev_response"),
-        "_run_background_request": ("request",),
-        "_run_background_request_stream": ("request",),
-        "responses_full_generator": ("request",),
-        "responses_stream_generator": ("request",),
-    }
-    for name, parameters in expected.items():
-        names = list(inspect.signature(getattr(cls, name)).parameters)
-        if tuple(names[1 : len(parameters) + 1]) != parameters:
-            raise TypeError(f"{name} takes {names}")
-    source = inspect.getsource(cls.__init__)
-    for name in ("response_store", "msg_store", "event_store", "background_tasks"):
-        if name not in source:
-            raise TypeError(f"there is no {name}")
-    if not {("POST", "/v1/responses")} <= {key(route) for route in module.router.routes}:
-        raise TypeError("its router has no POST /v1/responses")
-    ResponsesRequest.input_item_parsing({"input": []})
+    adapter.serving.OpenAIServingResponses = StoredResponses
 
 
 def key(route: Any) -> tuple[str, str]:

@@ -7,9 +7,11 @@ comes from the store. A client gets a response only after the store has it.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -24,11 +26,6 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
-from vllm import envs
-from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
-from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import GenerationError
 
 from ...keys.ring import Ring
 from ...store.backend import EVERYBODY, owner_of
@@ -42,6 +39,8 @@ from ...store.store import (
     document,
     valid,
 )
+from ..adapters import responses as adapter
+from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..log import log
 from . import carried, sealing, wire
 from .carried import Brought, Item
@@ -144,7 +143,7 @@ class Previous(Nothing):
             turn.latest = value
 
 
-class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
+class StoredResponses(adapter.Serving):  # type: ignore[misc]
     """vLLM's serving class, with a store."""
 
     # `routes.install` sets these on the class, because vLLM makes the instance.
@@ -288,17 +287,16 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
             raise Refused(400, message, "previous_response_id")
         return history
 
-    async def _render_resolved_response_inputs(self, request: Any, *_: Any, **options: Any) -> Any:
-        try:
-            if turn := _turn.get():
-                await self.resolve(turn)
-            if isinstance(request.input, list):
-                request.input = [item for item in request.input if not wire.silent(item)]
-            return await super()._render_resolved_response_inputs(request, None, **options)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            # For example a valid but empty item; vLLM would answer 500.
-            log.warning("vllmops: an input can't be rendered: %r", error)
-            raise Refused(400, "The input can't be rendered.", "input") from error
+    async def _check_model(self, request: Any, *args: Any, **options: Any) -> Any:
+        """What vLLM does first with a request, and the only step that every version awaits."""
+        error = await super()._check_model(request, *args, **options)
+        if error is None:
+            with rendering():
+                if turn := _turn.get():
+                    await self.resolve(turn)
+                if isinstance(request.input, list):
+                    request.input = [item for item in request.input if not wire.silent(item)]
+        return error
 
     async def resolve(self, turn: Turn) -> None:
         """Put the turns before this one into the input of its request.
@@ -627,9 +625,43 @@ class StoredResponses(OpenAIServingResponses):  # type: ignore[misc]
         return wire.items(response, after=after, limit=limit, descending=descending)
 
 
+@contextmanager
+def rendering() -> Iterator[None]:
+    """Refuse an input that can't be rendered: a valid but empty item, for which vLLM answers 500.
+
+    Raises:
+        Refused: instead of the errors that vLLM raises then.
+    """
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        log.warning("vllmops: an input can't be rendered: %r", error)
+        raise Refused(400, "The input can't be rendered.", "input") from error
+
+
+def without_previous(render: Callable[..., Any]) -> Callable[..., Any]:
+    """One of vLLM's `adapter.RENDERERS`, without a previous response: the input has all turns."""
+
+    @functools.wraps(render)
+    def render_all(self: Any, request: Any, _: Any, *args: Any, **options: Any) -> Any:
+        with rendering():
+            return render(self, request, None, *args, **options)
+
+    @functools.wraps(render)
+    async def await_all(self: Any, request: Any, _: Any, *args: Any, **options: Any) -> Any:
+        with rendering():
+            return await render(self, request, None, *args, **options)
+
+    return await_all if inspect.iscoroutinefunction(render) else render_all
+
+
+for _name in adapter.RENDERERS:
+    setattr(StoredResponses, _name, without_previous(getattr(adapter.Serving, _name)))
+
+
 def owner(raw_request: Request) -> str:
     """A hash of the API key of a request, empty if the server requires none."""
-    keys = raw_request.app.state.args.api_key or [envs.VLLM_API_KEY]
+    keys = raw_request.app.state.args.api_key or [adapter.api_key()]
     if not any(keys):
         return ""
     key = raw_request.headers.get("Authorization", "").partition(" ")[2]

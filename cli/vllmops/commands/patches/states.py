@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ...agent.adapters.features import untested
 from ...agent.patches.registry import PATCHES
 from ...errors import Exit, VllmopsError
 from ...host.processes import ROLES
@@ -114,7 +115,20 @@ def report(processes: Sequence[ProcessPatches], silent: Sequence[Silent]) -> dic
         )
     versions = sorted({process.vllm_version or "unknown" for process in processes})
     seconds = {str(process.pid): process.seconds for process in processes}
-    return {"vllm_versions": versions, "patches": rows, "silent": silent, "seconds": seconds}
+    return {
+        "vllm_versions": versions,
+        "patches": rows,
+        "problems": problems(processes),
+        "silent": silent,
+        "seconds": seconds,
+    }
+
+
+def problems(processes: Sequence[ProcessPatches]) -> list[str]:
+    """What the agents can't do, and which versions are newer than those tested; each once."""
+    found = dict.fromkeys(problem for process in processes for problem in process.problems)
+    newer = filter(None, (untested(process.vllm_version) for process in processes))
+    return [*found, *(remark for remark in dict.fromkeys(newer) if remark not in " ".join(found))]
 
 
 def listing(
@@ -144,6 +158,7 @@ def listing(
         if not groups:
             shown.add_row(name, "no process has loaded it", "")
     notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    notes += problems(processes)
     notes += [f"{who(process)} did not answer: {process.why}" for process in silent]
     return [f"vLLM {', '.join(versions)}", "", shown, *(Text(note) for note in notes)]
 

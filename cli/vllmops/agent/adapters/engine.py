@@ -1,0 +1,39 @@
+"""Asks vLLM's engine and its client, in any version."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+def counts(scheduler: Any) -> tuple[int, int]:
+    """Requests running and waiting."""
+    if count := getattr(scheduler, "get_request_counts", None):
+        running, waiting = count()
+        return running, waiting
+    return len(scheduler.running), len(scheduler.waiting)
+
+
+def unfinished(client: Any) -> int:
+    """Requests that a client has handed to its engines and that are not finished."""
+    return int(client.output_processor.get_num_unfinished_requests())
+
+
+async def ask(client: Any, method: str, *args: Any) -> list[Any]:
+    """What a utility method of each of a client's engines answers."""
+    core = client.engine_core
+    if ask_all := getattr(core, "call_utility_all_async", None):  # since 0.32
+        return list(await ask_all(method, *args))
+    return await asyncio.gather(
+        *(core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines)
+    )
+
+
+def text_only(model: Any) -> bool:
+    """Whether all limits of a multimodal model are 0, as vLLM found.
+
+    Read from what vLLM keeps of that, nothing before 0.27: computing it could build a processor.
+    """
+    if found := getattr(model, "_supports_multimodal_inputs_cache", None):  # since 0.31
+        return not any(found.values())
+    return getattr(model, "_supports_multimodal_inputs_cached", None) is False

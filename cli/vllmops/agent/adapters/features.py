@@ -1,0 +1,89 @@
+"""What the agent can do with a vLLM, and with which versions that is tested."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from importlib.resources import files
+from typing import Final, NamedTuple
+
+import msgspec
+
+from . import places
+
+
+class Feature(NamedTuple):
+    """Something that the agent does, and what it needs of vLLM.
+
+    Args:
+        title: in words.
+        needs: keys of `places.PLACES`.
+    """
+
+    title: str
+    needs: tuple[str, ...]
+
+
+RESPONSES: Final = "responses"
+FEATURES: Final = {
+    "caches": Feature("multimodal caches", ("mm-cache", "lru")),
+    "encoder-caches": Feature("encoder caches", ("scheduler", "encoder-cache", "worker")),
+    "progress": Feature("engine progress", ("scheduler", "executor", "engine-client")),
+    "compare": Feature("comparison of caches", ("engine-client", "engine-core", "executor")),
+    "memory": Feature("count of live requests", ("scheduler", "request")),
+    RESPONSES: Feature(
+        "stored responses, carriers",
+        (
+            *("responses", "responses-routes", "responses-protocol"),
+            *("errors", "generation-error", "route-decorators"),
+        ),
+    ),
+}
+
+
+class Tested(msgspec.Struct, frozen=True):
+    """What the tests found with one version.
+
+    Args:
+        live: whether a server ran with it, too.
+        results: by feature or patch.
+    """
+
+    live: bool
+    results: dict[str, str]
+
+
+@cache
+def tested() -> dict[str, Tested]:
+    """The table that the tests check, by version, oldest first."""
+    content = files(__package__).joinpath("tested.json").read_bytes()
+    return msgspec.json.decode(content, type=dict[str, Tested])
+
+
+def missing() -> dict[str, list[str]]:
+    """The features that this vLLM has another shape for, with the names that it lacks."""
+    lacks = {
+        feature: [places.PLACES[kind].name for kind in needs if places.where(kind) is None]
+        for feature, (_, needs) in FEATURES.items()
+    }
+    return {feature: names for feature, names in lacks.items() if names}
+
+
+def version() -> str | None:
+    """The version of the imported vLLM."""
+    return getattr(sys.modules.get(places.ROOT), "__version__", None)
+
+
+def untested(name: str | None) -> str | None:
+    """A remark on a version that is newer than all that are tested; None on others."""
+    newest = max(map(minor, tested()))
+    if not name or minor(name) <= newest:
+        return None
+    return f"vLLM {name} is newer than {'.'.join(map(str, newest))}, the newest tested"
+
+
+def minor(name: str) -> tuple[int, int]:
+    """The first two numbers of a version; zeros where it has none."""
+    found = re.match(r"(\d+)\.(\d+)", name)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -1,0 +1,103 @@
+"""VLLM's serving of the Responses API: what the agent imports, overrides and calls of it.
+
+Imported only where vLLM has imported its own routes. An import that fails means another shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+from vllm import envs
+from vllm.entrypoints.openai.responses import serving
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.serve.utils.api_utils import (
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
+
+try:
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+    from vllm.exceptions import GenerationError
+except ImportError:  # up to 0.28
+    from vllm.entrypoints.openai.engine.protocol import ErrorResponse, GenerationError
+
+__all__ = [
+    "METHODS",
+    "RENDERERS",
+    "ErrorResponse",
+    "GenerationError",
+    "ResponsesRequest",
+    "ResponsesResponse",
+    "Serving",
+    "api_key",
+    "check",
+    "load_aware_call",
+    "messages",
+    "parsed",
+    "serving",
+    "validate_json_request",
+    "with_cancellation",
+]
+
+Serving: Final = serving.OpenAIServingResponses
+
+# The methods that render a request's input after that of the previous response: one since 0.30,
+# before that one for chat models and one for gpt-oss, which is not a coroutine.
+RENDERERS: Final = tuple(
+    name
+    for name in ("_render_resolved_response_inputs", "_make_request", "_make_request_with_harmony")
+    if hasattr(Serving, name)
+)
+# The methods that are overridden or called, with their first parameters.
+METHODS: Final = {
+    "create_responses": ("request", "raw_request"),
+    "_check_model": ("request",),
+    "_run_background_request": ("request",),
+    "_run_background_request_stream": ("request",),
+    "responses_full_generator": ("request",),
+    "responses_stream_generator": ("request",),
+    **dict.fromkeys(RENDERERS, ("request", "prev_response")),
+}
+# What its constructor makes, and `StoredResponses` replaces.
+ATTRIBUTES: Final = ("response_store", "msg_store", "event_store", "background_tasks")
+
+
+def check() -> None:
+    """Check that the class has the known methods and attributes.
+
+    Raises:
+        Exception: it has not.
+    """
+    if not RENDERERS:
+        raise TypeError("it has no method that renders inputs")
+    for name, parameters in METHODS.items():
+        names = list(inspect.signature(getattr(Serving, name)).parameters)
+        if tuple(names[1 : len(parameters) + 1]) != parameters:
+            raise TypeError(f"{name} takes {names}")
+    source = inspect.getsource(Serving.__init__)
+    for name in ATTRIBUTES:
+        if name not in source:
+            raise TypeError(f"there is no {name}")
+    parsed([])
+
+
+def parsed(items: list[dict[str, Any]]) -> list[Any]:
+    """Items as vLLM's types."""
+    typed: list[Any] = ResponsesRequest.input_item_parsing({"input": items})["input"]
+    return typed
+
+
+def messages(items: list[Any]) -> list[Any]:
+    """Items of vLLM's types as messages of the Chat Completions API."""
+    # Imported here, because everything else also works in a vLLM without it.
+    from vllm.entrypoints.openai.responses import utils  # noqa: PLC0415
+
+    return list(utils.construct_chat_messages_with_tool_call(items))
+
+
+def api_key() -> str | None:
+    """The API key of the environment."""
+    key: str | None = envs.VLLM_API_KEY
+    return key

@@ -1,0 +1,64 @@
+"""``vllmops patches list --versions``: what works with which version of vLLM, as tested."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...agent.adapters.features import FEATURES, Tested, tested
+from ...agent.patches.registry import PATCHES
+from ...output import table
+from ...protocol.patches import State
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+WORKS = "works"
+CELLS = {WORKS: "yes", State.APPLIED: "yes", State.FIXED: "-"}
+STYLES = {"yes": "green", "no": "bold red"}
+TITLES = {name: feature.title for name, feature in FEATURES.items()}
+
+
+def report() -> dict[str, Any]:
+    """The data for ``--json``: by feature or patch, then by version."""
+    versions = tested()
+    rows = [
+        {
+            "id": name,
+            "title": TITLES.get(name) or PATCHES[name].title,
+            "versions": {version: found.results.get(name) for version, found in versions.items()},
+        }
+        for name in (*FEATURES, *PATCHES)
+    ]
+    live = {version: found.live for version, found in versions.items()}
+    return {"features": rows, "live": live}
+
+
+def listing() -> list[RenderableType]:
+    """The table for a person."""
+    from rich.text import Text  # noqa: PLC0415
+
+    versions = tested()
+    shown = table("", *(short(version) for version in versions))
+    shown.padding = (0, 0)  # so that all of it fits into 80 columns
+    for name in (*FEATURES, *PATCHES):
+        cells = [cell(found, name) for found in versions.values()]
+        shown.add_row(
+            TITLES.get(name, name), *(Text(text, style=STYLES.get(text, "")) for text in cells)
+        )
+    shown.add_row("a server ran", *("yes" if found.live else "-" for found in versions.values()))
+    return [shown, "", Text(NOTE)]
+
+
+NOTE = (
+    "yes: it works, or the patch removes the defect; -: fixed upstream, or no server ran; "
+    "no: it is off, and vLLM works as without vllmops"
+)
+
+
+def short(version: str) -> str:
+    """A version without its last number."""
+    return version.rpartition(".")[0]
+
+
+def cell(found: Tested, name: str) -> str:
+    return CELLS.get(found.results.get(name, ""), "no")

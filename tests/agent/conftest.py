@@ -1,0 +1,40 @@
+"""Processes and modules of many versions of vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ..support import modules
+from ..support.versions import Vllm
+
+
+@pytest.fixture
+def lru_module(code: Callable[[str], Path]) -> Callable[[str], ModuleType]:
+    """A version's ``vllm.utils.cache``."""
+    return lambda version: modules.lru_module(code(version))
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Vllm]:
+    made = Vllm()
+    yield made
+    os.killpg(made.popen.pid, signal.SIGKILL)
+    made.popen.communicate()
+
+
+@pytest.fixture
+def vllm(code: Callable[[str], Path], process: Vllm) -> Iterator[Callable[[str], Vllm]]:
+    """Makes the process one of a version; until the test ends."""
+
+    def of(version: str) -> Vllm:
+        assert process.run(str(code(version))) == "up"
+        return process
+
+    yield of
+    process.send("\n")

@@ -1,0 +1,258 @@
+"""Drives every hook of the agent on the vLLM of this process; `test_versions` runs it in forks.
+
+Each function raises where a feature does not work, and has the name of the feature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from vllmops.agent import caches, compare, engine, objects, repair
+from vllmops.agent.adapters import engine as adapter
+from vllmops.agent.adapters import features, places
+from vllmops.agent.patches import registry
+from vllmops.agent.patches.request_hash_cycle import scratch
+from vllmops.agent.patches.scratch import Request
+from vllmops.agent.responses import hook
+from vllmops.diagnose.caches import alone
+from vllmops.protocol.caches import EncoderCache, LruCache
+from vllmops.protocol.repairs import RepairRequest
+from vllmops.store.backend import Response
+
+ATTRIBUTES = (
+    *("current_step", "running", "waiting", "requests", "num_waiting_for_streaming_input"),
+    *("pause_state", "kv_cache_manager", "max_num_running_reqs", "encoder_cache_manager"),
+)
+
+
+def everything() -> dict[str, str]:
+    """Installs the hooks, imports what they are for, and drives them; the result by feature."""
+    importlib.import_module("vllm.multimodal")  # alone, parts of it import each other in a circle
+    objects.check()
+    objects.install(lambda: None)
+    compare.install()
+    registry.install()
+    hook.install(lambda: None)
+    results: dict[str, str] = {}
+    lacks = features.missing()
+    for name in features.FEATURES:
+        try:
+            assert name not in lacks, f"there is no {', '.join(lacks[name])}"
+            DRIVES[name]()
+            results[name] = "works"
+        except BaseException as error:  # what a version raises is the result
+            results[name] = f"off: {type(error).__name__}: {error}"[:200]
+    for patch in registry.PATCHES.values():
+        for module in filter(None, map(places.existing, patch.modules)):
+            importlib.import_module(module)
+    for verdict in registry.states(verify=True).patches:
+        results[verdict.id] = verdict.state.value if not verdict.present else "failed"
+    return results
+
+
+def imported(kind: str) -> Any:
+    module = places.where(kind)
+    assert module
+    return getattr(importlib.import_module(module), places.PLACES[kind].name)
+
+
+def source(kind: str) -> str:
+    text = places.source(places.where(kind) or "")
+    assert text
+    return text
+
+
+def multimodal_caches() -> None:
+    """A receiver's cache is remembered, read, and rid of a ghost key."""
+    base = imported("mm-cache")
+    module = places.existing("vllm.multimodal.cache.lru") or base.__module__
+    receiver = next(
+        cls
+        for name, cls in vars(importlib.import_module(module)).items()
+        if name in {"LruKeyReplicatedReceiverCache", "MultiModalReceiverCache"}
+    )
+    config = SimpleNamespace(mm_processor_cache_gb=1)
+    holder: Any = receiver(SimpleNamespace(get_multimodal_config=lambda: config))
+    assert objects.every("mm-cache") == [holder]
+    import torch
+
+    holder._cache["a"] = torch.zeros(2)
+    holder._cache._LRUCache__order["ghost"] = None
+    read = caches.lru(holder)
+    assert isinstance(read, LruCache)
+    assert (read.entries, read.bytes, read.side, read.order_only) == (1, 8, "P1", ["ghost"])
+    assert repair.repair(RepairRequest()).caches[0].left is None
+    assert not alone(caches.lru(holder))
+
+
+def encoder_caches() -> None:
+    """A manager's books are read, and contain no fault."""
+    manager = imported("encoder-cache")(cache_size=100)
+    request = Request()
+    manager.allocate(request, 0)
+    held = SimpleNamespace(
+        encoder_cache_manager=manager,
+        requests={request.request_id: SimpleNamespace(is_finished=lambda: False)},
+    )
+    held.requests[request.request_id].mm_features = request.mm_features
+    read = caches.encoder(held)
+    assert isinstance(read, EncoderCache)
+    assert (read.slots, read.slots - read.free_slots) == (100, 3)
+    assert list(read.cached) == list(request.hashes)
+    assert not alone(read)
+    assert hasattr(imported("worker").__init__, "__vllmops__")
+
+
+def progress() -> None:
+    """The scheduler counts, and has the attributes that are read."""
+    cls = imported("scheduler")
+    text = source("scheduler")
+    assert [name for name in ATTRIBUTES if name not in text] == []
+    assert hasattr(cls.__init__, "__vllmops__")
+    scheduler = object.__new__(cls)
+    scheduler.running, scheduler.waiting = [1], [2, 3]
+    scheduler.skipped_waiting = scheduler.kv_holding_waiting = ()  # up to 0.30, and since
+    assert engine.counts(scheduler) == (1, 2)
+    assert "output_handler" in source("engine-client")
+    assert "is_sleeping" in source("executor")
+    for kind in ("executor", "engine-client"):
+        assert hasattr(imported(kind).__init__, "__vllmops__")
+
+
+def comparison() -> None:
+    """Both ends are hooked, and every engine is asked."""
+    assert hasattr(imported("engine-client").add_request, "__vllmops__")
+    assert imported("engine-core").vllmops_look is compare.look
+    assert "def collective_rpc" in source("executor")
+    clients = importlib.import_module("vllm.v1.engine.core_client")
+
+    async def call(method: str, *args: Any, engine: bytes) -> tuple[Any, ...]:
+        return method, *args, engine
+
+    for cls in (clients.AsyncMPClient, clients.DPLBAsyncMPClient):
+        client = object.__new__(cls)
+        client.core_engines, client._call_utility_async = [b"0", b"1"], call
+        answers = asyncio.run(adapter.ask(SimpleNamespace(engine_core=client), "look", 1))
+        assert answers == [("look", 1, b"0"), ("look", 1, b"1")]
+
+
+def live_requests() -> None:
+    """A request is counted while it lives."""
+    cls = imported("request")
+    one = scratch(importlib.import_module(cls.__module__))
+    assert objects.count("request") == 1
+    assert not one.is_finished()
+    del one
+    assert objects.count("request") == 0
+
+
+def responses() -> None:
+    """The routes are ours, and a turn gets the items of the turn before, as this vLLM's types."""
+    routes = imported("responses-routes")
+    served = vars(importlib.import_module(places.where("responses") or ""))
+    cls = served["OpenAIServingResponses"]
+    assert cls.__name__ == "StoredResponses", objects.problems
+    assert ("GET", "/v1/responses") in [(min(route.methods), route.path) for route in routes.routes]
+    serving = object.__new__(cls)
+    serving.store, serving.ring, serving.request_logger = cls.open_store(), lambda: None, None
+    serving.runs = {}
+    serving.models = SimpleNamespace(
+        lora_requests={}, is_base_model=lambda _: True, model_name=lambda _: "m"
+    )
+    serving._is_model_supported = lambda _: True
+    from vllmops.agent.adapters.responses import RENDERERS, ResponsesRequest
+    from vllmops.agent.responses import parsing
+    from vllmops.agent.responses import serving as ours
+    from vllmops.agent.responses.history import History
+
+    serving.history = History(parsing.parsed, harmony=False)
+    assert RENDERERS
+    for name in RENDERERS:
+        kinds = {inspect.iscoroutinefunction(vars(held)[name]) for held in (cls, cls.__base__)}
+        assert len(kinds) == 1, name
+    asyncio.run(turns(serving, ResponsesRequest, ours))
+    said = [{"role": "user", "content": "hi"}, {"type": "function_call", **CALL}]
+    chat = parsing.messages(
+        [*said, {"type": "function_call_output", "call_id": "c", "output": "x"}]
+    )
+    assert [message["role"] for message in chat] == ["user", "assistant", "tool"]
+    asyncio.run(asked(routes, serving))
+
+
+CALL = {"call_id": "c", "name": "lamp", "arguments": "{}"}
+ANSWER = (
+    b'{"id":"resp_1","output":[{"type":"message","id":"msg_1","role":"assistant","status":'
+    b'"completed","content":[{"type":"output_text","text":"hello","annotations":[]}]},'
+    b'{"type":"function_call","id":"fc_1","call_id":"c","name":"lamp","arguments":"{}"}]}'
+)
+
+
+async def turns(serving: Any, request_type: Any, ours: Any) -> None:
+    await serving.store.open()
+    stored = Response(
+        id="resp_1",
+        owner="",
+        model="m",
+        status="completed",
+        created_at=1.0,
+        previous_id=None,
+        body=ANSWER,
+        input=b'[{"type":"message","role":"user","content":"hi"}]',
+    )
+    assert await serving.store.create(stored)
+    body = b'{"input":[{"type":"function_call_output","call_id":"c","output":"done"}]}'
+    given = request_type.model_validate(
+        {
+            "model": "m",
+            "previous_response_id": "resp_1",
+            **importlib.import_module("json").loads(body),
+        }
+    )
+    app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=None)))
+
+    async def read() -> bytes:
+        return body
+
+    turn = await serving.turn(given, SimpleNamespace(app=app, headers={}, body=read))
+    token = ours._turn.set(turn)
+    assert await serving._check_model(given) is None
+    ours._turn.reset(token)
+    kinds = [item["type"] if isinstance(item, dict) else item.type for item in given.input]
+    assert kinds == ["message", "message", "function_call", "function_call_output"], kinds
+    assert ours._turn.get() is None
+
+
+async def asked(router: Any, serving: Any) -> None:
+    """A list, a response, its items, and its end, over HTTP with this vLLM's decorators."""
+    import fastapi
+    import httpx
+
+    app = fastapi.FastAPI()
+    app.include_router(router)
+    app.state.openai_serving_responses = serving
+    app.state.args = SimpleNamespace(api_key=None)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        listed = (await client.get("/v1/responses")).json()
+        assert [response["id"] for response in listed["data"]] == ["resp_1"]
+        assert (await client.get("/v1/responses/resp_1")).json()["id"] == "resp_1"
+        items = (await client.get("/v1/responses/resp_1/input_items")).json()
+        assert len(items["data"]) == 1
+        assert (await client.post("/v1/responses/resp_1/cancel")).status_code == 400
+        assert (await client.delete("/v1/responses/resp_1")).json()["deleted"] is True
+        assert (await client.get("/v1/responses/resp_1")).status_code == 404
+
+
+DRIVES: dict[str, Callable[[], None]] = {
+    "caches": multimodal_caches,
+    "encoder-caches": encoder_caches,
+    "progress": progress,
+    "compare": comparison,
+    "memory": live_requests,
+    "responses": responses,
+}

@@ -1,0 +1,142 @@
+"""The Python code of each version: what fits it, what does not, and what the server does then."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.agent.adapters import features
+from vllmops.agent.patches import registry
+
+from ..support.extent import EVERYTHING
+from ..support.versions import INSTALLED, MINORS, RENAMED, Vllm, rewritten
+
+ENDS = MINORS[0], MINORS[-1]
+DRIVE = Path(__file__).with_name("drive.py")
+TABLE = Path(features.__file__).with_name("tested.json")
+# `VLLMOPS_WRITE_TABLE=1 pytest tests/agent/test_versions.py` writes what it finds.
+NEWEST_BUILD = "0.32.0"
+WRITE = os.environ.get("VLLMOPS_WRITE_TABLE") == "1"
+
+
+def start(process: Vllm) -> None:
+    """Make a process one that has the drive's functions, and a store."""
+    process.run("import os; os.environ['VLLMOPS_RESPONSES_STORE'] = 'memory://'")
+    assert process.run(DRIVE.read_text("utf-8")) is None
+
+
+@pytest.mark.parametrize("version", [*(MINORS if EVERYTHING else ENDS), INSTALLED])
+def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
+    process = vllm(version)
+    start(process)
+    found: Any = process.run("out = everything()")
+    name: Any = process.run("import vllm; out = vllm.__version__")
+    if WRITE:
+        table = json.loads(TABLE.read_text())
+        table[name]["results"] = found
+        TABLE.write_text(json.dumps(table, indent=1) + "\n")
+        features.tested.cache_clear()
+    assert found == features.tested()[name].results
+    assert process.run("out = objects.problems") == []
+
+
+# Modules of what the agent hooks, where a later version could have them.
+ELSEWHERE = {
+    "vllm.utils.cache": "vllm.utils.caching",
+    "vllm.v1.core.sched.scheduler": "vllm.v1.core.sched.steps",
+    "vllm.v1.request": "vllm.v1.engine_request",
+    "vllm.multimodal.cache": "vllm.multimodal.caching",
+}
+MOVED = {
+    "vllm.utils.cache": "vllm.foundation.utilities.cache",
+    "vllm.entrypoints.openai.responses": "vllm.frontend.entrypoints.openai.responses",
+    "vllm.entrypoints.serve.engine": "vllm.frontend.entrypoints.serve.engine",
+    "vllm.multimodal.cache": "vllm.frontend.processing.multimodal.cache",
+    "vllm.v1.core": "vllm.runtime.core",
+    "vllm.v1.engine": "vllm.runtime.engine",
+}
+LOG = """
+import logging
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+handler.addFilter(lambda record: "repaired" not in record.getMessage())
+logging.getLogger("vllm.vllmops").addHandler(handler)
+"""
+
+
+@pytest.fixture
+def made_up(process: Vllm, tmp_path: Path) -> Iterator[Callable[..., Vllm]]:
+    """Makes the process one of a made-up version; until the test ends."""
+
+    def of(names: dict[str, str], moved: dict[str, str], *, shims: bool = False) -> Vllm:
+        place = rewritten(tmp_path, names, moved, shims=shims)
+        assert process.run(str(place)) == "up"
+        start(process)
+        process.run(LOG)
+        return process
+
+    yield of
+    process.send("\n")
+
+
+def test_what_a_later_version_calls_otherwise_is_off(made_up: Callable[..., Vllm]) -> None:
+    process = made_up(RENAMED, ELSEWHERE)
+    found: Any = process.run("out = everything()")
+    assert isinstance(found, dict), found
+    assert {name: found[name].partition(":")[0] for name in features.FEATURES} == dict.fromkeys(
+        features.FEATURES, "off"
+    )
+    states = {name: state for name, state in found.items() if name not in features.FEATURES}
+    assert states == dict.fromkeys(registry.PATCHES, "failed")
+    # One line, for the person who reads the log; the rest is in the agent's answers.
+    lines: Any = process.run("out = lines")
+    (line,) = lines
+    assert "vLLM 0.34.0 is newer than 0.33, the newest tested; off: multimodal caches" in line
+    assert "no OpenAIServingResponses" in line
+    problems: Any = process.run("out = objects.problems")
+    assert problems[0] in line
+    assert "responses are kept in vLLM's own store" in problems[1]
+    # vLLM's own routes stay, and its own store is on.
+    stock = "vllm.entrypoints.openai.responses"
+    routes = f"importlib.import_module('{stock}.api_router').router.routes"
+    assert process.run(f"out = {{route.endpoint.__module__ for route in {routes}}}") == {
+        f"{stock}.api_router"
+    }
+    assert process.run("from vllm import envs; out = envs.VLLM_ENABLE_RESPONSES_API_STORE") is True
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "1"), ("0", "0")])
+def test_a_class_of_another_shape_keeps_its_routes_and_its_store(
+    vllm: Callable[[str], Vllm], given: str | None, kept: str
+) -> None:
+    process = vllm(INSTALLED)
+    start(process)
+    if given:  # the operator has the last word
+        process.run(f"os.environ['VLLM_ENABLE_RESPONSES_API_STORE'] = {given!r}")
+    process.run("cls = imported('responses'); del cls.responses_full_generator")
+    found: Any = process.run("out = everything()")
+    assert [name for name, result in found.items() if result.startswith("off")] == ["responses"]
+    assert process.run("out = cls.__module__, cls.__name__") == (
+        "vllm.entrypoints.openai.responses.serving",
+        "OpenAIServingResponses",
+    )
+    assert process.run("out = vars(importlib.import_module(cls.__module__))[cls.__name__] is cls")
+    assert "responses_full_generator" in process.run("out = objects.problems[0]")  # type: ignore[operator]
+    assert process.run("out = os.environ['VLLM_ENABLE_RESPONSES_API_STORE']") == kept
+
+
+def test_hooks_follow_shims(made_up: Callable[..., Vllm]) -> None:
+    process = made_up({}, MOVED, shims=True)
+    found: Any = process.run("out = everything()")
+    assert found == features.tested()[NEWEST_BUILD].results
+    assert process.run("out = objects.problems") == []
+    assert process.run("out = lines") == [
+        "vllmops: vLLM 0.34.0 is newer than 0.33, the newest tested"
+    ]
+    assert process.run("out = places.where('engine-core')") == "vllm.runtime.engine.core"
