@@ -149,8 +149,8 @@ def frame_in(line: str) -> Frame | None:
 def frames_in(line: str) -> Iterator[Frame]:
     """The frames among other words: marked, with arrows between them, with remarks behind them."""
     if found := OTHERWISE.match(line):
-        function, file, number = _otherwise(found)
-        yield Frame(function, file, file, number)
+        function, file, at = _otherwise(found)
+        yield Frame(function, file, file, at)
         return
     line = TOP.sub("", line)
     parts = ARROWS.split(line)
