@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+import pytest
 
 from vllmops.diagnose.stacks import explain
 from vllmops.protocol.pasted import Pasted
@@ -187,3 +190,56 @@ def test_log_lines_are_no_frames() -> None:
         "GET /health (127.0.0.1:8000)\nsee vllm (https://docs.vllm.ai)\n"
     )
     assert read(text).samples == ()
+
+
+INTERRUPTED = """\
+^CTraceback (most recent call last):
+  File "/v/vllm/entrypoints/llm.py", line 500, in generate
+    outputs = self._run_engine()
+  File "/v/vllm/v1/worker/gpu_model_runner.py", line 3800, in execute_model
+    self.event.synchronize()
+  File "/v/torch/cuda/streams.py", line 231, in synchronize
+    super().synchronize()
+KeyboardInterrupt
+"""
+
+
+def test_what_ctrl_c_interrupts_is_a_stack() -> None:
+    pasted = read(INTERRUPTED)
+    functions = [frame.function for frame in the_process(pasted).threads[0].frames]
+    assert functions == ["synchronize", "execute_model", "generate"]
+    assert pasted.crashes == ()
+    assert explain(pasted).findings[0].code == "stack.gpu-kernel-stuck"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "synchronize (streams.py:231) ← get_output (runner.py:260) ← step (engine/core.py:400)",
+        "it hangs in `synchronize` (streams.py) <- `get_output (runner.py:260)` <- `step`",
+        "EngineCore main thread: step() -> get_output() -> synchronize()",
+        "1. step (vllm/v1/engine/core.py:400)\n2. get_output (runner.py:260)\n"
+        "3. synchronize (streams.py:231)",
+        "* `synchronize` torch/cuda/streams.py:231\n* `get_output` v1/runner.py:260\n"
+        "* `step` v1/engine/core.py:400",
+        "v1/engine/core.py:400 in step\nv1/runner.py:260 in get_output\n"
+        "cuda/streams.py:231 in synchronize",
+        "#0 synchronize from /x/streams.py:231\n#1 get_output from /x/runner.py:260\n"
+        "#2 step from /x/core.py:400",
+        "  └─ step (core.py:400)\n     └─ get_output (runner.py:260)\n"
+        "        └─ synchronize (streams.py:231)",
+    ],
+)
+def test_frames_as_people_type_them(text: str) -> None:
+    frames = [frame.function for frame in the_process(read(text)).threads[0].frames]
+    assert [name for name in frames if name != "it"] == ["synchronize", "get_output", "step"]
+
+
+def test_an_issue_is_read_by_its_comments() -> None:
+    """A dump of somebody else is no second sample."""
+    comments = [{"body": FRAGMENT}, {"body": "me too"}, {"body": FRAGMENT}]
+    pasted = read(json.dumps({"title": "it hangs", "body": "see below", "comments": comments}))
+    assert [len(section.samples) for section in pasted.sections] == [0, 1, 0, 1]
+    assert [finding.code for finding in explain(pasted).findings] == [
+        "stack.mm-cache-eviction-spin"
+    ]

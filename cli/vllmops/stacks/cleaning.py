@@ -22,7 +22,7 @@ SPELT_ESCAPE = re.compile(r"(?:\^\[|ESC|\\x1b|\\u001b|\\033|␛)?\[\d{1,2}(?:;\d
 PREFIX = re.compile(
     r"(?:\s*(?:"
     r"(?:>\s?)+"
-    r"|\((?P<title>[A-Za-z]\w*) pid=(?P<pid>\d+)\)(?=\s|$)"
+    r"|\((?P<title>[A-Za-z]\w*) pid=(?P<pid>\d+)(?:, ip=[^)\s]*)?\)(?=\s|$)"
     r"|(?:ERROR|INFO|WARNING|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?(?: \[[^\]]*\])?"
     r"|\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
     r"(?: std(?:out|err) [FP](?= |$))?"

@@ -37,8 +37,8 @@ RANK = re.compile(
     r"[*`:) ]*(?:[^.:()\w][^.()]{0,40})?$"
 )
 RANK_OF = re.compile(
-    r"[|*\- ]*`?(?P<title>(?:[Rr]ank|TP|PP|DP|(?:VLLM::)?Worker\w*|(?:VLLM::)?EngineCore\w*)"
-    r"[ _#]?\d*)`?\**(?P<pid>) ?[:=|] ?(?P<rest>.+)$"
+    r"[|*\- ]*`?(?P<title>(?:[Rr]ank|TP|PP|DP|(?:VLLM::)?[Ww]orker\w*|(?:VLLM::)?EngineCore\w*)"
+    r"[ _#]?\d*)`?\**(?P<pid>)(?: [\w ]{1,24})? ?[:=|] ?(?P<rest>.+)$"
 )
 STACK_OF = re.compile(r"[~+ ]*Stack of (?P<name>\S.*?) \((?P<tid>\d+)\)[~+ ]*$")
 COMMAND = re.compile(
@@ -77,7 +77,7 @@ ARROWS = re.compile(r"\s*(?:←|<-+|-+>|→|⟵|⟶|⇐|⇒|=>|<(?=\s))\s*")
 PIECE = re.compile(
     r"(?<![\w.])`?(?P<function>(?:[A-Za-z_]|<(?=\w+>))[\w.<>:]*)`?\s*\(`?(?:"
     r"(?P<file>(?:<[\w .]+>|[^()`\s:,]*\.(?:py|pyx|cu|cpp|so[\d.]*)))"
-    r"(?:[:#](?:L|line )?(?P<line>\d+))?"
+    r"(?:(?:[:#, ]+(?:L|line )?)(?P<line>\d+))?"
     r"|(?P<number>\d+))`?\)"
 )
 # The same with the file first, as tools for tracebacks print it; of lldb; of the kernel.
@@ -86,6 +86,8 @@ OTHERWISE = re.compile(
     r"`?(?P<function>[\w.<>]+)(?:\(\))?`?$"
     r"|(?:#\d+ )?(?P<function2>[\w.<>]+)(?:\(\))? (?:from|at|@) "
     r"(?P<file2>\S+\.py):(?P<line2>\d+)$"
+    r"|[\W\d]*?`?(?P<function5>[A-Za-z_][\w.<>]*)(?:\(\))?`? +"
+    r"`?(?P<file5>[\w.~-]*/[\w./~-]+\.py):(?P<line5>\d+)`?$"
     r"|.*\bframe #\d+: 0x[0-9a-f]+ (?P<file3>\S+?)`(?P<function3>.+?)(?: \+ \d+)?(?: at .*)?$"
     r"|\[<[0-9a-fx]+>\] (?P<function4>\w+)\+0x\S+(?: \[\w+\])?$"
 )
@@ -147,8 +149,8 @@ def frame_in(line: str) -> Frame | None:
 def frames_in(line: str) -> Iterator[Frame]:
     """The frames among other words: marked, with arrows between them, with remarks behind them."""
     if found := OTHERWISE.match(line):
-        function, file, number = _otherwise(found)
-        yield Frame(function, file, file, number)
+        function, file, at = _otherwise(found)
+        yield Frame(function, file, file, at)
         return
     line = TOP.sub("", line)
     parts = ARROWS.split(line)
@@ -156,6 +158,9 @@ def frames_in(line: str) -> Iterator[Frame]:
         return
     pieces = [PIECE.search(part) for part in parts]
     if not any(pieces):
+        words = [WORD.match(part) for part in parts]
+        if len(words) > 2 and all(words) and "_" in line:  # names alone
+            yield from (Frame(word["function"], "", "") for word in words if word)
         return
     for part, piece in zip(parts, pieces, strict=True):
         if piece and (piece["file"] or len(parts) > 1):
@@ -168,7 +173,7 @@ def frames_in(line: str) -> Iterator[Frame]:
 
 def _otherwise(found: re.Match[str]) -> tuple[str, str, int | None]:
     """Function, file and line of whichever form matches."""
-    for suffix in ("", "2", "3"):
+    for suffix in ("", "2", "5", "3"):
         if name := found[f"function{suffix}"]:
             number = found[f"line{suffix}"] if suffix != "3" else None
             return name.strip("-+[]"), found[f"file{suffix}"], int(number) if number else None

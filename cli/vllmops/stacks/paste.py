@@ -85,7 +85,9 @@ ROLES = (
 )
 
 
-MARKS = re.compile(r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<")  # what every frame has one of
+MARKS = re.compile(
+    r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<|[←→]|<-|->"
+)  # what every frame has one of
 # How far inside some functions are, to see which end of a stack stands first in a text.
 LEVELS = {
     name: level
@@ -184,7 +186,12 @@ def _read(text: str, name: str) -> Pasted:
 
 
 def _is_stack(crash: _Crash) -> bool:
-    """Whether a traceback is one of a live thread: it has no exception, and ends in a wait."""
+    """Whether a traceback is one of a live thread.
+
+    It has no exception and ends in a wait; or somebody pressed Ctrl-C because nothing moved.
+    """
+    if crash.error.startswith("KeyboardInterrupt"):
+        return bool(crash.frames)
     return not crash.error and _waits(crash.frames[::-1][:1])
 
 
