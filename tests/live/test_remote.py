@@ -8,7 +8,10 @@ from .conftest import Live, Ran
 from .test_cache import ask, settled
 
 # What of doctor's is of the machine, which is not seen from elsewhere.
-OF_THE_MACHINE = ("machine.", "gpu.", "security.", "responses.store-in-memory", "tools.")
+OF_THE_MACHINE = (
+    *("machine.", "gpu.", "security.", "tools."),
+    *("responses.store-in-memory", "process.orphaned"),
+)
 
 
 def both(server: Live, *words: str) -> tuple[Ran, Ran]:
@@ -79,8 +82,8 @@ def test_every_command_gives_from_elsewhere_what_it_gives_by_name(vision_server:
     here, there = both(server, "stacks", "dump")
     # There is no agent in the processes that vLLM starts beside, such as a resource tracker.
     known = [p for p in here.data["processes"] if p["role"] != "other"]
-    about = ("role", "pid", "title")
-    assert rows(there.data["processes"], *about) == rows(known, *about)
+    titles = ("role", "pid", "title", "ranks")
+    assert rows(there.data["processes"], *titles) == rows(known, *titles)
     for by_agent, by_pyspy in zip(there.data["processes"], known, strict=True):
         names = [
             {thread["name"] for thread in process["threads"] if thread["frames"]}
