@@ -200,13 +200,12 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
     matches = [said.get(hit.signature.id, hit) for hit in matches]
     strong = [hit for hit in matches if hit.confidence != "possible"]
     hangs = [hit for hit in strong if hit.signature.hang]
-    if strong and not hangs:
-        # A transfer that was lost looks idle, too.
+    hidden = {name for hit in hangs or strong or matches for name in hit.signature.hides}
+    if not strong:
+        hidden -= said.keys()
+    elif not hangs:  # a transfer that was lost looks idle, too
         strong += [hit for hit in joined if hit.signature.id == CONNECTOR]
     shown = hangs or strong or [*joined, *(hit for hit in matches if hit.signature.id not in said)]
-    hidden = {name for hit in hangs or strong for name in hit.signature.hides}
-    if not strong:
-        hidden = {name for hit in matches for name in hit.signature.hides} - said.keys()
     return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
 
 
