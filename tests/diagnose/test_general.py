@@ -165,3 +165,25 @@ def test_the_texts_of_the_field() -> None:
 def test_an_interval() -> None:
     low, high = wilson(27, 27)
     assert (round(low, 2), high) == (0.88, 1.0)
+
+
+IDLE = """\
+Process 100: VLLM::EngineCore
+Thread 100 (idle): "MainThread"
+    wait (threading.py:355)
+    get (queue.py:171)
+    _process_input_queue (vllm/v1/engine/core.py:1480)
+    run_busy_loop (vllm/v1/engine/core.py:1458)
+Thread 101 (idle): "mq-loop"
+    poll (zmq/sugar/poll.py:106)
+    _main_loop (lmcache/v1/multiprocess/mq.py:240)
+    run (threading.py:1012)
+    _bootstrap (threading.py:1032)
+"""
+
+
+def test_an_idle_engine_with_a_connector_stays_idle() -> None:
+    found = explain(read(IDLE * 3))
+    assert (found.verdict, found.samples) == ("idle", 3)
+    assert found.findings[0].code == "stack.idle-spin-normal"
+    assert [finding.confidence for finding in found.findings[1:]] == ["possible"]

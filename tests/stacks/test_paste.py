@@ -243,3 +243,25 @@ def test_an_issue_is_read_by_its_comments() -> None:
     assert [finding.code for finding in explain(pasted).findings] == [
         "stack.mm-cache-eviction-spin"
     ]
+
+
+TIMED_OUT = """\
+(EngineCore pid=9) Traceback (most recent call last):
+(EngineCore pid=9)   File "/x/vllm/v1/executor/multiproc_executor.py", line 380, in get_response
+(EngineCore pid=9) TimeoutError: RPC call to execute_model timed out.
+(APIServer pid=8) Traceback (most recent call last):
+(APIServer pid=8)   File "/x/vllm/v1/engine/async_llm.py", line 600, in output_handler
+(APIServer pid=8) vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
+"""
+
+
+def test_a_time_out_of_the_engine_is_a_stuck_worker() -> None:
+    found = explain(read(TIMED_OUT))
+    assert (found.verdict, found.findings[0].code) == ("hang", "stack.worker-stuck-broadcast")
+    assert len(found.findings) == 1
+
+
+def test_a_time_out_after_a_crash_is_a_crash() -> None:
+    found = explain(read(CRASH + TIMED_OUT))
+    assert found.verdict == "crash"
+    assert "illegal memory access" in found.findings[0].title

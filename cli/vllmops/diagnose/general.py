@@ -20,7 +20,6 @@ HOST_BOUND = {
     "tool-parser",
     "grammar",
     "structure",
-    "lock",
 }
 # What the ranks do together takes both places to see.
 TOGETHER = {"differ", "differ-dp", "elsewhere", "absent", "not-entered"}
@@ -30,6 +29,13 @@ TIMED_OUT = re.compile(
     r"RPCcallto\w+timedout|Watchdogcaughtcollectiveoperationtimeout"
     r"|Noavailablesharedmemorybroadcastblockfound"
 )
+
+# What the log said, by the beginning of its words.
+LOG = {
+    "RPC": "RPC call timed out",
+    "Wat": "Watchdog caught collective operation timeout",
+    "Noa": "No available shared memory broadcast block found",
+}
 
 
 def hypotheses(scene: Scene) -> list[Hit]:
@@ -44,6 +50,8 @@ def hypotheses(scene: Scene) -> list[Hit]:
                 continue
             told += _hits(found, samples, scene)
             break
+    if not told and (line := TIMED_OUT.search(scene.log)):
+        told += _told(Clue(("worker-stuck-broadcast",), "a worker", f"log: {LOG[line[0][:3]]}"))
     best: dict[str, Hit] = {}
     for hit in told:
         best.setdefault(hit.signature.id, hit)
@@ -92,8 +100,9 @@ def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iter
 
 def _confidence(found: Chain, agreeing: int, scene: Scene) -> Confidence:
     """One dump is possible; dumps that agree, a figure or a log line make it likely."""
-    if found.relation in {"", "connector"} and found.roots[0].wait in COLLECTIVES:
-        return "possible"  # the ranks and peers that it waits for are not in the text
+    alone = not found.relation and found.roots[0].wait in COLLECTIVES
+    if alone or found.relation == "connector":
+        return "possible"  # whom it waits for is not in the text; a connector's thread may rest
     proof = any(scene.facts.get(name) == "frozen" for name in PROOF)
     proof = proof or scene.facts.get("gpu") == "spins"
     agrees = proof or TIMED_OUT.search(scene.log) is not None

@@ -143,11 +143,10 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     ended = [*_ended(crashes, pasted.text)]
     said = {hit.signature.id for hit in ended}
     hits = ended + [hit for hit in hits if hit.signature.id not in said]
-    if not ended or any(hit.confidence != "possible" for hit in hits[len(ended) :]):
-        found = [_crashed(crash) for crash in crashes if not hang_of(crash)]
-    else:
-        found = []
-    found += map(_stopped, stopped)
+    others = [crash for crash in crashes if not hang_of(crash)]
+    if ended:  # it ends the other processes, too
+        others = [crash for crash in others if not AFTERMATH.search(crash.error)]
+    found = [*map(_crashed, others), *map(_stopped, stopped)]
     found += map(_finding, hits)
     found.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
     verdict = _verdict(found, scene.facts)
@@ -201,15 +200,12 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
     matches = [said.get(hit.signature.id, hit) for hit in matches]
     strong = [hit for hit in matches if hit.confidence != "possible"]
     hangs = [hit for hit in strong if hit.signature.hang]
+    hidden = {name for hit in hangs or strong or matches for name in hit.signature.hides}
     if not strong:
-        strong = [hit for hit in joined if hit.confidence != "possible"]
-    if strong and not hangs:
-        # A transfer that was lost looks idle, too.
+        hidden -= said.keys()
+    elif not hangs:  # a transfer that was lost looks idle, too
         strong += [hit for hit in joined if hit.signature.id == CONNECTOR]
     shown = hangs or strong or [*joined, *(hit for hit in matches if hit.signature.id not in said)]
-    hidden = {name for hit in hangs or strong for name in hit.signature.hides}
-    if not strong:
-        hidden = {name for hit in matches for name in hit.signature.hides} - said.keys()
     return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
 
 
@@ -266,10 +262,19 @@ def _ended(crashes: Sequence[Crash], text: str) -> Iterator[Hit]:
             found.setdefault(name, crash)
     if crashes and not found and (line := INPUT_THREAD.search(text)):
         found["input-thread-dead"] = Crash("", line[0], ())
+    # Who waits for a process that crashed times out.
+    real = any(not hang_of(crash) and not AFTERMATH.search(crash.error) for crash in crashes)
     for name, crash in found.items():
+        if real and name != "input-thread-dead":
+            continue
         yield Hit(known(name), "likely", _told(crash), crash.process or "EngineCore")
 
 
+# Exceptions that another process's end or a shutdown causes; empty: the last line is missing.
+AFTERMATH = re.compile(
+    r"^$|EngineDead|[Cc]ancelled|EngineCore (?:encountered|failed|died)|Engine (?:core|process)"
+    r"|SystemExit|ConnectionReset|BrokenPipe|HTTPException|EOFError|KeyboardInterrupt|TimeoutError"
+)
 # The traceback of the input thread, in pieces that make no frame.
 INPUT_THREAD = re.compile(
     r"Exception in thread [^\n]{0,40}process_input_sockets\)?|in process_input_sockets\b"
