@@ -165,8 +165,8 @@ def frames_in(line: str) -> Iterator[Frame]:
     for part, piece in zip(parts, pieces, strict=True):
         if piece and (piece["file"] or len(parts) > 1):
             file = piece["file"] or ""
-            at = piece["line"] or piece["number"]
-            yield Frame(piece["function"], file, file, int(at) if at else None)
+            line_number = piece["line"] or piece["number"]
+            yield Frame(piece["function"], file, file, int(line_number) if line_number else None)
         elif not piece and (word := WORD.match(part)) and (word["tick"] or "_" in part):
             yield Frame(word["function"], "", "")
 
