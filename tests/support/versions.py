@@ -12,6 +12,8 @@ import zipfile
 from importlib.util import resolve_name
 from pathlib import Path
 
+from vllmops.agent import objects
+
 from . import modules
 from .extent import EVERYTHING
 
@@ -142,7 +144,7 @@ class Vllm:
     def __init__(self) -> None:
         self.popen = subprocess.Popen(
             [sys.executable, "-P", "-c", CHILD],
-            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", objects.LOGGED: ""},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
