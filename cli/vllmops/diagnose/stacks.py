@@ -203,8 +203,11 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
     hidden = {name for hit in hangs or strong or matches for name in hit.signature.hides}
     if not strong:
         hidden -= said.keys()
-    elif not hangs:  # a transfer that was lost looks idle, too
-        strong += [hit for hit in joined if hit.signature.id == CONNECTOR]
+    elif not hangs:
+        # A main thread at rest is no proof while another one of the process waits for something.
+        # But a connector's threads live as long as the process, so a lost transfer looks idle.
+        lost = [hit for hit in joined if hit.signature.id == CONNECTOR]
+        strong = strong + lost if len(lost) == len(joined) else joined
     shown = hangs or strong or [*joined, *(hit for hit in matches if hit.signature.id not in said)]
     return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
 
