@@ -133,8 +133,13 @@ def test(*, everything: bool) -> None:
         run("mypy")
     # Tests wait about half of their time, for processes above all. Of live tests, those of a file
     # share servers, each of which takes 1 GB and, at work, one core.
-    run("pytest", "--numprocesses", "6", "--dist", "worksteal", "--ignore", "tests/live")
-    run("pytest", "--numprocesses", "3", "--dist", "loadgroup", "tests/live")
+    for workers, way, which in (
+        ("6", "worksteal", ("--ignore", "tests/live")),
+        ("3", "loadgroup", ("tests/live",)),
+    ):
+        if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
+            # Some tests still depend on a machine that does nothing else: what failed runs alone.
+            run("pytest", "--last-failed", *which)
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 
 

@@ -48,6 +48,8 @@ def thing(name: str) -> Any:
         return lambda handler: handler
     if name == "validate_json_request":
         return lambda: None
+    if name == "serving":
+        return Namespace(OpenAIServingResponses=object)
     if name == "envs":
         return Namespace(VLLM_API_KEY=None)
     bases = (BaseModel,) if name.endswith("Request") else (Exception,) if "Error" in name else ()

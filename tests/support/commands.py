@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class Answer:
         return error
 
 
+THREADS = threading.active_count()  # of pytest's
+
 Vllmops: TypeAlias = Callable[..., Answer]
 
 
@@ -92,7 +95,8 @@ def answered(
         uid: who runs it.
         env: what is added to the environment.
         timeout_s: seconds after which the test fails.
-        before: called in the child before anything else of ours.
+        before: called in the child before anything else of ours; where a test's threads run, it
+            reaches only what the program inherits.
     """
     with tempfile.TemporaryFile() as err:
         if columns is not None:
@@ -101,6 +105,9 @@ def answered(
         else:
             out, theirs = os.pipe()
 
+        # A fork has the locks of other threads, and nobody who would release them.
+        alone = threading.active_count() == THREADS
+
         def program() -> None:
             if uid is not None:
                 os.setgroups([])
@@ -108,7 +115,10 @@ def answered(
                 os.setresuid(uid, uid, uid)
             os.environ.update(env or {})
             before()
-            app.main()
+            if alone:
+                app.main()
+            else:
+                os.execv(sys.executable, [sys.executable, "-m", "vllmops", *words])
 
         sys.stdout.flush()
         pid = os.fork()

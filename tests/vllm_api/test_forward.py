@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -80,10 +79,10 @@ def test_what_is_wrong_with_a_pod_is_told(
     )
     assert (answer.code, answer.error["code"]) == (5, "target.k8s")
 
-    def without() -> None:
-        sys.modules["kubernetes"] = None  # type: ignore[assignment]
-
-    answer = vllmops("status", *target, "k8s:inference/vllm-0", before=without)
+    (tmp_path / "kubernetes.py").write_text("raise ModuleNotFoundError(name='kubernetes')\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    without = {"PYTHONPATH": path}
+    answer = vllmops("status", *target, "k8s:inference/vllm-0", env=without)
     assert (answer.code, answer.error["code"]) == (1, "target.k8s")
     assert "vllmops-cli[k8s]" in answer.error["hint"]
 
