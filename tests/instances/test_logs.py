@@ -94,6 +94,19 @@ def test_a_plugin_that_does_not_load_is_not_the_cause() -> None:
     assert failure(engine) is None
 
 
+def test_what_vllm_stumbles_over_while_it_ends_its_processes_is_no_cause() -> None:
+    says = "(APIServer pid=7) ERROR 11-23 01:50:00 [core.py:1] "
+    stumble = [
+        f"{says}Traceback (most recent call last):",
+        f'{says}  File "system_utils.py", line 1, in kill_process_tree',
+        f"{says}psutil.ZombieProcess: PID still exists but it's a zombie (pid=9)",
+    ]
+    assert failure(stumble) is None
+    found = failure([*lines("worker-assertion"), *stumble])
+    assert found
+    assert "num_heads" in found.cause
+
+
 def test_an_echo_counts_where_nothing_else_was_said() -> None:
     said = lines("worker-assertion")[-8:]
     assert failure(said) is None

@@ -54,6 +54,8 @@ ECHOES = re.compile(
     r"initialization failed|[Rr]oot cause|EngineDeadError|EngineCore encountered an issue"
     r"|Executor failed|CancelledError|RuntimeError: cancelled|KeyboardInterrupt: terminated"
     r"|^SystemExit"
+    # vLLM looks for processes that it ends, and some of them have ended.
+    r"|^psutil\.(?:NoSuchProcess|ZombieProcess)"
 )
 # A signal has no traceback; the executor is the one who sees the worker's exit code.
 WORKER_DIED = re.compile(
