@@ -496,9 +496,9 @@ class Supervisor:
 
     async def take_down(self, *, again: bool = False) -> None:
         """Stop the server; on an error, for example no free descriptor, try again."""
-        await asyncio.to_thread(self.end_other_nodes, again=again)
         while True:
             try:
+                await asyncio.to_thread(self.end_other_nodes, again=again)
                 self.scan()
                 remains = await asyncio.to_thread(
                     takedown.take_down,
