@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import prose
+from .facts import STATS, from_log
+from .places import Place
 from .signatures import Confidence
 
 # These are for texts without blanks, because lines may be wrapped anywhere.
@@ -35,6 +38,17 @@ FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle
 # A row of ps or top.
 COMPILERS = r"(?m)^ *(?:\w+ +)?\d+ [^\n]*?\b(?:ptxas|cicc|nvcc|cc1plus|ninja)\b"
+# Lines of a log.
+TIMED_OUT = {
+    "".join(line.split()): line.replace(r"to \w+ ", "")
+    for line in (
+        r"RPC call to \w+ timed out",
+        "Watchdog caught collective operation timeout",
+        "No available shared memory broadcast block found",
+    )
+}
+ENOUGH = 3  # lines with figures, ten seconds apart: a long prompt takes no longer
+FULL = 90.0  # percent of the KV cache
 MOST_TRIES = 500  # braces that may begin a document
 SPREAD = 1  # operations: so far apart are ranks that work
 
@@ -70,9 +84,52 @@ def clues(text: str, log: str) -> list[Clue]:
     return found
 
 
+def weak(text: str, log: str, facts: Mapping[str, str]) -> list[Clue]:
+    """What a text without stacks and without clues tells: log lines, figures, and sentences.
+
+    Args:
+        text: as of `clues`.
+        log: as of `clues`.
+        facts: figures, by the names in `facts.FACTS`.
+    """
+    found: list[Clue] = []
+    if said := prose.told(text, facts):
+        line = "; ".join(_said(place) for place in (*said.roots, *said.victims))
+        subject = ", ".join(
+            dict.fromkeys(place.process.title or "a process" for place in said.roots)
+        )
+        found.append(Clue(said.ids, subject, f"as the text says: {line}"))
+    if line := next((line for words, line in TIMED_OUT.items() if re.search(words, log)), ""):
+        found.append(Clue(("worker-stuck-broadcast",), "a worker", f"log: {line}"))
+    if len(list(STATS.finditer(log))) >= ENOUGH and facts.get("progress") == "frozen":
+        found.append(_frozen(facts))
+    return found
+
+
+def _said(place: Place) -> str:
+    names = " ← ".join(frame.function for frame in place.thread.frames)
+    return f"{place.process.title or 'a process'} in {names}"
+
+
+def _frozen(facts: Mapping[str, str]) -> Clue:
+    """What figures alone tell of an engine that gets no token further."""
+    figures = {name: float(facts.get(name) or 0) for name in ("running", "waiting", "deferred")}
+    ids: tuple[str, ...] = ("worker-stuck-broadcast", "gpu-kernel-stuck", "collective-stall")
+    if not figures["running"]:
+        ids = ("schedule-livelock", "admission-deadlock")
+        if figures["deferred"]:
+            ids = ("kv-connector-wait", *ids)
+        elif float(facts.get("kv_usage") or 0) >= FULL:
+            ids = ids[::-1]
+    shown = ", ".join(f"{count:.0f} {name}" for name, count in figures.items() if count)
+    line = f"figures: {shown}, KV cache {facts.get('kv_usage')} %, and no tokens"
+    return Clue(ids, "the engine", line)
+
+
 def tells(text: str) -> bool:
     """Whether a text tells something of a hang, even without stacks."""
-    return bool(clues(text, "".join(text.split())))
+    log = "".join(text.split())
+    return bool(clues(text, log) or weak(text, log, from_log(log)))
 
 
 def compiles(text: str) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..protocol.stacks import StacksSnapshot
-from .clues import Clue, clues, compiles
+from .clues import TIMED_OUT, Clue, clues, compiles, weak
 from .matching import ARROW, PROOF, SHOWN_FRAMES, Hit, Scene, Spot, has_lines, label, place, places
 from .places import Place
 from .signatures import Confidence, Signature, catalogue
@@ -25,17 +25,7 @@ HOST_BOUND = {
 TOGETHER = {"differ", "differ-dp", "elsewhere", "absent", "not-entered"}
 # Samples that agree are enough without a figure or a log line.
 ENOUGH = 3
-TIMED_OUT = re.compile(
-    r"RPCcallto\w+timedout|Watchdogcaughtcollectiveoperationtimeout"
-    r"|Noavailablesharedmemorybroadcastblockfound"
-)
-
-# What the log said, by the beginning of its words.
-LOG = {
-    "RPC": "RPC call timed out",
-    "Wat": "Watchdog caught collective operation timeout",
-    "Noa": "No available shared memory broadcast block found",
-}
+TIMED_OUT_LINE = re.compile("|".join(TIMED_OUT))
 
 
 def hypotheses(scene: Scene) -> list[Hit]:
@@ -50,8 +40,9 @@ def hypotheses(scene: Scene) -> list[Hit]:
                 continue
             told += _hits(found, samples, scene)
             break
-    if not told and (line := TIMED_OUT.search(scene.log)):
-        told += _told(Clue(("worker-stuck-broadcast",), "a worker", f"log: {LOG[line[0][:3]]}"))
+    if not told:
+        said = weak(scene.pasted.text, scene.log, scene.facts)
+        told += [hit for clue in said for hit in _told(clue)]
     best: dict[str, Hit] = {}
     for hit in told:
         best.setdefault(hit.signature.id, hit)
@@ -105,7 +96,7 @@ def _confidence(found: Chain, agreeing: int, scene: Scene) -> Confidence:
         return "possible"  # whom it waits for is not in the text; a connector's thread may rest
     proof = any(scene.facts.get(name) == "frozen" for name in PROOF)
     proof = proof or scene.facts.get("gpu") == "spins"
-    agrees = proof or TIMED_OUT.search(scene.log) is not None
+    agrees = proof or TIMED_OUT_LINE.search(scene.log) is not None
     host = all(root.wait in HOST_BOUND for root in found.roots)
     if agrees and agreeing >= ENOUGH:
         return "sure" if host else "likely"

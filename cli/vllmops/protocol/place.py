@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 # A dimension of a title, as vLLM writes it if there is more than one rank: Worker_DP0_PP1_TP0.
 IN_TITLE = re.compile(r"_(DP|TP|PP)(\d+)(?=_|\s|$)")
+# Ranks as people write them: "3", "0 and 2", "1-3", "0, 1 and 4".
+NUMBERS = r"\d+(?:(?:, ?(?:and )?| and | & |[-/]|\u2013| to )\d+)*"
+MOST_WRITTEN = 64
 # The order in which a person reads them.
 DIMENSIONS = ("DP", "TP", "PP")
 
@@ -70,6 +73,14 @@ def of_title(title: str) -> Place:
     """What the title of a vLLM process says: no rank of a dimension of size 1."""
     ranks = {name: int(rank) for name, rank in IN_TITLE.findall(title)}
     return place("", ranks, dict.fromkeys(ranks, 2))
+
+
+def numbers(text: str) -> Iterator[int]:
+    """The ranks that a text with the form of `NUMBERS` means."""
+    for part in re.split(r", ?(?:and )?| and | & |/", text):
+        first, _, last = re.sub(r"\u2013| to ", "-", part).partition("-")
+        low, high = int(first), int(last or first)
+        yield from range(low, min(high, low + MOST_WRITTEN) + 1)
 
 
 def named(role: str, where: Place) -> str:

@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 
+from ..protocol.place import NUMBERS
 from ..protocol.stacks import Frame
 
 CACHED = 1 << 14  # lines: dumps repeat themselves
@@ -40,6 +41,13 @@ RANK_OF = re.compile(
     r"[|*\- ]*`?(?P<title>(?:[Rr]ank|TP|PP|DP|(?:VLLM::)?[Ww]orker\w*|(?:VLLM::)?EngineCore\w*)"
     r"[ _#]?\d*)`?\**(?P<pid>)(?: [\w ]{1,24})? ?[:=|] ?(?P<rest>.+)$"
 )
+# A sentence above a stack that says whose it is.
+SAID = re.compile(
+    r"[^()`]{0,120}?\b(?:(?i:all|both)(?: of)?(?: the)?(?: (?P<count>\d+))?"
+    r" (?:ranks|workers|GPUs|processes)"
+    rf"|(?P<kind>[Rr]ank|[Ww]orker|TP|PP|DP|GPU)s?[ _#-]?(?P<numbers>{NUMBERS}))\b"
+    r"[^()`]{0,80}:\W*$"
+)
 STACK_OF = re.compile(r"[~+ ]*Stack of (?P<name>\S.*?) \((?P<tid>\d+)\)[~+ ]*$")
 COMMAND = re.compile(
     r"(?:.*\s)?py-spy dump\b.*?(?:--pid|-p)[ =]?(?P<pid>\d+)|Attaching to .*process "
@@ -72,6 +80,17 @@ GDB_FRAME = re.compile(
     r"#\d+\s+(?:0x[0-9a-f]+ in )?(?P<function>\S.*?) ?\(.*?\)?"
     r"(?: (?:at (?P<file>[^\s:]+):(?P<line>\d+)|from (?P<library>\S+)))?$"
 )
+# vLLM's own trace of calls (VLLM_TRACE_FUNCTION).
+TRACED = re.compile(
+    r"(?:[\d :.-]+ )?(?P<way>Call to|Return from) (?P<function>\S+) in (?P<file>\S+):(?P<line>\d+) "
+    r"(?:from|to) (?P<caller>\S+) in (?P<caller_file>\S+):(?P<caller_line>\d+)$"
+)
+# gdb's extension for Python prints the interpreter's frames among the native ones.
+GDB_MIXED = re.compile(r"(?:#\d+ +)?\(?py(?:thon)?\)?:? +(?=File \")")
+# A chain of calls by their names alone, among other words.
+NAMES = re.compile(
+    r"[A-Za-z_][\w.]*(?:\(\))?(?:\s*(?:←|<-+|<|-+>|→|=>)\s*[A-Za-z_][\w.]*(?:\(\))?){2,}"
+)
 # From a call to its caller, or back, as people type it; and a frame among other words.
 ARROWS = re.compile(r"\s*(?:←|<-+|-+>|→|⟵|⟶|⇐|⇒|=>|<(?=\s))\s*")
 PIECE = re.compile(
@@ -94,6 +113,9 @@ OTHERWISE = re.compile(
 WORD = re.compile(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
 # A table of py-spy top: shares and times before the function.
 TOP = re.compile(r"[\d.]+%\s+[\d.]+%\s+[\d.]+s\s+[\d.]+s\s+(?=\S)")
+# A row of a profile: what runs, not what waits, unless it is nearly all.
+SHARE = re.compile(r"(?:^|[|\s(])(?P<percent>\d{1,3}(?:\.\d+)?) ?%")
+MOST_OF_TIME = 90.0
 LOCAL = re.compile(r"\w+: |(?:Arguments|Locals):$")
 HEADS = (THREAD, FAULT, GDB_THREAD, PROCESS, STACK_OF)
 FRAME_END = re.compile(r":\d+\)|\.so[\d.]*\)|, line \d+")
@@ -111,6 +133,12 @@ UNITS = (
     QUOTED,
     FILE,
 )
+
+
+def is_profile(line: str) -> bool:
+    """Whether a line is a row of a profile that tells nothing of a wait."""
+    share = SHARE.search(line)
+    return share is not None and float(share["percent"]) < MOST_OF_TIME
 
 
 @functools.lru_cache(CACHED)
@@ -153,6 +181,8 @@ def frames_in(line: str) -> Iterator[Frame]:
         yield Frame(function, file, file, at)
         return
     line = TOP.sub("", line)
+    if chain := NAMES.search(line):
+        line = chain[0] if "_" in chain[0] else line
     parts = ARROWS.split(line)
     if LOCAL.match(line) and "`" not in line and len(parts) < 2:
         return

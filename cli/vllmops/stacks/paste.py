@@ -18,6 +18,7 @@ import msgspec
 from ..errors import VllmopsError
 from ..host.processes import Role, titled
 from ..protocol.pasted import Crash, Pasted
+from ..protocol.place import MOST_WRITTEN, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from . import pyspy
 from .cleaning import joined, streams
@@ -31,6 +32,7 @@ from .lines import (
     FILE,
     FIRST,
     GDB_FRAME,
+    GDB_MIXED,
     GDB_PYTHON,
     GDB_THREAD,
     LABEL,
@@ -41,10 +43,13 @@ from .lines import (
     QUOTED,
     RANK,
     RANK_OF,
+    SAID,
     STACK_OF,
     THREAD,
+    TRACED,
     frame_in,
     frames_in,
+    is_profile,
 )
 
 GUESSED = "thread states are guessed: this dump format does not show them"
@@ -86,7 +91,7 @@ ROLES = (
 
 
 MARKS = re.compile(
-    r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<|[←→]|<-|->"
+    r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<|[←→]|<-|->| < "
 )  # what every frame has one of
 # How far inside some functions are, to see which end of a stack stands first in a text.
 LEVELS = {
@@ -127,6 +132,7 @@ class _Process:
     title: str = ""
     threads: list[_Thread] = field(default_factory=list)
     parsed: tuple[Thread, ...] = ()
+    alike: list[str] = field(default_factory=list)  # titles of others with the same stacks
 
 
 @dataclass
@@ -176,8 +182,13 @@ def _read(text: str, name: str) -> Pasted:
     for crash in [crash for crash in crashes if _is_stack(crash)]:
         crashes.remove(crash)
         reader.processes.append(_Process(threads=[_Thread(frames=crash.frames[::-1])]))
+    processes = [
+        _Process(process.pid if not number else 0, title, process.threads)
+        for process in reader.processes
+        for number, title in enumerate((process.title, *process.alike))
+    ]
     return Pasted(
-        samples=_samples(reader.processes),
+        samples=_samples(processes),
         crashes=tuple(
             Crash(crash.process, crash.error, tuple(reversed(crash.frames))) for crash in crashes
         ),
@@ -245,6 +256,7 @@ class _Reader:
         self.owner = ""
         self.crash: _Crash | None = None
         self.open = False  # whether the last process may get more threads
+        self.calls: list[Frame] = []  # of a trace of calls, innermost first
         self.first = False  # whether quoted frames are innermost first, as gdb's py-bt has them
 
     def stream(self, title: str, pid: int) -> None:
@@ -259,7 +271,7 @@ class _Reader:
         self.crash = None
         last = self.processes[-1] if self.processes else None
         if last and self.open and not last.threads and (not last.pid or last.pid == pid or not pid):
-            last.pid, last.title = pid or last.pid, title or last.title
+            last.pid, last.title, last.alike = pid or last.pid, title or last.title, []
             return
         self.processes.append(_Process(pid, title))
         self.open = True
@@ -290,7 +302,7 @@ class _Reader:
         self.processes[-1].threads[-1].frames.append(frame)
 
     def line(self, line: str) -> None:
-        if not line:
+        if not line or ("%" in line and is_profile(line)):
             return
         if line[-1] == ")" and line[0] != "#" and (frame := frame_in(line)):
             self.crash = None
@@ -322,6 +334,36 @@ class _Reader:
                 line = found["rest"]
             for frame in frames_in(line):
                 self.frame(frame)
+
+    def _mixed(self, found: re.Match[str]) -> None:
+        """Take a Python frame among the native ones of gdb."""
+        if quoted := QUOTED.match(found.string, found.end()):
+            self.crash = None
+            self._python(quoted)
+
+    def _said(self, found: re.Match[str]) -> None:
+        """The next stack is that of several ranks."""
+        if found["numbers"]:
+            titles = [f"{found['kind']} {number}" for number in numbers(found["numbers"])]
+        else:
+            count = min(int(found["count"] or 2), MOST_WRITTEN)
+            titles = [f"Rank {number}" for number in range(count)]
+        self.process(0, titles[0])
+        self.processes[-1].alike = titles[1:]
+
+    def _traced(self, found: re.Match[str]) -> None:
+        """Follow a trace of calls: at its end, the calls without a return are the stack."""
+        called = _frame(found["function"], found["file"], found["line"])
+        caller = _frame(found["caller"], found["caller_file"], found["caller_line"])
+        if not self.calls:
+            self.thread(_Thread("traced"))
+            self.calls = self.processes[-1].threads[-1].frames
+        while self.calls and not _same(self.calls[0], caller):
+            self.calls.pop(0)
+        if not self.calls:
+            self.calls.append(caller)
+        if found["way"] == "Call to":
+            self.calls.insert(0, called)
 
     def _header(self, line: str) -> bool:
         """Take a line that begins a process, a thread or a traceback; False if it is none."""
@@ -369,9 +411,7 @@ class _Reader:
         self.crashes.append(self.crash)
 
     def _python(self, found: re.Match[str]) -> None:
-        line = found["line"]
-        number = int(line) if line.isdigit() else None
-        self.frame(Frame(found["function"], found["file"], _short(found["file"]), number))
+        self.frame(_frame(found["function"], found["file"], found["line"]))
 
 
 # What begins a process, a thread or a traceback; the first pattern that matches counts.
@@ -391,7 +431,19 @@ HEADERS: tuple[tuple[re.Pattern[str], Callable[[_Reader, re.Match[str]], None]],
     (RANK, _Reader._process),
     (STACK_OF, _Reader._stack),
     (OURS, _Reader._state_thread),
+    (GDB_MIXED, _Reader._mixed),
+    (TRACED, _Reader._traced),
+    (SAID, _Reader._said),
 )
+
+
+def _frame(function: str, file: str, line: str) -> Frame:
+    return Frame(function, file, _short(file), int(line) if line.isdigit() else None)
+
+
+def _same(one: Frame, other: Frame) -> bool:
+    """Whether two frames of a trace are one call; its line moves on."""
+    return (one.function, one.file) == (other.function, other.file)
 
 
 def _thread(found: re.Match[str]) -> _Thread:
