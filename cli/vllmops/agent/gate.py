@@ -28,12 +28,12 @@ class Arrival:
     Args:
         at: when it arrived, monotonic, in seconds.
         rendering: whether it has not reached the engine yet.
-        scope: of ASGI.
+        scope: of ASGI; None if unknown.
     """
 
     __slots__ = ("at", "rendering", "scope")
 
-    def __init__(self, at: float, *, rendering: bool, scope: Scope) -> None:
+    def __init__(self, at: float, *, rendering: bool, scope: Scope | None = None) -> None:
         self.at = at
         self.rendering = rendering
         self.scope = scope
@@ -44,14 +44,15 @@ class Arrival:
         return self.at < math.inf
 
     @property
-    def route(self) -> str:
-        """Its method and path."""
-        return f"{self.scope.get('method', 'WebSocket')} {self.scope['path']}"
+    def route(self) -> str | None:
+        """Its method and path; None if unknown."""
+        scope = self.scope
+        return f"{scope.get('method', 'WebSocket')} {scope['path']}" if scope else None
 
     @property
     def key(self) -> str:
         """The API key that it came with; empty without one."""
-        headers = dict(self.scope["headers"])
+        headers = dict(self.scope["headers"] if self.scope else ())
         return str(headers.get(b"authorization", b"").partition(b" ")[2], "latin-1")
 
 

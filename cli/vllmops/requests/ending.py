@@ -49,7 +49,7 @@ def end(server: Server, rows: Sequence[Row], why: str) -> list[Ended]:
         VllmopsError: ``requests.no-agent``, if no process answers.
     """
     ids = [row.id for row in rows if row.id]
-    blocked = ask(server, Abort(ids=ids, why=why, timeout_s=LOOP_S), Role.API) if ids else []
+    late = ask(server, Abort(ids=ids, why=why, timeout_s=LOOP_S), Role.API) if ids else {}
     left = remaining(server, ids)
     if in_engines := [name for name, where in left.items() if Role.ENGINE in where]:
         ask(server, Abort(ids=in_engines), Role.ENGINE)
@@ -58,21 +58,23 @@ def end(server: Server, rows: Sequence[Row], why: str) -> list[Ended]:
         Ended(
             id=row.id,
             http_id=row.http_id,
-            done=bool(row.id) and row.id not in left,
-            left=remark(row, left.get(row.id, {}), blocked),
+            done=not why_left,
+            left=why_left,
         )
         for row in rows
+        for why_left in (remark(row, left.get(row.id, {}), late),)
     ]
 
 
-def ask(server: Server, request: Abort, role: Role) -> list[int]:
-    """Ask every process of a role to end requests; returns those whose event loop is blocked."""
+def ask(server: Server, request: Abort, role: Role) -> dict[int, str]:
+    """Ask every process of a role to end requests; by pid why some do so only later, if at all."""
 
     def one(process: Process) -> Aborted:
         return agent.reach(process, timeout_s=request.timeout_s + SLACK_S).abort(request)
 
-    answers, _ = agent.side_by_side(server.of(role), one)
-    return [answer.pid for answer in answers if answer.pending]
+    answers, silent = agent.side_by_side(server.of(role), one)
+    late = {process.pid: "does not answer" for process in silent}
+    return late | {answer.pid: "has a blocked event loop" for answer in answers if answer.pending}
 
 
 def remaining(server: Server, ids: Sequence[str]) -> dict[str, dict[str, int]]:
@@ -97,8 +99,14 @@ def knowing(processes: Sequence[ProcessRequests], ids: set[str]) -> dict[str, di
     return found
 
 
-def remark(row: Row, where: dict[str, int], blocked: Sequence[int]) -> str:
-    """Why a request is not gone; empty if it is."""
+def remark(row: Row, where: dict[str, int], late: dict[int, str]) -> str:
+    """Why a request is not gone; empty if it is.
+
+    Args:
+        row: the request.
+        where: the pids that still know it, by role.
+        late: by pid why an API server has not ended it.
+    """
     if not row.id:
         return "the engine does not have it yet: try again in a moment"
     if (pid := where.get(Role.ENGINE)) is not None:
@@ -106,11 +114,9 @@ def remark(row: Row, where: dict[str, int], blocked: Sequence[int]) -> str:
             f"engine {pid} has the abort, and has not acted on it within {GONE_S:g} s: its step "
             "is long, or it is stuck"
         )
-    if (pid := where.get(Role.API)) is not None:
-        if pid in blocked:
-            return (
-                f"the engine has freed it; the event loop of API server {pid} is blocked, and "
-                "tells the client as soon as it runs"
-            )
-        return f"API server {pid} still waits for it"
-    return ""
+    if row.api in late:
+        return (
+            f"the engine has freed it; API server {row.api} {late[row.api]}, and tells the client "
+            "as soon as it can"
+        )
+    return f"API server {where[Role.API]} still waits for it" if Role.API in where else ""
