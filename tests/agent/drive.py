@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import inspect
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,13 +173,22 @@ def requests_in_flight() -> None:
     assert adapted.leaving(scheduler) == ["gone"]
     for kind, words in {
         "scheduler": ("finished_req_ids", "self.requests"),
-        "engine-core": ("aborts_queue", "input_queue"),
         "engine-client": ("async def abort", "internal: bool", "output_processor"),
     }.items():
         assert [word for word in words if word not in source(kind)] == []
     managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
     assert "self.req_to_blocks" in inspect.getsource(managers)
     asyncio.run(ended_for_its_client())
+    core = SimpleNamespace(**{name: SimpleQueue() for name in QUEUES})
+    adapted.end_in_engine(core, [request])
+    assert core.aborts_queue.get_nowait() == [request.request_id]
+    assert core.input_queue.get_nowait()[1] == [request.request_id]
+    client, outputs = core.output_queue.get_nowait()
+    assert (client, outputs.outputs[0].finish_reason.name) == (request.client_index, "ABORT")
+    assert all(f"self.{name} = queue.Queue" in source("engine-core") for name in QUEUES)
+
+
+QUEUES = ("aborts_queue", "input_queue", "output_queue")
 
 
 async def ended_for_its_client() -> None:

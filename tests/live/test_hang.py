@@ -351,7 +351,7 @@ def test_a_request_is_ended_while_the_event_loop_is_blocked(stock: Prone) -> Non
         (ended, result) = end_all(stock)
         assert result == {"code": 1}
         assert "the engine has freed it; API server" in ended["left"]
-    assert long.answer(10) == 410
+    assert long.answer(10) == 200  # ended with what it had by then
     assert stock.ask().answer(30) == 200
 
 

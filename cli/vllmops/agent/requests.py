@@ -219,7 +219,7 @@ def abort_in_engine(request: Abort) -> Aborted:
     scheduler, core = objects.latest("scheduler"), objects.latest("engine-core")
     if scheduler is None or core is None:
         return Aborted(pid=os.getpid(), ids=[])
-    known = [name for name in request.ids if name in scheduler.requests]
+    known = [found for name in request.ids if (found := scheduler.requests.get(name))]
     if known:
         adapter.end_in_engine(core, known)
-    return Aborted(pid=os.getpid(), ids=known)
+    return Aborted(pid=os.getpid(), ids=[found.request_id for found in known])

@@ -114,9 +114,11 @@ def remark(row: Row, where: dict[str, int], late: dict[int, str]) -> str:
             f"engine {pid} has the abort, and has not acted on it within {GONE_S:g} s: its step "
             "is long, or it is stuck"
         )
-    if row.api in late:
-        return (
-            f"the engine has freed it; API server {row.api} {late[row.api]}, and tells the client "
-            "as soon as it can"
-        )
+    for pid, why in late.items():
+        # Of a request that only an engine tells, any API server may be the one.
+        if row.api in {pid, None}:
+            return (
+                f"the engine has freed it; API server {pid} {why}, and tells the client as soon as "
+                "it can"
+            )
     return f"API server {where[Role.API]} still waits for it" if Role.API in where else ""

@@ -120,10 +120,27 @@ def failure(why: str) -> Exception:
     return known.get("VLLMClientError", ValueError)(why)  # type: ignore[no-any-return]
 
 
-def end_in_engine(core: Any, names: list[str]) -> None:
-    """Give an engine the same message as its input thread does; it acts between two steps."""
-    from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415 - imported by vLLM long ago
+def end_in_engine(core: Any, requests: list[Any]) -> None:
+    """End requests in an engine, between two steps, and tell the front end that they are over.
 
-    if (aborts := getattr(core, "aborts_queue", None)) is not None:
-        aborts.put_nowait(names)
-    core.input_queue.put_nowait((EngineCoreRequestType.ABORT, names))
+    The engine's queues get what its input thread and its own end would put there. A front end that
+    does not know a request ignores its end.
+
+    Args:
+        core: vLLM's EngineCoreProc.
+        requests: its scheduler's.
+    """
+    from vllm.v1 import engine  # noqa: PLC0415 - imported by vLLM long ago
+
+    names = [request.request_id for request in requests]
+    core.aborts_queue.put_nowait(names)
+    core.input_queue.put_nowait((engine.EngineCoreRequestType.ABORT, names))
+    for request in requests:
+        over = engine.EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=engine.FinishReason.ABORT,
+        )
+        core.output_queue.put_nowait(
+            (request.client_index, engine.EngineCoreOutputs(outputs=[over]))
+        )
