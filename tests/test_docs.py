@@ -98,6 +98,11 @@ LIVE = {
     "vllmops responses stats -t demo": (0, ""),
     "vllmops responses cancel --all-running --older-than 15m -t demo": (0, ""),
     "vllmops responses purge --older-than 7d --status failed -t demo": (0, "--yes"),
+    "vllmops requests list -t demo": (0, ""),
+    "vllmops requests list -t demo --stuck": (0, ""),
+    "vllmops requests show chatcmpl-1f0c -t demo": (5, ""),  # one that has ended
+    "vllmops requests abort chatcmpl-1f0c -t demo": (5, ""),
+    "vllmops requests abort --stuck -t demo --dry-run": (0, ""),
     "vllmops doctor -t demo": (0, ""),
     "vllmops doctor -t demo --json": (0, ""),
     "vllmops doctor -t demo --fail-on warning": (0, "--skip machine --skip security"),

@@ -49,6 +49,7 @@ COMMANDS = {
     "patches": Entry("patches", "Known vLLM defects and their patch status.", several=True),
     "memory": Entry("memory", "Memory of a server's processes over time.", several=True),
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
+    "requests": Entry("requests", "Requests that a server works on.", several=True),
     "responses": Entry("responses", "Stored responses.", several=True),
     "keygen": Entry("keygen", "Print a fresh random key."),
     "keys": Entry("keys", "Keys that protect client-held conversation state.", several=True),

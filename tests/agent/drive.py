@@ -9,12 +9,14 @@ import asyncio
 import importlib
 import inspect
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-from vllmops.agent import caches, compare, engine, objects, repair
+from vllmops.agent import caches, compare, engine, objects, repair, requests
 from vllmops.agent.adapters import engine as adapter
 from vllmops.agent.adapters import features, places
+from vllmops.agent.adapters import requests as adapted
 from vllmops.agent.patches import registry
 from vllmops.agent.patches.request_hash_cycle import scratch
 from vllmops.agent.patches.scratch import Request
@@ -151,6 +153,67 @@ def live_requests() -> None:
     assert objects.count("request") == 0
 
 
+def requests_in_flight() -> None:
+    """A request is read on each side, as this vLLM keeps it, and ended where it can be."""
+    request = scratch(importlib.import_module(imported("request").__module__))
+    scheduler = object.__new__(imported("scheduler"))
+    manager = SimpleNamespace(req_to_blocks={request.request_id: [1, 2]})
+    scheduler.requests, scheduler.running = {request.request_id: request}, []
+    scheduler.waiting = scheduler.kv_holding_waiting = [request]
+    scheduler.deferred_waiting, scheduler.skipped_waiting = {request}, [request]
+    scheduler.finished_req_ids = {"gone"}
+    scheduler.encoder_cache_manager = SimpleNamespace(cached={"a": {request.request_id}})
+    scheduler.kv_cache_manager = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=(manager,))
+    )
+    (read,) = requests.in_engine(scheduler)
+    assert (read.id, read.state, read.kv_blocks, read.cache_pins) == (
+        *(request.request_id, "deferred", 2, 1),
+    )
+    assert adapted.leaving(scheduler) == ["gone"]
+    for kind, words in {
+        "scheduler": ("finished_req_ids", "self.requests"),
+        "engine-client": ("async def abort", "internal: bool", "output_processor"),
+    }.items():
+        assert [word for word in words if word not in source(kind)] == []
+    managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
+    assert "self.req_to_blocks" in inspect.getsource(managers)
+    asyncio.run(ended_for_its_client())
+    core = SimpleNamespace(**{name: SimpleQueue() for name in QUEUES})
+    adapted.end_in_engine(core, [request])
+    assert core.aborts_queue.get_nowait() == [request.request_id]
+    assert core.input_queue.get_nowait()[1] == [request.request_id]
+    client, outputs = core.output_queue.get_nowait()
+    assert (client, outputs.outputs[0].finish_reason.name) == (request.client_index, "ABORT")
+    assert all(f"self.{name} = queue.Queue" in source("engine-core") for name in QUEUES)
+
+
+QUEUES = ("aborts_queue", "input_queue", "output_queue")
+
+
+async def ended_for_its_client() -> None:
+    """Who waits for a request's output gets the error that vLLM passes on to the client."""
+    outputs = importlib.import_module("vllm.v1.engine.output_processor")
+    kind = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
+    queue = outputs.RequestOutputCollector(kind, "a")
+    held = SimpleNamespace(queue=queue, detokenizer=None, stats=None)
+    aborted: list[str] = []
+
+    async def abort(names: list[str], *, internal: bool) -> None:
+        assert internal
+        aborted.extend(names)
+
+    client = SimpleNamespace(
+        output_processor=SimpleNamespace(request_states={"a": held}), abort=abort
+    )
+    await adapted.end(client, ["a"], "enough")
+    assert aborted == ["a"]
+    error = queue.output
+    assert str(error) == "enough"
+    passed_on = inspect.getsource(imported("engine-client").generate)
+    assert any(kind.__name__ in passed_on for kind in type(error).__mro__[:-2])
+
+
 def responses() -> None:
     """The routes are ours, and a turn gets the items of the turn before, as this vLLM's types."""
     routes = imported("responses-routes")
@@ -253,6 +316,7 @@ DRIVES: dict[str, Callable[[], None]] = {
     "encoder-caches": encoder_caches,
     "progress": progress,
     "compare": comparison,
+    "requests": requests_in_flight,
     "memory": live_requests,
     "responses": responses,
 }

@@ -131,6 +131,7 @@ def worker():
 def front_end():
     from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation
     from vllm.tool_parsers.pythonic_tool_parser import PythonicToolParser
+    from vllm.v1.engine.core_client import AsyncMPClient
 
     pattern = re.compile(PythonicToolParser.TOOL_CALL_REGEX.pattern, re.DOTALL)
 
@@ -147,6 +148,13 @@ def front_end():
     def interrupt(*_):
         raise InterruptedError
 
+    give, lost = AsyncMPClient.abort_requests_async, file_of("lost-abort")
+
+    async def abort_requests_async(self, names):
+        if not os.path.exists(lost):
+            await give(self, names)
+
+    AsyncMPClient.abort_requests_async = abort_requests_async
     PythonicToolParser.extract_tool_calls = extract_tool_calls
     signal.signal(signal.SIGUSR2, interrupt)
 

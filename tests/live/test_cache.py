@@ -178,7 +178,7 @@ def test_draining_refuses_new_requests(vision_server: Any) -> None:
     created = identity.of(row["pid"]).start_ticks
     api = agent.reach(Process(Role.API, row["pid"], created))
     url = vision_server.url
-    before = api.requests()
+    before = api.traffic()
     assert before.in_flight == 0
     assert api.drain().draining
     try:
@@ -192,7 +192,7 @@ def test_draining_refuses_new_requests(vision_server: Any) -> None:
     assert httpx.get(f"{url}/health").status_code == 200
     assert ask(url, 1).status_code == 200
     # Neither what was refused nor the probes.
-    assert api.requests().started == (before.started or 0) + 1
+    assert api.traffic().started == (before.started or 0) + 1
 
 
 def test_engine_state(vision_server: Any) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,14 @@ from .hangs import (
     PATCHES,
     PLACE,
     PLUG_IN,
+    Asked,
     Hang,
     Prone,
+    backtracking,
     is_real,
+    larger_than_the_cache,
     leave_ghost,
+    livelock,
 )
 from .test_cache import ask, found, load, look, settled, side
 
@@ -51,7 +56,7 @@ def pair(
 ) -> Iterator[tuple[Prone, Live]]:
     """The same server without patches, with more defects; and with patches."""
     place = tmp_path_factory.mktemp("hangs")
-    paths = f"{old_code}:{plug_in('hangs', PLUG_IN)}"
+    paths = f"{old_code}:{plug_in('hangs', PLUG_IN)}:{cli.environment['PYTHONPATH']}"
     environment = {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}
     launched = launch(cli, place / "log", environment, *ARGUMENTS)
     try:
@@ -313,6 +318,58 @@ def test_patches_of_this_environment_need_no_server(cli: Cli) -> None:
         (here,) = patch["processes"]
         assert (here["role"], here["present"]) == ("here", False)
         assert here["state"] in {"applied", "fixed upstream"}
+
+
+def in_flight(server: Prone, *words: str) -> list[dict[str, Any]]:
+    ran = server.cli("requests", "list", "-t", server.name, "--json", *words)
+    assert ran.code == 0, ran
+    return list(ran.data["requests"])
+
+
+def end_all(server: Prone) -> list[dict[str, Any]]:
+    ran = server.cli("requests", "abort", "--all", "--yes", "-t", server.name, "--json")
+    return [*ran.data["requests"], {"code": ran.code}]
+
+
+@pytest.mark.parametrize("made", [larger_than_the_cache, livelock])
+def test_requests_that_nothing_schedules_can_be_ended(
+    stock: Prone, made: Callable[[Prone], AbstractContextManager[list[Asked]]]
+) -> None:
+    with made(stock) as asked:
+        until(lambda: len(in_flight(stock)) == len(asked), 10, lambda: in_flight(stock))
+        time.sleep(2)
+        assert len(in_flight(stock, "--stuck", "--stuck-after", "1")) == len(asked)
+        *ended, result = end_all(stock)
+        assert (result, {one["left"] for one in ended}) == ({"code": 0}, {""})
+        assert {one.answer(5) for one in asked} == {410}
+    assert stock.ask().answer(30) == 200
+
+
+def test_a_request_is_ended_while_the_event_loop_is_blocked(stock: Prone) -> None:
+    long = stock.ask(max_tokens=1000, ignore_eos=True)
+    with backtracking(stock):
+        (ended, result) = end_all(stock)
+        assert result == {"code": 1}
+        assert "the engine has freed it; API server" in ended["left"]
+    assert long.answer(10) == 200  # ended with what it had by then
+    assert stock.ask().answer(30) == 200
+
+
+def test_a_request_that_only_the_engine_knows(stock: Prone) -> None:
+    with larger_than_the_cache(stock) as asked:
+        until(lambda: len(in_flight(stock)) == 2)
+        (stock.place / "lost-abort").touch()
+        for one in asked:
+            one.abort()
+        until(lambda: stock.handed() == 0)
+        (stock.place / "lost-abort").unlink()
+        ran = stock.cli("requests", "list", "-t", stock.name, "--json", "--fail-on", "warning")
+        assert (ran.code, len(ran.data["requests"])) == (1, 2)
+        assert {finding["code"] for finding in ran.data["findings"]} == {"request.zombie"}
+        ended = stock.cli("requests", "abort", "--stuck", "-t", stock.name, "--json")
+        assert (ended.code, len(ended.data["requests"])) == (0, 2)
+    assert in_flight(stock) == []
+    assert stock.ask().answer(30) == 200
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.name)

@@ -41,7 +41,7 @@ def test_every_question(spawn: Spawn) -> None:
     found = reach(child.process)
     assert found.hello().pid == child.process.pid
     assert found.engine().running is None
-    assert found.requests().in_flight is None
+    assert found.traffic().in_flight is None
     assert found.drain().draining is False  # no HTTP server in it to drain
     assert found.caches().caches == []
 

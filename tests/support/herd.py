@@ -48,7 +48,7 @@ def content(path: str) -> object:
             return Hello(agent="0", pid=int(pid), role=role)
         case "engine":
             return EngineState(running=1, waiting=2)
-        case "requests":
+        case "traffic":
             return Traffic(in_flight=0, started=0)
         case "caches":
             return ProcessCaches(pid=int(pid), parent=1, role=role)

@@ -19,7 +19,7 @@ import msgspec
 
 from ..protocol.caches import ProcessCaches
 from ..protocol.compares import CompareRequest, Comparison, Look
-from . import caches, engine, objects
+from . import caches, engine, objects, requests
 from .adapters import engine as adapter
 from .gate import Arrival, gate
 from .identity import here
@@ -46,10 +46,12 @@ def hook_front(module: ModuleType) -> None:
 
     @functools.wraps(add)
     async def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        queue = None
         try:
-            return await add(self, *args, **kwargs)
+            queue = await add(self, *args, **kwargs)
+            return queue
         finally:
-            gate.handed_over()
+            requests.came_by(queue, gate.handed_over())
 
     add_request.__vllmops__ = True  # type: ignore[attr-defined]
     module.AsyncLLM.add_request = add_request

@@ -66,6 +66,9 @@ class Progress:
         return step(scheduler), running, waiting, now - self.since
 
 
+progress = Progress()
+
+
 class Turns:
     """Whether an API server's event loop runs, checked with each heartbeat."""
 

@@ -28,13 +28,32 @@ class Arrival:
     Args:
         at: when it arrived, monotonic, in seconds.
         rendering: whether it has not reached the engine yet.
+        scope: of ASGI; None if unknown.
     """
 
-    __slots__ = ("at", "rendering")
+    __slots__ = ("at", "rendering", "scope")
 
-    def __init__(self, at: float, *, rendering: bool) -> None:
+    def __init__(self, at: float, *, rendering: bool, scope: Scope | None = None) -> None:
         self.at = at
         self.rendering = rendering
+        self.scope = scope
+
+    @property
+    def timed(self) -> bool:
+        """Whether its age is known."""
+        return self.at < math.inf
+
+    @property
+    def route(self) -> str | None:
+        """Its method and path; None if unknown."""
+        scope = self.scope
+        return f"{scope.get('method', 'WebSocket')} {scope['path']}" if scope else None
+
+    @property
+    def key(self) -> str:
+        """The API key that it came with; empty without one."""
+        headers = dict(self.scope["headers"] if self.scope else ())
+        return str(headers.get(b"authorization", b"").partition(b" ")[2], "latin-1")
 
 
 @dataclass
@@ -82,10 +101,11 @@ class Gate:
         """Requests that have not reached the engine; always including WebSockets."""
         return {arrival for arrival in list(self.arrivals) if arrival.rendering}
 
-    def handed_over(self) -> None:
-        """Note that the current HTTP request has reached the engine."""
+    def handed_over(self) -> Arrival | None:
+        """Note that the current HTTP request has reached the engine; returns it."""
         if arrival := _current.get():
             arrival.rendering = False
+        return arrival
 
     def longest(self, now: float) -> float:
         """Seconds since the oldest HTTP request arrived that has not reached the engine."""
@@ -117,11 +137,11 @@ def install(module: ModuleType) -> None:
             return
         scope[MARK] = True
         if scope["type"] == "http":
-            arrival = Arrival(monotonic(), rendering=scope["method"] == "POST")
+            arrival = Arrival(monotonic(), rendering=scope["method"] == "POST", scope=scope)
             _current.set(arrival)
         else:
             # How long a message on a WebSocket has waited is unknown.
-            arrival = Arrival(math.inf, rendering=True)
+            arrival = Arrival(math.inf, rendering=True, scope=scope)
         gate.started += 1
         gate.arrivals.add(arrival)
         try:

@@ -27,8 +27,8 @@ hooked: dict[str, float] = {}
 
 # Whose instances are remembered.
 KINDS = (
-    *("mm-cache", "config", "scheduler", "executor", "engine-client", "worker", "request"),
-    "responses",
+    *("mm-cache", "config", "scheduler", "executor", "engine-client", "engine-core", "worker"),
+    *("request", "responses"),
 )
 # Set in the environment once a process of this server has logged what does not fit.
 LOGGED = "VLLMOPS_UNFIT_LOGGED"

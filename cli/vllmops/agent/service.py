@@ -28,9 +28,10 @@ from ..protocol import packages
 from ..protocol.compares import CompareRequest
 from ..protocol.engine import Beat, Hello, Traffic
 from ..protocol.repairs import RepairRequest
+from ..protocol.requests import Abort, Reveal
 from ..protocol.resets import ResetRequest
 from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
-from . import caches, compare, engine, keys, memory, objects, repair, reset, stacks
+from . import caches, compare, engine, keys, memory, objects, repair, requests, reset, stacks
 from .adapters import features
 from .gate import gate
 from .heartbeat import Heart
@@ -40,7 +41,7 @@ from .patches import registry
 
 REST_S = 1.0  # after a failed accept(), for example without free file descriptors
 FEATURES = (
-    *("engine", "caches", "requests", "drain", "heartbeat"),
+    *("engine", "caches", "traffic", "requests", "abort", "drain", "heartbeat"),
     *("patches", "repair", "reset", "memory", "compare", "keys", "stacks"),
 )
 
@@ -269,12 +270,13 @@ def answers(path: Path) -> bool:
     return True
 
 
-progress, turns = engine.Progress(), engine.Turns()
+turns = engine.Turns()
 
 
 def beat(sequence: int, now: float) -> Beat:
     """A heartbeat's content."""
-    step, running, waiting, still_s = progress.look(now)
+    step, running, waiting, still_s = engine.progress.look(now)
+    requests.tracker.look(now)
     return Beat(
         monotonic=now,
         sequence=sequence,
@@ -313,8 +315,10 @@ def drain(request: Drain) -> Traffic:
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
 POSTS: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Any]]] = {
+    "/abort": (msgspec.json.Decoder(Abort), requests.abort),
     "/compare": (msgspec.json.Decoder(CompareRequest), compare.compare),
     "/drain": (msgspec.json.Decoder(Drain), drain),
+    "/prompt": (msgspec.json.Decoder(Reveal), requests.prompt),
     "/repair": (msgspec.json.Decoder(RepairRequest), repair.repair),
     "/reset": (msgspec.json.Decoder(ResetRequest), reset.reset),
 }
@@ -327,7 +331,8 @@ GETS: dict[str, Callable[[], Any]] = {
     "/keys?reload=1": partial(keys.state, reload=True),
     "/memory": memory.snapshot,
     "/packages": packages.of_this_process,
-    "/requests": engine.traffic,
+    "/requests": requests.snapshot,
+    "/traffic": engine.traffic,
     "/stacks": stacks.snapshot,
     "/patches": registry.states,
     "/patches?verify=1": partial(registry.states, verify=True),

@@ -77,7 +77,7 @@ class Agents:
             if process.in_flight != 0:
                 return False
             try:
-                now = by_pid[process.pid].requests()
+                now = by_pid[process.pid].traffic()
             except VllmopsError:
                 return False
             if now.in_flight or now.started != process.started:

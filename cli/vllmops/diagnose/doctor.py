@@ -10,7 +10,7 @@ from ..protocol.engine import Beat
 from ..protocol.pasted import Pasted
 from ..protocol.server import Look, ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
-from . import caches, compares, memory, progress, server, stacks
+from . import caches, compares, memory, progress, requests, server, stacks
 from .facts import from_metrics
 from .findings import Finding, Severity
 from .signatures import catalogue
@@ -50,7 +50,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 def checks() -> list[Check]:
     """Every kind of finding, by code."""
-    rules = [*caches.CATALOGUE.values(), *memory.RULES, *progress.RULES]
+    rules = [*caches.CATALOGUE.values(), *memory.RULES, *progress.RULES, *requests.RULES]
     rules += [rule for rule in server.CATALOGUE.values() if rule not in rules]
     found = [Check(rule.code, rule.severity, rule.title) for rule in rules]
     found += [Check(s.code, s.severity, s.title) for s in catalogue() if s.hang]

@@ -343,7 +343,7 @@ def report(process: Process) -> Told:
         pid=process.pid,
         hello=reached.hello(),
         engine=reached.engine(),
-        traffic=reached.requests(),
+        traffic=reached.traffic(),
         packages=packages(reached),
     )
 

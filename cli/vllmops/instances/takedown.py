@@ -73,7 +73,7 @@ def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
     HTTP requests count, streams included, and what the engine still works on without one: a
     background response, say. Where no agent answers, vLLM's own metrics are asked.
     """
-    http = ask(of(tree, Role.API), lambda gate: gate.requests().in_flight)
+    http = ask(of(tree, Role.API), lambda gate: gate.traffic().in_flight)
     engine = ask(of(tree, Role.ENGINE), lambda core: core.engine().unfinished)
     # One without an API server has engines alone.
     if http + engine and None not in http + engine:

@@ -14,9 +14,9 @@ LONGEST_S = 3600.0
 # The routes of agents that are passed on; what follows "?" counts.
 GETS = frozenset(
     {"hello", "engine", "caches", "caches?keys=1", "stacks", "memory", "packages", "requests"}
-    | {"heartbeat", "patches", "patches?verify=1", "keys", "keys?reload=1"}
+    | {"traffic", "heartbeat", "patches", "patches?verify=1", "keys", "keys?reload=1"}
 )
-POSTS = frozenset({"compare", "repair", "reset", "drain"})
+POSTS = frozenset({"abort", "compare", "drain", "repair", "reset"})
 
 
 class Member(ProcessState, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ from ..protocol.patches import ProcessPatches
 from ..protocol.place import named
 from ..protocol.remote import Members
 from ..protocol.repairs import ProcessRepair, RepairRequest
+from ..protocol.requests import Abort, Aborted, ProcessRequests, Prompt, Reveal
 from ..protocol.resets import ResetDone, ResetRequest
 from ..protocol.socket import DIRECTORY, PATH_BYTES
 from ..protocol.stacks import AgentStacks, ProcessStacks
@@ -52,9 +53,9 @@ ANSWER_BYTES = 256 << 20  # the keys of some million cache entries
 DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
-        *(AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
+        *(Aborted, AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
         *(Comparison, Members, Packages, ProcessKeys, ProcessPatches, ProcessRepair),
-        *(ResetDone, Traffic),
+        *(ProcessRequests, Prompt, ResetDone, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)
@@ -131,9 +132,21 @@ class Agent:
         found = self.ask("GET", "/stacks", AgentStacks).stacks
         return msgspec.structs.replace(found, **shown(self.process), pid=self.process.pid)
 
-    def requests(self) -> Traffic:
-        """Its HTTP requests."""
-        return self.ask("GET", "/requests", Traffic)
+    def traffic(self) -> Traffic:
+        """How many HTTP requests it has."""
+        return self.ask("GET", "/traffic", Traffic)
+
+    def requests(self) -> ProcessRequests:
+        """The requests that it knows."""
+        return self.ask("GET", "/requests", ProcessRequests)
+
+    def prompt(self, request_id: str) -> Prompt:
+        """The prompt of a request that it knows."""
+        return self.ask("POST", "/prompt", Prompt, msgspec.json.encode(Reveal(id=request_id)))
+
+    def abort(self, request: Abort) -> Aborted:
+        """End requests."""
+        return self.ask("POST", "/abort", Aborted, msgspec.json.encode(request))
 
     def drain(self, on: bool = True) -> Traffic:
         """Refuse new HTTP requests from now on, or take them again."""

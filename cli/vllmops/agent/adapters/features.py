@@ -31,6 +31,9 @@ FEATURES: Final = {
     "encoder-caches": Feature("encoder caches", ("scheduler", "encoder-cache", "worker")),
     "progress": Feature("engine progress", ("scheduler", "executor", "engine-client")),
     "compare": Feature("comparison of caches", ("engine-client", "engine-core", "executor")),
+    "requests": Feature(
+        "requests in flight", ("scheduler", "engine-client", "engine-core", "worker")
+    ),
     "memory": Feature("count of live requests", ("scheduler", "request")),
     RESPONSES: Feature(
         "stored responses, carriers",

@@ -1,0 +1,146 @@
+"""Reads the requests of vLLM's front end, schedulers and workers, and ends them, in any version.
+
+Everything is read from copies that are made in one C call: other threads go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from http import HTTPStatus
+from typing import Any, Final
+
+from ...protocol.requests import State
+
+# By the name of vLLM's status; a name that is not here counts as waiting, with the name as reason.
+STATES: Final = {
+    "WAITING": State.WAITING,
+    "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": State.WAITING_FOR_GRAMMAR,
+    "WAITING_FOR_REMOTE_KVS": State.WAITING_FOR_KV,
+    "WAITING_FOR_STREAMING_REQ": State.WAITING_FOR_INPUT,
+    "RUNNING": State.RUNNING,
+    "PREEMPTED": State.PREEMPTED,
+}
+
+
+def state(request: Any) -> tuple[State, str]:
+    """How far a scheduler's request is, and vLLM's own name where that is none of `STATES`."""
+    if request.is_finished():
+        return State.FINISHED, ""
+    name = request.status.name
+    known = STATES.get(name)
+    return (known, "") if known else (State.WAITING, name.lower())
+
+
+def scheduled(scheduler: Any) -> list[Any]:
+    """The requests that a scheduler knows."""
+    return list(scheduler.requests.values())
+
+
+def deferred(scheduler: Any) -> set[int]:
+    """The requests that the scheduler passes over, by identity."""
+    held = getattr(scheduler, "deferred_waiting", None)
+    if held is None:  # up to 0.30
+        held = scheduler.skipped_waiting
+    return set(map(id, list(held)))
+
+
+def blocks(scheduler: Any) -> dict[str, int]:
+    """How many blocks of the KV cache each request holds, over all groups of layers."""
+    count: Counter[str] = Counter()
+    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        held = manager.req_to_blocks
+        # Two passes of C code; a request that comes or goes between them is left out.
+        for name, of_request in zip(list(held), list(map(len, held.values())), strict=False):
+            count[name] += of_request
+    return count
+
+
+def pins(scheduler: Any) -> dict[str, int]:
+    """How many entries of the encoder cache each request holds."""
+    cached = getattr(scheduler.encoder_cache_manager, "cached", {})
+    holders = list(map(tuple, list(cached.values())))
+    return Counter(name for names in holders for name in names)
+
+
+def leaving(scheduler: Any) -> list[str]:
+    """The ids that the workers are told to forget with the next step."""
+    return list(scheduler.finished_req_ids)
+
+
+def in_worker(worker: Any) -> list[str] | None:
+    """The ids that a worker's model runner keeps a state for; None without a runner."""
+    runner = vars(worker).get("model_runner")
+    if (held := getattr(runner, "requests", None)) is not None:
+        return list(held)
+    states = getattr(runner, "req_states", None)  # of the V2 runner
+    return None if states is None else list(states.req_id_to_index)
+
+
+def fronts(client: Any) -> list[Any]:
+    """The requests that a front end waits for."""
+    return list(client.output_processor.request_states.values())
+
+
+def front(client: Any, name: str) -> Any | None:
+    """A request that a front end waits for; None if it knows none of that id."""
+    return client.output_processor.request_states.get(name)
+
+
+def output_tokens(request: Any) -> int | None:
+    """The tokens that a front end's request has got; None if unknown."""
+    if (detokenizer := request.detokenizer) is not None:
+        return len(detokenizer.output_token_ids)
+    stats = request.stats
+    return None if stats is None else int(stats.num_generation_tokens)
+
+
+async def end(client: Any, names: list[str], why: str) -> None:
+    """End requests at the front end and in the engine; their clients get an error.
+
+    Args:
+        client: vLLM's AsyncLLM.
+        names: ids of requests.
+        why: what the error says.
+    """
+    for name in names:
+        request = front(client, name)
+        if request is not None and request.queue is not None:
+            request.queue.put(failure(why))
+    await client.abort(names, internal=True)
+
+
+def failure(why: str) -> Exception:
+    """What makes vLLM answer a client with an error that the client does not try again."""
+    known = vars(sys.modules["vllm.exceptions"])
+    if graceful := known.get("GracefulHTTPError"):
+        made: Exception = graceful(why, HTTPStatus.GONE)
+        return made
+    # Up to 0.28; up to 0.26, vLLM takes any ValueError for a client's fault.
+    return known.get("VLLMClientError", ValueError)(why)  # type: ignore[no-any-return]
+
+
+def end_in_engine(core: Any, requests: list[Any]) -> None:
+    """End requests in an engine, between two steps, and tell the front end that they are over.
+
+    The engine's queues get what its input thread and its own end would put there. A front end that
+    does not know a request ignores its end.
+
+    Args:
+        core: vLLM's EngineCoreProc.
+        requests: its scheduler's.
+    """
+    from vllm.v1 import engine  # noqa: PLC0415 - imported by vLLM long ago
+
+    names = [request.request_id for request in requests]
+    core.aborts_queue.put_nowait(names)
+    core.input_queue.put_nowait((engine.EngineCoreRequestType.ABORT, names))
+    for request in requests:
+        over = engine.EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=engine.FinishReason.ABORT,
+        )
+        core.output_queue.put_nowait(
+            (request.client_index, engine.EngineCoreOutputs(outputs=[over]))
+        )

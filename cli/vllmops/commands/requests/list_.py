@@ -1,0 +1,166 @@
+"""``vllmops requests list``: the requests that a server works on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ... import output
+from ...diagnose.findings import Severity
+from ...errors import Exit, VllmopsError
+from ...instances.servers import Server, resolve
+from ...output import Json, Result, span
+from ...protocol.place import who
+from ...requests.listing import Row
+from ...vllm_api import http
+from ..findings import FailOn, exit_code, lines
+from ..options import Target, count, seconds
+from ..several import per_target
+from .selection import STUCK_S, StuckAfter, gathered
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+OWNER_LETTERS = 8
+
+
+@per_target
+def list_(
+    *,
+    target: Target = None,
+    stuck: Annotated[bool, typer.Option("--stuck", help="Only requests that are stuck.")] = False,
+    stuck_after: StuckAfter = STUCK_S,
+    limit: Annotated[
+        int,
+        typer.Option("--limit", "-n", parser=count(), help="Maximum number of rows; not in JSON."),
+    ] = 40,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")] = False,
+    interval: Annotated[
+        float, typer.Option(parser=seconds(0.1), help="With --watch: seconds between looks.")
+    ] = 2.0,
+    fail_on: FailOn = Severity.ERROR,
+    json_: Json = False,
+) -> Result:
+    """List the requests that a server works on, the oldest first.
+
+    API servers, engines and workers are compared. A request that only one
+    of them knows is a finding: its client waits in vain, or it holds KV
+    blocks for nobody. Prompts are not shown. A server without the agent
+    tells only how many requests it has.
+    """
+    if watch and json_:
+        raise VllmopsError(
+            "usage",
+            "--watch cannot be combined with --json",
+            "leave one of these options out",
+            exit_code=Exit.USAGE,
+        )
+    server = resolve(target)
+    while True:
+        result = look(server, stuck_after, fail_on, limit, only_stuck=stuck, quiet=json_ or watch)
+        if not watch:
+            return result
+        try:
+            output.console().clear()
+            output.show(*result.text())
+            time.sleep(interval)
+        except KeyboardInterrupt:
+            # Ctrl-C is the ordinary end of --watch, so no error is printed.
+            raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def look(
+    server: Server, stuck_s: float, fail_on: Severity, limit: int, *, only_stuck: bool, quiet: bool
+) -> Result:
+    """One look at a server's requests; the arguments are those of the command."""
+    try:
+        found = gathered(server, stuck_s, quiet=quiet)
+    except VllmopsError as error:
+        if error.code != "requests.no-agent" or not server.url:
+            raise
+        return counted(server, error)
+    rows = [row for row in found.rows if row.stuck] if only_stuck else found.rows
+    data = {
+        "server": server.label,
+        "requests": rows,
+        "findings": found.findings,
+        "silent": found.silent,
+        "problems": found.problems,
+    }
+    return Result(data, lambda: list(text(data, limit)), exit_code(found.findings, fail_on))
+
+
+def counted(server: Server, error: VllmopsError) -> Result:
+    """What a server without an agent tells by its metrics.
+
+    Raises:
+        VllmopsError: the one given, if the server has none.
+    """
+    metrics = http.metrics(server.url or "")
+    if metrics is None or metrics.running is None:
+        raise error
+    running, waiting = round(metrics.running), round(metrics.waiting or 0)
+    data = {
+        "server": server.label,
+        "requests": [],
+        "running": running,
+        "waiting": waiting,
+        "missing": error.message,
+    }
+    return Result(
+        data,
+        lambda: [
+            f"{running} running, {waiting} waiting, by the server's metrics.",
+            f"Which ones is not known: {error.message}",
+            f"  hint: vllmops attach -t {server.label}",
+        ],
+    )
+
+
+def text(data: dict[str, Any], limit: int) -> Iterator[RenderableType]:
+    """The data of `look` for a person."""
+    from rich.text import Text  # noqa: PLC0415
+
+    rows: Sequence[Row] = data["requests"]
+    if rows:
+        yield table(rows[:limit])
+    if len(rows) > limit:
+        yield f"{len(rows) - limit:,} more; --limit {len(rows)} shows all"
+    if not rows:
+        yield Text("No requests.", "green")
+    for silent in data["silent"]:
+        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
+    for problem in data["problems"]:
+        yield Text(problem, "yellow")
+    yield from lines(data["findings"])
+
+
+def table(rows: Sequence[Row]) -> RenderableType:
+    """A line for each request."""
+    from rich.text import Text  # noqa: PLC0415
+
+    made = output.table(
+        *("request", "state", "age", "still", "prompt", "output", "KV blocks", "owner", "route"),
+        right=["age", "still", "prompt", "output", "KV blocks"],
+    )
+    for row in rows:
+        state = " ".join(filter(None, (row.state, row.ranks)))
+        made.add_row(
+            row.http_id or row.id or "-",
+            Text(f"{state}, stuck" if row.stuck else state, "red" if row.stuck else ""),
+            span(row.age_s),
+            span(row.still_s),
+            number(row.prompt_tokens),
+            number(row.output_tokens),
+            number(row.kv_blocks),
+            (row.owner or "-")[:OWNER_LETTERS],
+            " ".join(filter(None, (row.route, row.lora))) or "-",
+        )
+    return made
+
+
+def number(count: int | None) -> str:
+    return "-" if count is None else f"{count:,}"

@@ -1,0 +1,69 @@
+"""Requests that only one side knows; pure, from what each process knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..protocol.caches import Silent
+from ..protocol.place import who
+from ..protocol.requests import ProcessRequests, State
+from .findings import Finding, Rule, Severity
+
+ZOMBIE = Rule(
+    "request.zombie",
+    Severity.WARNING,
+    "only one side knows a request",
+    "vllmops requests abort ID: it ends the request and frees what it holds",
+    "https://github.com/vllm-project/vllm/issues/55521",
+)
+RULES = (ZOMBIE,)
+
+
+def zombies(
+    looks: Sequence[tuple[Sequence[ProcessRequests], Sequence[Silent]]],
+) -> list[Finding]:
+    """Requests that one side alone knows in every look.
+
+    Args:
+        looks: some hundred milliseconds apart: a request or its end is on its way for less.
+    """
+    found = [one_sided(*look) for look in looks]
+    return [
+        ZOMBIE.at(name, f"{why}, in {len(looks)} looks")
+        for name, why in found[-1].items()
+        if all(name in look for look in found)
+    ]
+
+
+def one_sided(processes: Sequence[ProcessRequests], silent: Sequence[Silent]) -> dict[str, str]:
+    """The ids that one side alone knows at this moment, and who it is.
+
+    Nothing is said of a side of which a process did not answer or could not be read.
+    """
+    fronts = [process for process in processes if process.front is not None]
+    engines = [process for process in processes if process.engine is not None]
+    workers = [process for process in processes if process.worker is not None]
+    unread = {process.role for process in processes if process.problems}
+    unread |= {process.role for process in silent}
+    handed = {request.id for process in fronts for request in process.front or ()}
+    scheduled = {request.id for process in engines for request in process.engine or ()}
+    leaving = {name for process in engines for name in process.leaving}
+    found: dict[str, str] = {}
+    if fronts and "api" not in unread:
+        for process in engines:
+            for request in process.engine or ():
+                if request.id not in handed and request.state != State.FINISHED:
+                    holds = f"{request.kv_blocks or 0} KV blocks, {request.cache_pins} cache pins"
+                    found[request.id] = (
+                        f"{who(process)} has it ({request.state}; {holds}), no API server does"
+                    )
+    if engines and "engine" not in unread:
+        for process in fronts:
+            for front in process.front or ():
+                if front.id and front.id not in scheduled:
+                    found[front.id] = f"{who(process)} waits for it, no engine has it"
+        for process in workers:
+            for name in process.worker or ():
+                if name not in scheduled | leaving | handed:
+                    found[name] = f"{who(process)} has it, no scheduler does"
+    return found

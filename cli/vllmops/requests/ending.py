@@ -1,0 +1,124 @@
+"""Ends requests in flight, at the front end and in the engine, and looks whether they are gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from ..host.processes import Process, Role
+from ..instances.servers import Server
+from ..protocol.requests import Abort, Aborted, ProcessRequests
+from ..rpc import agent
+from .listing import Row, look
+
+LOOP_S = 1.0  # for an API server's event loop
+GONE_S, POLL_S = 2.0, 0.1
+SLACK_S = 4.0
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request.
+
+    Args:
+        id, http_id: as in `Row`.
+        done: whether no process knows it any more.
+        left: who still does, and why; empty if nobody does.
+    """
+
+    id: str
+    http_id: str
+    done: bool
+    left: str = ""
+
+
+def end(server: Server, rows: Sequence[Row], why: str) -> list[Ended]:
+    """End requests; each client gets an error.
+
+    The front end is asked first, as its abort reaches the engine, too. The engines are asked for
+    what they still have then: a request that no front end knows, or one whose API server's event
+    loop is blocked.
+
+    Args:
+        server: that has them.
+        rows: the requests; those that are being rendered have no id yet, and are left.
+        why: what the clients are told; empty for a text of the agent's.
+
+    Raises:
+        VllmopsError: ``requests.no-agent``, if no process answers.
+    """
+    ids = [row.id for row in rows if row.id]
+    late = ask(server, Abort(ids=ids, why=why, timeout_s=LOOP_S), Role.API) if ids else {}
+    left = remaining(server, ids)
+    if in_engines := [name for name, where in left.items() if Role.ENGINE in where]:
+        ask(server, Abort(ids=in_engines), Role.ENGINE)
+        left = remaining(server, ids)
+    return [
+        Ended(
+            id=row.id,
+            http_id=row.http_id,
+            done=not why_left,
+            left=why_left,
+        )
+        for row in rows
+        for why_left in (remark(row, left.get(row.id, {}), late),)
+    ]
+
+
+def ask(server: Server, request: Abort, role: Role) -> dict[int, str]:
+    """Ask every process of a role to end requests; by pid why some do so only later, if at all."""
+
+    def one(process: Process) -> Aborted:
+        return agent.reach(process, timeout_s=request.timeout_s + SLACK_S).abort(request)
+
+    answers, silent = agent.side_by_side(server.of(role), one)
+    late = {process.pid: "does not answer" for process in silent}
+    return late | {answer.pid: "has a blocked event loop" for answer in answers if answer.pending}
+
+
+def remaining(server: Server, ids: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Who still knows a request after a while: by its id the pids, by role."""
+    until = time.monotonic() + GONE_S
+    while (found := knowing(look(server)[0], set(ids))) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return found
+
+
+def knowing(processes: Sequence[ProcessRequests], ids: set[str]) -> dict[str, dict[str, int]]:
+    """Which of some requests are still known: by id the pids, by role.
+
+    A worker forgets a request with the next step of its engine, which may be far away: it does not
+    count.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for process in processes:
+        known = {request.id for request in (*(process.front or ()), *(process.engine or ()))}
+        for name in known & ids:
+            found.setdefault(name, {})[process.role] = process.pid
+    return found
+
+
+def remark(row: Row, where: dict[str, int], late: dict[int, str]) -> str:
+    """Why a request is not gone; empty if it is.
+
+    Args:
+        row: the request.
+        where: the pids that still know it, by role.
+        late: by pid why an API server has not ended it.
+    """
+    if not row.id:
+        return "the engine does not have it yet: try again in a moment"
+    if (pid := where.get(Role.ENGINE)) is not None:
+        return (
+            f"engine {pid} has the abort, and has not acted on it within {GONE_S:g} s: its step "
+            "is long, or it is stuck"
+        )
+    for pid, why in late.items():
+        # Of a request that only an engine tells, any API server may be the one.
+        if row.api in {pid, None}:
+            return (
+                f"the engine has freed it; API server {pid} {why}, and tells the client as soon as "
+                "it can"
+            )
+    return f"API server {where[Role.API]} still waits for it" if Role.API in where else ""

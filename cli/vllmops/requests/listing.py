@@ -1,0 +1,229 @@
+"""Puts together what a server's processes know of each request."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ..diagnose.findings import Finding
+from ..diagnose.requests import one_sided, zombies
+from ..errors import Exit, VllmopsError
+from ..host.processes import Process, Role
+from ..instances.servers import Server
+from ..protocol.caches import Silent
+from ..protocol.place import named
+from ..protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
+from ..rpc import agent
+
+LOOKS, APART_S = 3, 0.4
+TIMEOUT_S = 5.0
+WITH_REQUESTS = (Role.API, Role.ENGINE, Role.WORKER)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in flight.
+
+    Args:
+        id: vLLM's own; empty before the engine has it.
+        http_id: the one that the client sees; empty if no API server knows the request.
+        state: one of `State`.
+        waiting_reason: why it waits; empty if it does not, or if nothing is known.
+        age_s: seconds since it arrived.
+        still_s: seconds since the engine last computed a token of it; None if unknown.
+        prompt_tokens, output_tokens: None if unknown.
+        kv_blocks, cache_pins: what it holds of the KV cache and of the encoder cache.
+        preemptions, priority: as the scheduler has them.
+        owner: a hash of the API key that it came with; empty without one, None if unknown.
+        route: of its HTTP request.
+        lora: the adapter's name.
+        api, engine: the pids that know it, None if none does.
+        ranks: of that engine.
+        stuck: why it counts as stuck; empty if it does not.
+    """
+
+    id: str
+    http_id: str = ""
+    state: str
+    waiting_reason: str = ""
+    age_s: float | None = None
+    still_s: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    kv_blocks: int | None = None
+    cache_pins: int | None = None
+    preemptions: int | None = None
+    priority: int | None = None
+    owner: str | None = None
+    route: str | None = None
+    lora: str | None = None
+    api: int | None = None
+    engine: int | None = None
+    ranks: str = ""
+    stuck: str = ""
+
+
+class Listing(NamedTuple):
+    """All requests of a server at one moment.
+
+    Args:
+        rows: the oldest first.
+        findings: requests that only one side knows.
+        silent: the processes that did not answer.
+        problems: what could not be read.
+        processes: what each process knows.
+    """
+
+    rows: list[Row]
+    findings: list[Finding]
+    silent: list[Silent]
+    problems: list[str]
+    processes: list[ProcessRequests]
+
+
+def take(server: Server, stuck_s: float) -> Listing:
+    """The requests of a server; looks again where one side alone seems to know one.
+
+    Args:
+        server: to ask.
+        stuck_s: seconds without progress after which a request counts as stuck.
+
+    Raises:
+        VllmopsError: ``requests.no-agent``, ``requests.no-process``.
+    """
+    looks = [look(server)]
+    while len(looks) < LOOKS and one_sided(*looks[-1]):
+        time.sleep(APART_S)
+        looks.append(look(server))
+    processes, silent = looks[-1]
+    lone = zombies(looks) if len(looks) == LOOKS else []
+    return Listing(
+        rows=joined(processes, stuck_s, {finding.subject: finding.evidence for finding in lone}),
+        findings=lone,
+        silent=silent,
+        problems=[f"{named(p.role, p)} {p.pid}: {why}" for p in processes for why in p.problems],
+        processes=processes,
+    )
+
+
+def look(server: Server) -> tuple[list[ProcessRequests], list[Silent]]:
+    """What each process knows now.
+
+    Raises:
+        VllmopsError: ``requests.no-agent``, ``requests.no-process``.
+    """
+    asked = server.of(*WITH_REQUESTS)
+    if not asked:
+        raise VllmopsError(
+            "requests.no-process",
+            f"{server.label} has no API server and no engine yet",
+            f"vllmops wait {server.label} --for ready",
+            exit_code=Exit.NOT_FOUND,
+        )
+
+    def one(process: Process) -> ProcessRequests:
+        return agent.reach(process, timeout_s=TIMEOUT_S).requests()
+
+    found, silent = agent.side_by_side(asked, one)
+    if not found:
+        raise agent.nobody(
+            "requests.no-agent", f"no process of {server.label} told its requests", silent
+        )
+    return found, silent
+
+
+def joined(processes: Sequence[ProcessRequests], stuck_s: float, lone: dict[str, str]) -> list[Row]:
+    """A row for each request, the oldest first.
+
+    Args:
+        processes: of one server.
+        stuck_s: as in `take`.
+        lone: evidence by the id of each request that one side alone knows.
+    """
+    fronts: dict[str, tuple[ProcessRequests, FrontRequest]] = {}
+    engines: dict[str, tuple[ProcessRequests, EngineRequest]] = {}
+    rows: list[Row] = []
+    for process in processes:
+        for front in process.front or ():
+            if front.id:
+                fronts[front.id] = process, front
+            else:
+                rows.append(of_front(process, front, State.RENDERING))
+        engines |= {request.id: (process, request) for request in process.engine or ()}
+    for name, (process, front) in fronts.items():
+        row = of_front(process, front, State.SENT)
+        rows.append(with_engine(row, *engines[name]) if name in engines else row)
+    rows += [
+        with_engine(Row(id=name, state=""), *found)
+        for name, found in engines.items()
+        if name not in fronts
+    ]
+    still = {process.pid: process for process in processes if process.engine is not None}
+    rows = [
+        msgspec.structs.replace(row, stuck=lone.get(row.id) or stuck(row, still, stuck_s))
+        for row in rows
+    ]
+    return sorted(rows, key=lambda row: -(row.age_s or 0.0))
+
+
+def of_front(process: ProcessRequests, request: FrontRequest, state: State) -> Row:
+    return Row(
+        id=request.id,
+        http_id=request.http_id,
+        state=state,
+        age_s=request.age_s,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        owner=request.owner,
+        route=request.route,
+        lora=request.lora,
+        api=process.pid,
+    )
+
+
+def with_engine(row: Row, process: ProcessRequests, request: EngineRequest) -> Row:
+    """A row with what the scheduler knows: it is nearer to the truth than the front end."""
+    return msgspec.structs.replace(
+        row,
+        state=request.state,
+        waiting_reason=request.reason,
+        age_s=request.age_s if row.age_s is None else row.age_s,
+        still_s=request.still_s,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        kv_blocks=request.kv_blocks,
+        cache_pins=request.cache_pins,
+        preemptions=request.preemptions,
+        priority=request.priority,
+        lora=request.lora or row.lora,
+        engine=process.pid,
+        ranks=process.ranks,
+    )
+
+
+def stuck(row: Row, engines: dict[int, ProcessRequests], stuck_s: float) -> str:
+    """Why a request counts as stuck; empty if it does not.
+
+    A request that waits while others get tokens is not stuck: the server is full.
+    """
+    engine = engines.get(row.engine or 0)
+    if engine is None or engine.resting:
+        return ""
+    if row.still_s is not None and row.still_s >= stuck_s:
+        return f"no token computed for {row.still_s:.0f} s"
+    if (engine.still_s or 0.0) >= stuck_s and row.state != State.FINISHED:
+        return f"its engine makes no progress for {engine.still_s:.0f} s"
+    return ""
+
+
+def matching(rows: Sequence[Row], word: str) -> list[Row]:
+    """The requests that an id means: vLLM's own, the client's, or its ``X-Request-Id``.
+
+    vLLM puts ``chatcmpl-`` and the like before that, and after it the number of a prompt.
+    """
+    same = re.compile(rf"(?:[a-z]+-)?{re.escape(word)}(?:-\d+)?")
+    exact = [row for row in rows if word in {row.id, row.http_id}]
+    return exact or [row for row in rows if same.fullmatch(row.http_id)]

@@ -1,0 +1,102 @@
+"""Requests as the command line puts them together, from what each process says."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from vllmops.diagnose.requests import one_sided, zombies
+from vllmops.protocol.caches import Silent
+from vllmops.protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
+from vllmops.requests.listing import joined, matching
+
+API, ENGINE, WORKER = 11, 12, 13
+
+
+def api(*names: str) -> ProcessRequests:
+    front = [FrontRequest(id=name, http_id=name[:-9], age_s=1.0, owner="o") for name in names]
+    return ProcessRequests(pid=API, role="api", front=front)
+
+
+def engine(*names: str, state: str = State.RUNNING, **fields: float | bool) -> ProcessRequests:
+    held = [EngineRequest(id=name, state=state, kv_blocks=3) for name in names]
+    return ProcessRequests(pid=ENGINE, role="engine", engine=held, **fields)  # type: ignore[arg-type]
+
+
+def worker(*names: str) -> ProcessRequests:
+    return ProcessRequests(pid=WORKER, role="worker", worker=list(names))
+
+
+ONE, OTHER = "cmpl-job1-0-1234abcd", "chatcmpl-job12-99999999"
+
+
+def test_a_request_that_all_know_is_one_row_and_no_finding() -> None:
+    processes = [api(ONE), engine(ONE), worker(ONE)]
+    (row,) = joined(processes, 30, {})
+    assert (row.id, row.http_id, row.state, row.kv_blocks) == (ONE, ONE[:-9], "running", 3)
+    assert (row.owner, row.api, row.engine, row.stuck) == ("o", API, ENGINE, "")
+    assert one_sided(processes, []) == {}
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        ([api(), engine(ONE), worker(ONE)], "engine 12 has it (running; 3 KV blocks"),
+        ([api(ONE), engine(), worker()], "api 11 waits for it, no engine has it"),
+        ([api(), engine(), worker(ONE)], "worker 13 has it, no scheduler does"),
+    ],
+)
+def test_a_request_that_one_side_alone_knows(processes: list[ProcessRequests], words: str) -> None:
+    assert words in one_sided(processes, [])[ONE]
+    (finding,) = zombies([(processes, [])] * 3)
+    assert (finding.code, finding.subject) == ("request.zombie", ONE)
+
+
+def test_a_request_on_its_way_is_none() -> None:
+    healthy = ([api(ONE), engine(ONE), worker(ONE)], list[Silent]())
+    lone = ([api(), engine(ONE), worker(ONE)], list[Silent]())
+    for looks in product([healthy, lone], repeat=3):
+        assert bool(zombies(looks)) == (looks == (lone,) * 3)
+
+
+def test_nothing_is_said_of_a_side_that_is_not_whole() -> None:
+    silent = Silent(role="api", pid=10, code="agent.timeout", why="", hint="", exit_code=3)
+    assert one_sided([api(), engine(ONE)], [silent]) == {}
+    assert one_sided([engine(ONE), worker(ONE)], []) == {}
+    unread = ProcessRequests(pid=ENGINE, role="engine", engine=[], problems=("x",))
+    assert one_sided([api(ONE), unread, worker(ONE)], []) == {}
+
+
+def test_what_a_scheduler_has_finished_or_tells_its_worker_next_is_none() -> None:
+    leaving = ProcessRequests(pid=ENGINE, role="engine", engine=[], leaving=(ONE,))
+    assert one_sided([api(), leaving, worker(ONE)], []) == {}
+    assert one_sided([api(), engine(ONE, state=State.FINISHED), worker()], []) == {}
+
+
+def test_a_request_that_waits_while_others_get_tokens_is_not_stuck() -> None:
+    def stuck(engine: ProcessRequests) -> bool:
+        return bool(joined([api(ONE), engine], 30, {})[0].stuck)
+
+    waiting = State.WAITING
+    assert not stuck(engine(ONE, state=waiting, still_s=0.0))
+    assert stuck(engine(ONE, state=waiting, still_s=31.0))
+    assert not stuck(engine(ONE, state=waiting, still_s=31.0, resting=True))
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("job1", [ONE]),
+        ("cmpl-job1-0", [ONE]),
+        (ONE, [ONE]),
+        ("job12", [OTHER]),
+        ("chatcmpl-job12", [OTHER]),
+        ("job", []),
+        ("", []),
+        (".*", []),
+    ],
+)
+def test_the_ids_that_mean_a_request(word: str, found: list[str]) -> None:
+    rows = joined([api(ONE, OTHER), engine(ONE, OTHER)], 30, {})
+    assert [row.id for row in matching(rows, word)] == found
