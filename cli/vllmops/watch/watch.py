@@ -15,6 +15,7 @@ from ..caches.repair import Report
 from ..diagnose import doctor, progress
 from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S, Stall
+from ..diagnose.stacks import StackFinding
 from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
 from ..errors import VllmopsError
 from ..forever import Trouble
@@ -270,6 +271,7 @@ class Watch:
             code=why.code,
             title=why.title,
             subject=why.subject,
+            victims=why.victims if isinstance(why, StackFinding) else (),
             evidence=why.evidence,
             next=why.next,
             reference=why.reference,
