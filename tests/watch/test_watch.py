@@ -119,6 +119,7 @@ class Scene:
         self.disk_full = disk_full
         self.final = final
         self.failed = failed
+        self.note = ""
         self.why = "it failed: why" if failed else "stopping"
         self.time = 0.0
         self.asked: list[float] = []
@@ -385,6 +386,16 @@ def test_a_server_that_fails_leaves_evidence() -> None:
     assert scene.time < 50
     scene = Scene(well, {40.0: Phase.OVER}, final=True)
     assert kinds(watched(scene)) == ["ended"]
+
+
+def test_a_node_that_does_not_answer_is_told_once() -> None:
+    def cut(at_s: float) -> Look:
+        scene.note = "node 10.0.0.2 does not answer" if at_s > 10 else ""
+        return well(at_s)
+
+    scene = Scene(cut)
+    (told,) = watched(scene)
+    assert (told.event, told.text) == ("trouble", "demo: node 10.0.0.2 does not answer")
 
 
 def test_what_goes_to_chat_services_has_no_prompts_and_keys() -> None:

@@ -13,7 +13,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         event: ``stalled``, ``recovered``, ``repaired``, ``restarting``, ``failed`` (it ended, and
             not because somebody wanted that), ``ended``, ``away`` (it stops, or starts), ``ready``,
-            or ``trouble``: the watch could not do something.
+            or ``trouble``: another node does not answer, or the watch could not do something.
         at: seconds since the epoch.
         server: its name, or the pid of its first process.
         text: all of it in a line.
