@@ -65,6 +65,7 @@ def test_every_command_names_the_rank(tensor: Ranks) -> None:
     listed = cli("patches", "list", "-t", "tensor", "--json").data["patches"]
     assert all(row["tp_rank"] == 1 for p in listed for row in p["processes"] if row["pid"] == pid)
     assert f"worker TP1 {pid}" in cli("patches", "list", "-t", "tensor").out
+    assert "worker TP1: " in cli("bundle", "-t", "tensor", "--dry-run").out
 
 
 def test_the_rank_that_is_stuck_is_found(tensor: Ranks) -> None:
