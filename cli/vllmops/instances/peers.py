@@ -7,7 +7,6 @@ which nobody listens; one that never did so, behind a firewall that drops it, is
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Sequence
 
@@ -38,7 +37,10 @@ class Peers:
         asked = set(self.missed)
         if time.monotonic() - self.learnt >= LEARN_S:
             self.learnt = time.monotonic()
-            asked |= await asyncio.to_thread(connected, tree, port)
+            now = await asyncio.to_thread(connected, tree, port)
+            # A host without a connection is forgotten, unless it is missing: its connections end.
+            self.missed = {a: missed for a, missed in self.missed.items() if missed or a in now}
+            asked = now | self.missed.keys()
         for address, there in zip(asked, await asyncio.gather(*map(answers, asked)), strict=True):
             if there:
                 self.missed[address] = 0
@@ -80,8 +82,6 @@ def connected(tree: Sequence[Process], port: int | None) -> set[str]:
         addresses |= {
             s.raddr.ip
             for s in sockets
-            if s.raddr
-            and s.family in {socket.AF_INET, socket.AF_INET6}
-            and (process.role is not Role.API or s.laddr.port in listening)
+            if s.raddr and (process.role is not Role.API or s.laddr.port in listening)
         }
     return {a for a in addresses if a not in own and not a.startswith("127.")}
