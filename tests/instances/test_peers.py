@@ -64,6 +64,6 @@ def test_what_ends_without_its_node_says_so(lab: Any, node: tuple[str, str, int,
 
 def test_neither_a_store_nor_a_client_is_a_node(node: tuple[str, str, int, IO[str]]) -> None:
     _, there, port, _ = node
-    with socket.create_connection((there, port)):
+    with socket.create_connection((f"::ffff:{there}", port)):  # as gRPC does
         assert connected([Process(Role.ENGINE, os.getpid(), 1)], None) == {there}
         assert connected([Process(Role.API, os.getpid(), 1)], None) == set()

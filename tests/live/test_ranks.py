@@ -231,6 +231,40 @@ if EVERYTHING:
             for node in range(len(options)):
                 cli("stop", f"node{node}", "--force")
 
+    @pytest.mark.parametrize("local", [1, 2], ids=["external", "hybrid"])
+    def test_each_node_with_a_load_balancer_of_its_own_is_a_server(cli: Cli, local: int) -> None:
+        """vLLM has these shapes for models with experts alone."""
+        size, meet = str(2 * local), ("--data-parallel-rpc-port", str(free_port()))
+        hybrid = ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "2")
+
+        def serve(node: int) -> Live:
+            own = (
+                ("--data-parallel-rank", str(node))
+                if local == 1
+                else (
+                    *hybrid,
+                    "--api-server-count",
+                    "1",
+                    "--data-parallel-start-rank",
+                    str(2 * node),
+                )
+            )
+            words = ("--data-parallel-size", size, *meet, *own)
+            return cli.serve(f"node{node}", "--demo", "moe", *NOBIND, "--", *words)
+
+        try:
+            for node, server in enumerate(side_by_side(serve, [0, 1])):
+                ranks = range(node * local, (node + 1) * local)
+                names = {f"{role} DP{rank}" for role in ("engine", "worker") for rank in ranks}
+                first = set() if node else {"coordinator"}
+                assert Ranks(server, Path()).named().keys() == {"api", *names, *first}
+                footprint = server.footprint()
+                assert cli("stop", server.name).code == 0
+                assert footprint.left() == []
+        finally:
+            for name in ("node0", "node1"):
+                cli("stop", name, "--force")
+
     def test_a_node_of_workers_alone_is_ready(cli: Cli) -> None:
         """Where one engine has workers on several nodes."""
         meet = ("--nnodes", "2", "--master-port", str(free_port()), "--tensor-parallel-size", "2")

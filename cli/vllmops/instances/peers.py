@@ -17,6 +17,7 @@ from ..host.processes import Process, Role
 PORT = 9  # "discard", which nobody serves any more
 TIMEOUT_S = 1.5
 MISSED = 3  # answers in a row, and the node counts as lost
+MAPPED = "::ffff:"  # IPv4 as a socket of IPv6 shows it
 LEARN_S = 30.0  # between two looks for addresses
 
 
@@ -80,7 +81,7 @@ def connected(tree: Sequence[Process], port: int | None) -> set[str]:
             continue
         listening = {s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN} - {port}
         addresses |= {
-            s.raddr.ip
+            s.raddr.ip.removeprefix(MAPPED)
             for s in sockets
             if s.raddr and (process.role is not Role.API or s.laddr.port in listening)
         }
