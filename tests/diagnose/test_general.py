@@ -114,6 +114,13 @@ def test_a_rank_that_did_not_enter_the_collective_is_the_root() -> None:
     assert finding.phase == "running the model"
 
 
+def test_the_library_s_name_of_a_collective_makes_no_other_one_of_it() -> None:
+    gather = BEFORE.replace("all_reduce", "all_gather")
+    inside = "    all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)\n"
+    finding = first(ENGINE + worker(0, inside + gather) + worker(1, gather))
+    assert (finding.code, finding.subject) == ("stack.worker-stuck-broadcast", "Worker_TP1 201")
+
+
 def test_what_a_fork_has_of_its_parent_says_nothing_of_it() -> None:
     """Of a real server with two ranks on the CPU: what started them stands below their own."""
     forked = """\
