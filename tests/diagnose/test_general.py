@@ -121,6 +121,19 @@ def test_the_library_s_name_of_a_collective_makes_no_other_one_of_it() -> None:
     assert (finding.code, finding.subject) == ("stack.worker-stuck-broadcast", "Worker_TP1 201")
 
 
+def test_what_threads_of_ray_s_own_wait_for_holds_up_nobody() -> None:
+    """Of a real server with two actors."""
+    listener = """\
+Thread 101 (idle): "ray_listen_error_messages"
+    listen_error_messages (ray/_private/worker.py:2472)
+    run (threading.py:982)
+    _bootstrap_inner (threading.py:1045)
+    _bootstrap (threading.py:1002)
+"""
+    finding = first(ENGINE + listener + worker(0, DEEP) + worker(1, BEFORE))
+    assert (finding.code, finding.subject) == ("stack.worker-stuck-broadcast", "Worker_TP1 201")
+
+
 def test_what_a_fork_has_of_its_parent_says_nothing_of_it() -> None:
     """Of a real server with two ranks on the CPU: what started them stands below their own."""
     forked = """\

@@ -237,7 +237,7 @@ if EVERYTHING:
     def test_the_death_of_each_process_leaves_nothing(lab: Lab, victim: str) -> None:
         served = lab.serve("killed", "text")
         try:
-            lose(served, served.named()[victim], victim.upper() if victim == "api" else victim)
+            lose(served, served.named()[victim], victim)
             until(lambda: lab.cluster.state()["gpus"] == GPUS)
             assert set(lab.cluster.state()["groups"]) == {"REMOVED"}
         finally:

@@ -34,11 +34,12 @@ DRIVERS = re.compile(
     r"lib(?:cuda|cudart|amdhip|hsa|ze_|ze_loader|ur_|sycl|ascendcl|runtime|acl|musa|Synapse|nrt|tpu|"
     r"tt_metal|mcruntime|cnrt|ttmlir)"
 )
-# Files of the queues, locks and pollers of Python: a thread that is there alone has nothing to do.
+# Files of the queues, locks and pollers of Python, and of Ray's own threads: a thread that is there
+# alone has nothing to do.
 PLUMBING = re.compile(
     r"(?:^|/)(?:threading|queue|selectors|subprocess|socket|thread|poll|connection|popen_fork|"
     r"base_events|backend|_base|runners|process|garbage|_monitor|ssl|unix_events|contextlib)\.py$"
-    r"|zmq/|asyncio/|uvloop|^<|concurrent/futures|multiprocessing/|libc\.|libpthread"
+    r"|zmq/|asyncio/|uvloop|ray/_private/|^<|concurrent/futures|multiprocessing/|libc\.|libpthread"
 )
 MODEL = re.compile(
     r"model_executor/|_custom_ops|_C\.|flashinfer/|flash_attn|attention|fused_moe|kernels?[/_.]|aiter/|"
