@@ -81,6 +81,8 @@ def test_everything_in_one_file_without_secrets(
     }
     index = json.loads(found["index.json"])
     assert [each["name"] for each in index["parts"]] == list(found)[1:]
+    whose = {each["name"]: each["process"] for each in index["parts"] if each["process"]}
+    assert whose == {f"proc/{p.pid}.txt": p.role for p in record.processes}
     missing = {each["name"]: each["why"] for each in index["missing"]}
     assert "No module named vllm.collect_env" in missing["collect_env.txt"]
     assert any("has no agent" in why for why in missing.values())

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from tests.bench.diagnosis import cases, wilson
 
+from vllmops.diagnose.matching import label
 from vllmops.diagnose.places import Phase, Wait, phases_of, place_of, tables, waits_of
 from vllmops.diagnose.signatures import catalogue
 from vllmops.diagnose.stacks import StackFinding, explain
 from vllmops.diagnose.waiting import answers, chain
-from vllmops.protocol.stacks import Frame
+from vllmops.protocol.stacks import Frame, ProcessStacks
 from vllmops.stacks.paste import read
 
 HERE = Path(__file__).parent
@@ -111,6 +112,56 @@ def test_a_rank_that_did_not_enter_the_collective_is_the_root() -> None:
     assert finding.victims == ("Worker_TP0 200", "EngineCore 100")
     assert finding.code == "stack.worker-stuck-broadcast"
     assert finding.phase == "running the model"
+
+
+def test_the_library_s_name_of_a_collective_makes_no_other_one_of_it() -> None:
+    gather = BEFORE.replace("all_reduce", "all_gather")
+    inside = "    all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)\n"
+    finding = first(ENGINE + worker(0, inside + gather) + worker(1, gather))
+    assert (finding.code, finding.subject) == ("stack.worker-stuck-broadcast", "Worker_TP1 201")
+
+
+def test_what_threads_of_ray_s_own_wait_for_holds_up_nobody() -> None:
+    """Of a real server with two actors."""
+    listener = """\
+Thread 101 (idle): "ray_listen_error_messages"
+    listen_error_messages (ray/_private/worker.py:2472)
+    run (threading.py:982)
+    _bootstrap_inner (threading.py:1045)
+    _bootstrap (threading.py:1002)
+"""
+    finding = first(ENGINE + listener + worker(0, DEEP) + worker(1, BEFORE))
+    assert (finding.code, finding.subject) == ("stack.worker-stuck-broadcast", "Worker_TP1 201")
+
+
+def test_what_a_fork_has_of_its_parent_says_nothing_of_it() -> None:
+    """Of a real server with two ranks on the CPU: what started them stands below their own."""
+    forked = """\
+    run (multiprocessing/process.py:108)
+    _bootstrap (multiprocessing/process.py:314)
+    _launch (multiprocessing/popen_fork.py:71)
+    start (multiprocessing/process.py:121)
+    make_worker_process (vllm/v1/executor/multiproc_executor.py:755)
+    _init_executor (vllm/v1/executor/multiproc_executor.py:196)
+"""
+    operator = """\
+    __call__ (torch/_ops.py:1279)
+    all_reduce (vllm/distributed/device_communicators/cpu_communicator.py:275)
+"""
+    found = first(
+        ENGINE + forked + worker(0, operator + BEFORE) + forked + worker(1, BEFORE) + forked
+    )
+    assert (found.code, found.subject) == ("stack.worker-stuck-broadcast", "Worker_TP1 201")
+    assert set(found.victims) == {"Worker_TP0 200", "EngineCore 100"}
+    assert found.phase == "running the model"
+
+
+def test_a_process_whose_title_lacks_its_ranks_is_named_by_them() -> None:
+    """As a worker of data parallel engines of a model without experts."""
+    process = ProcessStacks(
+        role="worker", pid=7, create_time=1.0, title="VLLM::Worker", ranks="DP1"
+    )
+    assert label(process) == "worker DP1 7"
 
 
 def test_a_rank_at_rest_is_missing_from_the_collective() -> None:

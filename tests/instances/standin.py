@@ -27,6 +27,7 @@ class Play:
     api_servers: int = 1  # with more than one, the root only launches them
     stubborn: bool = False  # no process heeds SIGTERM
     stray: bool = False  # the worker has a child that loses its parent
+    node: str = ""  # the worker is connected with another node, HOST:PORT
 
 
 play = Play()
@@ -85,6 +86,11 @@ def worker() -> None:
 
         nested = f"import subprocess; subprocess.Popen(['{PYTHON}', '-S', '-c', {WAIT!r}])"
         subprocess.run([PYTHON, "-S", "-c", nested], check=True)
+    if play.node:
+        import socket
+
+        host, port = play.node.split(":")
+        connection = socket.create_connection((host, int(port)))  # noqa: F841 - it stays open
     os.write(UP, b"!")
     wait()
     del kept

@@ -107,6 +107,15 @@ def test_what_vllm_stumbles_over_while_it_ends_its_processes_is_no_cause() -> No
     assert "num_heads" in found.cause
 
 
+def test_an_exception_without_a_message_is_a_cause_whatever_ends_its_line() -> None:
+    """As vLLM 0.32 logs a worker's that is in the middle of a message."""
+    head = "(Worker_DP0 pid=7) ERROR 11-23 04:10:27 [multiproc_executor.py:1063] "
+    raised = ("Traceback (most recent call last):\r", "    raise it\r", "NotImplementedError\r", "")
+    found = failure([head + text for text in raised])
+    assert found
+    assert (found.cause, found.process) == ("NotImplementedError", "Worker_DP0")
+
+
 def test_an_echo_counts_where_nothing_else_was_said() -> None:
     said = lines("worker-assertion")[-8:]
     assert failure(said) is None

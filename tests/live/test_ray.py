@@ -200,8 +200,10 @@ def test_an_actor_that_is_stuck_is_found(actors: Ranks) -> None:
     with actors.stuck("worker TP1"):
         ran = actors.server.cli("doctor", "-t", "actors", "--json")
         assert ran.code == 1, ran.out
-        codes = {finding["code"] for finding in ran.data["findings"]}
-        assert any(code.startswith("stack.worker") for code in codes), codes
+        names = actors.named()
+        (found,) = (f for f in ran.data["findings"] if f["code"].startswith("stack."))
+        assert found["subject"] == f"worker TP1 {names['worker TP1']}"
+        assert f"worker TP0 {names['worker TP0']}" in found["victims"]
         dumped = actors.server.cli("stacks", "dump", "-t", "actors", "--json").data["processes"]
         by_rank = {process["tp_rank"]: process for process in dumped}
         assert "all_reduce" in str(by_rank[1]["threads"])
@@ -231,11 +233,11 @@ def lose(served: Ranks, pid: int, *words: str) -> None:
 
 if EVERYTHING:
 
-    @pytest.mark.parametrize("victim", ["api", "engine", "worker TP0"])
+    @pytest.mark.parametrize("victim", ["api", "engine", "worker TP0", "worker TP1"])
     def test_the_death_of_each_process_leaves_nothing(lab: Lab, victim: str) -> None:
         served = lab.serve("killed", "text")
         try:
-            lose(served, served.named()[victim], victim.upper() if victim == "api" else victim)
+            lose(served, served.named()[victim], victim)
             until(lambda: lab.cluster.state()["gpus"] == GPUS)
             assert set(lab.cluster.state()["groups"]) == {"REMOVED"}
         finally:

@@ -19,6 +19,7 @@ def test_a_dimension_of_size_one_is_left_out() -> None:
     [
         ("VLLM::APIServer_1", {}, "APIServer_1"),
         ("VLLM::Worker_TP1", {"TP": 1}, "Worker_TP1"),
+        ("VLLM::Worker_TP1", {}, "Worker_TP1"),  # pasted: the title is all that is known
         ("VLLM::Worker_DP0_TP1", {"DP": 0, "TP": 1}, "Worker_DP0_TP1"),
         ("VLLM::Worker", {"DP": 1}, "Worker DP1"),
         ("", {"TP": 1}, "Worker TP1"),

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -21,12 +22,8 @@ from .fleet import TOKEN
 
 
 @contextmanager
-def far(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The https URL of a server that is not on this machine, and the certificate to trust.
-
-    Args:
-        folder: for the certificate.
-    """
+def network() -> Iterator[tuple[str, str]]:
+    """A namespace with an address of its own, and a link to it; both have the name."""
     name, number = f"vo{os.getpid()}", os.getpid() % 250
     near, there = f"10.203.{number}.1", f"10.203.{number}.2"
     ip(f"netns add {name}")
@@ -36,18 +33,34 @@ def far(folder: Path) -> Iterator[tuple[str, Path]]:
         ip(f"link set {name} up")
         ip(f"-n {name} addr add {there}/30 dev far")
         ip(f"-n {name} link set far up")
-        file = certificate(there, folder / "far.pem")
-        words = ("ip", "netns", "exec", name, sys.executable, herd.__file__, "1", "0", TOKEN)
-        with subprocess.Popen(
-            [*words, there, str(file)], stdout=subprocess.PIPE, text=True
-        ) as running:
-            assert running.stdout is not None
-            yield f"https://{there}:{running.stdout.readline().strip()}", file
-            running.kill()
+        yield name, there
     finally:
         # The kernel takes its time to end a namespace, and the link with it.
         ip(f"link del {name}", check=False)
         ip(f"netns del {name}")
+
+
+@contextmanager
+def running(name: str, *words: str) -> Iterator[IO[str]]:
+    """What a Python program in a namespace writes."""
+    command = ("ip", "netns", "exec", name, sys.executable, *words)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        yield program.stdout
+        program.kill()
+
+
+@contextmanager
+def far(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The https URL of a server that is not on this machine, and the certificate to trust.
+
+    Args:
+        folder: for the certificate.
+    """
+    with network() as (name, there):
+        file = certificate(there, folder / "far.pem")
+        with running(name, herd.__file__, "1", "0", TOKEN, there, str(file)) as output:
+            yield f"https://{there}:{output.readline().strip()}", file
 
 
 def ip(words: str, *, check: bool = True) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from vllmops.caches.repair import Report
+from vllmops.commands.watch import lines
 from vllmops.errors import VllmopsError
 from vllmops.instances.servers import Server
 from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
@@ -23,6 +24,7 @@ from vllmops.protocol.repairs import CacheRepair, Change, Fault, ProcessRepair
 from vllmops.protocol.server import Look, Machine, ProcessState, Pulse, ServerSnapshot
 from vllmops.protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from vllmops.protocol.watch import Event
+from vllmops.stacks.paste import read
 from vllmops.watch.watch import DOUBT_S, MENDING_S, Plan, Watch
 from vllmops.watch.watched import Phase
 
@@ -117,6 +119,7 @@ class Scene:
         self.disk_full = disk_full
         self.final = final
         self.failed = failed
+        self.note = ""
         self.why = "it failed: why" if failed else "stopping"
         self.time = 0.0
         self.asked: list[float] = []
@@ -226,6 +229,20 @@ def test_a_stall_is_captured_told_and_told_to_be_over() -> None:
     assert recovered.number == 1
     assert 40 <= recovered.seconds <= 42
     assert recovered.text == f"demo makes progress again after {recovered.seconds:.0f} s"
+
+
+def test_a_stall_names_the_rank_that_is_stuck_and_who_waits_for_it() -> None:
+    """Of two ranks one sleeps before the collective that the other is in."""
+    loop = "    worker_busy_loop (vllm/v1/executor/multiproc_executor.py:930)\n"
+    inside = "    all_reduce (torch/distributed/distributed_c10d.py:2900)\n"
+    text = "".join(
+        f'Process 2{rank}: VLLM::Worker_TP{rank}\nThread 2{rank} (active): "MainThread"\n{deep}'
+        f"    all_reduce (vllm/distributed/parallel_state.py:520)\n{loop}"
+        for rank, deep in enumerate((inside, ""))
+    )
+    stalled, *_ = watched(Scene(stuck(20.0), stacks=read(text).samples * 3))
+    assert (stalled.subject, stalled.victims) == ("Worker_TP1 21", ("Worker_TP0 20",))
+    assert "  waiting for it: Worker_TP0 20" in lines(stalled)
 
 
 def test_each_stall_is_captured_once() -> None:
@@ -369,6 +386,16 @@ def test_a_server_that_fails_leaves_evidence() -> None:
     assert scene.time < 50
     scene = Scene(well, {40.0: Phase.OVER}, final=True)
     assert kinds(watched(scene)) == ["ended"]
+
+
+def test_a_node_that_does_not_answer_is_told_once() -> None:
+    def cut(at_s: float) -> Look:
+        scene.note = "node 10.0.0.2 does not answer" if at_s > 10 else ""
+        return well(at_s)
+
+    scene = Scene(cut)
+    (told,) = watched(scene)
+    assert (told.event, told.text) == ("trouble", "demo: node 10.0.0.2 does not answer")
 
 
 def test_what_goes_to_chat_services_has_no_prompts_and_keys() -> None:

@@ -149,6 +149,7 @@ def indexed(
                 len(parts[name]),
                 round(contents.pieces[name].seconds, 3),
                 PARTS.get(name, ABOUT_PROC),
+                contents.pieces[name].process,
             )
             for name in order
         ),

@@ -36,6 +36,7 @@ from ..keys import file as keyring
 from ..memory import record as memory
 from ..protocol.bundles import Missing
 from ..protocol.memory import Recording
+from ..protocol.place import named
 from ..protocol.server import ServerSnapshot
 from ..rpc import agent
 from ..vllm_api import http
@@ -66,10 +67,12 @@ class Piece:
     Args:
         content: text, an object for JSON, or a list of objects for a line of JSON each.
         seconds: how long it took to capture.
+        process: whom it is about, such as ``worker TP1``; empty for the whole server.
     """
 
     content: Any
     seconds: float
+    process: str = ""
 
 
 @dataclass
@@ -318,12 +321,13 @@ class Collecting:
         if not self.known.done or self.known.error:
             why = self.known.error or "the server's environment was not read in time"
             found.missing.append(Missing("known secrets", f"{why}: redacted by form alone"))
+        about = {f"proc/{p.pid}.txt": named(p.role, p.place) for p in self.server.processes}
         for name, task in self.tasks.items():
             done = task.done
             whole = name not in self.facts
             content = task.result if whole else "".join(self.facts[name])
             if content:
-                found.pieces[name] = Piece(content, task.seconds)
+                found.pieces[name] = Piece(content, task.seconds, about.get(name, ""))
             if not done and not (whole and content):
                 found.missing.append(Missing(name, self.late(name)))
             elif task.error:

@@ -21,6 +21,7 @@ from ..errors import Exit, VllmopsError
 from ..instances.servers import Server, find, resolve
 from ..output import Json, Progress, Result, size, table, typer_app
 from ..protocol.bundles import Index
+from ..protocol.place import named
 from .options import Target, seconds, to_write
 from .several import remote
 
@@ -146,7 +147,8 @@ def preview(server: Server, *, redact: bool) -> Result:
         there = {"log.txt", "configuration.json", "versions.json", "collect_env.txt"}
         parts = {name: about for name, about in parts.items() if name not in there}
     for process in () if server.fleet else server.processes:
-        parts[f"proc/{process.pid}.txt"] = f"{process.role}: {bundles.ABOUT_PROC}"
+        name = named(process.role, process.place)
+        parts[f"proc/{process.pid}.txt"] = f"{name}: {bundles.ABOUT_PROC}"
     data = {
         "server": server.label,
         "parts": [{"name": name, "about": about} for name, about in parts.items()],
@@ -168,7 +170,8 @@ def shown(path: Path, index: Index, found: Sequence[Finding] | None) -> Iterator
 
     listed = table("part", "size", "took", right=("size", "took"))
     for part in index.parts:
-        listed.add_row(part.name, size(part.bytes), f"{part.seconds:.1f} s")
+        name = f"{part.name} {part.process}".rstrip()
+        listed.add_row(name, size(part.bytes), f"{part.seconds:.1f} s")
     yield listed
     yield Text()
     if found is not None:

@@ -292,6 +292,8 @@ def paragraph(number: int, finding: Finding) -> Iterator[Line]:
     yield Line(0, title, STYLES[finding.severity])
     yield Line(3, f"where: {finding.subject}")
     if isinstance(finding, StackFinding):
+        if finding.victims:
+            yield Line(3, f"waiting for it: {', '.join(finding.victims)}")
         yield Line(3, f"why: {finding.cause} ({finding.confidence})")
         yield Line(3, "seen:")
         for line in finding.lines[:EVIDENCE]:

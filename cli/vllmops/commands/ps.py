@@ -45,7 +45,11 @@ class ProcessRow(Place, frozen=True, kw_only=True):
 
 
 class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One server. ``supervised``: None for one that vllmops did not start."""
+    """One server.
+
+    ``supervised``: None for one that vllmops did not start. ``note``: what its supervisor says,
+    such as a node that does not answer.
+    """
 
     name: str | None
     state: str
@@ -60,6 +64,7 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int
     processes: list[ProcessRow]
     failure: str | None = None
+    note: str = ""
     uds: str | None = None
     headless: bool = False
     remote: bool = False
@@ -145,6 +150,7 @@ def row(server: Server) -> InstanceRow:
             for p in server.processes
         ],
         failure=record.failure.cause if record and record.failure else None,
+        note=record.note if record else "",
         uds=server.uds,
         headless=server.headless,
         remote=server.fleet is not None,
@@ -208,6 +214,8 @@ def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
         shown.append(Text(f"  {words}", overflow="fold"))
         if one.failure:
             shown.append(Text(f"  {one.failure}", style="red", overflow="fold"))
+        if one.note:
+            shown.append(Text(f"  {one.note}", style="yellow", overflow="fold"))
         processes = table("  process", "pid", "rss", "agent", right=["pid", "rss"])
         for process in one.processes:
             if process.role != Role.OTHER:

@@ -115,7 +115,7 @@ def serve(
         demos.Kind | None,
         typer.Option(
             metavar="KIND",
-            help="Build and serve a tiny model with random weights: text, vision or audio.",
+            help="Build and serve a tiny model with random weights: text, moe, vision or audio.",
             rich_help_panel=INSTANCE,
         ),
     ] = None,
@@ -452,7 +452,7 @@ def place(
         if not_utf8(word):
             raise usage(f"{word!r} is not UTF-8: the record of the instance can't contain it")
     if (model is None) == (demo is None) or model == "":
-        raise usage("give either a MODEL or --demo text|vision|audio")
+        raise usage("give either a MODEL or --demo text|moe|vision|audio")
     if port is not None and not 1 <= port <= 65535:
         raise usage(f"--port {port}: ports go from 1 to 65535")
     for word in env:

@@ -224,6 +224,8 @@ def beginning(server: Server, plan: Plan) -> str:
 def lines(event: Event) -> Iterator[str]:
     """An event for a person."""
     yield event.text
+    if event.victims:
+        yield f"  waiting for it: {', '.join(event.victims)}"
     if event.evidence:
         yield f"  seen: {event.evidence}"
     if event.next:

@@ -19,9 +19,14 @@ BUILD_TIMEOUT_S = 300.0
 
 
 class Kind(StrEnum):
-    """What the model takes: Qwen2, Idefics3 (its processor needs no torchvision), Whisper."""
+    """What the model takes: Qwen2, Idefics3 (its processor needs no torchvision), Whisper.
+
+    Mixtral, which takes text, is for data parallel engines that work together: vLLM has them for
+    models with experts alone.
+    """
 
     TEXT = "text"
+    MOE = "moe"
     VISION = "vision"
     AUDIO = "audio"
 

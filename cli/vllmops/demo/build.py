@@ -74,6 +74,16 @@ def text(place: Path) -> None:
     transformers.Qwen2ForCausalLM(config).save_pretrained(place)
 
 
+def experts(place: Path) -> None:
+    """Mixtral."""
+    words = tokenizer([BOS, EOS, PAD], bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    words.save_pretrained(place)
+    config = transformers.MixtralConfig(
+        vocab_size=len(words), num_local_experts=4, **TEXT_SIZE, **ids(words)
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(place)
+
+
 def vision(place: Path) -> None:
     """Idefics3; an image is one tile of 4 tokens."""
     # The processor asks for the tokens of a split image, though this one never splits.
@@ -169,6 +179,7 @@ def ids(words: Any) -> dict[str, int]:
 
 RECIPES: dict[Kind, Callable[[Path], None]] = {
     Kind.TEXT: text,
+    Kind.MOE: experts,
     Kind.VISION: vision,
     Kind.AUDIO: audio,
 }

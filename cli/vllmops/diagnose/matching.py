@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..protocol.pasted import Pasted
+from ..protocol.place import headed
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .facts import agrees
 from .signatures import Case, Confidence, Signature, ThreadPattern, bare, functions, is_called
@@ -346,7 +347,6 @@ def place(frame: Frame) -> str:
 
 def label(process: ProcessStacks) -> str:
     """How findings name a process."""
-    name = process.title.removeprefix("VLLM::") or (
-        "a process" if process.role == "other" else process.role
-    )
+    role = "a process" if process.role == "other" else process.role
+    name = headed(process.title, role, process)
     return f"{name} {process.pid}" if process.pid else name

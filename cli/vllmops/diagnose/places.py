@@ -34,11 +34,12 @@ DRIVERS = re.compile(
     r"lib(?:cuda|cudart|amdhip|hsa|ze_|ze_loader|ur_|sycl|ascendcl|runtime|acl|musa|Synapse|nrt|tpu|"
     r"tt_metal|mcruntime|cnrt|ttmlir)"
 )
-# Files of the queues, locks and pollers of Python: a thread that is there alone has nothing to do.
+# Files of the queues, locks and pollers of Python, and of Ray's own threads: a thread that is there
+# alone has nothing to do.
 PLUMBING = re.compile(
     r"(?:^|/)(?:threading|queue|selectors|subprocess|socket|thread|poll|connection|popen_fork|"
     r"base_events|backend|_base|runners|process|garbage|_monitor|ssl|unix_events|contextlib)\.py$"
-    r"|zmq/|asyncio/|uvloop|^<|concurrent/futures|multiprocessing/|libc\.|libpthread"
+    r"|zmq/|asyncio/|uvloop|ray/_private/|^<|concurrent/futures|multiprocessing/|libc\.|libpthread"
 )
 MODEL = re.compile(
     r"model_executor/|_custom_ops|_C\.|flashinfer/|flash_attn|attention|fused_moe|kernels?[/_.]|aiter/|"
@@ -205,7 +206,7 @@ def _order() -> dict[str, int]:
 
 def place_of(process: ProcessStacks, thread: Thread) -> Place:
     """Where a thread is, and what it waits for."""
-    frames = thread.frames
+    frames = own(thread.frames)
     if "(" in thread.name:  # Python names a thread after its outermost function
         frames = (*frames, Frame(thread.name.rpartition("(")[2].rstrip(")"), "", ""))
     shown = [(at, ids[0]) for at, frame in enumerate(frames) if (ids := phases_of(frame))]
@@ -228,9 +229,18 @@ def place_of(process: ProcessStacks, thread: Thread) -> Place:
     entered = wait == "collective" and any(
         ENTERED.search(frame.short_file) or DRIVERS.search(frame.short_file) for frame in inner[:3]
     )
+    entered |= wait == "collective" and NATIVE.search(frames[0].short_file) is not None
     return Place(process, thread, phase, wait, frames[at], entered)
 
 
+def own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """The frames of a process's own; below them a fork still has those of its parent."""
+    start = next((at for at, f in enumerate(frames) if name_of(f) == "_bootstrap"), len(frames))
+    return tuple(frames[: start + 1])
+
+
+# An operator of torch's that is the innermost frame is in its native code.
+NATIVE = re.compile(r"torch/_ops\.py$")
 ENTERED = re.compile(r"torch/distributed|distributed_c10d|lib\w*ccl|pynccl|gloo|c10d|libtorch")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from ..protocol.pasted import Crash, Pasted
+from ..protocol.place import Place
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .clues import gpu
 from .facts import from_log
@@ -84,7 +85,7 @@ class StackFinding(Finding, frozen=True, kw_only=True):
     hang: bool = True
 
 
-class Seen(msgspec.Struct, frozen=True):
+class Seen(Place, frozen=True, kw_only=True):
     """One process in short: shown if no signature matches.
 
     Args:
@@ -340,7 +341,14 @@ def _seen(process: ProcessStacks) -> Seen:
     )
     if process.error:
         doing = (f"not read: {process.error.message}",)
-    return Seen(process.role, process.pid, process.title, len(process.threads), doing)
+    return Seen(
+        role=process.role,
+        pid=process.pid,
+        title=process.title,
+        threads=len(process.threads),
+        doing=doing,
+        **{name: getattr(process, name) for name in Place.__struct_fields__},
+    )
 
 
 def _is_waiting(thread: Thread) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 from ..protocol.pasted import Crash
 from ..protocol.stacks import ProcessStacks, StacksSnapshot
 from .facts import agrees
-from .places import NOWHERE, Place, is_main, name_of, place_of, waits_of
+from .places import NOWHERE, Place, is_main, name_of, own, place_of, waits_of
 
 COLLECTIVES = {"collective", "dp-collective", "expert-exchange"}
 SERVING = {"engine", "worker", "other"}
@@ -189,7 +189,9 @@ def _rooted(busy: Sequence[Place], rest: Sequence[Place]) -> tuple[str, list[Pla
 
 def _name(place: Place) -> str:
     """The collective that a thread is in, by the outermost frame that names it."""
-    return name_of(place.frame) if place.frame else ""
+    frames = [frame for frame in own(place.thread.frames) if place.wait in waits_of(frame)]
+    found = frames[-1] if frames else place.frame
+    return name_of(found) if found else ""
 
 
 def _step(place: Place) -> str:

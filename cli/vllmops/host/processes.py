@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -48,12 +49,10 @@ TITLES = {
     "ray::EngineCoreActor": Role.ENGINE,
     "ray::DPMoEEngineCoreActor": Role.ENGINE,
 }
-MODULES = {
-    "vllm.entrypoints.openai.api_server",
-    "vllm.entrypoints.launchers.api_server.entry",
-    "vllm.entrypoints.cli.main",
-    "vllmops.agent.launch",
-}
+# What `python -m` starts a server with; newer code of vLLM is below `frontend`.
+ENTRIES = r"vllm\.(?:frontend\.)?entrypoints"
+API_SERVER = re.compile(rf"{ENTRIES}\.(?:openai\.api_server|launchers\.api_server\.entry)")
+COMMAND_LINE = re.compile(rf"{ENTRIES}\.cli\.main|vllmops\.agent\.launch")
 
 
 @dataclass(frozen=True)
@@ -172,14 +171,13 @@ def serve_arguments(words: Sequence[str]) -> Sequence[str] | None:
     """What a vLLM server was given on its command line, None for any other process."""
     python = bool(words) and Path(words[0]).name.startswith("python")
     for index, word in enumerate(words[:6]):
-        if index and python and words[index - 1] == "-m" and word in MODULES:
-            rest = words[index + 1 :]
-            if word in {"vllm.entrypoints.cli.main", "vllmops.agent.launch"}:
-                return rest[1:] if rest[:1] == ("serve",) else None
+        rest = words[index + 1 :]
+        module = index and python and words[index - 1] == "-m"
+        if module and API_SERVER.fullmatch(word):
             return rest
         script = index == 0 or (python and all(w.startswith("-") for w in words[1:index]))
-        if script and Path(word).name == "vllm":
-            return words[index + 2 :] if words[index + 1 : index + 2] == ("serve",) else None
+        if (module and COMMAND_LINE.fullmatch(word)) or (script and Path(word).name == "vllm"):
+            return rest[1:] if rest[:1] == ("serve",) else None
         if word == "-c":
             return None
     return None

@@ -103,10 +103,11 @@ class Line:
 
 
 def parse(raw: str) -> Line:
+    raw = raw.rstrip("\r\n")  # vLLM ends all but the last line of a message with both
     match = LINE.match(raw)
     if not match:
-        return Line("", "", raw.rstrip("\n"))
-    return Line(match["process"], match["level"] or "", raw[match.end() :].rstrip("\n"))
+        return Line("", "", raw)
+    return Line(match["process"], match["level"] or "", raw[match.end() :])
 
 
 def role_of(raw: str) -> Role | None:

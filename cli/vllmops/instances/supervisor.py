@@ -29,7 +29,7 @@ import psutil
 
 from ..errors import VllmopsError
 from ..files import peer
-from ..forever import Trouble, attempt
+from ..forever import Trouble, attempt, forever
 from ..host import ports, processes, shape, shm
 from ..host.processes import VITAL, Process, Role, alive
 from ..protocol import identity
@@ -37,11 +37,13 @@ from ..protocol.identity import boot_id
 from ..protocol.place import named
 from . import logs, membership, readiness, takedown, watcher
 from .control import Request, connect
+from .peers import Peers
 from .record import Failure, Folder, Record, State, folders
 
 TICK_S = 0.25
 SCAN_STARTING_S = 0.5
 SCAN_READY_S = 5.0
+PEERS_S = 1.0  # between two questions to other nodes
 WATCH_S = 10.0  # between two starts of a watch
 GOODBYE_S = 2.0
 CLIENTS = 100  # each costs a file descriptor
@@ -115,6 +117,7 @@ class Supervisor:
         self.trouble = Trouble("the supervisor continues after an unexpected error", log)
         self.up: set[int] = set()
         self.raylets: dict[Process, str] = {}  # below which it has actors, with their nodes' names
+        self.peers = Peers()
         self.socket: int | None = None  # the inode of the control socket
         self.housekept = 0.0
 
@@ -209,16 +212,19 @@ class Supervisor:
                 await asyncio.sleep(TICK_S)
         elif not await attempt(self.launch, self.trouble):
             self.end(State.FAILED, Failure(f"the server can't be started: {self.trouble.last}"))
+        asking = asyncio.create_task(forever(self.ask_peers, self.trouble, PEERS_S))
         while not self.record.state.over:
             # A server must not lose its supervisor because one check fails.
             if not await attempt(self.tick, self.trouble):
                 await asyncio.sleep(RETRY_S)
+        asking.cancel()
         await self.goodbye()
 
     async def launch(self) -> None:
         self.recent.clear()
         self.up.clear()
         self.raylets.clear()
+        self.peers = Peers()
         environment = {**os.environ, **self.record.environment}
         if self.record.uds:
             shape.remove_dead(self.record.uds)
@@ -324,6 +330,13 @@ class Supervisor:
         self.rotate()
         with contextlib.suppress(TimeoutError):
             await self.obey(await asyncio.wait_for(self.requests.get(), TICK_S))
+
+    async def ask_peers(self) -> None:
+        """Ask the other nodes, and say which of them have ceased to answer."""
+        if self.record.state is State.READY:
+            await self.peers.ask(self.record.processes, self.record.port)
+        if self.record.state is State.READY:
+            self.publish(note=", ".join(f"node {name} does not answer" for name in self.peers.lost))
 
     async def keep_house(self) -> None:
         """Create again what was deleted: the folder, record, lock and control socket."""
@@ -431,6 +444,10 @@ class Supervisor:
         lost = logs.lost_node(lines) if self.raylets else None
         if lost:
             return Failure(f"node {lost} is gone: Ray has lost it", "Ray")
+        if self.peers.lost:
+            return Failure(
+                f"node {', '.join(self.peers.lost)} is gone: it does not answer any more"
+            )
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return Failure(f"{Role.API} (pid {self.record.session}) was killed by {name}")

@@ -17,12 +17,14 @@ class Part(msgspec.Struct, frozen=True):
         bytes: its size.
         seconds: how long it took to capture.
         about: what it holds.
+        process: whose, such as ``worker TP1``; empty for the whole server.
     """
 
     name: str
     bytes: int
     seconds: float
     about: str
+    process: str = ""
 
 
 class Missing(msgspec.Struct, frozen=True):

@@ -91,7 +91,7 @@ def named(role: str, where: Place) -> str:
 def headed(title: str, role: str, where: Place) -> str:
     """A process for a person: by vLLM's own title, or by its role if the title lacks ranks."""
     title = title.removeprefix("VLLM::")
-    return title if title and of_title(title).ranks == where.ranks else named(role, where)
+    return title if title and where.ranks in {"", of_title(title).ranks} else named(role, where)
 
 
 class Ranked(Protocol):

@@ -13,7 +13,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         event: ``stalled``, ``recovered``, ``repaired``, ``restarting``, ``failed`` (it ended, and
             not because somebody wanted that), ``ended``, ``away`` (it stops, or starts), ``ready``,
-            or ``trouble``: the watch could not do something.
+            or ``trouble``: another node does not answer, or the watch could not do something.
         at: seconds since the epoch.
         server: its name, or the pid of its first process.
         text: all of it in a line.
@@ -24,6 +24,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         code: of the finding that explains it best.
         title: of that finding.
         subject: what it is about.
+        victims: the processes that wait for the subject, and are not the cause.
         evidence: of that finding.
         next: what to do.
         reference: an upstream issue or pull request.
@@ -52,6 +53,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     title: str = ""
     subject: str = ""
+    victims: tuple[str, ...] = ()
     evidence: str = ""
     next: str = ""
     reference: str = ""

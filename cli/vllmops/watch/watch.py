@@ -15,6 +15,7 @@ from ..caches.repair import Report
 from ..diagnose import doctor, progress
 from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S, Stall
+from ..diagnose.stacks import StackFinding
 from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
 from ..errors import VllmopsError
 from ..forever import Trouble
@@ -75,6 +76,8 @@ class Subject(Protocol):
     def failed(self) -> bool: ...
     @property
     def why(self) -> str: ...
+    @property
+    def note(self) -> str: ...
     def phase(self) -> Phase: ...
     def look(self, *, ask: bool) -> Look: ...
     def capture(
@@ -149,6 +152,7 @@ class Watch:
         self.vigil = Vigil(plan.interval_s, plan.checks, plan.patience_s)
         self.diary = Diary()
         self.phase: Phase | None = None
+        self.note = ""
         self.ongoing: Ongoing | None = None
         self.doubt_until = 0.0
         self.ask = True  # once at the beginning, to know the processes
@@ -161,6 +165,7 @@ class Watch:
             after_s = self.plan.interval_s
             try:
                 self.follow(self.subject.phase())
+                self.heed(self.subject.note)
                 if self.phase is Phase.OVER and self.subject.final:
                     break
                 if self.phase is Phase.UP:
@@ -205,6 +210,12 @@ class Watch:
             self.failed(looks)
         else:
             self.say("ended", f"{label} has ended: {why}")
+
+    def heed(self, note: str) -> None:
+        """Report what the supervisor says, once."""
+        before, self.note = self.note, note
+        if note and note != before:
+            self.report_text(note)
 
     def failed(self, looks: Sequence[Look]) -> None:
         """The server ended unexpectedly: keep what it left as evidence."""
@@ -270,6 +281,7 @@ class Watch:
             code=why.code,
             title=why.title,
             subject=why.subject,
+            victims=why.victims if isinstance(why, StackFinding) else (),
             evidence=why.evidence,
             next=why.next,
             reference=why.reference,

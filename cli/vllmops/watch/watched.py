@@ -141,6 +141,12 @@ class Watched:
         return record.note or str(record.state)
 
     @property
+    def note(self) -> str:
+        """What its supervisor says of it while it serves: a node that does not answer."""
+        record = self.server.record
+        return record.note if record and record.state is State.READY else ""
+
+    @property
     def failed(self) -> bool:
         """Whether it ended unexpectedly."""
         record = self.server.record

@@ -26,6 +26,7 @@ from ...numbers import MOST, number
 from ...output import Folded, Line, Result
 from ...protocol import files
 from ...protocol.pasted import Pasted
+from ...protocol.place import headed
 from ...protocol.stacks import Options, StacksSnapshot
 from ...stacks import paste, pyspy
 from ..findings import STYLES as SEVERITIES
@@ -219,7 +220,7 @@ def lines(found: judge.Explanation) -> Iterator[Line]:
         yield Line(0, "")
         yield Line(0, "What the processes do:", "bold")
         for process in found.seen:
-            name = process.title.removeprefix("VLLM::") or process.role
+            name = headed(process.title, process.role, process)
             where = f"{name} {process.pid}" if process.pid else name
             yield Line(2, f"{where}: {process.threads} threads")
             for doing in process.doing or ("all threads wait for work",):

@@ -1,0 +1,88 @@
+"""Whether the other nodes of a server still answer: a cut network ends none of its processes.
+
+Nothing but the addresses is known of them. A host that is there refuses a connection to a port on
+which nobody listens; one that never did so, behind a firewall that drops it, is not watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from ..host.processes import Process, Role
+
+PORT = 9  # "discard", which nobody serves any more
+TIMEOUT_S = 1.5
+MISSED = 3  # answers in a row, and the node counts as lost
+MAPPED = "::ffff:"  # IPv4 as a socket of IPv6 shows it
+LEARN_S = 30.0  # between two looks for addresses
+
+
+class Peers:
+    """The other nodes, by their addresses, and how many answers in a row each has missed."""
+
+    def __init__(self) -> None:
+        self.missed: dict[str, int] = {}
+        self.learnt = -LEARN_S
+
+    async def ask(self, tree: Sequence[Process], port: int | None) -> None:
+        """Ask each node that the server is connected with.
+
+        Args:
+            tree: the server's processes.
+            port: where it serves HTTP: who connects to that is no node.
+        """
+        asked = set(self.missed)
+        if time.monotonic() - self.learnt >= LEARN_S:
+            self.learnt = time.monotonic()
+            now = await asyncio.to_thread(connected, tree, port)
+            # A host without a connection is forgotten, unless it is missing: its connections end.
+            self.missed = {a: missed for a, missed in self.missed.items() if missed or a in now}
+            asked = now | self.missed.keys()
+        for address, there in zip(asked, await asyncio.gather(*map(answers, asked)), strict=True):
+            if there:
+                self.missed[address] = 0
+            elif address in self.missed:
+                self.missed[address] += 1
+
+    @property
+    def lost(self) -> list[str]:
+        """The addresses of the nodes that have ceased to answer."""
+        return sorted(address for address, count in self.missed.items() if count >= MISSED)
+
+
+async def answers(address: str) -> bool:
+    """Whether a host takes a connection, or refuses it."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            _, writer = await asyncio.open_connection(address, PORT)
+            writer.close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    return True
+
+
+def connected(tree: Sequence[Process], port: int | None) -> set[str]:
+    """The addresses of other hosts that a server is connected with, clients and stores excepted.
+
+    API servers connect to stores, and clients to them; other processes to other nodes.
+    """
+    own = {one.address for found in psutil.net_if_addrs().values() for one in found}
+    addresses = set()
+    for process in tree:
+        try:
+            sockets = psutil.Process(process.pid).net_connections("tcp")
+        except psutil.Error:
+            continue
+        listening = {s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN} - {port}
+        addresses |= {
+            s.raddr.ip.removeprefix(MAPPED)
+            for s in sockets
+            if s.raddr and (process.role is not Role.API or s.laddr.port in listening)
+        }
+    return {a for a in addresses if a not in own and not a.startswith("127.")}

@@ -1,0 +1,69 @@
+"""Other nodes of a server: real addresses in a network namespace, and a link that is cut."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import IO, Any
+
+import pytest
+
+from vllmops.host.processes import Process, Role
+from vllmops.instances.peers import PORT, connected
+
+from ..support.far import ip, network, running
+from ..support.waiting import until
+
+TOLD_S = 10
+# Takes every connection; it says where, and when somebody asks whether the host is there.
+NODE = f"""
+import socket, sys
+asked, taken = (socket.create_server((sys.argv[1], port)) for port in ({PORT}, 0))
+print(taken.getsockname()[1], flush=True)
+while asked.accept():
+    print("asked", flush=True)
+"""
+
+
+@pytest.fixture
+def node() -> Iterator[tuple[str, str, int, IO[str]]]:
+    """A node's link, address and port, and what it writes."""
+    with network() as (name, there), running(name, "-c", NODE, there) as output:
+        yield name, there, int(output.readline()), output
+
+
+def test_a_node_whose_network_is_cut_is_named(
+    lab: Any, vllmops: Any, node: tuple[str, str, int, IO[str]]
+) -> None:
+    link, there, port, output = node
+    lab.serve("a", node=f"{there}:{port}")
+    assert output.readline() == output.readline() == "asked\n"
+    assert lab.record("a").note == ""
+    ip(f"-n {link} link set far down")
+    began = time.monotonic()
+    until(lambda: lab.record("a").note)
+    assert time.monotonic() - began < TOLD_S
+    (row,) = vllmops("ps", "--json").data["instances"]
+    assert (row["state"], row["note"]) == ("ready", f"node {there} does not answer")
+    assert row["note"] in vllmops("ps").out
+    ip(f"-n {link} link set far up")
+    until(lambda: not lab.record("a").note)
+
+
+def test_what_ends_without_its_node_says_so(lab: Any, node: tuple[str, str, int, IO[str]]) -> None:
+    link, there, port, output = node
+    record = lab.serve("a", node=f"{there}:{port}")
+    assert output.readline() == "asked\n"
+    ip(f"-n {link} link set far down")
+    until(lambda: lab.record("a").note)
+    lab.kill(lab.process("a", "worker").pid)
+    until(lambda: lab.state("a") == "failed")
+    assert f"node {there} is gone" in lab.record("a").failure.cause
+    lab.nothing_left(record)
+
+
+def test_neither_a_store_nor_a_client_is_a_node(node: tuple[str, str, int, IO[str]]) -> None:
+    _, there, port, _ = node
+    with socket.create_connection((f"::ffff:{there}", port)):  # as gRPC does
+        assert connected([Process(Role.ENGINE, os.getpid(), 1)], None) == {there}
+        assert connected([Process(Role.API, os.getpid(), 1)], None) == set()
