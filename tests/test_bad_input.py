@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -353,7 +354,9 @@ def test_limits(trial: Trial, number: int, case: Callable[[], object]) -> None:
 def alone(before: Callable[[], object], *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command in an interpreter of its own: what Python adds comes as it ends."""
     line = [sys.executable, "-m", "vllmops", *words]
-    return subprocess.run(line, check=False, preexec_fn=before, capture_output=True, text=True)
+    return subprocess.run(
+        line, check=False, preexec_fn=before, capture_output=True, text=True, timeout=TIMEOUT_S * 3
+    )
 
 
 @pytest.mark.parametrize("words", ["ps", "responses list --target http://127.0.0.1:9"])
@@ -371,8 +374,52 @@ def test_so_few_files_that_nothing_is_imported(number: int, words: str) -> None:
 @pytest.mark.parametrize("size", [48, 64, 80, 96, 128])
 def test_so_little_memory_that_no_thread_starts(size: int) -> None:
     ended = alone(limited(resource.RLIMIT_AS, size << 20), "ps")
+    if ended.returncode == -signal.SIGABRT:  # the interpreter can't go on, or does not even start
+        assert "Fatal Python error" in ended.stderr, ended.stderr
+        return
     assert not re.search("unexpected|Traceback", ended.stderr), ended.stderr
     assert ended.returncode in {Exit.OK, Exit.FAILED}
+
+
+def test_a_thread_that_ends_before_it_began() -> None:
+    """Python waits for ever for such a thread; only too little memory at that moment makes one."""
+    code = """
+import sys, threading
+def bootstrap(self):
+    raise MemoryError
+threading.Thread._bootstrap_inner = bootstrap
+sys.argv = ["vllmops", "ps"]
+from vllmops import app, output
+app.run = lambda: threading.Thread(target=print).start()
+app.main()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert ended.stderr == "error: no thread can be started: too little memory, or too many run\n"
+    assert ended.returncode == Exit.FAILED
+
+
+def test_what_fails_in_any_way_where_no_memory_is_left() -> None:
+    """A package may take an import that fails for a module that is not there."""
+    code = """
+import resource, sys
+from pathlib import Path
+from vllmops import app
+def fail(*_):
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (1 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    raise AttributeError("module 'httpcore' has no attribute 'AsyncConnectionPool'")
+app.build = fail
+sys.argv = ["vllmops", "ps"]
+app.main()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert ended.stderr.startswith("error: there is not enough memory"), ended.stderr
+    assert ended.returncode == Exit.FAILED
 
 
 # Files

@@ -96,6 +96,18 @@ def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
     assert stat.S_ISCHR(full.lstat().st_mode)
 
 
+def test_what_takes_nothing_is_refused_before_there_is_anything_to_write(
+    tmp_path: Path, home: Path, full_disk: Callable[[], None]
+) -> None:
+    files.check(device(tmp_path / "null", 3))
+    with pytest.raises(OSError, match="No space"):
+        files.check(device(tmp_path / "full", 7))
+    files.check(home / "new")
+    full_disk()
+    with pytest.raises(OSError, match="No space"):
+        files.check(home / "new")
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     os.mknod(disk, 0o600 | stat.S_IFBLK, os.makedev(7, 250))

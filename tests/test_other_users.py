@@ -30,6 +30,7 @@ from vllmops.home import make, own
 from vllmops.host import listeners, ports, shm
 from vllmops.host.processes import Process, Role
 from vllmops.instances import interpreter
+from vllmops.instances import keys as instance_keys
 from vllmops.instances import place as places
 from vllmops.instances.record import Folder, Record, State, folders
 from vllmops.instances.servers import Server
@@ -588,11 +589,27 @@ def test_a_name_that_another_user_claims_keeps_no_port(
             held = ports.claim(port)
             assert held is not None
             os.close(held)
+        assert f"holds the name that protects port {port}:" in ports.unclaimed(port)
+
+
+def test_a_process_of_another_user_that_cannot_read_a_keyring_follows_none(
+    as_nobody: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    """It may only look like a server, and never answer."""
+    child = as_nobody("print('up'); input()")
+    ring = tmp_path / "keyring.json"
+    assert instance_keys.may_read(child.pid, ring)  # nobody knows yet
+    ring.touch(0o600)
+    assert not instance_keys.may_read(child.pid, ring)
+    assert instance_keys.may_read(os.getpid(), ring)
+    ring.chmod(0o640)  # by a group that it may be of
+    assert instance_keys.may_read(child.pid, ring)
 
 
 def test_a_claim_of_ones_own_is_found_however_often_it_is_asked_for(port: int) -> None:
     held = ports.claim(port)
     assert held is not None
+    assert not ports.unclaimed(port)
     for _ in range(200):
         assert ports.claim(port) is None
     os.close(held)

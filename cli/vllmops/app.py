@@ -13,6 +13,8 @@ import sys
 from . import __version__
 
 NO_THREAD = "can't start new thread"  # Python's RuntimeError where clone(2) fails
+NO_THREAD_STARTS = "no thread can be started: too little memory, or too many run"
+SPARE = 8 << 20  # bytes: with less of its address space left, a process has too little memory
 TYPE_CHECKING = False  # typing's, without the import
 if TYPE_CHECKING:
     from typing import Any, NoReturn
@@ -146,8 +148,14 @@ def main() -> None:
     sys.exit(code)
 
 
-def quiet(_: object) -> None:
-    """Write nothing of an exception that nobody can catch: a command reports its own errors."""
+def quiet(unraisable: Any) -> None:
+    """Write nothing of an exception that nobody can catch: a command reports its own errors.
+
+    A thread that fails before its own code runs is the exception: whoever starts it waits for ever.
+    """
+    if getattr(unraisable.object, "__name__", "") == "_bootstrap":
+        os.write(2, f"error: {NO_THREAD_STARTS}\n".encode())
+        os._exit(1)
 
 
 def interrupted(*_: object) -> NoReturn:
@@ -191,7 +199,7 @@ def run() -> int:
     except (OSError, MemoryError) as error:
         failure = refused(error)
     except Exception as error:
-        failure = refused(error) if str(error) == NO_THREAD else unexpected(error)
+        failure = unexpected(error)
     if os.environ.get("VLLMOPS_DEBUG") == "1":
         raise failure
     try:
@@ -213,10 +221,30 @@ def wrong_usage(error: Any) -> VllmopsError | None:
     return VllmopsError("usage", error.format_message(), hint, exit_code=Exit(error.exit_code))
 
 
+def exhausted() -> bool:
+    """Whether this process has reached the limit of its memory.
+
+    Then packages fail in any way: they take an import that fails for a module that is not there.
+    """
+    try:
+        import resource  # noqa: PLC0415
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        with open("/proc/self/statm", "rb") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    except (ImportError, OSError):
+        return False
+    return limit != resource.RLIM_INFINITY and used > limit - SPARE
+
+
 def unexpected(error: Exception) -> VllmopsError:
     """The error for what no command foresees."""
     from .errors import VllmopsError  # noqa: PLC0415
 
+    if str(error) == NO_THREAD:
+        return refused(error)
+    if exhausted():
+        return refused(MemoryError())
     failure = VllmopsError(
         "internal",
         f"unexpected {type(error).__name__}: {error}",
@@ -239,7 +267,7 @@ def refused(error: Exception) -> VllmopsError:
     if isinstance(error, MemoryError):
         what, code = "there is not enough memory", Exit.FAILED
     elif not isinstance(error, OSError):
-        what, code = "no thread can be started: too little memory, or too many run", Exit.FAILED
+        what, code = NO_THREAD_STARTS, Exit.FAILED
     else:
         name = error.filename
         named = os.fsdecode(name) if isinstance(name, (str, bytes)) else ""

@@ -24,6 +24,7 @@ FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 ANYBODY = -1
 MOST_LINKS = 40  # as the kernel follows
 NAME_CHARACTERS = 50  # of a file's name that its temporary file has, too: names have 255 bytes
+FULL = os.makedev(1, 7)  # /dev/full, which takes no byte
 # How long to wait for a FIFO that no process writes into.
 WRITER_WAIT_S = 3.0
 STDIN = "-"
@@ -169,7 +170,10 @@ def check(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.is_file() or not path.exists():
-        tempfile.TemporaryFile(dir=path.parent).close()
+        with tempfile.TemporaryFile(dir=path.parent) as trial:
+            trial.write(bytes(4096))
+    elif path.is_char_device() and path.stat().st_rdev == FULL:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def not_written(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.diagnose.progress import Stall, at_work, stalls, suspicious
+from vllmops.diagnose.progress import Stall, at_work, decidable, stalls, suspicious
 from vllmops.protocol.metrics import Metrics
 from vllmops.protocol.server import Look, Pulse
 
@@ -255,3 +255,15 @@ def test_suspicious_before_it_is_a_stall() -> None:
     assert not suspicious(over(4))
     assert not suspicious(over(4, pulses=beats(engine=engine(0.0))))
     assert not suspicious(over(4, pulses=beats(api={"rendering_s": 1.0})))
+
+
+def test_what_no_longer_look_can_show_is_not_waited_for() -> None:
+    metrics = over(4, pulses=(), metrics=BUSY)
+    assert (suspicious(metrics), decidable(metrics, 15.0), decidable(metrics, 60.0)) == (
+        True,
+        False,
+        True,
+    )
+    assert decidable(over(4, pulses=beats(engine=engine(3.0))), 15.0)
+    assert decidable(over(4, pulses=(), metrics=BUSY, health=0), 15.0)
+    assert not decidable(over(0, pulses=(), health=0), 15.0)

@@ -156,6 +156,13 @@ def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
     cut.join()
 
 
+def test_engines_without_an_agent_and_an_api_server_are_not_waited_for() -> None:
+    tree = [Process(Role.ENGINE, os.getpid(), identity.of(os.getpid()).start_ticks)]
+    began = time.monotonic()
+    assert drain(tree, None, 30, lambda _: None) == "requests cut off: unknown"
+    assert time.monotonic() - began < 5
+
+
 def test_nobody_can_tell_what_is_in_flight(listener: int) -> None:
     tree = [Process(Role.API, os.getpid(), identity.of(os.getpid()).start_ticks)]
     said: list[str] = []

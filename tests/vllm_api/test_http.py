@@ -106,9 +106,12 @@ def test_an_answer_that_trickles_in(said: str) -> None:
 
 
 def test_an_answer_without_end(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "ANSWER_BYTES", 1000)
+    monkeypatch.setattr(http, "SHORT_BYTES", 1000)
     assert status(serve(body=bytes(1000))) == 200
     assert status(serve(body=bytes(1001))) is None
+    monkeypatch.setattr(http, "METRICS_BYTES", 1000)
+    assert metrics(serve(body=b" " * 1000)) == Metrics()
+    assert metrics(serve(body=b" " * 1001)) is None
 
 
 def test_something_that_does_not_speak_http(listener: int) -> None:

@@ -473,10 +473,9 @@ def metrics(server: Server) -> str:
     if server.url is None:
         raise VllmopsError("bundle.metrics", "the address of the server is not known")
     try:
-        answer = http.get(f"{server.url}/metrics", METRICS_S).raise_for_status()
+        return http.metrics_text(server.url, METRICS_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise VllmopsError("bundle.metrics", f"{type(error).__name__}: {error}") from error
-    return answer.text
 
 
 def log(server: Server) -> str:

@@ -23,7 +23,7 @@ from .. import demo as demos
 from ..agent.patches.registry import OFF, known
 from ..diagnose import packages
 from ..errors import Exit, VllmopsError
-from ..host import namesake
+from ..host import namesake, ports
 from ..host.shape import option, shown
 from ..instances import launch, logs
 from ..instances.control import STOP_TIMEOUT_S, Request, Session, start_supervisor
@@ -264,6 +264,8 @@ def serve(
         say(f"{row.package} {row.versions} is installed: {row.title}; {row.next}", "yellow")
     provide_key(order.environment, quiet=json_)
     reserved = launch.reserve(order)
+    if (port := reserved.record.port) is not None and (line := ports.unclaimed(port)):
+        say(line, "yellow")
     request = Request(hold=not detach)
     control = start_supervisor(
         reserved.folder, reserved.lock, request, launch=True, port=reserved.port

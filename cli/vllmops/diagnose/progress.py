@@ -143,6 +143,12 @@ def suspicious(looks: Sequence[Look]) -> bool:
     return bool(stalls(looks, patience_s=0.0)) and len(looks) > 1
 
 
+def decidable(looks: Sequence[Look], within_s: float) -> bool:
+    """Whether more samples within some seconds could show a stall: counters need more patience."""
+    slow = {*counted(looks, 0.0)} if within_s < PATIENCE_S * METRICS_FACTOR else set()
+    return len(looks) > 1 and bool({*stalls(looks, patience_s=0.0)} - slow)
+
+
 def at_work(pulses: Sequence[Pulse]) -> bool:
     """Whether heartbeats are fresh and engines make progress, so that agents will answer."""
     engines = [pulse for pulse in pulses if pulse.beat.still_s is not None]

@@ -211,7 +211,8 @@ class Examination:
         """Whether something has made no progress, but not for long enough yet."""
         patience_s = self.options.patience_s
         found = progress.stalls(self.looks, patience_s)
-        return not found and self.age < 1.5 * patience_s and progress.suspicious(self.looks[-3:])
+        within_s = 1.5 * patience_s
+        return not found and self.age < within_s and progress.decidable(self.looks[-3:], within_s)
 
     def so_far(self, why: str) -> ServerSnapshot:
         """What has been seen until now.

@@ -11,8 +11,25 @@ import os
 import socket
 
 from ..files import peer
+from ..home import user
 
 ASKING = 4096  # connections that ask for the owner of a claim; the kernel allows fewer
+
+
+def unclaimed(port: int) -> str:
+    """Why a port that was just claimed is not protected, in words; empty if it is."""
+    uid = holder(name_of(port))
+    if uid == os.geteuid():
+        return ""
+    who = "another user" if uid is None else user(uid)
+    return (
+        f"{who} holds the name that protects port {port}: until this server listens, another"
+        " instance may be given the same port"
+    )
+
+
+def name_of(port: int) -> str:
+    return f"\0vllmops-port-{port}-of-{os.geteuid()}"
 
 
 def claim(port: int) -> int | None:
@@ -25,7 +42,7 @@ def claim(port: int) -> int | None:
     Returns:
         An open file that holds it; None if another instance of this user's does.
     """
-    name = f"\0vllmops-port-{port}-of-{os.geteuid()}"
+    name = name_of(port)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as held:
         try:
             held.bind(name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import VllmopsError
+from ..host import proc
 from ..host.processes import Process, Role
 from ..keys.file import PLACE
 from ..keys.ring import CARRIER_TTL_S
@@ -88,7 +89,9 @@ def ask(
         [
             (by_pid[process.pid].label, process)
             for process in silent
-            if process.code not in KEYLESS and may_follow(by_pid[process.pid], ring)
+            if process.code not in KEYLESS
+            and may_follow(by_pid[process.pid], ring)
+            and may_read(process.pid, ring)
         ],
     )
 
@@ -124,6 +127,18 @@ def may_follow(server: Server, path: Path | None) -> bool:
     """Whether a server may follow a ring, as far as is known from its start."""
     started = server.record.environment.get(PLACE) if server.record else None
     return started is None or path is None or same(Path(started), path)
+
+
+def may_read(pid: int, path: Path | None) -> bool:
+    """Whether a process has the rights to read a ring, as far as is known.
+
+    A program of another user that looks like a server and never answers must not hold up anybody.
+    """
+    try:
+        at, uid = os.stat(path or ""), proc.effective_uid(pid)
+    except OSError:
+        return True
+    return uid in {0, at.st_uid} or bool(at.st_mode & 0o044)
 
 
 def same(one: Path, other: Path) -> bool:

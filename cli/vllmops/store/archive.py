@@ -84,7 +84,7 @@ def decode(line: bytes) -> tuple[Response, list[Events]]:
         raise ValueError(f"the line has format {found.vllmops}; this vllmops reads {FORMAT}")
     if why := shape.refused(found):
         raise ValueError(why)
-    body = shape.whole(bytes(found.response), shape.Document)
+    body = shape.whole(bytes(found.response), shape.Archived)
     if body.id not in {"", found.id}:
         raise ValueError(f"the response object of {found.id} has the id {body.id[:300]!r}")
     shape.whole(bytes(found.input), list[shape.Item])

@@ -45,11 +45,27 @@ class Row(msgspec.Struct, kw_only=True):
     error: str = ""
 
 
+class TokenDetails(msgspec.Struct):
+    """What kinds of tokens there are among those of an input or an output."""
+
+    cached_tokens: Count | None = None
+    cache_write_tokens: Count | None = None
+    reasoning_tokens: Count | None = None
+    tool_output_tokens: Count | None = None
+    input_tokens_per_turn: list[Count] | None = None
+    cached_tokens_per_turn: list[Count] | None = None
+    output_tokens_per_turn: list[Count] | None = None
+    tool_output_tokens_per_turn: list[Count] | None = None
+
+
 class Usage(msgspec.Struct):
     """Tokens."""
 
     input_tokens: Count = 0
     output_tokens: Count = 0
+    total_tokens: Count = 0
+    input_tokens_details: TokenDetails | None = None
+    output_tokens_details: TokenDetails | None = None
 
 
 class Failure(msgspec.Struct):
@@ -61,7 +77,9 @@ class Failure(msgspec.Struct):
 class Item(msgspec.Struct):
     """As much of an item as is shown of it; parts of what it says may be of any type."""
 
+    id: str | None = None
     type: str | None = None
+    status: str | None = None
     role: str | None = None
     name: str | None = None
     call_id: str | None = None
@@ -86,10 +104,42 @@ class Document(msgspec.Struct):
     output: list[Item] = []
 
 
+class Incomplete(msgspec.Struct):
+    """Why a response ended early."""
+
+    reason: str | None = None
+
+
+class Archived(Document):
+    """All fields of a response object whose type is known: a client reads them as they come in."""
+
+    object: str | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | list[Any] | None = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    temperature: float | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    top_p: float | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
+    prompt: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    service_tier: str | None = None
+    text: dict[str, Any] | None = None
+    top_logprobs: Count | None = None
+    truncation: str | None = None
+    user: str | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
 class Event(msgspec.Struct):
     """As much of an event as a server relies on."""
 
     type: str
+    sequence_number: Count | None = None
 
 
 DOCUMENT = msgspec.json.Decoder(Document)

@@ -21,7 +21,9 @@ from ..protocol.server import Canary, Outcome
 
 TIMEOUT_S = 2.0
 GRACE_S = 0.5  # for an answer that comes in several parts, each in time
-ANSWER_BYTES = 64 << 20  # a response with its images; metrics of many engines have some MB
+ANSWER_BYTES = 64 << 20  # a response with its images
+METRICS_BYTES = 8 << 20  # of many engines
+SHORT_BYTES = 1 << 20  # of what has a version or a status
 SLOWEST = 1 << 20  # bytes per second: an answer may take this much longer than a small one
 KEY = "VLLM_API_KEY"
 # Connections are given up before a server closes them, as uvicorn does after 5 s.
@@ -103,7 +105,7 @@ def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
         None if there is no connection: it may not be up yet, or not reachable from here.
     """
     try:
-        return get(f"{url}/health", timeout_s).status_code
+        return ask("GET", f"{url}/health", timeout_s, most=SHORT_BYTES).status_code
     except httpx.ReadTimeout:
         return 0
     except (httpx.HTTPError, httpx.InvalidURL):
@@ -113,7 +115,7 @@ def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
 def code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int | None:
     """The status of any answer, None if nothing answers."""
     try:
-        return ask(method, url, timeout_s).status_code
+        return ask(method, url, timeout_s, most=SHORT_BYTES).status_code
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
 
@@ -121,8 +123,8 @@ def code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int 
 def version(url: str) -> str | None:
     """The server's vLLM version, None if unknown."""
     try:
-        found = ask("GET", f"{url}/version", TIMEOUT_S).raise_for_status().json()["version"]
-        return str(found)
+        answer = ask("GET", f"{url}/version", TIMEOUT_S, most=SHORT_BYTES)
+        return str(answer.raise_for_status().json()["version"])
     except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER):
         return None
 
@@ -170,14 +172,21 @@ def one_token(url: str, timeout_s: float) -> Canary:
         return Canary(outcome, time.monotonic() - began, detail)
 
     try:
-        models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers)
+        models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers, most=SHORT_BYTES)
         if models.status_code in {401, 403}:
             why = f"{KEY} was not sent: {withheld}" if withheld else f"set {KEY}"
             return result("unable", f"it needs an API key: {why}")
         model = models.raise_for_status().json()["data"][0]["id"]
         left_s = max(timeout_s - (time.monotonic() - began), 1.0)
         body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}
-        answer = ask("POST", f"{url}/v1/completions", left_s, headers=headers, json=body)
+        answer = ask(
+            "POST",
+            f"{url}/v1/completions",
+            left_s,
+            headers=headers,
+            json=body,
+            most=SHORT_BYTES,
+        )
     except httpx.TimeoutException:
         return result("timeout", f"no answer within {timeout_s:.0f} s")
     except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
@@ -187,10 +196,6 @@ def one_token(url: str, timeout_s: float) -> Canary:
     # Some models, for example for transcription, have no such route or take no text.
     outcome: Outcome = "refused" if answer.is_server_error else "unable"
     return result(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
-
-
-def get(url: str, timeout_s: float) -> httpx.Response:
-    return ask("GET", url, timeout_s)
 
 
 def ask(
@@ -249,9 +254,15 @@ def client(headers: dict[str, str] | None = None, *, outside: bool = False) -> h
 
 
 async def answered(
-    asking: httpx.AsyncClient, method: str, url: str, timeout_s: float, **fields: Any
+    asking: httpx.AsyncClient,
+    method: str,
+    url: str,
+    timeout_s: float,
+    *,
+    most: int = ANSWER_BYTES,
+    **fields: Any,
 ) -> httpx.Response:
-    """A server's whole answer.
+    """A server's whole answer, of at most so many bytes.
 
     Any program may listen there: an answer that is too slow or too long is given up.
 
@@ -263,14 +274,16 @@ async def answered(
             asyncio.timeout(timeout_s + GRACE_S) as end,
             asking.stream(method, url, timeout=timeout_s, **fields) as answer,
         ):
-            return await whole(answer, end)
+            return await whole(answer, end, most)
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from error
 
 
-async def whole(answer: httpx.Response, end: asyncio.Timeout) -> httpx.Response:
+async def whole(
+    answer: httpx.Response, end: asyncio.Timeout, most: int = ANSWER_BYTES
+) -> httpx.Response:
     """An answer with its content, of which `parts` gives the parts; the charset is UTF-8."""
-    content = b"".join([part async for part in parts(answer, end)])
+    content = b"".join([part async for part in parts(answer, end, most)])
     kept = {
         "Content-Type": answer.headers.get("Content-Type", "").partition(";")[0],
         "Retry-After": answer.headers.get("Retry-After", ""),
@@ -281,8 +294,10 @@ async def whole(answer: httpx.Response, end: asyncio.Timeout) -> httpx.Response:
     )
 
 
-async def parts(answer: httpx.Response, end: asyncio.Timeout) -> AsyncIterator[bytes]:
-    """The parts of an answer's content; much of it puts the end off.
+async def parts(
+    answer: httpx.Response, end: asyncio.Timeout, most: int = ANSWER_BYTES
+) -> AsyncIterator[bytes]:
+    """The parts of an answer's content, at most so many bytes; much of it puts the end off.
 
     Raises:
         httpx.RemoteProtocolError: it has too many of them, or is compressed.
@@ -292,17 +307,22 @@ async def parts(answer: httpx.Response, end: asyncio.Timeout) -> AsyncIterator[b
     began, size = end.when() or 0.0, 0
     async for part in answer.aiter_raw():
         size += len(part)
-        if size > ANSWER_BYTES:
-            raise httpx.RemoteProtocolError(f"its answer has more than {ANSWER_BYTES >> 20} MiB")
+        if size > most:
+            raise httpx.RemoteProtocolError(f"its answer has more than {most >> 20} MiB")
         end.reschedule(began + size / SLOWEST)
         yield part
+
+
+def metrics_text(url: str, timeout_s: float) -> str:
+    """The server's metrics in Prometheus' format; raises httpx.HTTPError, httpx.InvalidURL."""
+    answer = ask("GET", f"{url}/metrics", timeout_s, most=METRICS_BYTES)
+    return answer.raise_for_status().text
 
 
 def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:
     """The server's metrics, None if it does not answer."""
     try:
-        answer = get(f"{url}/metrics", timeout_s).raise_for_status()
-        return read(answer.text)
+        return read(metrics_text(url, timeout_s))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None
 
