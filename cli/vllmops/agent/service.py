@@ -30,7 +30,7 @@ from ..protocol.engine import Beat, Hello, Traffic
 from ..protocol.repairs import RepairRequest
 from ..protocol.resets import ResetRequest
 from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
-from . import caches, compare, engine, keys, memory, objects, repair, reset, stacks
+from . import caches, compare, engine, keys, memory, objects, recorder, repair, reset, stacks
 from .adapters import features
 from .gate import gate
 from .heartbeat import Heart
@@ -41,7 +41,7 @@ from .patches import registry
 REST_S = 1.0  # after a failed accept(), for example without free file descriptors
 FEATURES = (
     *("engine", "caches", "requests", "drain", "heartbeat"),
-    *("patches", "repair", "reset", "memory", "compare", "keys", "stacks"),
+    *("patches", "repair", "reset", "memory", "compare", "keys", "stacks", "steps"),
 )
 
 
@@ -207,6 +207,7 @@ def forked() -> None:
     global _running, _starting  # noqa: PLW0603
     _starting = threading.Lock()
     objects.forget()
+    recorder.forget()
     if _running is not None:
         _running.forget()
     _running = None
@@ -329,6 +330,7 @@ GETS: dict[str, Callable[[], Any]] = {
     "/packages": packages.of_this_process,
     "/requests": engine.traffic,
     "/stacks": stacks.snapshot,
+    "/steps": recorder.snapshot,
     "/patches": registry.states,
     "/patches?verify=1": partial(registry.states, verify=True),
     "/heartbeat": lambda: beat(-1, time.monotonic()),

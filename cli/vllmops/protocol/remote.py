@@ -13,7 +13,17 @@ TIMEOUT = "X-Vllmops-Timeout"
 LONGEST_S = 3600.0
 # The routes of agents that are passed on; what follows "?" counts.
 GETS = frozenset(
-    {"hello", "engine", "caches", "caches?keys=1", "stacks", "memory", "packages", "requests"}
+    {
+        "hello",
+        "engine",
+        "caches",
+        "caches?keys=1",
+        "stacks",
+        "steps",
+        "memory",
+        "packages",
+        "requests",
+    }
     | {"heartbeat", "patches", "patches?verify=1", "keys", "keys?reload=1"}
 )
 POSTS = frozenset({"compare", "repair", "reset", "drain"})

@@ -41,6 +41,7 @@ from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..protocol.resets import ResetDone, ResetRequest
 from ..protocol.socket import DIRECTORY, PATH_BYTES
 from ..protocol.stacks import AgentStacks, ProcessStacks
+from ..protocol.steps import StepsRecording
 
 TIMEOUT_S = 2.0
 # Beats come every second; this many seconds without one mean that Python no longer runs.
@@ -54,7 +55,7 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     for kind in (
         *(AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
         *(Comparison, Members, Packages, ProcessKeys, ProcessPatches, ProcessRepair),
-        *(ResetDone, Traffic),
+        *(ResetDone, StepsRecording, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)
@@ -130,6 +131,10 @@ class Agent:
         """Its own view of its threads."""
         found = self.ask("GET", "/stacks", AgentStacks).stacks
         return msgspec.structs.replace(found, **shown(self.process), pid=self.process.pid)
+
+    def steps(self) -> StepsRecording:
+        """The last steps of its engine."""
+        return self.ask("GET", "/steps", StepsRecording)
 
     def requests(self) -> Traffic:
         """Its HTTP requests."""
