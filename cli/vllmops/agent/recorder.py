@@ -20,10 +20,10 @@ import msgspec
 from ..files import open_plain, read_private, take
 from ..forever import Trouble
 from ..protocol import steps
-from ..protocol.steps import ENDED, EXECUTING, SCHEDULING, StepsHead, StepsRecording
+from ..protocol.steps import ENDED, EXECUTING, SCHEDULING, StepsFile, StepsHead
 from . import objects
 from .adapters import engine as adapter
-from .identity import own, role, standing
+from .identity import here, own, standing
 from .log import log
 
 KEPT = 8  # recordings of processes that have ended
@@ -40,6 +40,21 @@ class Run:
         number: of the first step.
         now: monotonic, in seconds.
     """
+
+    __slots__ = (
+        *(
+            "sequence",
+            "offset",
+            "number",
+            "began",
+            "began_at",
+            "seconds",
+            "steps",
+            "ended",
+            "phase",
+        ),
+        *("tokens", "requests", "running", "waiting", "deferred", "kv_cache_usage"),
+    )
 
     def __init__(self, sequence: int, number: int, now: float) -> None:
         self.sequence = sequence
@@ -229,8 +244,8 @@ def sweep(directory: Path) -> None:
                 path.unlink()
 
 
-def snapshot() -> StepsRecording:
+def snapshot() -> StepsFile:
     """``GET /steps``."""
     found = _recorder
     content = b"" if found is None else read_private(found.path, None, steps.FILE_BYTES)
-    return steps.recording(content, os.getpid(), role())
+    return StepsFile(**here(), pid=os.getpid(), content=content)

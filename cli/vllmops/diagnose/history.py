@@ -97,7 +97,8 @@ def before(recording: StepsRecording) -> str:
     if not done:
         return ""
     step = done[-1]
-    return f"before it, {span(step.number, step.number + step.steps - 1)} took {step.seconds:.3f} s: {work(step)}"
+    which = span(step.number, step.number + step.steps - 1)
+    return f"before it, {which} took {step.seconds:.3f} s: {work(step)}"
 
 
 def evidence(recordings: Sequence[StepsRecording], subject: str) -> str:

@@ -244,11 +244,10 @@ class Examination:
         patches = parts.patches.result()
         held = parts.caches.result()
         compared = parts.comparisons.result()
-        recorded = parts.history.result()
         for agent_ in silent:
             part = f"agent of {who(agent_)}"
             self.miss(Unseen(part, agent_.code, agent_.why, agent_.hint))
-        for unseen in (*parts.unseen, *recorded.unseen):
+        for unseen in parts.unseen:
             self.miss(unseen)
         began = min((process.create_time for process in server.processes), default=None)
         versions = (answer.hello.vllm_version for answer in reports)
@@ -270,7 +269,7 @@ class Examination:
             patches=tuple(patches),
             stacks=tuple(self.samples),
             memory=None if began is None else memory.newest(server.label, began),
-            recordings=recorded.recordings,
+            recordings=parts.history.result().recordings,
             guard=parts.guard.result(),
             machine=parts.machine.result(),
             canary=probe,

@@ -82,6 +82,7 @@ def of(server: Server) -> History:
             server.of(Role.ENGINE), lambda process: agent.reach(process).steps()
         )
         missed = (Unseen(f"steps of {who(one)}", one.code, one.why, one.hint) for one in silent)
+        # Nobody there reads the files of dead processes for an operator on another machine.
         return History(server.label, ordered(answers), (*missed, AWAY))
     found: list[StepsRecording] = []
     folders: dict[Path, int | None] = {home() / DIRECTORY: None}

@@ -116,6 +116,19 @@ class StepsHead(msgspec.Struct, frozen=True, kw_only=True):
         return self.pid, self.parent, self.session
 
 
+class StepsFile(Answer, frozen=True, kw_only=True):
+    """A recording as an agent gives it: to read it here would cost the engine milliseconds.
+
+    Args:
+        role, pid: of the process.
+        content: of the file; empty where the process has recorded nothing.
+    """
+
+    role: str
+    pid: int
+    content: bytes
+
+
 class StepsRecording(Answer, frozen=True, kw_only=True):
     """What a recording holds.
 

@@ -41,7 +41,7 @@ from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..protocol.resets import ResetDone, ResetRequest
 from ..protocol.socket import DIRECTORY, PATH_BYTES
 from ..protocol.stacks import AgentStacks, ProcessStacks
-from ..protocol.steps import StepsRecording
+from ..protocol.steps import StepsFile, StepsRecording, recording
 
 TIMEOUT_S = 2.0
 # Beats come every second; this many seconds without one mean that Python no longer runs.
@@ -55,7 +55,7 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     for kind in (
         *(AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
         *(Comparison, Members, Packages, ProcessKeys, ProcessPatches, ProcessRepair),
-        *(ResetDone, StepsRecording, Traffic),
+        *(ResetDone, StepsFile, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)
@@ -134,7 +134,8 @@ class Agent:
 
     def steps(self) -> StepsRecording:
         """The last steps of its engine."""
-        return self.ask("GET", "/steps", StepsRecording)
+        answer = self.ask("GET", "/steps", StepsFile)
+        return recording(answer.content, self.process.pid, self.process.role)
 
     def requests(self) -> Traffic:
         """Its HTTP requests."""
