@@ -178,6 +178,7 @@ ErrorCode = Literal[
     "stacks.timeout",
     "stacks.unreadable",
     "stacks.zombie",
+    "steps.none",
     "store.conversation",
     "store.cursor",
     "store.driver",

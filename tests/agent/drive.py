@@ -9,11 +9,12 @@ import asyncio
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-from vllmops.agent import caches, compare, engine, objects, repair, requests
+from vllmops.agent import caches, compare, engine, objects, recorder, repair, requests
 from vllmops.agent.adapters import engine as adapter
 from vllmops.agent.adapters import features, places
 from vllmops.agent.adapters import requests as adapted
@@ -38,6 +39,7 @@ def everything() -> dict[str, str]:
     objects.check()
     objects.install(lambda: None)
     compare.install()
+    recorder.install(Path)
     registry.install()
     hook.install(lambda: None)
     results: dict[str, str] = {}
@@ -120,6 +122,15 @@ def progress() -> None:
     scheduler.running, scheduler.waiting = [1], [2, 3]
     scheduler.skipped_waiting = scheduler.kv_holding_waiting = ()  # up to 0.30, and since
     assert engine.counts(scheduler) == (1, 2)
+    scheduler.deferred_waiting = ()
+    assert adapter.queues(scheduler) == (1, 2, 0)
+    scheduler.kv_cache_manager = SimpleNamespace(usage=0.5)
+    assert adapter.kv_cache_usage(scheduler) == 0.5
+    for method in (cls.schedule, cls.update_from_output):
+        assert hasattr(method, "__vllmops__")
+    output = importlib.import_module("vllm.v1.core.sched.output").SchedulerOutput
+    fields = inspect.signature(output).parameters
+    assert {"num_scheduled_tokens", "total_num_scheduled_tokens"} <= fields.keys()
     assert "output_handler" in source("engine-client")
     assert "is_sleeping" in source("executor")
     for kind in ("executor", "engine-client"):

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import httpx
@@ -145,3 +147,42 @@ def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
     assert serving.returncode == 1
     assert b"serve.failed" in out
     footprint.wait_gone(0)
+
+
+def test_an_engine_that_is_killed_under_load_tells_its_last_step(cli: Cli) -> None:
+    server = cli.serve("recorded", "--demo", "text")
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            load = [pool.submit(server.complete, max_tokens=200, ignore_eos=True) for _ in range(9)]
+            until(load[0].done, 60)
+            live = history(server)
+            assert live["alive"]
+            # Stopped first: vLLM ends an engine whose worker is gone, and this one is to be killed.
+            engine = server.pids()["engine"]
+            os.kill(engine, signal.SIGSTOP)
+            killed_at = time.time()
+            kill(engine)
+            until(lambda: server.row["state"] == "failed", 60)
+        dead = history(server)
+        assert not dead["alive"]
+        assert dead["pid"] == engine
+        steps = [dict(zip(dead["columns"], step, strict=True)) for step in dead["steps"]]
+        last = steps[-1]
+        assert killed_at - 2 < last["began_at"] < killed_at
+        assert 1 <= last["requests"] <= 3
+        assert sum(step["tokens"] for step in steps) > 200
+        numbers = [step["number"] for step in steps]
+        assert numbers == sorted(numbers)
+        assert all(step["ended"] == step["steps"] for step in steps[:-3])
+        ending = str(last["number"] + last["steps"] - 1)
+        assert ending in dead["end"]
+        assert ending in cli("doctor", "--history", "-t", str(engine)).out
+    finally:
+        cli("stop", server.name, "--force")
+
+
+def history(server: Live) -> dict[str, Any]:
+    """The recording of its only engine."""
+    data = server.cli("doctor", "--history", "-t", server.name, "--json").data
+    (recording,) = data["recordings"]
+    return {"columns": data["columns"], **recording}

@@ -39,12 +39,13 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
     Args:
         withheld: patches that are not applied, and why, by id.
     """
-    from . import compare, objects, service  # noqa: PLC0415
+    from . import compare, objects, recorder, service  # noqa: PLC0415
     from .patches import registry  # noqa: PLC0415
 
     objects.check()
     objects.install(service.start)
     compare.install()
+    recorder.install(service.own_directory)
     registry.install(withheld)
 
 

@@ -31,7 +31,19 @@ from ..protocol.repairs import RepairRequest
 from ..protocol.requests import Abort, Reveal
 from ..protocol.resets import ResetRequest
 from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
-from . import caches, compare, engine, keys, memory, objects, repair, requests, reset, stacks
+from . import (
+    caches,
+    compare,
+    engine,
+    keys,
+    memory,
+    objects,
+    recorder,
+    repair,
+    requests,
+    reset,
+    stacks,
+)
 from .adapters import features
 from .gate import gate
 from .heartbeat import Heart
@@ -42,7 +54,7 @@ from .patches import registry
 REST_S = 1.0  # after a failed accept(), for example without free file descriptors
 FEATURES = (
     *("engine", "caches", "traffic", "requests", "abort", "drain", "heartbeat"),
-    *("patches", "repair", "reset", "memory", "compare", "keys", "stacks"),
+    *("patches", "repair", "reset", "memory", "compare", "keys", "stacks", "steps"),
 )
 
 
@@ -208,6 +220,7 @@ def forked() -> None:
     global _running, _starting  # noqa: PLW0603
     _starting = threading.Lock()
     objects.forget()
+    recorder.forget()
     if _running is not None:
         _running.forget()
     _running = None
@@ -334,6 +347,7 @@ GETS: dict[str, Callable[[], Any]] = {
     "/requests": requests.snapshot,
     "/traffic": engine.traffic,
     "/stacks": stacks.snapshot,
+    "/steps": recorder.snapshot,
     "/patches": registry.states,
     "/patches?verify=1": partial(registry.states, verify=True),
     "/heartbeat": lambda: beat(-1, time.monotonic()),

@@ -31,6 +31,7 @@ from ..protocol.bundles import Index, Missing, Part
 from ..protocol.caches import CacheSnapshot
 from ..protocol.server import ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
+from ..protocol.steps import StepsRecording
 from . import archive
 from .collecting import LOG_LINES, STACKS, Contents, Piece
 from .redact import Redactor
@@ -51,6 +52,7 @@ PARTS = {
     "stacks.jsonl": f"{STACKS} samples of the stacks of all processes",
     "caches.json": "multimodal and encoder caches",
     "memory.jsonl": "the newest recording of its memory",
+    "steps.jsonl": "the last steps of its engines",
     "metrics.txt": "/metrics as it is",
     "log.txt": f"the beginning and the last {LOG_LINES} lines of its log",
     "supervisor.txt": "its supervisor's log",
@@ -59,7 +61,7 @@ PARTS = {
     "collect_env.txt": "output of vLLM's collect_env",
 }
 ABOUT_PROC = "status, limits, cgroup, files, threads with their place in the kernel, memory"
-READ = {INDEX, "server.json", "stacks.jsonl", "caches.json", "memory.jsonl"}
+READ = {INDEX, "server.json", "stacks.jsonl", "caches.json", "memory.jsonl", "steps.jsonl"}
 # In JSON, what a terminal would take for a command; a stranger's bundle may hold some.
 CONTROL = re.compile(
     rb"(\\\\)|\\u00(?:0[0-8b-fB-F]|1[0-9a-fA-F]|7[fF]|[89][0-9a-fA-F])|\\[bfr]"
@@ -243,19 +245,21 @@ def load(path: Path) -> ServerSnapshot:
             f"{path} holds no snapshot of the server: {(*whys, 'the index gives no reason')[0]}",
             f"tar -xzf {path} unpacks what it holds",
         )
-    samples = found.get("stacks.jsonl", b"").splitlines()
-    stacks = [
-        part(path, "stacks.jsonl", {"stacks.jsonl": sample}, StacksSnapshot) for sample in samples
-    ]
     with judged(path, "memory.jsonl"):
         recording = found.get("memory.jsonl")
         remembered = memory.decode(path, clean(recording)) if recording else None
     return msgspec.structs.replace(
         part(path, "server.json", found, ServerSnapshot),
-        stacks=tuple(stacks),
+        stacks=lines(path, "stacks.jsonl", found, StacksSnapshot),
+        recordings=lines(path, "steps.jsonl", found, StepsRecording),
         caches=part(path, "caches.json", found, CacheSnapshot) if "caches.json" in found else None,
         memory=remembered,
     )
+
+
+def lines(path: Path, name: str, found: Mapping[str, bytes], kind: type[S]) -> tuple[S, ...]:
+    """A part with a snapshot in each line; raises as `judged` does."""
+    return tuple(part(path, name, {name: line}, kind) for line in found.get(name, b"").splitlines())
 
 
 def part(path: Path, name: str, found: Mapping[str, bytes], kind: type[S]) -> S:

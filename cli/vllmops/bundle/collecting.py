@@ -25,7 +25,7 @@ from .. import __version__
 from ..diagnose import doctor
 from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S
-from ..doctor import examine
+from ..doctor import examine, history
 from ..errors import VllmopsError
 from ..host import proc, processes, procfacts
 from ..instances import interpreter, logs
@@ -221,6 +221,7 @@ class Collecting:
         if "memory.jsonl" in self.tasks:
             return
         self.begin("memory.jsonl", lambda: recorded(server))
+        self.begin("steps.jsonl", lambda: list(history.of(server).recordings))
         if server.processes:
             self.begin("metrics.txt", lambda: metrics(server))
         if server.fleet:
@@ -334,9 +335,14 @@ class Collecting:
                 found.missing.append(Missing(name, task.error))
         looked = found.pieces.pop("server.json", None)
         recording = found.pieces.pop("memory.jsonl", None)
+        steps = found.pieces.get("steps.jsonl")
         self.add(
             found,
-            msgspec.structs.replace(self.seen(), memory=recording.content if recording else None),
+            msgspec.structs.replace(
+                self.seen(),
+                memory=recording.content if recording else None,
+                recordings=tuple(steps.content) if steps else (),
+            ),
             looked.seconds if looked else time.monotonic() - self.began,
         )
         found.seconds = time.monotonic() - self.began
@@ -356,7 +362,7 @@ class Collecting:
 
     def add(self, found: Contents, snapshot: ServerSnapshot, seconds: float) -> None:
         """Take a snapshot into parts, each in the form that its own command reads."""
-        rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None)
+        rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None, recordings=())
         found.pieces["server.json"] = Piece(rest, seconds)
         if snapshot.stacks:
             taken_s = sum(sample.seconds for sample in snapshot.stacks)

@@ -30,10 +30,11 @@ from ..output import (
 )
 from ..protocol.metrics import Metrics
 from ..protocol.server import ServerSnapshot, Unseen
+from . import steps
 from .findings import STYLES, FailOn, exit_code
 from .options import Target, seconds
 from .several import per_target
-from .stacks.explanation import steps
+from .stacks.explanation import steps as lines_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -84,6 +85,14 @@ def doctor(
     interval: Annotated[
         float, typer.Option(parser=seconds(0.1), help="Seconds over which metrics are compared.")
     ] = 1.0,
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history",
+            help="Only show the last 5 minutes of the engines' steps, also of a server that was"
+            " killed, for example: vllmops doctor -t demo --history.",
+        ),
+    ] = False,
     canary: Annotated[
         bool,
         typer.Option(
@@ -118,7 +127,14 @@ def doctor(
             lambda: [listing([check for check in every if check.code in selected])],
         )
     if clean_shm:
-        return cleaned(alone=file is None and not canary)
+        return cleaned(alone=file is None and not canary and not history)
+    if history and canary:
+        raise VllmopsError(
+            "usage",
+            "--history can't be combined with --canary",
+            "vllmops doctor --history",
+            exit_code=Exit.USAGE,
+        )
     if file is not None:
         source = ctx.get_parameter_source("target")
         if canary or (source is not None and source.name == "COMMANDLINE"):
@@ -131,6 +147,12 @@ def doctor(
         from ..bundle import bundle  # noqa: PLC0415
 
         snapshot = bundle.load(file)
+        if history:
+            return steps.result(snapshot.server, snapshot.recordings, ())
+    elif history:
+        from ..doctor import history as recorded  # noqa: PLC0415
+
+        return steps.result(*recorded.take(target))
     else:
         if line := namesake.warning():
             say(line, "yellow")
@@ -165,7 +187,7 @@ def cleaned(*, alone: bool) -> Result:
     if not alone:
         raise VllmopsError(
             "usage",
-            "--clean-shm can't be combined with a FILE or --canary",
+            "--clean-shm can't be combined with a FILE, --canary or --history",
             "vllmops doctor --clean-shm",
             exit_code=Exit.USAGE,
         )
@@ -297,7 +319,7 @@ def paragraph(number: int, finding: Finding) -> Iterator[Line]:
         yield Line(3, f"why: {finding.cause} ({finding.confidence})")
         yield Line(3, "seen:")
         for line in finding.lines[:EVIDENCE]:
-            yield from steps(line, 5)
+            yield from lines_of(line, 5)
     else:
         yield Line(3, f"seen: {finding.evidence}")
     yield Line(3, f"next: {finding.next}", "bold")

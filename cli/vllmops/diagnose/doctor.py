@@ -10,7 +10,8 @@ from ..protocol.engine import Beat
 from ..protocol.pasted import Pasted
 from ..protocol.server import Look, ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
-from . import caches, compares, memory, progress, requests, server, stacks
+from ..protocol.steps import StepsRecording
+from . import caches, compares, history, memory, progress, requests, server, stacks
 from .facts import from_metrics
 from .findings import Finding, Severity
 from .signatures import catalogue
@@ -67,7 +68,7 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
     """
     explained = explanation(snapshot, patience_s)
     stopped = stalled(snapshot, explained, patience_s)
-    found = [*stalls(stopped), *hung(explained), *server.diagnose(snapshot)]
+    found = [*stalls(stopped, snapshot.recordings), *hung(explained), *server.diagnose(snapshot)]
     if snapshot.caches:
         found += caches.diagnose(snapshot.caches)
     for comparison in snapshot.comparisons:
@@ -142,10 +143,16 @@ def stalled(
     return [stall for stall in found if stall.is_confirmed(verdict, answered)]
 
 
-def stalls(found: Sequence[progress.Stall]) -> Iterator[Finding]:
+def stalls(
+    found: Sequence[progress.Stall], recordings: Sequence[StepsRecording]
+) -> Iterator[Finding]:
+    """A finding for each stall, with what the recording of its steps shows."""
     rules = {rule.code: rule for rule in progress.RULES}
     for stall in found:
-        yield rules[stall.code].at(stall.subject, stall.evidence)
+        recorded = history.evidence(recordings, stall.subject)
+        yield rules[stall.code].at(
+            stall.subject, "; ".join(filter(None, (stall.evidence, recorded)))
+        )
 
 
 def hung(explained: stacks.Explanation | None) -> Iterator[Finding]:

@@ -49,6 +49,7 @@ from ..protocol.stacks import StacksSnapshot
 from ..rpc import agent
 from ..stacks import pyspy
 from ..vllm_api import http
+from . import history
 
 # Hardly longer than the second that an examination takes in any case.
 COMPARE = CompareRequest(apart_s=0.2, timeout_s=1.2)
@@ -128,7 +129,7 @@ class Examination:
         self.unseen: list[Unseen] = []
 
     def run(self) -> ServerSnapshot:
-        with ThreadPoolExecutor(9) as pool:  # a thread for each task
+        with ThreadPoolExecutor(10) as pool:  # a thread for each task
             probe = pool.submit(canary, self.server) if self.options.canary else None
             parts = Parts(pool, self.server)
             sample = pool.submit(self.sample)
@@ -269,6 +270,7 @@ class Examination:
             patches=tuple(patches),
             stacks=tuple(self.samples),
             memory=None if began is None else memory.newest(server.label, began),
+            recordings=parts.history.result().recordings,
             guard=parts.guard.result(),
             machine=parts.machine.result(),
             canary=probe,
@@ -289,6 +291,7 @@ class Parts:
         self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
         self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
         self.comparisons: Future[tuple[Comparison, ...]] = pool.submit(self.compared)
+        self.history: Future[history.History] = pool.submit(history.of, server)
         if server.fleet:
             what = "the machine: memory, disks, GPUs, log, and who can reach the server"
             why = "the server is on another machine"

@@ -14,7 +14,7 @@ LONGEST_S = 3600.0
 # The routes of agents that are passed on; what follows "?" counts.
 GETS = frozenset(
     {"hello", "engine", "caches", "caches?keys=1", "stacks", "memory", "packages", "requests"}
-    | {"traffic", "heartbeat", "patches", "patches?verify=1", "keys", "keys?reload=1"}
+    | {"steps", "traffic", "heartbeat", "patches", "patches?verify=1", "keys", "keys?reload=1"}
 )
 POSTS = frozenset({"abort", "compare", "drain", "repair", "reset"})
 

@@ -18,6 +18,7 @@ from .metrics import Metrics
 from .patches import ProcessPatches
 from .place import Place
 from .stacks import StacksSnapshot
+from .steps import StepsRecording
 
 
 class Unseen(msgspec.Struct, frozen=True):
@@ -271,6 +272,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         patches: by process.
         stacks: samples, in their order.
         memory: the newest recording of it, None without one.
+        recordings: the last steps of its engines.
         guard: who can reach it.
         machine: that it runs on.
         canary: None unless asked for.
@@ -295,6 +297,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     patches: tuple[ProcessPatches, ...] = ()
     stacks: tuple[StacksSnapshot, ...] = ()
     memory: Recording | None = None
+    recordings: tuple[StepsRecording, ...] = ()
     guard: Guard = Guard()
     machine: Machine
     canary: Canary | None = None

@@ -42,6 +42,7 @@ from ..protocol.requests import Abort, Aborted, ProcessRequests, Prompt, Reveal
 from ..protocol.resets import ResetDone, ResetRequest
 from ..protocol.socket import DIRECTORY, PATH_BYTES
 from ..protocol.stacks import AgentStacks, ProcessStacks
+from ..protocol.steps import StepsFile, StepsRecording, recording
 
 TIMEOUT_S = 2.0
 # Beats come every second; this many seconds without one mean that Python no longer runs.
@@ -55,7 +56,7 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     for kind in (
         *(Aborted, AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
         *(Comparison, Members, Packages, ProcessKeys, ProcessPatches, ProcessRepair),
-        *(ProcessRequests, Prompt, ResetDone, Traffic),
+        *(ProcessRequests, Prompt, ResetDone, StepsFile, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)
@@ -131,6 +132,11 @@ class Agent:
         """Its own view of its threads."""
         found = self.ask("GET", "/stacks", AgentStacks).stacks
         return msgspec.structs.replace(found, **shown(self.process), pid=self.process.pid)
+
+    def steps(self) -> StepsRecording:
+        """The last steps of its engine."""
+        answer = self.ask("GET", "/steps", StepsFile)
+        return recording(answer.content, self.process.pid, self.process.role)
 
     def traffic(self) -> Traffic:
         """How many HTTP requests it has."""

@@ -14,6 +14,21 @@ def counts(scheduler: Any) -> tuple[int, int]:
     return len(scheduler.running), len(scheduler.waiting)
 
 
+def queues(scheduler: Any) -> tuple[int, int, int]:
+    """Requests running, waiting for a place, and waiting for anything else, as a transfer."""
+    running, waiting = counts(scheduler)
+    # Since 0.31, and up to 0.30; older ones have one queue.
+    other = getattr(scheduler, "deferred_waiting", None)
+    deferred = len(getattr(scheduler, "skipped_waiting", ()) if other is None else other)
+    return running, max(waiting - deferred, 0), deferred
+
+
+def kv_cache_usage(scheduler: Any) -> float | None:
+    """The share of the KV cache's blocks in use, 0 to 1; None without one."""
+    kv_cache = getattr(scheduler, "kv_cache_manager", None)
+    return None if kv_cache is None else float(kv_cache.usage)
+
+
 def unfinished(client: Any) -> int:
     """Requests that a client has handed to its engines and that are not finished."""
     return int(client.output_processor.get_num_unfinished_requests())

@@ -1,0 +1,100 @@
+"""How ``doctor --history`` shows the recordings of engines' steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..diagnose import history
+from ..output import Result, span, table
+from ..protocol import place
+from ..protocol.server import Unseen
+from ..protocol.steps import Step, StepsRecording
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BAR = 20  # characters
+PAUSES = 5  # the last ones
+
+
+def result(server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Unseen]) -> Result:
+    """The last steps of a server's engines."""
+    data = {
+        "server": server,
+        "columns": Step.__struct_fields__,
+        "recordings": [fields(recording) for recording in recordings],
+        "unseen": unseen,
+    }
+    return Result(data, lambda: list(screen(server, recordings, unseen)))
+
+
+def fields(recording: StepsRecording) -> dict[str, Any]:
+    """A recording for ``--json``; a step is a list, as ``columns`` names it."""
+    return {
+        **place.row(recording),
+        "alive": recording.alive,
+        "read_at": recording.read_at,
+        "end": history.end(recording),
+        "open": recording.open
+        and {name: getattr(recording.open, name) for name in Step.__struct_fields__},
+        "pauses": list(history.pauses(recording)),
+        "rows": history.rows(recording),
+        "steps": msgspec.to_builtins(recording.steps),
+    }
+
+
+def screen(
+    server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Unseen]
+) -> Iterator[RenderableType]:
+    from rich.text import Text  # noqa: PLC0415
+
+    if not recordings:
+        yield Text(f"{server}: no steps were recorded")
+    for number, recording in enumerate(recordings):
+        if number:
+            yield Text()
+        yield Text(
+            f"{place.who(recording)}{'' if recording.alive else ', which has ended'}", "bold"
+        )
+        yield from drawn(recording)
+    for part in unseen:
+        yield Text(f"not seen: {part.part}: {part.why}", "yellow")
+        if part.hint:
+            yield Text(f"  hint: {part.hint}")
+
+
+def drawn(recording: StepsRecording) -> Iterator[RenderableType]:
+    from rich.text import Text  # noqa: PLC0415
+
+    rows = history.rows(recording)
+    if not rows:
+        yield Text("it has taken no step")
+        return
+    most = max(row.tokens for row in rows) or 1
+    names = ("time", "steps", "longest", "tokens", "running", "waiting", "deferred", "KV")
+    shown = table(*names, f"tokens per {span(rows[0].seconds)}", right=names[1:])
+    for row in rows:
+        used = row.kv_cache_usage
+        shown.add_row(
+            history.clock(row.at)[:8],
+            f"{row.steps:,}",
+            f"{1000 * row.longest_s:,.0f} ms" if row.steps else "-",
+            f"{row.tokens:,}",
+            *(
+                str(count) if row.steps else "-"
+                for count in (row.running, row.waiting, row.deferred)
+            ),
+            "-" if used is None else f"{used:.0%}",
+            "#" * round(BAR * row.tokens / most),
+        )
+    yield shown
+    for pause in [*history.pauses(recording)][-PAUSES:]:
+        why = f"with {pause.pending} requests pending" if pause.pending else "idle"
+        yield Text(f"{history.clock(pause.at)}: no step for {pause.seconds:.1f} s, {why}")
+    style = "bold red" if recording.open and not recording.alive else "bold"
+    yield Text(history.end(recording), style)
+    if earlier := history.before(recording):
+        yield Text(earlier)

@@ -1,0 +1,164 @@
+"""Finds the recordings of a server's engines: of one that runs, that crashed, or was killed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from ..errors import Exit, VllmopsError
+from ..files import read_private
+from ..home import home
+from ..host.processes import ROLES, Process, Role
+from ..instances.record import Record
+from ..instances.servers import Server, find, resolve
+from ..protocol import identity, steps
+from ..protocol.place import who
+from ..protocol.server import Unseen
+from ..protocol.socket import DIRECTORY
+from ..protocol.steps import StepsHead, StepsRecording
+from ..rpc import agent
+
+AWAY = Unseen(
+    "steps of engines that have ended",
+    "remote",
+    "the server is on another machine",
+    "run vllmops doctor --history there",
+)
+
+
+class History(NamedTuple):
+    """The recordings of a server.
+
+    Args:
+        server: its name, or a pid.
+        recordings: by data parallel rank.
+        unseen: what could not be read.
+    """
+
+    server: str
+    recordings: tuple[StepsRecording, ...]
+    unseen: tuple[Unseen, ...] = ()
+
+
+def take(target: str | None) -> History:
+    """The recordings of a server that runs or has ended.
+
+    Args:
+        target: as `resolve` takes it; also the pid of a process that has ended.
+
+    Raises:
+        VllmopsError: as `resolve` does, or ``steps.none``.
+    """
+    try:
+        found = of(resolve(target))
+    except VllmopsError as error:
+        wanted = target or os.environ.get("VLLMOPS_TARGET") or ""
+        if error.code == "target.over":
+            found = of(next(server for server in find() if server.name == wanted))
+        elif error.code == "target.unknown" and (dead := by_pid(wanted)):
+            found = History(wanted, dead)
+        else:
+            raise
+    if not found.recordings:
+        why = "".join(f"; {part.part}: {part.why}" for part in found.unseen)
+        raise VllmopsError(
+            "steps.none",
+            f"there is no recording of the steps of {found.server}{why}",
+            "vllmops help flight-recorder",
+            exit_code=Exit.NOT_FOUND,
+        )
+    return found
+
+
+def of(server: Server) -> History:
+    """The recordings of a server's engines, those included that have ended."""
+    if server.fleet:
+        answers, silent = agent.side_by_side(
+            server.of(Role.ENGINE), lambda process: agent.reach(process).steps()
+        )
+        missed = (Unseen(f"steps of {who(one)}", one.code, one.why, one.hint) for one in silent)
+        # Nobody there reads the files of dead processes for an operator on another machine.
+        return History(server.label, ordered(answers), (*missed, AWAY))
+    found: list[StepsRecording] = []
+    folders: dict[Path, int | None] = {home() / DIRECTORY: None}
+    ids: set[str] = set()
+    for process in server.of(*ROLES):
+        with suppress(VllmopsError, OSError):
+            if pulse := agent.beat(process):
+                ids |= {*pulse.beat.standing.servers}
+            folders[agent.socket_path(process).parent] = agent.owner(process)
+            found.append(own(process))
+    known = {recording.head.identity for recording in found if recording.head}
+    for folder, uid in folders.items():
+        for recording in dead(folder, uid):
+            assert recording.head
+            shared = not ids.isdisjoint(recording.head.standing.servers)
+            mine = server.record is not None and of_run(server.record, recording.head)
+            if (shared or mine) and recording.head.identity not in known:
+                known.add(recording.head.identity)
+                found.append(recording)
+    return History(server.label, ordered(found))
+
+
+def own(process: Process) -> StepsRecording:
+    """The recording of a live process, without a head if there is none.
+
+    Raises:
+        VllmopsError: ``agent.gone``.
+        OSError: it can't be read.
+    """
+    known = agent.own_identity(process)
+    path = agent.socket_path(process).with_name(steps.file_name(known))
+    found = steps.recording(read(path, agent.owner(process)), process.pid, process.role)
+    same = found.head is None or found.head.identity == known
+    return found if same else replace(found, head=None)
+
+
+def read(path: Path, uid: int | None) -> bytes:
+    return read_private(path, uid, steps.FILE_BYTES)
+
+
+def ordered(found: Iterable[StepsRecording]) -> tuple[StepsRecording, ...]:
+    """Those that are some, by rank."""
+    recorded = (recording for recording in found if recording.head)
+    return tuple(sorted(recorded, key=lambda one: (one.dp_rank or 0, one.read_at, one.pid)))
+
+
+def by_pid(target: str) -> tuple[StepsRecording, ...]:
+    """The recordings of the server that had this pid in one of its processes."""
+    if not target.isdecimal():
+        return ()
+    kept = (recording for recording in dead(home() / DIRECTORY, None) if recording.head)
+    return ordered(one for one in kept if one.head and int(target) in one.head.family)
+
+
+def of_run(record: Record, head: StepsHead) -> bool:
+    """Whether a recording is of the last run of an instance."""
+    began = record.started_at or record.created_at
+    return head.session == record.session and head.started_at >= began
+
+
+def dead(folder: Path, uid: int | None) -> Iterator[StepsRecording]:
+    """The recordings of ended processes in a directory; what is none of `uid` is left out."""
+    for path in folder.glob(f"*{steps.SUFFIX}"):
+        with suppress(OSError):
+            found = steps.recording(read(path, uid), 0, Role.ENGINE, alive=False)
+            if not found.head or path.name != steps.file_name(found.head.identity):
+                continue
+            if not lives(found.head):
+                yield replace(found, pid=found.head.pid)
+
+
+def lives(head: StepsHead) -> bool:
+    """Whether the process still runs."""
+    try:
+        state, *fields = identity.stat(head.pid)
+    except OSError:
+        return False
+    now = head.pid, int(fields[18]), identity.boot_id()
+    return state not in {"Z", "X"} and now == head.identity

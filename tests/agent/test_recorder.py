@@ -1,0 +1,201 @@
+"""The recording of steps, in real processes that are killed; the scheduler is a stand-in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.agent import recorder
+from vllmops.doctor import history
+from vllmops.protocol import steps
+
+from ..support.children import Child, Spawn
+
+# vLLM's own takes a model; the live tests look at it.
+SCHEDULER = """
+import os, time, types
+from vllmops.agent import objects, recorder, service
+class Output:
+    def __init__(self, requests, tokens):
+        self.num_scheduled_tokens = dict.fromkeys(range(requests), 1)
+        self.total_num_scheduled_tokens = tokens
+class Scheduler:
+    def __init__(self):
+        self.current_step = 4700
+        self.running, self.waiting, self.skipped_waiting = [1, 2, 3], [4], [5, 6]
+        self.kv_cache_manager = types.SimpleNamespace(usage=0.5)
+    def get_request_counts(self):
+        return len(self.running), len(self.waiting) + len(self.skipped_waiting)
+    def schedule(self, throttle_prefills=False):
+        self.current_step += 1
+        return Output(3, 512)
+    def update_from_output(self, scheduler_output, model_runner_output):
+        return {}
+module = types.ModuleType("scheduler")
+module.Scheduler = Scheduler
+recorder.hook(module)
+recorder.hook(module)
+s = Scheduler()
+def step(apart=0.02):
+    time.sleep(apart)
+    s.update_from_output(s.schedule(), None)
+"""
+
+
+@pytest.fixture
+def engine(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> Child:
+    child: Child = spawn()
+    monkeypatch.setenv("VLLMOPS_HOME", str(child.home))
+    child.run(SCHEDULER)
+    return child
+
+
+def kept(child: Child) -> list[Path]:
+    return sorted(child.home.glob(f"agents/*{steps.SUFFIX}"))
+
+
+def after(child: Child) -> steps.StepsRecording:
+    child.kill()
+    kept = history.by_pid(str(child.process.pid))
+    (found,) = (one for one in kept if one.pid == child.process.pid)
+    assert not found.alive
+    return found
+
+
+def test_a_killed_engine_tells_its_last_steps(engine: Child) -> None:
+    engine.run("for _ in range(5): step()")
+    engine.run("time.sleep(0.02); s.schedule()")
+    found = after(engine)
+    assert [step.number for step in found.steps] == [4701, 4702, 4703, 4704, 4705, 4706]
+    assert [step.whole for step in found.steps] == [True] * 5 + [False]
+    last = found.open
+    assert last is not None
+    assert (last.number, last.phase, last.tokens, last.requests) == (4706, "executing", 512, 3)
+    assert (last.running, last.waiting, last.deferred, last.kv_cache_usage) == (3, 1, 2, 0.5)
+    assert abs(last.began_at - time.time()) < 60
+
+
+def test_a_hang_inside_the_scheduler_is_told(engine: Child) -> None:
+    engine.run("step()")
+    engine.run(
+        "module.Scheduler = type('Slow', (), {'schedule': lambda self: time.sleep(60),"
+        " 'update_from_output': None, 'current_step': 9}); recorder.hook(module);"
+        " slow = module.Scheduler(); time.sleep(0.02)"
+    )
+    engine.send("slow.schedule()")
+    time.sleep(1.0)
+    last = after(engine).open
+    assert last is not None
+    assert (last.number, last.phase, last.tokens) == (10, "scheduling", 0)
+
+
+def test_steps_that_overlap(engine: Child) -> None:
+    """vLLM schedules the next step before it takes the output of the one before."""
+    engine.run("first = s.schedule(); time.sleep(0.02); second = s.schedule()")
+    engine.run("s.update_from_output(first, None)")
+    found = after(engine)
+    assert [(step.number, step.whole) for step in found.steps] == [(4701, True), (4702, False)]
+
+
+def test_fast_steps_share_a_record(engine: Child) -> None:
+    engine.run("for _ in range(3000): step(0)")
+    found = after(engine)
+    assert sum(step.steps for step in found.steps) == 3000
+    assert len(found.steps) < 1500
+    assert all(step.whole for step in found.steps)
+    assert found.steps[-1].number + found.steps[-1].steps - 1 == 7700
+
+
+def test_the_agent_tells_them_too(engine: Child) -> None:
+    from vllmops.rpc.agent import reach
+
+    assert reach(engine.process).steps().head is None
+    engine.run("step()")
+    answer = reach(engine.process).steps()
+    assert [step.number for step in answer.steps] == [4701]
+    (path,) = kept(engine)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_an_exception_of_vllm_passes_and_the_step_stays_open(engine: Child) -> None:
+    engine.run("Output.total_num_scheduled_tokens = property(lambda self: 1 / 0)")
+    out = engine.run(
+        "Scheduler.update_from_output.__wrapped__\ntry:\n s.update_from_output(1, 2, 3)\n"
+        "except TypeError as error: out = str(error)"
+    )
+    assert "positional argument" in out
+
+
+def test_a_scheduler_of_another_shape_is_left_alone(engine: Child) -> None:
+    out = engine.run(
+        "Scheduler.get_request_counts = lambda self: 'odd'; out = type(s.schedule()).__name__"
+    )
+    assert out == "Output"
+    assert "not recorded" in engine.run("out = objects.problems")
+    assert engine.run("step(); out = recorder._recorder") == "None"
+
+
+def test_a_fork_leaves_the_parents_recording_alone(engine: Child) -> None:
+    engine.run("step()")
+    engine.run("pid = os.fork()\nif not pid: step(); os._exit(0)\nos.waitpid(pid, 0); step()")
+    assert len(kept(engine)) == 2
+    assert [step.number for step in after(engine).steps] == [4701, 4702]
+
+
+def test_the_newest_recordings_stay_for_a_day(engine: Child, tmp_path: Path) -> None:
+    engine.run("step()")
+    (live,) = kept(engine)
+    now = time.time()
+    ended = [live.with_name(f"{number}-1{steps.SUFFIX}") for number in range(900, 912)]
+    for age, path in enumerate(ended, 1):
+        path.touch(0o600)
+        os.utime(path, (now - 3600 * age,) * 2)
+    os.utime(live, (now - 90_000,) * 2)
+    fifo = live.with_name(f"1-1{steps.SUFFIX}")
+    os.mkfifo(fifo)
+    link = live.with_name(f"2-1{steps.SUFFIX}")
+    link.symlink_to(tmp_path / "other")
+    recorder.sweep(live.parent)
+    assert set(kept(engine)) == {live, fifo, link, *ended[: recorder.KEPT]}
+    os.utime(ended[0], (now - 90_000,) * 2)
+    recorder.sweep(live.parent)
+    assert not ended[0].exists()
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_reader_takes_no_other_file(engine: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.run("step()")
+    (path,) = kept(engine)
+    pid = str(engine.process.pid)
+    engine.kill()
+    path.chmod(0o622)
+    assert history.by_pid(pid) == ()
+    path.chmod(0o600)
+    path.rename(path.with_name(f"{pid}-12{steps.SUFFIX}"))
+    assert history.by_pid(pid) == ()
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+        assert history.by_pid(pid) == ()
+
+
+def test_doctor_shows_a_dead_engine(engine: Child, vllmops: Any, monkeypatch: Any) -> None:
+    engine.run("step(); step(); s.schedule()")
+    monkeypatch.setenv("VLLMOPS_HOME", str(engine.home))
+    engine.kill()
+    pid = str(engine.process.pid)
+    answer = vllmops("doctor", "--history", "-t", pid)
+    assert answer.code == 0, answer
+    assert "never ended" in answer.out
+    assert answer.out.isascii() or "─" in answer.out
+    answer = vllmops("doctor", "--history", "-t", pid, "--json")
+    (found,) = answer.data["recordings"]
+    assert (found["pid"], found["alive"]) == (engine.process.pid, False)
+    assert len(found["steps"][0]) == len(answer.data["columns"])
+    assert found["open"]["phase"] == "executing"
+    assert vllmops("doctor", "--history", "-t", "999999").code == 5
