@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import prose
 from .facts import STATS, from_log
 from .places import Place
 from .signatures import Confidence
+
+if TYPE_CHECKING:
+    from ..protocol.server import RasCapture
 
 # These are for texts without blanks, because lines may be wrapped anywhere.
 WATCHDOG = (
@@ -213,6 +217,44 @@ def _ras(text: str, _log: str) -> Iterator[Clue]:
             if len(ranks) > 1 and _weight(ranks) > _weight(best):
                 best = ranks
     yield from _counted(best, "NCCL RAS, operations", aborted=bool(re.search(ABORTED, text)))
+
+
+def polled(captures: Sequence[RasCapture]) -> list[Clue]:
+    """What RAS tells of a server that makes no progress; nothing while its counts move.
+
+    Args:
+        captures: some seconds apart, the oldest first.
+    """
+    if len(captures) < 2:
+        return []
+    first, last = captures[0], captures[-1]
+    log = "".join(last.text.split())
+    if _operations(first.text) != _operations(last.text):
+        return []
+    found = [*_ras(last.text, log), *_launched(last.text, log)]
+    aborted = re.search(ABORTED, last.text)
+    still = f"the counts have stood still for {last.at_s - first.at_s:.0f} s"
+    return [
+        dataclasses.replace(
+            clue,
+            line=f"{clue.line}; {still}",
+            # A spread of one occurs in proven stuck kernels, too.
+            confidence="likely"
+            if clue.ids[0] == "collective-mismatch" and not aborted
+            else "possible",
+        )
+        for clue in found
+    ]
+
+
+def _operations(text: str) -> list[object]:
+    """All counts of a capture."""
+    found: list[object] = re.findall(LAUNCHED, "".join(text.split()))
+    for document in _documents(text):
+        for communicator in _each(document, "communicators"):
+            ranks = [(rank.get("rank"), _counts(rank)) for rank in _each(communicator, "ranks")]
+            found.append((communicator.get("hash"), ranks))
+    return found
 
 
 def _weight(ranks: dict[int, int]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import msgspec
 
 from ..protocol.engine import Beat
 from ..protocol.pasted import Pasted
-from ..protocol.server import Look, ServerSnapshot
+from ..protocol.server import Look, RasCapture, ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
 from ..protocol.steps import StepsRecording
 from . import caches, compares, history, memory, progress, requests, server, stacks
@@ -82,16 +82,19 @@ def explanation(
     snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S
 ) -> stacks.Explanation | None:
     """What the stacks show, together with the samples' figures; None without stacks."""
-    return explain(snapshot.stacks, snapshot.looks, patience_s) if snapshot.stacks else None
+    if not snapshot.stacks:
+        return None
+    return explain(snapshot.stacks, snapshot.looks, patience_s, snapshot.ras)
 
 
 def explain(
     samples: Sequence[StacksSnapshot],
     looks: Sequence[Look],
     patience_s: float = progress.PATIENCE_S,
+    ras: Sequence[RasCapture] = (),
 ) -> stacks.Explanation:
-    """What the stacks of all processes show, together with the samples' figures."""
-    pasted = Pasted(tuple(samples), complete=True)
+    """What the stacks of all processes show, together with the samples' figures and NCCL's."""
+    pasted = Pasted(tuple(samples), complete=True, ras=tuple(ras))
     known = facts(looks, patience_s)
     alone = stacks.explain(pasted)
     # The gauge of running requests keeps its value when the last request is aborted, so stacks that

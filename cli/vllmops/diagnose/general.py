@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
 from ..protocol.stacks import StacksSnapshot
-from .clues import TIMED_OUT, Clue, clues, compiles, weak
-from .matching import ARROW, PROOF, SHOWN_FRAMES, Hit, Scene, Spot, has_lines, label, place, places
+from .clues import TIMED_OUT, Clue, clues, compiles, polled, weak
+from .matching import (
+    ARROW,
+    PROOF,
+    RANKS,
+    SHOWN_FRAMES,
+    Hit,
+    Scene,
+    Spot,
+    has_lines,
+    label,
+    place,
+    places,
+)
 from .places import Place
 from .signatures import Confidence, Signature, catalogue
 from .waiting import COLLECTIVES, Chain, chain
@@ -43,10 +56,24 @@ def hypotheses(scene: Scene) -> list[Hit]:
     if not told:
         said = weak(scene.pasted.text, scene.log, scene.facts)
         told += [hit for clue in said for hit in _told(clue)]
+    if scene.facts.get("progress") == "frozen":
+        told += [hit for clue in polled(scene.pasted.ras) for hit in _told(clue)]
     best: dict[str, Hit] = {}
     for hit in told:
-        best.setdefault(hit.signature.id, hit)
+        name = hit.signature.id
+        best[name] = _both(best[name], hit) if name in best else hit
     return list(best.values())
+
+
+def _both(hit: Hit, other: Hit) -> Hit:
+    """One hit with the evidence of two that say the same, and the higher confidence."""
+    surer = max(hit, other, key=lambda found: RANKS.index(found.confidence))
+    return dataclasses.replace(
+        hit,
+        confidence=surer.confidence,
+        doubts=surer.doubts,
+        lines=tuple(dict.fromkeys((*hit.lines, *other.lines))),
+    )
 
 
 def _told(clue: Clue) -> Iterator[Hit]:

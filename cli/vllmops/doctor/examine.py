@@ -19,7 +19,7 @@ from ..diagnose import compares as judge
 from ..diagnose import progress, stacks
 from ..errors import VllmopsError
 from ..home import home, user
-from ..host import kmsg, proc, processes, shm
+from ..host import kmsg, proc, processes, ras, shm
 from ..host.gpu import Gpus
 from ..host.processes import ROLES, Process, Role
 from ..host.states import compilers, state
@@ -41,6 +41,7 @@ from ..protocol.server import (
     Machine,
     ProcessState,
     Pulse,
+    RasCapture,
     ServerSnapshot,
     Told,
     Unseen,
@@ -126,19 +127,24 @@ class Examination:
         self.until_sampled = time.monotonic() + options.stacks_s
         self.looks = list(looks)
         self.samples: list[StacksSnapshot] = []
+        self.ras: list[RasCapture] = []
         self.unseen: list[Unseen] = []
 
     def run(self) -> ServerSnapshot:
-        with ThreadPoolExecutor(10) as pool:  # a thread for each task
+        with ThreadPoolExecutor(11) as pool:  # a thread for each task
             probe = pool.submit(canary, self.server) if self.options.canary else None
             parts = Parts(pool, self.server)
             sample = pool.submit(self.sample)
+            asked = pool.submit(self.ask_nccl)
             self.look()
             sample.result()
+            asked.result()
             time.sleep(max(self.options.interval_s - self.age, 0.0))
             self.look()
             if self.options.always or self.seems_stuck():
                 self.longer(pool)
+            if self.ras:  # the second look decides: counts move, or stand still
+                self.ask_nccl()
             while probe and not probe.done():
                 self.show("waiting for the response to one request for one token")
                 time.sleep(LOOK_S)
@@ -151,6 +157,12 @@ class Examination:
 
     def look(self) -> None:
         self.looks.append(look(self.server, self.began))
+
+    def ask_nccl(self) -> None:
+        """Ask NCCL's RAS service, where one of the server's processes has it."""
+        if not self.server.fleet:
+            asked = self.server.of(Role.ENGINE, Role.WORKER)
+            self.ras += ras.captures(asked, self.began)
 
     def sample(self) -> None:
         """Take the stacks once."""
@@ -235,6 +247,7 @@ class Examination:
             stage=record.stage if record else "",
             looks=tuple(self.looks),
             stacks=tuple(self.samples),
+            ras=tuple(self.ras),
             machine=Machine(memory_total=0, memory_available=0),
             unseen=(*self.unseen, *(rest if server.processes else [])),
         )
@@ -269,6 +282,7 @@ class Examination:
             comparisons=compared,
             patches=tuple(patches),
             stacks=tuple(self.samples),
+            ras=tuple(self.ras),
             memory=None if began is None else memory.newest(server.label, began),
             recordings=parts.history.result().recordings,
             guard=parts.guard.result(),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .stacks import Frame, StacksSnapshot
+
+if TYPE_CHECKING:
+    from .server import RasCapture
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Pasted:
         complete: whether all processes of the server are known to be in it.
         sections: what each person wrote, where the text is an issue with several that tell
             something; the other fields are then of all of them together.
+        ras: what NCCL said of a live server, in its order.
     """
 
     samples: tuple[StacksSnapshot, ...]
@@ -40,3 +45,4 @@ class Pasted:
     text: str = ""
     complete: bool = False
     sections: tuple[Pasted, ...] = ()
+    ras: tuple[RasCapture, ...] = ()

@@ -250,6 +250,21 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     xids: tuple[Xid, ...] = ()
 
 
+class RasCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """What NCCL's RAS service said of its communicators.
+
+    Args:
+        at_s: seconds since the first look.
+        pid, port: of the process that answered.
+        text: JSON, or text of an NCCL before 2.28.
+    """
+
+    at_s: float
+    pid: int
+    port: int
+    text: str
+
+
 class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One server.
 
@@ -271,6 +286,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
             `caches` tell as much.
         patches: by process.
         stacks: samples, in their order.
+        ras: what NCCL said, in its order; empty without an NCCL that tells.
         memory: the newest recording of it, None without one.
         recordings: the last steps of its engines.
         guard: who can reach it.
@@ -296,6 +312,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     comparisons: tuple[Comparison, ...] = ()
     patches: tuple[ProcessPatches, ...] = ()
     stacks: tuple[StacksSnapshot, ...] = ()
+    ras: tuple[RasCapture, ...] = ()
     memory: Recording | None = None
     recordings: tuple[StepsRecording, ...] = ()
     guard: Guard = Guard()

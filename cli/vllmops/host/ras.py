@@ -1,0 +1,114 @@
+"""Asks NCCL's own view of its communicators: the RAS service of a process of the server.
+
+NCCL 2.24 and newer listens on TCP port 28028 of one process on each node (``NCCL_RAS_ADDR``,
+``NCCL_RAS_ENABLE``), and gives JSON since 2.28. The protocol is that of ``ncclras``, see
+``src/ras/client.cc`` of NCCL.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+import psutil
+
+from ..protocol.server import RasCapture
+from .processes import Process
+
+PORT = 28028
+ASKED_S = 2  # for the ranks of other nodes
+ANSWER_S = 4.0  # for all of the answer
+ANSWER_BYTES = 8 << 20
+
+
+def captures(processes: Iterable[Process], began: float) -> Iterator[RasCapture]:
+    """What the RAS services of a server answer; nothing where NCCL has none.
+
+    Args:
+        processes: of the server; a service of anybody else is not asked.
+        began: of the examination, by the monotonic clock.
+    """
+    for process in processes:
+        for address in listening(process.pid):
+            with suppress(OSError, ValueError):
+                text = ask(address)
+                at_s = time.monotonic() - began
+                yield RasCapture(at_s=at_s, pid=process.pid, port=address[1], text=text)
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Where a process's RAS service listens: at most one address."""
+    try:
+        process = psutil.Process(pid)
+        environment = process.environ()
+        port = wanted(environment)
+        found = process.net_connections("tcp") if port else []
+    except (psutil.Error, OSError):
+        return []
+    at = [c.laddr for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    return [(local(place.ip), place.port) for place in at[:1]]
+
+
+def wanted(environment: dict[str, str]) -> int:
+    """The port that NCCL's variables name; 0 if they turn the service off."""
+    if environment.get("NCCL_RAS_ENABLE", "1").strip() == "0":
+        return 0
+    _, _, port = environment.get("NCCL_RAS_ADDR", "").rpartition(":")
+    return int(port) if port.isdecimal() and 0 < int(port) < 1 << 16 else PORT
+
+
+def local(address: str) -> str:
+    """An address to connect to, of one to listen on."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+
+
+def ask(address: tuple[str, int]) -> str:
+    """The status of all communicators: JSON, or text of an NCCL before 2.28.
+
+    Raises:
+        OSError: nobody answers in time.
+        ValueError: it is another service.
+    """
+    until = time.monotonic() + ANSWER_S
+    with socket.create_connection(address, timeout=1.0) as peer:
+        line(peer, "CLIENT PROTOCOL 2", b"SERVER PROTOCOL", until)
+        line(peer, f"TIMEOUT {ASKED_S}", b"OK", until)
+        # Older ones refuse it, and go on in text.
+        with suppress(ValueError):
+            line(peer, "SET FORMAT json", b"OK", until)
+        peer.sendall(b"VERBOSE STATUS\n")
+        content = b""
+        while part := received(peer, until):
+            content += part
+            if len(content) > ANSWER_BYTES:
+                raise ValueError("the answer is too long")
+    return content.decode("utf-8", "replace")
+
+
+def line(peer: socket.socket, words: str, answer: bytes, until: float) -> None:
+    """Send one line, and expect one.
+
+    Raises:
+        OSError: as `ask` does.
+        ValueError: the answer begins otherwise.
+    """
+    peer.sendall(f"{words}\n".encode())
+    content = b""
+    while not content.endswith(b"\n") and len(content) < 1 << 10:
+        part = received(peer, until)
+        if not part:
+            raise ConnectionError("the service hung up")
+        content += part
+    if not content.upper().startswith(answer):
+        raise ValueError(f"it answered {content[:60]!r}")
+
+
+def received(peer: socket.socket, until: float) -> bytes:
+    """The next part of an answer; empty at its end."""
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    peer.settimeout(left_s)
+    return peer.recv(1 << 16)

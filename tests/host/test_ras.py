@@ -1,0 +1,156 @@
+"""NCCL's RAS service: whose it is, what it says, and what two looks at it tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllmops.diagnose.clues import polled
+from vllmops.diagnose.stacks import explain
+from vllmops.host import ras
+from vllmops.protocol.pasted import Pasted
+from vllmops.protocol.server import RasCapture
+
+PROGRAM = Path(__file__).parents[1] / "support/nccl_ras.py"
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Makes a process with a RAS service, of a behaviour and answers."""
+    with ExitStack() as stack:
+
+        def made(kind: str, *answers: str, **environment: str) -> Any:
+            files = [tmp_path / f"{number}" for number, _ in enumerate(answers)]
+            for file, answer in zip(files, answers, strict=True):
+                file.write_text(answer)
+            # NCCL reads its variables before it listens, so the port is taken before.
+            port = subprocess.Popen(
+                [sys.executable, "-c", WRAPPER, str(PROGRAM), kind, *map(str, files)],
+                stdout=subprocess.PIPE,
+                env={**os.environ, **environment},
+                text=True,
+            )
+            stack.callback(port.communicate)
+            stack.callback(port.kill)
+            assert port.stdout
+            port.stdout.readline()
+            return SimpleNamespace(pid=port.pid)
+
+        yield made
+
+
+# The service's own program; the variable with its port is in its environment from the start.
+WRAPPER = """
+import os, socket, sys
+with socket.create_server(("127.0.0.1", 0)) as taken:
+    port = taken.getsockname()[1]
+os.environ.setdefault("NCCL_RAS_ADDR", f"localhost:{port}")
+text = open(sys.argv[1]).read().replace('("127.0.0.1", 0)', f'("127.0.0.1", {port})')
+os.execv(sys.executable, [sys.executable, "-c", text, *sys.argv[2:]])
+"""
+
+
+def status(*counts: int, aborted: bool = False) -> str:
+    """RAS's JSON of one communicator."""
+    ranks = [
+        {"rank": rank, "status": {"abort_flag": aborted}, "collective_counts": {"AllReduce": count}}
+        for rank, count in enumerate(counts)
+    ]
+    return json.dumps({"communicators": [{"hash": "0x1", "size": len(counts), "ranks": ranks}]})
+
+
+MISMATCH = """Communicators ranks have different AllReduce operation counts
+  Rank 1 has launched up to operation 911 -- GPU 0 managed by process 285 on node b
+  Rank 0 has launched up to operation 860 -- GPU 0 managed by process 341 on node a
+"""
+
+
+def looks(process: Any) -> list[RasCapture]:
+    return [found for _ in range(2) for found in ras.captures([process], time.monotonic())]
+
+
+@pytest.mark.parametrize(
+    ("answers", "first", "confidence", "subject"),
+    [
+        ((status(20, 20, 17, 20),), "collective-mismatch", "likely", "rank 2"),
+        ((status(20, 20, 17, 20, aborted=True),), "collective-mismatch", "possible", "rank 2"),
+        ((status(8, 8, 8, 8),), "gpu-kernel-stuck", "possible", "rank 0"),
+        ((status(8, 8, 7, 8),), "gpu-kernel-stuck", "possible", "rank 2"),
+    ],
+)
+def test_counts_that_stand_still(
+    start: Start, answers: tuple[str, ...], first: str, confidence: str, subject: str
+) -> None:
+    (clue,) = polled(looks(start("json", *answers)))
+    assert (clue.ids[0], clue.confidence) == (first, confidence)
+    assert clue.subject.startswith(subject)
+    assert "have stood still" in clue.line
+
+
+def test_counts_that_move_tell_of_work(start: Start) -> None:
+    found = looks(start("json", status(8, 9), status(10, 12)))
+    assert len(found) == 2
+    assert polled(found) == []
+    assert polled(found[:1]) == []
+
+
+def test_an_older_service_answers_in_text(start: Start) -> None:
+    (clue,) = polled(looks(start("old", MISMATCH)))
+    assert (clue.ids[0], clue.subject) == ("collective-mismatch", "rank 0")
+
+
+@pytest.mark.parametrize("kind", ["silent", "other", "endless"])
+def test_a_service_that_is_none_is_given_up(start: Start, kind: str) -> None:
+    began = time.monotonic()
+    assert list(ras.captures([start(kind, "")], began)) == []
+    assert time.monotonic() - began < ras.ANSWER_S + 2
+
+
+def test_only_a_service_of_the_server_is_asked(start: Start) -> None:
+    stranger = start("json", status(1, 1))
+    assert ras.listening(stranger.pid)
+    assert ras.listening(os.getpid()) == []
+    assert ras.listening(start("json", status(1), NCCL_RAS_ENABLE="0").pid) == []
+    assert ras.listening(start("json", status(1), NCCL_RAS_ADDR="localhost:1").pid) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "port"),
+    [
+        ("", ras.PORT),
+        ("localhost:4711", 4711),
+        ("[::1]:4711", 4711),
+        ("x", ras.PORT),
+        (":0", 28028),
+    ],
+)
+def test_the_port_that_is_named(value: str, port: int) -> None:
+    assert ras.wanted({"NCCL_RAS_ADDR": value}) == port
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"communicators": 3}', "\0" * 99])
+def test_answers_without_counts_tell_nothing(text: str) -> None:
+    captures = [RasCapture(at_s=at, pid=1, port=1, text=text) for at in (0.0, 5.0)]
+    assert polled(captures) == []
+
+
+def test_it_counts_where_a_server_makes_no_progress() -> None:
+    captures = tuple(
+        RasCapture(at_s=at, pid=1, port=1, text=status(20, 17, 20)) for at in (0.0, 5.0)
+    )
+    pasted = Pasted((), complete=True, ras=captures)
+    found = explain(pasted, {"progress": "frozen"})
+    assert (found.verdict, found.findings[0].code) == ("hang", "stack.collective-mismatch")
+    assert found.findings[0].subject == "rank 1"
+    assert explain(pasted, {"waiting": "0"}).findings == ()
