@@ -10,15 +10,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from vllmops.host import listeners
+from vllmops.host.processes import Role
+from vllmops.protocol.remote import PROCESSES
 
 from ..support.children import Spawn
 from ..support.commands import Vllmops, background
 from ..support.far import far
 from ..support.fleet import TOKEN, Fleet, token_file
+from ..support.ranked import standing
+from ..support.waiting import until
 
 
 @pytest.fixture
@@ -69,6 +74,34 @@ def test_every_command_that_reads(vllmops: Vllmops, fleet: Fleet) -> None:
     assert answer.data["vllm_version"] == "0.32.0"
     answer = vllmops("wait", *fleet.words(), "--for", "ready", "--timeout", "5", "--json")
     assert (answer.code, answer.data["state"]) == (0, "ready")
+
+
+def test_actors_of_the_server_and_no_other_process(
+    vllmops: Vllmops, fleet: Fleet, spawn: Spawn, tmp_path: Path
+) -> None:
+    """Ray's actors are not below the server; their agents say whose they are."""
+    fleet.child.run(standing("api", sizes=(1, 2, 1)))
+    own, away, stranger = (
+        spawn("ray::RayWorkerProc.run", Role.WORKER, tmp_path / home)
+        for home in ("there", "elsewhere", "there")
+    )
+    for actor, instance, rank in ((own, "1", 0), (away, "1", 1), (stranger, "2", 1)):
+        actor.run(standing("worker", instance=instance, rank=rank, sizes=(1, 2, 1)))
+
+    def listed() -> dict[int, str]:
+        answer = vllmops("ps", *fleet.words(), "--json")
+        assert answer.code == 0, answer
+        (row,) = answer.data["instances"]
+        return {p["pid"]: f"{p['role']} {p['ranks']} {p['agent']}" for p in row["processes"]}
+
+    rows = {own.process.pid: "worker DP0 TP0 answers", away.process.pid: "worker DP0 TP1 answers"}
+    until(lambda: rows.items() <= listed().items(), explain=listed)
+    assert stranger.process.pid not in listed()
+    dumped = vllmops("stacks", "dump", *fleet.words(), "--json").data["processes"]
+    assert {own.process.pid, away.process.pid} < {process["pid"] for process in dumped}
+    url = f"{fleet.url}{PROCESSES}/{stranger.process.pid}/hello"
+    refused = httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "agent.gone")
 
 
 def test_an_action(vllmops: Vllmops, fleet: Fleet) -> None:
