@@ -153,6 +153,25 @@ def test_what_makes_no_sense_from_elsewhere_says_so(
     assert "own machine only" in answer.error["message"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("stop",), ("restart",), ("logs",), ("attach",), ("watch",), ("bundle",)),
+        *(("memory", "record"), ("keys", "push"), ("responses", "list")),
+        ("responses", "show", "resp_1"),
+    ],
+    ids=" ".join,
+)
+def test_what_works_with_one_server_takes_no_other_one(
+    vllmops: Vllmops, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    (file := tmp_path / "fleet").write_text("a\nb\n")
+    for targets in (("-t", "a", "--target", "b"), ("-t", f"@{file}"), ("-ta", "--target=a")):
+        answer = vllmops(*words, *targets, "--json")
+        assert (answer.code, answer.error["code"]) == (2, "usage")
+        assert "works with one server" in answer.error["message"]
+
+
 @pytest.mark.parametrize("words", [("status",), ("cache", "inspect"), ("doctor",)])
 def test_no_token_goes_over_a_line_that_others_may_read(
     vllmops: Vllmops, tmp_path: Path, words: tuple[str, ...]
