@@ -10,15 +10,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from vllmops.host import listeners
+from vllmops.host.processes import Role
+from vllmops.protocol.remote import PROCESSES
 
 from ..support.children import Spawn
 from ..support.commands import Vllmops, background
 from ..support.far import far
 from ..support.fleet import TOKEN, Fleet, token_file
+from ..support.ranked import standing
+from ..support.waiting import until
 
 
 @pytest.fixture
@@ -71,6 +76,34 @@ def test_every_command_that_reads(vllmops: Vllmops, fleet: Fleet) -> None:
     assert (answer.code, answer.data["state"]) == (0, "ready")
 
 
+def test_actors_of_the_server_and_no_other_process(
+    vllmops: Vllmops, fleet: Fleet, spawn: Spawn, tmp_path: Path
+) -> None:
+    """Ray's actors are not below the server; their agents say whose they are."""
+    fleet.child.run(standing("api", sizes=(1, 2, 1)))
+    own, away, stranger = (
+        spawn("ray::RayWorkerProc.run", Role.WORKER, tmp_path / home)
+        for home in ("there", "elsewhere", "there")
+    )
+    for actor, instance, rank in ((own, "1", 0), (away, "1", 1), (stranger, "2", 1)):
+        actor.run(standing("worker", instance=instance, rank=rank, sizes=(1, 2, 1)))
+
+    def listed() -> dict[int, str]:
+        answer = vllmops("ps", *fleet.words(), "--json")
+        assert answer.code == 0, answer
+        (row,) = answer.data["instances"]
+        return {p["pid"]: f"{p['role']} {p['ranks']} {p['agent']}" for p in row["processes"]}
+
+    rows = {own.process.pid: "worker DP0 TP0 answers", away.process.pid: "worker DP0 TP1 answers"}
+    until(lambda: rows.items() <= listed().items(), explain=listed)
+    assert stranger.process.pid not in listed()
+    dumped = vllmops("stacks", "dump", *fleet.words(), "--json").data["processes"]
+    assert {own.process.pid, away.process.pid} < {process["pid"] for process in dumped}
+    url = f"{fleet.url}{PROCESSES}/{stranger.process.pid}/hello"
+    refused = httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "agent.gone")
+
+
 def test_an_action(vllmops: Vllmops, fleet: Fleet) -> None:
     answer = vllmops("cache", "reset", *fleet.words(), "--json")
     # There is no engine client in it to reset; that is what its agent says.
@@ -118,6 +151,25 @@ def test_what_makes_no_sense_from_elsewhere_says_so(
     answer = vllmops(*words, "-t", "https://192.0.2.1", "--json", env=environment)
     assert (answer.code, answer.error["code"]) == (2, "target.remote")
     assert "own machine only" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("stop",), ("restart",), ("logs",), ("attach",), ("watch",), ("bundle",)),
+        *(("memory", "record"), ("keys", "push"), ("responses", "list")),
+        ("responses", "show", "resp_1"),
+    ],
+    ids=" ".join,
+)
+def test_what_works_with_one_server_takes_no_other_one(
+    vllmops: Vllmops, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    (file := tmp_path / "fleet").write_text("a\nb\n")
+    for targets in (("-t", "a", "--target", "b"), ("-t", f"@{file}"), ("-ta", "--target=a")):
+        answer = vllmops(*words, *targets, "--json")
+        assert (answer.code, answer.error["code"]) == (2, "usage")
+        assert "works with one server" in answer.error["message"]
 
 
 @pytest.mark.parametrize("words", [("status",), ("cache", "inspect"), ("doctor",)])

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from ..support.extent import EVERYTHING
+from ..support.fleet import token_file
 from ..support.waiting import until
 from .conftest import Cli, PlugIn, free_port, kill, ringed
 from .ranks import FOLDER, NOBIND, RUN, Ranks, encoder_rows
@@ -168,7 +169,8 @@ def lab(bare: Lab) -> Lab:
 @pytest.fixture(scope="module")
 def actors(lab: Lab, cli: Cli) -> Iterator[Ranks]:
     """A vision server whose two workers are actors."""
-    served = lab.serve("actors", "vision", *ringed(cli, cli.home / "actors.json"))
+    token = ("--admin-token", str(token_file(cli.home)))
+    served = lab.serve("actors", "vision", *token, *ringed(cli, cli.home / "actors.json"))
     yield served
     cli("stop", "actors", "--force")
 
@@ -182,6 +184,20 @@ def test_actors_are_workers_of_the_server(actors: Ranks, lab: Lab) -> None:
     rows = actors.server.cli("ps", "--json").data["instances"]
     own = [row for row in rows if {p["pid"] for p in row["processes"]} & set(pids.values())]
     assert [row["name"] for row in own] == ["actors"]
+
+
+def test_actors_are_seen_from_another_machine(actors: Ranks) -> None:
+    server = actors.server
+    far = ("-t", server.url, "--admin-token", str(server.home / "admin.token"), "--json")
+    (row,) = server.cli("ps", *far).data["instances"]
+    rows = [(p["role"], p["ranks"], p["pid"], p["agent"]) for p in row["processes"]]
+    known = [(p["role"], p["ranks"], p["pid"], p["agent"]) for p in actors.rows()]
+    assert [found for found in rows if found in known] == known
+    caches = server.cli("cache", "inspect", *far).data["caches"]
+    assert [c["ranks"] for c in caches if c["side"] == "worker" and c["kind"] == "encoder"] == [
+        "TP0",
+        "TP1",
+    ]
 
 
 def test_an_actor_holds_no_keys(actors: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""This server's processes and their agents, for admins on another machine.
+"""This server's processes on this node and their agents, for admins on another machine.
 
 ``GET /v1/vllmops/processes`` lists the processes; what is below it is passed on to the agents'
 Unix sockets, so that a remote vllmops sees what one on this machine sees. Only the routes in
@@ -8,31 +8,29 @@ Unix sockets, so that a remote vllmops sees what one on this machine sees. Only 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from msgspec.structs import replace
-
 from .. import __version__
 from ..errors import VllmopsError
 from ..host import proc, processes
-from ..host.processes import ROLES, Process, Table
+from ..host.processes import ROLES, Process
 from ..host.shape import option
 from ..host.states import compilers, state
-from ..protocol.place import place
 from ..protocol.remote import GETS, LONGEST_S, POSTS, Member, Members
 from ..protocol.server import Pulse
-from ..rpc import agent
+from ..rpc import agent, membership
 
 T = TypeVar("T")
 
 GET_S = 10.0
 MOST_AT_ONCE = 16
+FRESH_S = 0.5  # a look at the process table serves the questions of one moment
 ANSWER_BYTES = 64 << 20  # as many as the other end takes
 
 _seats = threading.BoundedSemaphore(MOST_AT_ONCE)
@@ -65,13 +63,38 @@ async def aside(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(done)
 
 
+class Nearby:
+    """The processes of this server on this node, as they were a moment ago."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.tree: tuple[Process, ...] = ()
+        self.at = -FRESH_S
+
+    def all(self) -> tuple[Process, ...]:
+        """Its processes, root first; Ray's actors and headless engines are among them."""
+        with self.lock:
+            if time.monotonic() - self.at > FRESH_S:
+                table = processes.table()
+                tree = processes.tree(table, [root(os.getpid())])
+                self.tree = membership.complete(table, tree)
+                self.at = time.monotonic()
+            return self.tree
+
+    def find(self, pid: int) -> Process | None:
+        """The process with that pid, None if it is gone, or none of this server's."""
+        process = next((process for process in self.all() if process.pid == pid), None)
+        return process if process and processes.alive(process) else None
+
+
+_nearby = Nearby()
+
+
 def members() -> Members:
     """The processes of this server on this node."""
-    table = family(os.getpid())
-    root = next(iter(table))
-    beats = {process: beat(process) for process in processes.tree(table, [root])}
-    found = [placed(process, pulse) for process, pulse in beats.items()]
-    arguments = processes.serve_arguments(table[root].words) or ()
+    found = _nearby.all()
+    beats = {process: beat(process) for process in found}
+    arguments = processes.serve_arguments(proc.command_line(found[0].pid)) or ()
     first = next(iter(arguments), "-")
     return Members(
         vllmops=__version__,
@@ -80,31 +103,22 @@ def members() -> Members:
         processes=tuple(map(member, found)),
         pulses=tuple(
             Pulse(**agent.shown(process), pid=process.pid, age_s=pulse.age_s, beat=pulse.beat)
-            for process, pulse in zip(found, beats.values(), strict=True)
+            for process, pulse in beats.items()
             if pulse
         ),
         compilers=tuple(compilers(found[:1])),
     )
 
 
-def family(pid: int) -> Table:
-    """The process table, of the tree of one server alone, its root first.
-
-    Args:
-        pid: any process of it.
-    """
-    root = pid
+def root(pid: int) -> int:
+    """The topmost vLLM process above one, or that one itself."""
+    found = pid
     while pid := proc.parent(pid):
         with suppress(OSError):
             words = processes.seen(pid).words
             if processes.serve_arguments(words) is not None or processes.titled(words):
-                root = pid
-    queue, table = [root], {}
-    for known in queue:
-        with suppress(OSError):
-            table[known] = processes.seen(known)
-            queue += [child for child in proc.children(known) if child not in queue]
-    return table
+                found = pid
+    return found
 
 
 def member(process: Process) -> Member:
@@ -119,16 +133,6 @@ def beat(process: Process) -> agent.Pulse | None:
     with suppress(VllmopsError):
         return agent.beat(process) if process.role in ROLES else None
     return None
-
-
-def placed(process: Process, pulse: agent.Pulse | None) -> Process:
-    """A process with its node and its ranks, as its title and its heartbeat tell them."""
-    if pulse is None:
-        return dataclasses.replace(process, place=replace(process.place, node=os.uname().nodename))
-    said, titled = pulse.beat.standing, process.place.numbers()
-    sizes = said.sizes | dict.fromkeys(titled, 2)  # in a title, so there are several
-    found = place(said.node, titled | said.numbers(), sizes)
-    return dataclasses.replace(process, place=found)
 
 
 def passed_on(method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
@@ -146,9 +150,7 @@ def passed_on(method: str, path: str, body: bytes | None, timeout_s: float) -> t
     pid, _, route = path.partition("/")
     if route not in (GETS if method == "GET" else POSTS) or not pid.isdecimal():
         raise VllmopsError("admin.no-route", "there is no such admin route")
-    tree = processes.tree(table := family(os.getpid()), [next(iter(table))])
-    process = next((process for process in tree if process.pid == int(pid)), None)
-    if process is None:
+    if (process := _nearby.find(int(pid))) is None:
         raise VllmopsError("agent.gone", f"pid {pid} is not a process of this server")
     longest = GET_S if method == "GET" else LONGEST_S
     reached = agent.reach(process, timeout_s=min(timeout_s, longest))

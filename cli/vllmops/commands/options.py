@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -121,10 +122,28 @@ def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Name
     """Check a target that was typed, or several; one from the environment may not be needed."""
     source = param.name and ctx.get_parameter_source(param.name)
     if target is not None and source and source.name == "COMMANDLINE":
+        if isinstance(target, str) and param.param_type_name == "option":
+            only_one(ctx, param, target)
         for word in [target] if isinstance(target, str) else target:
             if isinstance(target, str) or not word.startswith("@"):
                 parsed(word)
     return target
+
+
+def only_one(ctx: typer.Context, param: typer.CallbackParam, target: str) -> None:
+    """Refuse several targets where one is taken: of options, the last one would win unnoticed."""
+    above: Any = ctx
+    words = sys.argv[1:]
+    while above := above.parent:
+        words = words[1:]
+    *_, order = ctx.command.make_parser(ctx).parse_args(words)
+    if order.count(param) > 1 or target.startswith("@"):
+        raise VllmopsError(
+            "usage",
+            f"{ctx.info_name} works with one server, not with several",
+            "use one --target",
+            exit_code=Exit.USAGE,
+        )
 
 
 HELP = "Instance name, pid or URL of a server; not needed if only one runs."

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Iterator, Mapping
-from importlib import resources
 
 import msgspec
 
 from ..protocol.packages import MACHINE
+from . import toml
 from .findings import Finding, Rule, Severity
 
 BAD_VERSION = Rule(
@@ -39,8 +38,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """The table."""
-    text = resources.files(__package__).joinpath("packages.toml").read_text("utf-8")
-    return msgspec.convert(tomllib.loads(text), Table).row
+    return toml.read("packages.toml", Table).row
 
 
 def bad(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[Row]:

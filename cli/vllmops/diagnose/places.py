@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 
 import msgspec
 
 from ..protocol.stacks import Frame, ProcessStacks, Thread
+from . import toml
 from .signatures import CACHED, bare
 
 # Frames that say nothing of their own: what they wait for stands further out.
@@ -133,8 +132,7 @@ class Place:
 @functools.cache
 def tables() -> Tables:
     """The tables, as the file has them."""
-    content = resources.files(__package__).joinpath("frames.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(content), Tables)
+    return toml.read("frames.toml", Tables)
 
 
 @functools.cache

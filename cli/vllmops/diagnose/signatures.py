@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import tomllib
-from importlib import resources
 from typing import Literal
 
 import msgspec
 
 from ..protocol.stacks import Frame
+from . import toml
 from .findings import Severity
 
 CACHED = 1 << 14  # frames and patterns: dumps repeat the same frames
@@ -115,8 +114,7 @@ class _Catalogue(msgspec.Struct, forbid_unknown_fields=True):
 @functools.cache
 def catalogue() -> tuple[Signature, ...]:
     """All signatures, in the order of the file."""
-    content = resources.files(__package__).joinpath("stacks.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(content), _Catalogue).signature
+    return toml.read("stacks.toml", _Catalogue).signature
 
 
 @functools.cache

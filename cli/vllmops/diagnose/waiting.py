@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 
 import msgspec
 
 from ..protocol.pasted import Crash
 from ..protocol.stacks import ProcessStacks, StacksSnapshot
+from . import toml
 from .facts import agrees
 from .places import NOWHERE, Place, is_main, name_of, own, place_of, waits_of
 
@@ -61,8 +60,7 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def answers() -> Answers:
     """The table of answers, in the order of the file."""
-    content = resources.files(__package__).joinpath("answers.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(content), Answers)
+    return toml.read("answers.toml", Answers)
 
 
 def hang_of(crash: Crash) -> str:

@@ -23,7 +23,6 @@ from ..host import kmsg, proc, processes, ras, shm
 from ..host.gpu import Gpus
 from ..host.processes import ROLES, Process, Role
 from ..host.states import compilers, state
-from ..instances import membership
 from ..instances.servers import Server
 from ..memory import record as memory
 from ..protocol import identity
@@ -47,7 +46,7 @@ from ..protocol.server import (
     Unseen,
 )
 from ..protocol.stacks import StacksSnapshot
-from ..rpc import agent
+from ..rpc import agent, membership
 from ..stacks import pyspy
 from ..vllm_api import http
 from . import history

@@ -1,1 +1,1 @@
-"""Servers on this machine: registry, discovery, membership, supervisor."""
+"""Servers on this machine: registry, discovery, supervisor."""

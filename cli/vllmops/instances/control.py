@@ -22,7 +22,7 @@ from ..errors import Exit, VllmopsError
 from ..files import peer
 from ..home import user
 from . import detached
-from .record import Folder, Record
+from .record import RECORDS, Folder, Record
 
 STOP_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
@@ -82,7 +82,7 @@ class Control:
                 line = lines.readline()
                 if not line.endswith(b"\n"):
                     return
-                yield msgspec.json.decode(line, type=Record)
+                yield RECORDS.decode(line)
 
     def close(self) -> None:
         self.connection.close()

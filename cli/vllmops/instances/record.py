@@ -109,6 +109,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return address(self.scheme, self.host, self.port, self.uds)
 
 
+# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
+RECORDS = msgspec.json.Decoder(Record)
+
+
 def address(scheme: str, host: str | None, port: int | None, uds: str | None) -> str | None:
     """A server's URL, None if it listens on nothing that is known."""
     if uds:
@@ -169,7 +173,8 @@ class Folder:
         """
         try:
             content = read_private(own(self.path) / self.record_file.name, None, RECORD_BYTES)
-            return msgspec.json.decode(content, type=Record)
+            found: Record = RECORDS.decode(content)
+            return found
         except FileNotFoundError:
             return None
         except OSError as error:

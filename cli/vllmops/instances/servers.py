@@ -15,10 +15,10 @@ from ..host.listeners import here
 from ..host.processes import Process, Role
 from ..host.shape import option, shape, unix_path
 from ..protocol.identity import Identity, boot_id
+from ..rpc import membership
 from ..store.urls import shown
 from ..targets import Pod, Url, access, parsed
 from ..vllm_api.place import Place
-from . import membership
 from .control import adopt
 from .record import Folder, Record, State, address, folders
 

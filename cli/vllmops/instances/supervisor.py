@@ -35,7 +35,8 @@ from ..host.processes import VITAL, Process, Role, alive
 from ..protocol import identity
 from ..protocol.identity import boot_id
 from ..protocol.place import named
-from . import logs, membership, readiness, takedown, watcher
+from ..rpc import membership
+from . import logs, readiness, takedown, watcher
 from .control import Request, connect
 from .peers import Peers
 from .record import Failure, Folder, Record, State, folders

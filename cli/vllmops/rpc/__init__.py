@@ -1,1 +1,1 @@
-"""Agents' sockets, from the command line's side."""
+"""Agents' sockets, and which processes are one server's as their agents tell it."""

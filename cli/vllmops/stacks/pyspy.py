@@ -72,6 +72,10 @@ class _Thread(msgspec.Struct):
     os_thread_id: int | None = None
 
 
+# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
+THREADS = msgspec.json.Decoder(list[_Thread])
+
+
 class _LateError(VllmopsError):
     """py-spy was killed at its time limit."""
 
@@ -147,7 +151,7 @@ def parse(output: bytes, *, with_locals: bool = False) -> tuple[Thread, ...]:
         VllmopsError: ``stacks.unreadable`` if py-spy 0.4 does not print such output.
     """
     try:
-        threads = msgspec.json.decode(output, type=list[_Thread])
+        threads = THREADS.decode(output)
     except DAMAGE as error:
         raise VllmopsError(
             "stacks.unreadable",

@@ -19,11 +19,12 @@ from ..errors import VllmopsError
 from ..home import make_missing
 from ..host import processes
 from ..host.processes import VITAL
-from ..instances import control, membership
+from ..instances import control
 from ..instances.control import Request
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find
 from ..protocol.server import Look, ServerSnapshot
+from ..rpc import membership
 
 FIND_S = 10.0  # the process table takes long to read
 CAPTURE_S = 18.0  # for evidence; it is judged and written in two more

@@ -20,7 +20,7 @@ from ..host import processes
 from ..host.processes import Process, Role, Table
 from ..host.shape import option
 from ..protocol.place import Standing, place
-from ..rpc import agent
+from . import agent
 
 Tree = tuple[Process, ...]
 NODE = os.uname().nodename

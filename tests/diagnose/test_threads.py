@@ -1,0 +1,31 @@
+"""Several servers are judged at the same time: by threads that all read the tables first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# In a process of its own, which a crash ends; threads change places as often as they can.
+CODE = """
+import sys
+import threading
+from vllmops.diagnose import packages, places, signatures, waiting
+
+def read():
+    start.wait()
+    for table in (signatures.catalogue, places.tables, waiting.answers, packages.rows):
+        assert table()
+
+sys.setswitchinterval(1e-6)
+start = threading.Barrier(32)
+threads = [threading.Thread(target=read) for _ in range(32)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_tables_are_read_by_many_threads() -> None:
+    for _ in range(4):
+        subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60)
