@@ -1,6 +1,8 @@
 """Other nodes of a server: real addresses in a network namespace, and a link that is cut."""
 
+import asyncio
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from typing import IO, Any
 import pytest
 
 from vllmops.host.processes import Process, Role
-from vllmops.instances.peers import PORT, connected
+from vllmops.instances.peers import PORT, answers, connected
 
 from ..support.far import ip, network, running
 from ..support.waiting import until
@@ -67,3 +69,15 @@ def test_neither_a_store_nor_a_client_is_a_node(node: tuple[str, str, int, IO[st
     with socket.create_connection((f"::ffff:{there}", port)):  # as gRPC does
         assert connected([Process(Role.ENGINE, os.getpid(), 1)], None) == {there}
         assert connected([Process(Role.API, os.getpid(), 1)], None) == set()
+
+
+def test_without_a_descriptor_left_no_node_is_missing() -> None:
+    async def without() -> bool | None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            return await answers("127.0.0.1")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert asyncio.run(without()) is None

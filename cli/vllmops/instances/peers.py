@@ -7,6 +7,7 @@ which nobody listens; one that never did so, behind a firewall that drops it, is
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from ..host.processes import Process, Role
 
 PORT = 9  # "discard", which nobody serves any more
 TIMEOUT_S = 1.5
+UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 MISSED = 3  # answers in a row, and the node counts as lost
 MAPPED = "::ffff:"  # IPv4 as a socket of IPv6 shows it
 LEARN_S = 30.0  # between two looks for addresses
@@ -45,7 +47,7 @@ class Peers:
         for address, there in zip(asked, await asyncio.gather(*map(answers, asked)), strict=True):
             if there:
                 self.missed[address] = 0
-            elif address in self.missed:
+            elif there is False and address in self.missed:
                 self.missed[address] += 1
 
     @property
@@ -54,16 +56,18 @@ class Peers:
         return sorted(address for address, count in self.missed.items() if count >= MISSED)
 
 
-async def answers(address: str) -> bool:
-    """Whether a host takes a connection, or refuses it."""
+async def answers(address: str) -> bool | None:
+    """Whether a host takes a connection, or refuses it; None if this process can't ask it."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             _, writer = await asyncio.open_connection(address, PORT)
             writer.close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):
         return True
-    except (OSError, TimeoutError):
+    except TimeoutError:
         return False
+    except OSError as error:
+        return False if error.errno in UNREACHABLE else None
     return True
 
 
