@@ -308,3 +308,79 @@ def test_a_secret_of_several_lines() -> None:
 @pytest.mark.parametrize("value", ["", "None", "null", "true", "[]", "''"])
 def test_nothing_is_no_secret(value: str) -> None:
     assert Redactor().text(f"api_key={value}, x") == f"api_key={value}, x"
+
+
+TABLES = {
+    "commas": ["name,password,role", "bob,{},admin", "ann,{},user"],
+    "quotes": ['"host","client_secret"', '"h, i","{}"'],
+    "semicolons": ["user;api_key;created", "ann;{};2026-01-01"],
+    "tabulators": ["id\ttoken\texpires", "1\t{}\t3600"],
+    "a comment": ["# id | private_key | n", "1 | {} | 2"],
+    "Markdown": ["| user | password |", "|------|----------|", "| bob  | {} |"],
+    "a database": [
+        " login | password | n ",
+        "-------+----------+---",
+        " bob   | {} | 5",
+        "(1 row)",
+    ],
+    "spaces": ["NAME      ACCESS TOKEN      AGE", "ci-bot    {}      5d"],
+}
+VALUES = ["swordfish", "4dfb04f3173c1f2e4dfb04f3173c1f2e", "4dfb04f3-173c-1f2e-4dfb-04f3173c1f2e"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("value", VALUES)
+def test_the_columns_of_tables(name: str, value: str) -> None:
+    _, *rows = [row.format(value) for row in TABLES[name]]
+    _, *told = Redactor().text("\n".join([TABLES[name][0], *rows])).split("\n")
+    if name != "tabulators" or value != "swordfish":  # a model's tokens are words, too
+        rows = [row.replace(f'"{value}"', value).replace(value, MARK) for row in rows]
+    assert told == rows
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "id\ttoken\tlogprob\n12\thello\t-0.25\n13\tworld42\t-1.5",
+        "key,count\nprefix_cache_hits,120",
+        "NAME    READY   AGE\nvllm-0  1/1     5d",
+        "name,password,role\nthe end of the table\na,bcdefg7h,c",
+        "cache_key,hits\n4dfb04f3173c1f2e4dfb04f3173c1f2e,5",
+    ],
+)
+def test_tables_without_secrets(text: str) -> None:
+    assert Redactor().text(text) == text
+
+
+@pytest.mark.parametrize(
+    ("line", "secret"),
+    [
+        ("http h/login user==bob password==swordfish", "swordfish"),
+        ("loaded token from /x/y: 4dfb04f3173c1f2e4dfb04f3173c1f2e", HASH[:32]),
+        ("token=4dfb04f3-173c-1f2e-4dfb-04f3173c1f2e", "4dfb04f3"),
+        ("tok=4dfb04f3173c1f2e4dfb04f3173c1f2e", HASH[:32]),
+        ('{"primaryKey": "4dfb04f3173c1f2e4dfb04f3173c1f2e"}', HASH[:32]),
+        ('{"accessKeySecret": "swordfish"}', "swordfish"),
+        ("npm config set //registry.npmjs.org/:_authToken swordfish7", "swordfish7"),
+        ("gcloud config set auth/client_secret swordfish7", "swordfish7"),
+        ("wrangler secret put API_TOKEN <<< swordfish7", "swordfish7"),
+    ],
+)
+def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
+    assert secret not in Redactor().text(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "PyJWT==2.10.1 google-cloud-secret-manager==2.20.0",
+        "if token == eos_token_id: break",
+        "Sampled token 42, request id 4dfb04f3173c1f2e4dfb04f3173c1f2e",
+        "prefix token block hash 4dfb04f3173c1f2e4dfb04f3173c1f2e found",
+        "primary key column is 'uuid'",
+        "docker compose -p vllm up",
+        "session_id: 4dfb04f3-173c-1f2e-4dfb-04f3173c1f2e",
+    ],
+)
+def test_what_looks_like_it_stays(line: str) -> None:
+    assert Redactor().text(line) == line

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 from . import said
 from .loglines import Lines
 from .secretblocks import PAIR_LINES, Blocks, value_first
+from .secretcolumns import Columns
 from .secretforms import FORMS, MARK
 from .secretnames import STEMS, Kind, kind
 from .secretplaces import PLACES, near
@@ -94,14 +95,14 @@ class Redactor:
 
     def lines(self, lines: Iterable[str]) -> Iterator[str]:
         """Lines as `text`, one by one."""
-        blocks = Blocks()
+        blocks, columns = Blocks(), Columns()
         for line, after in with_next(map(self.literal, self.whole(lines)), PAIR_LINES):
             start = blocks.hidden(line)
             if start is None:
                 start = value_first(line, after)
             if start is None:
                 blocks.begin(line)
-                yield self.line(line)
+                yield self.line(self.without(line, columns.secrets(line)))
             elif NOTHING.match(line, start) or not line[start:]:
                 yield line
             else:
@@ -202,15 +203,19 @@ class Redactor:
     def named(self, line: str) -> str:
         """A line without the values that stand after names."""
         for places in (*PLACES, near):
-            found, at = [], 0
-            for start, end in places(line):
-                if start < at or end <= start or NOTHING.match(line, start):
-                    continue
-                self.counts["secret by its name"] += 1
-                found += [line[at:start], MARK]
-                at = min(end, len(line))
-            line = "".join(found) + line[at:]
+            line = self.without(line, places(line))
         return line
+
+    def without(self, line: str, places: Iterable[tuple[int, int]]) -> str:
+        """A line without what stands in some places, those of nothing excepted."""
+        found, at = [], 0
+        for start, end in places:
+            if start < at or end <= start or NOTHING.match(line, start):
+                continue
+            self.counts["secret by its name"] += 1
+            found += [line[at:start], MARK]
+            at = min(end, len(line))
+        return "".join(found) + line[at:] if found else line
 
     # -- data --------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 # Each name of a secret has one of these.
 STEMS = (
-    *("key", "token", "secret", "pass", "pwd", "cred", "auth", "cookie", "bearer", "dsn", "sig"),
+    *("key", "tok", "secret", "pass", "pwd", "cred", "auth", "cookie", "bearer", "dsn", "sig"),
     *("pat", "jwt", "salt", "otp", "sas", "hook", "conn", "sess", "x-amz", "dockerc", "kubec"),
     *("pin", "pw", "community", "otlp", "otel", "code", "psk", "phrase", "honeycomb", "input_v"),
 )
@@ -56,7 +56,7 @@ ABOUT = words(
 )
 # Before "key": keys of mappings, caches and tables.
 OTHER_KEYS = words(
-    "cache sort primary foreign partition group block mm hash dict lru kv ghost map unique index "
+    "cache sort foreign partition group block mm hash dict lru kv ghost map unique index "
     "row column public pub lookup registry state_dict weight param parameter config query "
     "attention stale missing unexpected unknown duplicate object object json metric metrics "
     "label request "
@@ -127,7 +127,7 @@ def of_words(name: str, before: str) -> Kind:
         found.pop()
     if not found:
         return Kind.NONE
-    if {"api", "access", "auth"} & set(found) or name.isupper():
+    if found[-1] not in STRONG and ({"api", "access", "auth"} & set(found) or name.isupper()):
         # What the secret is for may stand behind it: PYPI_TOKEN_PRIVATE, api_key_eu.
         middle = {"key", "token"} & set(found[1:-1])
         if middle and found[-1] not in ABOUT and not OTHER_TOKENS & set(found):
@@ -143,6 +143,8 @@ def judged(last: str, others: list[str], *, capitals: bool, alone: bool) -> Kind
     qualifier = others[-1]
     if last in {"id", "ids"}:
         rights = {"key", "secret"} & set(others)
+        if qualifier in {"session", "sess"}:
+            return Kind.MAYBE
         return Kind.SECRET if rights and {"access", "private"} & set(others) else Kind.NONE
     if last in ABOUT:
         return Kind.NONE
@@ -169,6 +171,8 @@ def judged(last: str, others: list[str], *, capitals: bool, alone: bool) -> Kind
 def key(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Kind:
     if last in OTHER_KEY_WORDS or qualifier in OTHER_KEYS:
         return Kind.NONE
+    if qualifier in {"primary", "secondary"}:  # a table's, or one of two that give rights
+        return Kind.LIKELY
     if last == "keys":
         if qualifier in RIGHTS_OF_KEYS or capitals:
             return Kind.SECRET

@@ -9,6 +9,7 @@ from .secretnames import Kind, kind
 from .secretvalues import (
     CLOSING,
     CODE,
+    HASH,
     OPENING,
     QUOTE,
     QUOTES,
@@ -26,7 +27,9 @@ SEEN = 300  # characters of a value whose name says little
 NAMED = re.compile(
     r"(?<![\w.$-])(?P<name>[\w.$-]++)"
     rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?::\s?&?[A-Za-z][\w.\[\]| ]{{0,30}}=\s(?=[bru]?{QUOTE})"
-    rf"|=>|:=|<-|=(?!=)|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+|\(string\) (?:\(len=\d+\) )?)?"
+    rf"|=>|:=|<-|<<<|=(?!=)"
+    rf"|(?<!\s)==(?![\s=]|\d+(?:\.\w+)+(?:[\s,;\"']|$))"
+    rf"|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+|\(string\) (?:\(len=\d+\) )?)?"
     rf"|{QUOTE}\]?\)\s+or\s+(?=[bru]?{QUOTE})"
     rf"|{QUOTE}(?P<pair>\s?,\s?|\s(?:a\d+=)?)(?=[bru]?{QUOTE})"
     r"|[ \t]{1,40}(?:[|\u2502\u2192]|->)[ \t]{1,4}|\t+)(?=\S)"
@@ -35,7 +38,8 @@ BEFORE = re.compile(r"(?<![\w.-])((?:[A-Za-z]{1,20}[ -]){1,2})$")
 BEFORE_LENGTH = 42
 OPTION = re.compile(
     r"(?<![\w-])(?:--?(?P<name>[A-Za-z][\w.-]*+)"
-    r"|(?:(?:ENV|ARG|setenv|set -\w{1,3}|con\w+ set) |&)(?P<variable>[\w.-]++))"
+    r"|(?:(?:ENV|ARG|setenv|set -\w{1,3}|con\w+ set) (?:[\w.@:/-]{0,100}[/:])?|&)"
+    r"(?P<variable>[\w.-]++))"
     r"[ \t]+(?=[^\s|&;>\\-])"
 )
 HEADER = re.compile(r"(?i:(?:proxy-)?authorization|(?:set-)?cookie)$")
@@ -61,6 +65,12 @@ RIGHTS = re.compile(
 )
 AROUND = 100  # characters
 NAME = re.compile(r"[A-Za-z][\w-]*+")
+# A token that is none of a model's: its hash would be named.
+TOKEN = re.compile(
+    r"(?i)\b(?<!next )(?<!per )(?<!last )token(?![\w.-])"
+    r"(?:(?!hash|sha|digest|block|cache|commit|revision|request)[^,;])*$"
+)
+TOKEN_BEFORE = 60  # characters
 FREE_WORD = re.compile(
     r"(?:(?<=[\s\"'`(\[<>/])|(?<=\S\.\.\.)|^)[A-Za-z0-9!@#$%^*+~_-]{8,200}={0,2}(?=[.:!?]?(?:[\s\"'`)\]<>,;]|\\[rn]|$))"
 )
@@ -203,11 +213,19 @@ def near(line: str) -> Iterator[tuple[int, int]]:
     names = [(*span, what) for span, what in kinds.items() if what >= Kind.LIKELY]
     for word in FREE_WORD.finditer(line) if names else ():
         start, end = word.span()
+        if bare_token(line, start, word[0]):
+            yield start, end
         if not generated(word[0]) or OF_ANOTHER.search(line, max(start - 8, 0), start):
             continue
         around = {what for first, last, what in names if first - AROUND <= start <= last + AROUND}
         if Kind.SECRET in around or (around and generated(word[0], strict=True)):
             yield start, end
+
+
+def bare_token(line: str, start: int, word: str) -> bool:
+    """Whether a word is a hash by its form, and what stands before it speaks of a token."""
+    before = line[max(start - TOKEN_BEFORE, 0) : start]
+    return bool(HASH.fullmatch(word) and TOKEN.search(before))
 
 
 def tagged(line: str) -> Iterator[tuple[int, int]]:

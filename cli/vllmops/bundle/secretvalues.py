@@ -51,14 +51,17 @@ CODE = re.compile(
 # Of a model's tokens, and of hashes.
 ORDINARY = re.compile(
     r"<\|?[^<>]{0,60}\|?>|\[[A-Z_]{1,20}\]|[\d.,%+\-/ ]{1,40}|[A-Za-z]?[a-z]{0,20}|[A-Z_]{1,30}"
-    r"|[a-z]{1,20}[_-][a-z]{1,20}|[a-z]{1,20}(?:_[a-z]{1,20}){0,9}|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
-    r"|(?:/|\./|~/|[a-z]+://).*|0x[0-9a-f]+"
+    r"|[a-z]{1,20}[_-][a-z]{1,20}|[a-z]{1,20}(?:_[a-z]{1,20}){0,9}"
+    r"|(?:/(?!(?=\D*\d)[A-Za-z0-9+]{16,}={0,2}$)|\./|~/|[a-z]+://).*|0x[0-9a-f]+"
 )
 SEVERAL_WORDS = re.compile(
     r"[A-Za-z][\w.-]*/[\w.-]+|cuda:\d+|[a-z_]+(?:\.[a-z_]\w*)+"  # models, devices, dtypes
     r"|[a-z]{1,20}(?:-[a-z]{1,20}){0,9}|[A-Za-z_]\w*(?:\.\w+){2,}|(?:\{[\w.\[\]!:]+\}\W*)+"
 )
-HASH = re.compile(r"(?:\w{1,12}[-_:])?(?:[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64})")
+HASH = re.compile(
+    r"(?:\w{1,12}[-_:])?(?:[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64}"
+    r"|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})"
+)
 # Letters and digits in one word as people don't write them.
 RUN = re.compile(r"[A-Za-z0-9_+=~-]{20,}+")
 HEXLIKE = re.compile(r"[0-9a-f-]+|[0-9A-F-]+")
