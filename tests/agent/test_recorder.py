@@ -226,6 +226,6 @@ def test_each_rank_has_its_own_also_one_that_died_alone(spawn: Spawn) -> None:
         (first.process.pid, True),
         (second.process.pid, False),
     ]
-    assert [one.ranks for one in found] == ["DP0", "DP1"]
+    assert [one.head and one.head.standing.ranks for one in found] == ["DP0", "DP1"]
     assert "has not ended for" in end(found[0])
     assert "never ended" in end(found[1])

@@ -118,7 +118,7 @@ def own(process: Process) -> StepsRecording:
     path = agent.socket_path(process).with_name(steps.file_name(known))
     found = steps.recording(read(path, agent.owner(process)), process.pid, process.role)
     same = found.head is None or found.head.identity == known
-    return found if same else replace(found, head=None)
+    return replace(found, head=found.head if same else None, **agent.shown(process))
 
 
 def read(path: Path, uid: int | None) -> bytes:

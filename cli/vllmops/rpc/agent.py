@@ -135,7 +135,8 @@ class Agent:
     def steps(self) -> StepsRecording:
         """The last steps of its engine."""
         answer = self.ask("GET", "/steps", StepsFile)
-        return recording(answer.content, self.process.pid, self.process.role)
+        found = recording(answer.content, self.process.pid, self.process.role)
+        return msgspec.structs.replace(found, **shown(self.process))
 
     def requests(self) -> Traffic:
         """Its HTTP requests."""
