@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 
 from vllmops.agent import recorder
+from vllmops.diagnose.history import end
 from vllmops.doctor import history
+from vllmops.instances.servers import Server
 from vllmops.protocol import steps
+from vllmops.rpc.agent import beat, reach
 
 from ..support.children import Child, Spawn
+from ..support.waiting import until
 
 # vLLM's own takes a model; the live tests look at it.
 SCHEDULER = """
@@ -113,8 +117,6 @@ def test_fast_steps_share_a_record(engine: Child) -> None:
 
 
 def test_the_agent_tells_them_too(engine: Child) -> None:
-    from vllmops.rpc.agent import reach
-
     assert reach(engine.process).steps().head is None
     engine.run("step()")
     answer = reach(engine.process).steps()
@@ -199,3 +201,31 @@ def test_doctor_shows_a_dead_engine(engine: Child, vllmops: Any, monkeypatch: An
     assert len(found["steps"][0]) == len(answer.data["columns"])
     assert found["open"]["phase"] == "executing"
     assert vllmops("doctor", "--history", "-t", "999999").code == 5
+
+
+RANK = """
+from vllmops.protocol.place import Standing
+standing = lambda: Standing(servers=("instance x",), dp_rank={rank}, ranks="DP{rank}")
+recorder.standing = service.standing = standing
+"""
+
+
+def test_each_rank_has_its_own_also_one_that_died_alone(spawn: Spawn) -> None:
+    ranks = [spawn() for _ in range(3)]
+    for rank, child in enumerate(ranks):
+        child.run(SCHEDULER)
+        # Of a rank this small stand-in has no configuration of vLLM's.
+        child.run(RANK.format(rank=rank if rank < 2 else 7).replace("x", "x" * (1 + rank // 2)))
+        child.run("step(); time.sleep(0.02); s.schedule()")
+    first, second, stranger = ranks
+    second.kill()
+    stranger.kill()
+    until(lambda: reach(first.process) and beat(first.process).beat.standing.servers)  # type: ignore[union-attr]
+    found = history.of(Server(None, (first.process,))).recordings
+    assert [(one.pid, one.alive) for one in found] == [
+        (first.process.pid, True),
+        (second.process.pid, False),
+    ]
+    assert [one.head and one.head.standing.ranks for one in found] == ["DP0", "DP1"]
+    assert "has not ended for" in end(found[0])
+    assert "never ended" in end(found[1])

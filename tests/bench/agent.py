@@ -37,7 +37,10 @@ MB = 1e6
 AGENT, STOCK, AGAIN = "with the agent", "stock (VLLMOPS_DISABLE=1)", "stock again"
 HOOKED, BARE, BARE_AGAIN = BLOCKS = ("hooked", "bare", "bare again")
 SWITCH = Path(__file__).with_name("switch.py")
-HOOKS = {"FastAPI.__call__", "AsyncLLM.add_request", "Request.__init__"}
+HOOKS = {
+    *("FastAPI.__call__", "AsyncLLM.add_request", "Request.__init__"),
+    *("Scheduler.schedule", "Scheduler.update_from_output"),
+}
 INJECTION_S = 30.0
 
 Values = defaultdict[tuple[str, str], list[float]]

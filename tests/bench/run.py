@@ -33,6 +33,7 @@ from tests.bench import (
     memory,
     patches,
     ranks,
+    recorder,
     responses,
     stacks,
     startup,
@@ -48,6 +49,7 @@ FIELD = Path(__file__).resolve().parents[1] / "diagnose" / "field"
 GROUPS = {
     "startup": startup.measure,
     "agent": agent.measure,
+    "recorder": recorder.measure,
     "stacks": stacks.measure,
     "doctor": doctor.measure,
     "ranks": ranks.measure,

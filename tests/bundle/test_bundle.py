@@ -29,6 +29,7 @@ from vllmops.protocol.bundles import Missing
 from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
 from vllmops.protocol.memory import End, MemorySample, ProcessMemory, Recording, RecordingHead
 from vllmops.protocol.server import ServerSnapshot, Unseen
+from vllmops.protocol.steps import Step, StepsHead, StepsRecording
 from vllmops.stacks.paste import read
 
 from ..diagnose.servers import healthy, looks, metrics, pulse
@@ -74,6 +75,17 @@ MEMORY = Recording(
     end=End(at=3.0),
 )
 
+RECORDED = StepsRecording(
+    role="engine",
+    pid=20,
+    head=StepsHead(pid=20, start_ticks=5, boot="0df5c652-e824-43f0-aa8c-3f066abb52d1"),
+    read_at=1060.0,
+    steps=(
+        Step(4710, 999.0, 0.25, 1, 1, 40, 2, 2, 1, 0, 0.5, "ended"),
+        Step(4711, 1000.0, 0.01, 1, 0, 512, 3, 3, 0, 0, None, "executing"),
+    ),
+)
+
 
 def stuck() -> ServerSnapshot:
     """A server that evicts for ever, with all that can be in a snapshot."""
@@ -83,6 +95,7 @@ def stuck() -> ServerSnapshot:
         stacks=read((STACKS / "mm-cache-eviction-spin.txt").read_text()).samples * 3,
         caches=CACHES,
         memory=MEMORY,
+        recordings=(RECORDED,),
         unseen=(Unseen("agent of worker 30", "agent.absent", "it has none", "attach"),),
     )
 
@@ -94,7 +107,8 @@ def contents(snapshot: ServerSnapshot | None = None, **pieces: Any) -> Contents:
         ending = ".txt" if isinstance(content, str) else ".json"
         found.pieces[name + ending] = Piece(content, 0.1)
     if snapshot:
-        rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None)
+        rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None, recordings=())
+        found.pieces["steps.jsonl"] = Piece(list(snapshot.recordings), 1.0)
         found.pieces["server.json"] = Piece(rest, 1.0)
         found.pieces["stacks.jsonl"] = Piece(list(snapshot.stacks), 1.0)
         if snapshot.caches:
@@ -146,6 +160,11 @@ def test_what_is_written_is_loaded(tmp_path: Path, redact: bool) -> None:
         each.code for each in told.findings
     }
     assert doctor.examine(bundle.load(path)) == told
+    stands = next(each for each in told.findings if each.code == "engine.no-progress")
+    assert stands.evidence.endswith(
+        "; step 4711 began at 00:16:40.000Z and has not ended for 60.0 s: 3 requests, 512 tokens;"
+        " before it, step 4710 took 0.250 s: 2 requests, 40 tokens"
+    )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert index.redacted is redact
 

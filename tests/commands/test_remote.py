@@ -18,6 +18,7 @@ from vllmops.host import listeners
 from vllmops.host.processes import Role
 from vllmops.protocol.remote import PROCESSES
 
+from ..agent.test_recorder import SCHEDULER
 from ..support.children import Spawn
 from ..support.commands import Vllmops, background
 from ..support.far import far
@@ -203,6 +204,18 @@ def test_a_recording_of_memory(vllmops: Vllmops, fleet: Fleet, home: Path) -> No
             assert process["rss_bytes"] == pytest.approx(resident, rel=0.5)
     (kept,) = (home / "memory").glob("*.jsonl")
     assert kept.parent == home / "memory"
+
+
+def test_the_last_steps_of_an_engine(vllmops: Vllmops, fleet: Fleet) -> None:
+    code = repr(SCHEDULER + "step(); s.schedule()") + "\n"
+    engine = f"pipe = below[0].stdin; pipe.write({code.encode()!r}); pipe.flush()"
+    fleet.child.run(f"{engine}; below[0].stdout.readline()")
+    answer = vllmops("doctor", "--history", *fleet.words(), "--json")
+    assert answer.code == 0, answer
+    (found,) = answer.data["recordings"]
+    assert (found["pid"], found["alive"], found["dp_rank"]) == (fleet.engine, True, 1)
+    assert "has not ended for" in found["end"]
+    assert [part["code"] for part in answer.data["unseen"]] == ["remote"]
 
 
 def test_a_bundle_of_what_can_be_had(vllmops: Vllmops, fleet: Fleet, tmp_path: Path) -> None:

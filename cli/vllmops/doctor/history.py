@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -94,14 +94,16 @@ def of(server: Server) -> History:
             folders[agent.socket_path(process).parent] = agent.owner(process)
             found.append(own(process))
     known = {recording.head.identity for recording in found if recording.head}
+
+    def belongs(head: StepsHead) -> bool:
+        mine = server.record is not None and of_run(server.record, head)
+        return head.identity not in known and (mine or not ids.isdisjoint(head.standing.servers))
+
     for folder, uid in folders.items():
-        for recording in dead(folder, uid):
+        for recording in dead(folder, uid, belongs):
             assert recording.head
-            shared = not ids.isdisjoint(recording.head.standing.servers)
-            mine = server.record is not None and of_run(server.record, recording.head)
-            if (shared or mine) and recording.head.identity not in known:
-                known.add(recording.head.identity)
-                found.append(recording)
+            known.add(recording.head.identity)
+            found.append(recording)
     return History(server.label, ordered(found))
 
 
@@ -116,7 +118,7 @@ def own(process: Process) -> StepsRecording:
     path = agent.socket_path(process).with_name(steps.file_name(known))
     found = steps.recording(read(path, agent.owner(process)), process.pid, process.role)
     same = found.head is None or found.head.identity == known
-    return found if same else replace(found, head=None)
+    return replace(found, head=found.head if same else None, **agent.shown(process))
 
 
 def read(path: Path, uid: int | None) -> bytes:
@@ -133,8 +135,7 @@ def by_pid(target: str) -> tuple[StepsRecording, ...]:
     """The recordings of the server that had this pid in one of its processes."""
     if not target.isdecimal():
         return ()
-    kept = (recording for recording in dead(home() / DIRECTORY, None) if recording.head)
-    return ordered(one for one in kept if one.head and int(target) in one.head.family)
+    return ordered(dead(home() / DIRECTORY, None, lambda head: int(target) in head.family))
 
 
 def of_run(record: Record, head: StepsHead) -> bool:
@@ -143,15 +144,18 @@ def of_run(record: Record, head: StepsHead) -> bool:
     return head.session == record.session and head.started_at >= began
 
 
-def dead(folder: Path, uid: int | None) -> Iterator[StepsRecording]:
-    """The recordings of ended processes in a directory; what is none of `uid` is left out."""
+def dead(
+    folder: Path, uid: int | None, wanted: Callable[[StepsHead], bool]
+) -> Iterator[StepsRecording]:
+    """The wanted recordings of ended processes in a directory; only files of `uid` are read."""
     for path in folder.glob(f"*{steps.SUFFIX}"):
         with suppress(OSError):
-            found = steps.recording(read(path, uid), 0, Role.ENGINE, alive=False)
-            if not found.head or path.name != steps.file_name(found.head.identity):
+            content = read(path, uid)
+            head = steps.head(content)
+            if head is None or path.name != steps.file_name(head.identity):
                 continue
-            if not lives(found.head):
-                yield replace(found, pid=found.head.pid)
+            if wanted(head) and not lives(head):
+                yield steps.recording(content, head.pid, Role.ENGINE, alive=False)
 
 
 def lives(head: StepsHead) -> bool:

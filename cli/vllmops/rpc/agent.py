@@ -136,7 +136,8 @@ class Agent:
     def steps(self) -> StepsRecording:
         """The last steps of its engine."""
         answer = self.ask("GET", "/steps", StepsFile)
-        return recording(answer.content, self.process.pid, self.process.role)
+        found = recording(answer.content, self.process.pid, self.process.role)
+        return msgspec.structs.replace(found, **shown(self.process))
 
     def traffic(self) -> Traffic:
         """How many HTTP requests it has."""
