@@ -41,7 +41,8 @@ def hypotheses(scene: Scene) -> list[Hit]:
             told += _hits(found, samples, scene)
             break
     if not told:
-        said = weak(scene.pasted.text, scene.log, scene.facts)
+        stacks = bool(samples or scene.pasted.crashes)
+        said = weak(scene.pasted.text, scene.facts, stacks=stacks)
         told += [hit for clue in said for hit in _told(clue)]
     best: dict[str, Hit] = {}
     for hit in told:
