@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,10 @@ def test_words_alone_are_never_more_than_possible() -> None:
 )
 def test_who_asks_or_denies_reports_no_hang(text: str) -> None:
     assert read(text) == {}
+
+
+@pytest.mark.parametrize("text", ["It hangs at 100 % of the KV cache. ", "stuck 100% gpu ", "a_b("])
+def test_a_megabyte_of_words_takes_no_longer_than_its_part_that_counts(text: str) -> None:
+    begun = time.process_time()
+    read(text * (1_000_000 // len(text)))
+    assert time.process_time() - begun < 1

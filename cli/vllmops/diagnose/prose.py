@@ -21,6 +21,7 @@ QUIET = re.compile(
     r"|\bwould be (?:nice|great)|\bthis (?:PR|patch)\b"
     r"|\bprofil(?:e|er|ing)\b|\bflame ?graph|\brelease notes"
 )
+MOST_READ = 1 << 15  # characters: what people write is short, and a log ends with what counts
 SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\s+$")
 DENIED = re.compile(
     r"(?i)(?:\b(?:no|not|never|without)|n't|no longer)(?: any| a)?(?: more)? "
@@ -72,6 +73,8 @@ def told(text: str, facts: Mapping[str, str]) -> Chain | None:
 
 def reported(text: str) -> str:
     """The sentences that say what happens: no question, no wish, no hang that is denied."""
+    if len(text) > MOST_READ:
+        text = f"{text[: MOST_READ // 2]}\n\n{text[-MOST_READ // 2 :]}"
     if QUIET.search(text):
         return ""
     sentences = SENTENCE.split(text)

@@ -14,6 +14,7 @@ from .prose import STUCK, reported
 
 MOST = 3  # ids: more help nobody
 FIRST = 10  # votes of a sign for the first of its ids; one for the others
+LONGEST = 2000  # characters of a sentence
 SHOWN = 200  # characters of a sentence
 MARKUP = re.compile(r"[`*]")
 
@@ -57,12 +58,15 @@ def read(text: str) -> dict[str, str]:
     stuck = STUCK.search(report) is not None
     votes: Counter[str] = Counter()
     said: dict[str, str] = {}
-    sentences = [" ".join(MARKUP.sub("", part).split()) for part in report.split("\n\n")]
+    sentences = [" ".join(MARKUP.sub("", part).split())[:LONGEST] for part in report.split("\n\n")]
+    lower = [sentence.lower() for sentence in sentences]
     for sign in table():
         if not (stuck or sign.proof):
             continue
-        if sentence := next((s for s in sentences if re.search(sign.words, s.lower())), ""):
+        search = re.compile(sign.words).search
+        at = next((at for at, sentence in enumerate(lower) if search(sentence)), None)
+        if at is not None:
             for index, name in enumerate(sign.ids):
                 votes[name] += 1 if index else FIRST
-                said.setdefault(name, sentence[:SHOWN])
+                said.setdefault(name, sentences[at][:SHOWN])
     return {name: said[name] for name, _ in votes.most_common(MOST)}
