@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import prose
+from . import prose, signs
 from .facts import STATS, from_log
 from .places import Place
 from .signatures import Confidence
@@ -88,15 +88,16 @@ def clues(text: str, log: str) -> list[Clue]:
     return found
 
 
-def weak(text: str, log: str, facts: Mapping[str, str]) -> list[Clue]:
-    """What a text without stacks and without clues tells: log lines, figures, and sentences.
+def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
+    """What a text without clues tells: log lines, figures, and sentences.
 
     Args:
         text: as of `clues`.
-        log: as of `clues`.
         facts: figures, by the names in `facts.FACTS`.
+        stacks: whether the text has stacks, too; words count less than these.
     """
     found: list[Clue] = []
+    log = "".join(prose.reported(text).split())
     if said := prose.told(text, facts):
         line = "; ".join(_said(place) for place in (*said.roots, *said.victims))
         subject = ", ".join(
@@ -107,6 +108,12 @@ def weak(text: str, log: str, facts: Mapping[str, str]) -> list[Clue]:
         found.append(Clue(("worker-stuck-broadcast",), "a worker", f"log: {line}"))
     if len(list(STATS.finditer(log))) >= ENOUGH and facts.get("progress") == "frozen":
         found.append(_frozen(facts))
+    if stacks:
+        return found
+    found += [
+        Clue((name,), "the server", f"as the text says: {sentence}")
+        for name, sentence in signs.read(text).items()
+    ]
     return found
 
 
@@ -133,7 +140,7 @@ def _frozen(facts: Mapping[str, str]) -> Clue:
 def tells(text: str) -> bool:
     """Whether a text tells something of a hang, even without stacks."""
     log = "".join(text.split())
-    return bool(clues(text, log) or weak(text, log, from_log(log)))
+    return bool(clues(text, log) or weak(text, from_log(log), stacks=False))
 
 
 def compiles(text: str) -> bool:

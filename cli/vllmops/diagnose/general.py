@@ -54,7 +54,8 @@ def hypotheses(scene: Scene) -> list[Hit]:
             told += _hits(found, samples, scene)
             break
     if not told:
-        said = weak(scene.pasted.text, scene.log, scene.facts)
+        stacks = bool(samples or scene.pasted.crashes)
+        said = weak(scene.pasted.text, scene.facts, stacks=stacks)
         told += [hit for clue in said for hit in _told(clue)]
     if scene.facts.get("progress") == "frozen":
         told += [hit for clue in polled(scene.pasted.ras) for hit in _told(clue)]

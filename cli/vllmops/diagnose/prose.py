@@ -17,11 +17,20 @@ STUCK = re.compile(
 )
 # A wish, a question or a change is no report.
 QUIET = re.compile(
-    r"(?i)\bfeature request|\bproposal\b|\bRFC\b|\bwould be (?:nice|great)|\bthis (?:PR|patch)\b"
+    r"(?i)\[(?:feature|rfc|doc)\w*\]|\bfeature request|\bproposal\b|\bRFC\b"
+    r"|\bwould be (?:nice|great)|\bthis (?:PR|patch)\b"
     r"|\bprofil(?:e|er|ing)\b|\bflame ?graph|\brelease notes"
+)
+MOST_READ = 1 << 15  # characters: what people write is short, and a log ends with what counts
+SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\s+$")
+DENIED = re.compile(
+    r"(?i)(?:\b(?:no|not|never|without)|n't|no longer)(?: any| a)?(?: more)? "
+    r"(?:hang|stuck|dead-?lock|stall|freez|froz)"
 )
 SUBJECT = (
     r"(?i:\b(?P<kind>ranks?|workers?|tp|pp|dp|gpus?|nodes?)[ _#-]?(?P<numbers>" + NUMBERS + r")\b"
+    r"|\b(?:the )?(?P<others>others?|remaining|rest of the)(?: (?P<left>\d+))?"
+    r" (?:ranks?|workers?|gpus?|processes)\b"
     r"|\b(?P<every>all|both|every|each)(?: of)?(?: the)?(?: (?P<count>\d+))?"
     r" (?:ranks?|workers?|gpus?|processes)\b"
     r"|\b(?P<role>engine ?core|engine|scheduler|api ?server|worker)\b)"
@@ -44,7 +53,8 @@ def told(text: str, facts: Mapping[str, str]) -> Chain | None:
         text: without stacks.
         facts: as of `chain`.
     """
-    if not STUCK.search(text) or QUIET.search(text):
+    text = reported(text)
+    if not STUCK.search(text):
         return None
     found: dict[str, ProcessStacks] = {}
     for clause in CLAUSE.split(text):
@@ -59,6 +69,16 @@ def told(text: str, facts: Mapping[str, str]) -> Chain | None:
         captured_at=0.0, seconds=0.0, options=Options(), processes=tuple(found.values())
     )
     return chain(sample, facts)
+
+
+def reported(text: str) -> str:
+    """The sentences that say what happens: no question, no wish, no hang that is denied."""
+    if len(text) > MOST_READ:
+        text = f"{text[: MOST_READ // 2]}\n\n{text[-MOST_READ // 2 :]}"
+    if QUIET.search(text):
+        return ""
+    sentences = SENTENCE.split(text)
+    return "\n\n".join(s for s in sentences if not s.endswith("?") and not DENIED.search(s))
 
 
 def _names(clause: str) -> Iterator[Frame]:
@@ -80,6 +100,9 @@ def _subjects(clause: str) -> Iterator[tuple[str, str]]:
             kind = kind.upper() if len(kind) == 2 else kind
             for number in numbers(match["numbers"]):
                 yield f"{kind} {number}", "worker"
+        elif match["others"]:
+            for number in range(min(int(match["left"] or 2), MOST_WRITTEN)):
+                yield f"other rank {number}", "worker"
         elif match["every"]:
             for number in range(min(int(match["count"] or 2), MOST_WRITTEN)):
                 yield f"rank {number}", "worker"

@@ -114,6 +114,7 @@ WORD = re.compile(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
 # A table of py-spy top: shares and times before the function.
 TOP = re.compile(r"[\d.]+%\s+[\d.]+%\s+[\d.]+s\s+[\d.]+s\s+(?=\S)")
 # A row of a profile: what runs, not what waits, unless it is nearly all.
+COUNTED = re.compile(r"\s*\d[\d/]*(?:\s+\d+\.\d+){4}\s")  # of cProfile
 SHARE = re.compile(r"(?:^|[|\s(])(?P<percent>\d{1,3}(?:\.\d+)?) ?%")
 MOST_OF_TIME = 90.0
 LOCAL = re.compile(r"\w+: |(?:Arguments|Locals):$")
@@ -137,6 +138,8 @@ UNITS = (
 
 def is_profile(line: str) -> bool:
     """Whether a line is a row of a profile that tells nothing of a wait."""
+    if COUNTED.match(line):
+        return True
     share = SHARE.search(line)
     return share is not None and float(share["percent"]) < MOST_OF_TIME
 

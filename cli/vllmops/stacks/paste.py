@@ -302,7 +302,7 @@ class _Reader:
         self.processes[-1].threads[-1].frames.append(frame)
 
     def line(self, line: str) -> None:
-        if not line or ("%" in line and is_profile(line)):
+        if not line or (("%" in line or line[0].isdigit()) and is_profile(line)):
             return
         if line[-1] == ")" and line[0] != "#" and (frame := frame_in(line)):
             self.crash = None

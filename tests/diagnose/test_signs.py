@@ -1,0 +1,55 @@
+"""The words of reports without stacks: what they say, and which reports say nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from tests.bench.diagnosis import cases
+
+from vllmops.diagnose.signatures import catalogue
+from vllmops.diagnose.signs import Sign, read, table
+from vllmops.diagnose.stacks import explain
+from vllmops.stacks import paste
+
+FIELD = Path(__file__).parent / "field"
+
+
+@pytest.mark.parametrize("sign", table(), ids=lambda sign: sign.ids[0])
+def test_each_sign_is_in_its_example(sign: Sign) -> None:
+    assert sign.ids[0] in read(sign.example)
+    assert set(sign.ids) <= {signature.id for signature in catalogue()}
+
+
+@pytest.mark.parametrize("path", sorted(FIELD.glob("quiet-*.txt")), ids=lambda path: path.stem)
+def test_a_quiet_text_names_nothing(path: Path) -> None:
+    found = explain(paste.read(path.read_text()))
+    assert found.verdict not in {"hang", "maybe"}, found.findings
+
+
+def test_words_alone_are_never_more_than_possible() -> None:
+    told = [case for case in cases(FIELD) if case.name.startswith("prose-")]
+    assert len(told) > 30
+    assert {case.found.verdict for case in told} == {"maybe"}
+    assert not [case.name for case in told if not case.is_within(1)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Does an `all_reduce` hang when a rank dies?",
+        "The grammar compiles in 3 ms and nothing hangs. No deadlock in NCCL either.",
+        "[Feature]: show which rank is stuck in NCCL",
+        "The nightly run with LMCache does not hang, and it isn't stuck in the KV transfer.",
+    ],
+)
+def test_who_asks_or_denies_reports_no_hang(text: str) -> None:
+    assert read(text) == {}
+
+
+@pytest.mark.parametrize("text", ["It hangs at 100 % of the KV cache. ", "stuck 100% gpu ", "a_b("])
+def test_a_megabyte_of_words_takes_no_longer_than_its_part_that_counts(text: str) -> None:
+    begun = time.process_time()
+    read(text * (1_000_000 // len(text)))
+    assert time.process_time() - begun < 1
