@@ -204,7 +204,7 @@ def run() -> int:
         raise failure
     try:
         return report_error(failure)
-    except (ImportError, OSError):  # where no file can be opened any more, nothing is imported
+    except (ImportError, MemoryError, OSError):  # what reports it can't be imported any more
         os.write(2, f"error: {failure.message}\n  hint: {failure.hint}\n".encode())
         return failure.exit_code
 

@@ -288,7 +288,7 @@ def test_processes_and_their_agents_need_the_token(fleet: Fleet) -> None:
                 refused = ask(f"{fleet.url}{PROCESSES}{path}", given, content)
                 code = refused.json()["error"]["code"]
                 assert (refused.status_code, code) == (401, "admin.refused")
-    assert ask(f"{fleet.url}{PROCESSES}/{fleet.api}/requests").json()["draining"] is False
+    assert ask(f"{fleet.url}{PROCESSES}/{fleet.api}/traffic").json()["draining"] is False
     assert ask(f"{fleet.url}{PROCESSES}").status_code == 200
 
 

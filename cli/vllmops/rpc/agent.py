@@ -56,7 +56,7 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     for kind in (
         *(Aborted, AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
         *(Comparison, Members, Packages, ProcessKeys, ProcessPatches, ProcessRepair),
-        *(ProcessRequests, Prompt, ResetDone, StepsFile, Traffic),
+        *(ProcessRequests, Prompt, ResetDone, StepsFile, StepsRecording, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)

@@ -259,7 +259,7 @@ async def answered(
     url: str,
     timeout_s: float,
     *,
-    most: int = ANSWER_BYTES,
+    most: int | None = None,
     **fields: Any,
 ) -> httpx.Response:
     """A server's whole answer, of at most so many bytes.
@@ -280,7 +280,7 @@ async def answered(
 
 
 async def whole(
-    answer: httpx.Response, end: asyncio.Timeout, most: int = ANSWER_BYTES
+    answer: httpx.Response, end: asyncio.Timeout, most: int | None = None
 ) -> httpx.Response:
     """An answer with its content, of which `parts` gives the parts; the charset is UTF-8."""
     content = b"".join([part async for part in parts(answer, end, most)])
@@ -295,20 +295,25 @@ async def whole(
 
 
 async def parts(
-    answer: httpx.Response, end: asyncio.Timeout, most: int = ANSWER_BYTES
+    answer: httpx.Response, end: asyncio.Timeout, most: int | None = None
 ) -> AsyncIterator[bytes]:
-    """The parts of an answer's content, at most so many bytes; much of it puts the end off.
+    """The parts of an answer's content; much of it puts the end off.
+
+    Args:
+        answer: whose.
+        end: of the time for it.
+        most: bytes; `ANSWER_BYTES` unless given.
 
     Raises:
         httpx.RemoteProtocolError: it has too many of them, or is compressed.
     """
     if answer.headers.get("Content-Encoding", "identity") != "identity":
         raise httpx.RemoteProtocolError("its answer is compressed, which was not asked for")
-    began, size = end.when() or 0.0, 0
+    began, size, limit = end.when() or 0.0, 0, ANSWER_BYTES if most is None else most
     async for part in answer.aiter_raw():
         size += len(part)
-        if size > most:
-            raise httpx.RemoteProtocolError(f"its answer has more than {most >> 20} MiB")
+        if size > limit:
+            raise httpx.RemoteProtocolError(f"its answer has more than {limit >> 20} MiB")
         end.reschedule(began + size / SLOWEST)
         yield part
 

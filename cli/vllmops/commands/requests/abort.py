@@ -22,6 +22,8 @@ from .selection import STUCK_S, StuckAfter, gathered, named, request_ids
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+CHOICE = "Which requests, in place of ids"
+
 
 @remote
 def abort(
@@ -37,7 +39,12 @@ def abort(
     *,
     target: Target = None,
     stuck: Annotated[
-        bool, typer.Option("--stuck", help="All that are stuck, or that only one side knows.")
+        bool,
+        typer.Option(
+            "--stuck",
+            help="All that are stuck, or that only one side knows.",
+            rich_help_panel=CHOICE,
+        ),
     ] = False,
     stuck_after: StuckAfter = STUCK_S,
     older_than: Annotated[
@@ -48,6 +55,7 @@ def abort(
             metavar="TIME",
             help="All that arrived longer ago: 90s, 10m, 2h.",
             show_default=False,
+            rich_help_panel=CHOICE,
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All requests, after confirmation.")] = False,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 OWNER_LETTERS = 8
+OUTPUT = "Output"
 
 
 @per_target
@@ -35,11 +36,24 @@ def list_(
     stuck_after: StuckAfter = STUCK_S,
     limit: Annotated[
         int,
-        typer.Option("--limit", "-n", parser=count(), help="Maximum number of rows; not in JSON."),
+        typer.Option(
+            "--limit",
+            "-n",
+            parser=count(),
+            help="Maximum number of rows; not in JSON.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = 40,
-    watch: Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Repeat until Ctrl-C.", rich_help_panel=OUTPUT)
+    ] = False,
     interval: Annotated[
-        float, typer.Option(parser=seconds(0.1), help="With --watch: seconds between looks.")
+        float,
+        typer.Option(
+            parser=seconds(0.1),
+            help="With --watch: seconds between looks.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = 2.0,
     fail_on: FailOn = Severity.ERROR,
     json_: Json = False,
