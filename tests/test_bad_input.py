@@ -359,7 +359,10 @@ def alone(before: Callable[[], object], *words: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("words", ["ps", "responses list --target http://127.0.0.1:9"])
+@pytest.mark.parametrize(
+    "words",
+    ["responses stats --target http://127.0.0.1:9", "responses list --target http://127.0.0.1:9"],
+)
 @pytest.mark.parametrize("number", [5, 6])
 def test_so_few_files_that_nothing_is_imported(number: int, words: str) -> None:
     ended = alone(limited(resource.RLIMIT_NOFILE, number), *words.split())

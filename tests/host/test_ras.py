@@ -62,17 +62,23 @@ os.execv(sys.executable, [sys.executable, "-c", text, *sys.argv[2:]])
 
 
 def status(*counts: int, aborted: bool = False) -> str:
-    """RAS's JSON of one communicator."""
+    """RAS's JSON of one communicator; PID stands for the process that answers."""
     ranks = [
-        {"rank": rank, "status": {"abort_flag": aborted}, "collective_counts": {"AllReduce": count}}
+        {
+            "rank": rank,
+            "pid": "PID",
+            "status": {"abort_flag": aborted},
+            "collective_counts": {"AllReduce": count},
+        }
         for rank, count in enumerate(counts)
     ]
-    return json.dumps({"communicators": [{"hash": "0x1", "size": len(counts), "ranks": ranks}]})
+    text = json.dumps({"communicators": [{"hash": "0x1", "size": len(counts), "ranks": ranks}]})
+    return text.replace('"PID"', "PID")
 
 
 MISMATCH = """Communicators ranks have different AllReduce operation counts
   Rank 1 has launched up to operation 911 -- GPU 0 managed by process 285 on node b
-  Rank 0 has launched up to operation 860 -- GPU 0 managed by process 341 on node a
+  Rank 0 has launched up to operation 860 -- GPU 0 managed by process PID on node a
 """
 
 
@@ -96,6 +102,22 @@ def test_counts_that_stand_still(
     assert (clue.ids[0], clue.confidence) == (first, confidence)
     assert clue.subject.startswith(subject)
     assert "have stood still" in clue.line
+
+
+def test_an_answer_about_another_server_does_not_count(start: Start) -> None:
+    """NCCL's processes share the port, and the kernel picks one of them."""
+    foreign = status(20, 17).replace("PID", str(os.getpid()))
+    assert looks(start("json", foreign)) == []
+
+
+def test_ranks_in_another_order_have_not_moved(start: Start) -> None:
+    there, back = (json.loads(status(5, 3).replace("PID", "1")) for _ in range(2))
+    back["communicators"][0]["ranks"].reverse()
+    captures = [
+        RasCapture(at_s=at, pid=1, port=1, text=json.dumps(found))
+        for at, found in ((0.0, there), (5.0, back))
+    ]
+    assert [clue.ids[0] for clue in polled(captures)] == ["collective-mismatch"]
 
 
 def test_counts_that_move_tell_of_work(start: Start) -> None:
@@ -147,7 +169,8 @@ def test_answers_without_counts_tell_nothing(text: str) -> None:
 
 def test_it_counts_where_a_server_makes_no_progress() -> None:
     captures = tuple(
-        RasCapture(at_s=at, pid=1, port=1, text=status(20, 17, 20)) for at in (0.0, 5.0)
+        RasCapture(at_s=at, pid=1, port=1, text=status(20, 17, 20).replace("PID", "1"))
+        for at in (0.0, 5.0)
     )
     pasted = Pasted((), complete=True, ras=captures)
     found = explain(pasted, {"progress": "frozen"})

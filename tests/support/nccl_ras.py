@@ -1,11 +1,12 @@
 """A process whose RAS service speaks NCCL's protocol; run as a program.
 
 It stands for NCCL, which needs GPUs. Its words are how it behaves, and files with the answers, in
-turn; the last one again and again. It prints its port.
+turn; the last one again and again. PID in them becomes its own. It prints its port.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -50,4 +51,6 @@ def talk(kind: str, lines: object, answer: bytes) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], [Path(name).read_bytes() for name in sys.argv[2:]] or [b""])
+    own = str(os.getpid()).encode()
+    texts = [Path(name).read_bytes().replace(b"PID", own) for name in sys.argv[2:]]
+    serve(sys.argv[1], texts or [b""])

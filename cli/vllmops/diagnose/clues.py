@@ -254,13 +254,13 @@ def polled(captures: Sequence[RasCapture]) -> list[Clue]:
     ]
 
 
-def _operations(text: str) -> list[object]:
-    """All counts of a capture."""
-    found: list[object] = re.findall(LAUNCHED, "".join(text.split()))
+def _operations(text: str) -> set[str]:
+    """All counts of a capture, in no order."""
+    found = {str(row) for row in re.findall(LAUNCHED, "".join(text.split()))}
     for document in _documents(text):
         for communicator in _each(document, "communicators"):
-            ranks = [(rank.get("rank"), _counts(rank)) for rank in _each(communicator, "ranks")]
-            found.append((communicator.get("hash"), ranks))
+            for rank in _each(communicator, "ranks"):
+                found.add(f"{communicator.get('hash')} {rank.get('rank')} {_counts(rank)}")
     return found
 
 

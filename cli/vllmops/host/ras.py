@@ -1,12 +1,14 @@
-"""Asks NCCL's own view of its communicators: the RAS service of a process of the server.
+"""Asks NCCL's own view of its communicators: the RAS service of the server's processes.
 
-NCCL 2.24 and newer listens on TCP port 28028 of one process on each node (``NCCL_RAS_ADDR``,
-``NCCL_RAS_ENABLE``), and gives JSON since 2.28. The protocol is that of ``ncclras``, see
+Every process with NCCL 2.24 or newer listens on TCP port 28028 (``NCCL_RAS_ADDR``,
+``NCCL_RAS_ENABLE``), all on one port: the kernel picks who answers, so an answer counts only if it
+is about this server. NCCL gives JSON since 2.28.7. The protocol is that of ``ncclras``, see
 ``src/ras/client.cc`` of NCCL.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -15,12 +17,14 @@ from contextlib import suppress
 import psutil
 
 from ..protocol.server import RasCapture
+from . import proc
 from .processes import Process
 
 PORT = 28028
 ASKED_S = 2  # for the ranks of other nodes
-ANSWER_S = 4.0  # for all of the answer
+ANSWER_S = 4.0  # for all answers
 ANSWER_BYTES = 8 << 20
+PID = re.compile(r'(?:"pid": ?|managed by process )(\d+)')
 
 
 def captures(processes: Iterable[Process], began: float) -> Iterator[RasCapture]:
@@ -30,12 +34,24 @@ def captures(processes: Iterable[Process], began: float) -> Iterator[RasCapture]
         processes: of the server; a service of anybody else is not asked.
         began: of the examination, by the monotonic clock.
     """
+    pids, asked = set[int](), dict[tuple[str, int], int]()
     for process in processes:
+        with suppress(OSError, ValueError):
+            pids |= {process.pid, proc.own_pid(process.pid)}
         for address in listening(process.pid):
-            with suppress(OSError, ValueError):
-                text = ask(address)
+            asked.setdefault(address, process.pid)
+    until = time.monotonic() + ANSWER_S
+    for address, pid in asked.items():
+        with suppress(OSError, ValueError):
+            text = ask(address, until)
+            if pids & about(text):
                 at_s = time.monotonic() - began
-                yield RasCapture(at_s=at_s, pid=process.pid, port=address[1], text=text)
+                yield RasCapture(at_s=at_s, pid=pid, port=address[1], text=text)
+
+
+def about(text: str) -> set[int]:
+    """The pids that an answer names, as their own nodes and containers have them."""
+    return {int(pid) for pid in PID.findall(text)}
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
@@ -53,7 +69,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 def wanted(environment: dict[str, str]) -> int:
     """The port that NCCL's variables name; 0 if they turn the service off."""
-    if environment.get("NCCL_RAS_ENABLE", "1").strip() == "0":
+    if environment.get("NCCL_RAS_ENABLE", "1").strip() != "1":
         return 0
     _, _, port = environment.get("NCCL_RAS_ADDR", "").rpartition(":")
     return int(port) if port.isdecimal() and 0 < int(port) < 1 << 16 else PORT
@@ -64,14 +80,17 @@ def local(address: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
-def ask(address: tuple[str, int]) -> str:
-    """The status of all communicators: JSON, or text of an NCCL before 2.28.
+def ask(address: tuple[str, int], until: float) -> str:
+    """The status of all communicators: JSON, or text of an older NCCL.
+
+    Args:
+        address: of the service.
+        until: when it is given up, by the monotonic clock.
 
     Raises:
         OSError: nobody answers in time.
         ValueError: it is another service.
     """
-    until = time.monotonic() + ANSWER_S
     with socket.create_connection(address, timeout=1.0) as peer:
         line(peer, "CLIENT PROTOCOL 2", b"SERVER PROTOCOL", until)
         line(peer, f"TIMEOUT {ASKED_S}", b"OK", until)

@@ -256,7 +256,7 @@ class RasCapture(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         at_s: seconds since the first look.
         pid, port: of the process that answered.
-        text: JSON, or text of an NCCL before 2.28.
+        text: JSON, or text of an NCCL before 2.28.7.
     """
 
     at_s: float
