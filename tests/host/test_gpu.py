@@ -1,4 +1,4 @@
-"""GPU memory, by a module that stands for nvidia-ml-py: tests run where there is no GPU."""
+"""GPUs, by modules that stand for nvidia-ml-py and amdsmi: tests run where there is no GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllmops.host.gpu import Gpus
+from vllmops.host.gpu import AmdGpus, Gpus
 
 
 class BrokenError(Exception):
@@ -29,7 +29,7 @@ def module(processes: object, *, init: object = None) -> SimpleNamespace:
         nvmlInit=fail_or_pass,
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda number: number,
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=1000 + handle),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=1000 + handle, total=2000),
         nvmlDeviceGetComputeRunningProcesses=running,
     )
 
@@ -50,3 +50,50 @@ def test_no_driver_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Gpus().used() == ([], {})
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert Gpus().used() == ([], {})
+
+
+def test_what_lowers_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = module([SimpleNamespace(pid=7, usedGpuMemory=300)])
+    found.nvmlClocksThrottleReasonGpuIdle = 1
+    found.nvmlClocksThrottleReasonSwPowerCap = 4
+    found.nvmlClocksThrottleReasonHwSlowdown = 8
+    found.nvmlClocksThrottleReasonAll = 13
+    found.nvmlClocksThrottleReasonNone = 0
+    found.NVML_CLOCK_SM = 1
+    found.nvmlDeviceGetClockInfo = lambda _, kind: 300 * kind
+    found.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 12 if handle else 1
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    idle, hot = Gpus().states()
+    assert (idle.throttled, idle.slowed_by) == (False, ("GpuIdle",))
+    assert (hot.throttled, hot.slowed_by) == (True, ("HwSlowdown", "SwPowerCap"))
+    assert (hot.clock_mhz, hot.most_mhz, hot.by_pid) == (300, None, {7: 300})
+
+
+def smi(**functions: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        amdsmi_init=lambda: None, amdsmi_get_processor_handles=lambda: ["a"], **functions
+    )
+
+
+def test_gpus_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = smi(
+        amdsmi_get_gpu_activity=lambda _: {"gfx_activity": 100, "umc_activity": "N/A"},
+        amdsmi_get_power_info=lambda _: {
+            "current_socket_power": "N/A",
+            "average_socket_power": 140,
+            "power_limit": 750_000_000,
+        },
+        amdsmi_get_gpu_vram_usage=lambda _: {"vram_total": 1024, "vram_used": 3},
+    )
+    monkeypatch.setitem(sys.modules, "amdsmi", found)
+    (gpu,) = AmdGpus().states()
+    assert (gpu.busy, gpu.memory_busy, gpu.watts, gpu.limit_watts) == (1.0, None, 140.0, 750.0)
+    assert (gpu.used_bytes, gpu.total_bytes, gpu.name) == (3 << 20, 1 << 30, "")
+
+
+@pytest.mark.parametrize("found", [None, SimpleNamespace(), smi()])
+def test_no_amd_or_one_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, found: SimpleNamespace | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "amdsmi", found)
+    assert [(gpu.busy, gpu.name) for gpu in AmdGpus().states()] in ([], [(None, "")])

@@ -392,7 +392,9 @@ def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
         if gpu.bad_memory:
             yield GPU_MEMORY.at(subject, f"{gpu.bad_memory} uncorrected errors")
         if gpu.throttled:
-            yield GPU_THROTTLED.at(subject, f"{gpu.celsius} °C, {gpu.watts} W")
+            clock = f"{gpu.clock_mhz} of {gpu.most_mhz} MHz, " if gpu.most_mhz else ""
+            why = f": {', '.join(gpu.slowed_by)}" if gpu.slowed_by else ""
+            yield GPU_THROTTLED.at(subject, f"{clock}{gpu.celsius} °C, {gpu.watts} W{why}")
         if spins(gpu):
             share = f"busy {gpu.busy:.0%}, memory {gpu.memory_busy:.0%}"
             yield GPU_SPINNING.at(subject, f"{share}, {gpu.watts:.0f} of {gpu.limit_watts:.0f} W")

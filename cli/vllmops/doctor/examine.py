@@ -20,7 +20,7 @@ from ..diagnose import progress, stacks
 from ..errors import VllmopsError
 from ..home import home, user
 from ..host import kmsg, proc, processes, ras, shm
-from ..host.gpu import Gpus
+from ..host.gpu import AmdGpus, Gpus
 from ..host.processes import ROLES, Process, Role
 from ..host.states import compilers, state
 from ..instances.servers import Server
@@ -461,7 +461,7 @@ def machine(server: Server) -> Machine:
         disks=tuple(disks()),
         leftovers=tuple(leftovers()),
         orphans=tuple(orphans(table)),
-        gpus=tuple(Gpus().states()),
+        gpus=(*Gpus().states(), *AmdGpus().states()),
         xids=kmsg.xids(max((identity.age_s(p.start_ticks) for p in server.processes), default=0.0)),
     )
 

@@ -193,8 +193,11 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
         busy: share of the time in which a kernel ran, 0 to 1.
         memory_busy: share of the time in which its memory was read or written, 0 to 1.
         watts, limit_watts: power.
+        clock_mhz, most_mhz: of its processors now, and at most.
         celsius: temperature.
         throttled: whether heat or power limit it.
+        slowed_by: what lowers its clock, by NVML's names, such as ``SwPowerCap``; also idleness.
+        by_pid: bytes of memory by process; a driver in a container may tell pids of the host.
         bad_memory: uncorrected memory errors since the driver was loaded.
     """
 
@@ -206,8 +209,12 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     memory_busy: float | None = None
     watts: float | None = None
     limit_watts: float | None = None
+    clock_mhz: int | None = None
+    most_mhz: int | None = None
     celsius: float | None = None
     throttled: bool | None = None
+    slowed_by: tuple[str, ...] = ()
+    by_pid: dict[int, int] = {}
     bad_memory: int | None = None
 
 
