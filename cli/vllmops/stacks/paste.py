@@ -20,7 +20,6 @@ from ..host.processes import Role, titled
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.place import MOST_WRITTEN, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
-from . import pyspy
 from .cleaning import joined, streams
 from .issues import sections
 from .lines import (
@@ -213,6 +212,8 @@ def _json(text: str) -> Pasted | None:
     start = text.lstrip("\ufeff \r\n\t`")
     if start[:1] not in {"[", "{"}:
         return None
+    from . import pyspy  # noqa: PLC0415 - slow to import, and not needed for text
+
     content = start.rstrip("` \r\n\t")
     for document in list(_documents(content)):
         if isinstance(document, dict) and isinstance(document.get("data"), dict):

@@ -13,11 +13,9 @@ from ... import output
 from ...diagnose.findings import Severity
 from ...errors import Exit, VllmopsError
 from ...host.processes import Role
-from ...instances.servers import resolve
 from ...output import Folded, Line, Result
 from ...protocol.place import headed
 from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
-from ...stacks import pyspy
 from ..findings import FailOn
 from ..options import Target, count, seconds, to_write
 from ..several import per_target
@@ -130,6 +128,9 @@ def dump(
             "vllmops stacks dump --explain",
             exit_code=Exit.USAGE,
         )
+    from ...instances.servers import resolve  # noqa: PLC0415 - slow, and not needed to explain
+    from ...stacks import pyspy  # noqa: PLC0415 - the same
+
     server = resolve(target)
     if not server.processes:
         raise VllmopsError(

@@ -21,19 +21,20 @@ from ...diagnose.matching import ARROW
 from ...diagnose.progress import PATIENCE_S
 from ...errors import Exit, VllmopsError
 from ...files import STDIN, read, spelt
-from ...instances.servers import Server
 from ...numbers import MOST, number
 from ...output import Folded, Line, Result
 from ...protocol import files
 from ...protocol.pasted import Pasted
 from ...protocol.place import headed
 from ...protocol.stacks import Options, StacksSnapshot
-from ...stacks import paste, pyspy
+from ...stacks import paste
 from ..findings import STYLES as SEVERITIES
 from ..findings import exit_code
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from ...instances.servers import Server
 
 
 STYLES = {"hang": "bold red", "crash": "bold red", "idle": "green", "working": "green"}
@@ -111,6 +112,7 @@ def live(
     """
     from ...diagnose import doctor  # noqa: PLC0415 - the same
     from ...doctor.examine import look  # noqa: PLC0415 - slow to import, and not needed for a file
+    from ...stacks import pyspy  # noqa: PLC0415 - the same
 
     began = time.monotonic()
     looks = [look(server, began)]
