@@ -131,12 +131,10 @@ def test(*, everything: bool) -> None:
         run("ruff", "check", ".")
         run("lint-imports")
         run("mypy")
-    # Tests wait about half of their time, for processes above all. Some look at every server of the
-    # machine, so no other test runs meanwhile. Of live tests, those of a file share servers, each
-    # of which takes 1 GB and, at work, one core.
+    # Tests wait about half of their time, for processes above all. Of live tests, those of a file
+    # share servers, each of which takes 1 GB and, at work, one core.
     for workers, way, which in (
-        ("6", "worksteal", ("--ignore", "tests/live", "-m", "not alone")),
-        ("1", "no", ("--ignore", "tests/live", "-m", "alone")),
+        ("6", "worksteal", ("--ignore", "tests/live")),
         ("3", "loadgroup", ("tests/live",)),
     ):
         if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):

@@ -20,11 +20,12 @@ from vllmops.host import processes
 from vllmops.host.processes import Role
 from vllmops.instances import detached, launch
 
-from .support import commands, versions
+from .support import commands, own, versions
 from .support.children import Child, Spawn, started
 from .support.commands import Vllmops
 from .support.databases import Server, shared
-from .support.lab import Lab, foreign, in_home
+from .support.lab import Lab
+from .support.own import in_home
 
 hypothesis.settings.register_profile("vllmops", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("vllmops")
@@ -65,13 +66,8 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for variable in ("VLLMOPS_TARGET", "VLLMOPS_DEBUG", "VLLM_PLUGINS", "COLUMNS"):
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setenv("VLLMOPS_HOME", name)
-        table = processes.table
-
-        def ours() -> processes.Table:
-            return {pid: seen for pid, seen in table().items() if not foreign(seen, place)}
-
         # Other servers may run on this machine, and this user's ports be theirs.
-        monkeypatch.setattr(processes, "table", ours)
+        monkeypatch.setattr(processes, "table", own.table_of(place))
         first = 20000 + os.getpid() % 200 * 100
         monkeypatch.setattr(launch, "FIRST_PORT", first)
         monkeypatch.setattr(launch, "LAST_PORT", first + 99)

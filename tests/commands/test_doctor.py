@@ -7,8 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from vllmops.diagnose.doctor import checks
 from vllmops.host.shm import SHM
 
@@ -61,7 +59,6 @@ def test_whoever_reaches_it_is_told(lab: Any) -> None:
     assert lab.vllmops("doctor").code == 0
 
 
-@pytest.mark.alone
 def test_processes_of_a_server_that_is_gone(lab: Any) -> None:
     server = lab.stranger()
     listed = lab.vllmops("ps", "--json").data["instances"]

@@ -17,8 +17,6 @@ from vllmops.streams import UNSAFE
 
 from ..support.waiting import until
 
-pytestmark = pytest.mark.alone
-
 KEYS = {"name", "state", "pid", "url", "model", "started_by_vllmops", "processes"}
 
 

@@ -3,8 +3,6 @@
 import threading
 from typing import Any
 
-import pytest
-
 from vllmops.instances import takedown
 
 from ..support.waiting import until
@@ -36,7 +34,6 @@ def test_one_without_a_supervisor(lab: Any) -> None:
     assert "its supervisor had died; a new one has started" in answer.out
 
 
-@pytest.mark.alone
 def test_one_that_vllmops_did_not_start(lab: Any) -> None:
     server = lab.stranger()
     answer = lab.vllmops("status", "--json")

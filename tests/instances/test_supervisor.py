@@ -27,7 +27,7 @@ from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.protocol import identity
 
-from ..support.lab import in_home
+from ..support.own import in_home
 from ..support.waiting import until
 
 

@@ -21,7 +21,7 @@ from vllmops.protocol.place import who
 from vllmops.rpc import agent
 
 from ..support.children import Child
-from ..support.lab import foreign
+from ..support.own import foreign
 from ..support.ranked import standing
 from ..support.waiting import until
 

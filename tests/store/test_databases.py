@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ..support.databases import Servers, ValkeyServer, folder_for_servers
-from ..support.lab import in_home
+from ..support.own import in_home
 
 
 def test_a_server_is_not_in_the_state_directory_of_the_test_that_starts_it(

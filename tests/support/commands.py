@@ -28,7 +28,10 @@ from typing import IO, Any, Final, NoReturn, TypeAlias
 import typer.main
 
 from vllmops import app
+from vllmops.host import processes
 from vllmops.instances import supervisor
+
+from . import own
 
 # What commands import late: a fork that has it starts in a third of the time. And a user who may
 # not read this Python's library would not find it.
@@ -75,7 +78,7 @@ class Answer:
 
 
 THREADS = threading.active_count()  # of pytest's
-
+TABLE = processes.table
 Vllmops: TypeAlias = Callable[..., Answer]
 
 
@@ -118,7 +121,9 @@ def answered(
             if alone:
                 app.main()
             else:
-                os.execv(sys.executable, [sys.executable, "-m", "vllmops", *words])
+                # Where this process hides other tests' servers, the program does, too.
+                file = ("-m", "vllmops") if processes.table is TABLE else (own.__file__,)
+                os.execv(sys.executable, [sys.executable, *file, *words])
 
         sys.stdout.flush()
         pid = os.fork()
@@ -220,7 +225,7 @@ def become(
     """Be a program, in a fork that has the program's standard input and output.
 
     Its environment in /proc is this process's still, so its name there says whose it is: see
-    `lab.in_home`.
+    `own.in_home`.
 
     Args:
         program: what is called; it ends with its exit code.

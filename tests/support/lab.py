@@ -1,4 +1,4 @@
-"""Instances of the stand-in for vLLM, and which processes are a test's."""
+"""Instances of the stand-in for vLLM."""
 
 from __future__ import annotations
 
@@ -17,32 +17,14 @@ import psutil
 import pytest
 
 from vllmops.host import processes
-from vllmops.host.processes import Process, Seen, alive
+from vllmops.host.processes import Process, alive
 from vllmops.instances import launch, takedown
 from vllmops.instances.record import Folder, Record
 from vllmops.vllm_api.http import healthy
 
 from .commands import Vllmops, background
+from .own import in_home
 from .waiting import until
-
-
-def foreign(seen: Seen, home: Path) -> bool:
-    vllm = processes.titled(seen.words) or processes.serve_arguments(seen.words) is not None
-    return bool(vllm) and not in_home(seen.pid, home)
-
-
-def in_home(pid: int, home: Path) -> bool:
-    """Whether a process, a program or a fork of this one (`commands.become`), has that home."""
-    try:
-        place = Path(f"/proc/{pid}")
-        environment = (place / "environ").read_bytes().split(b"\0")
-        name, _, state = (
-            (place / "stat").read_text("utf-8", "replace").partition("(")[2].rpartition(") ")
-        )
-    except OSError:
-        return False
-    ours = name == home.name or f"VLLMOPS_HOME={home}".encode() in environment
-    return ours and pid != os.getpid() and state[0] not in "ZX"
 
 
 def holds(pid: int, file: Path) -> bool:
