@@ -159,11 +159,12 @@ def parse(line: list[str]) -> None:
         click.ClickException: if click refuses it.
     """
     group = app.build()
-    context = click.Context(group)
+    # Commands are kept for all tests, with the help option of their first context.
+    context = click.Context(group, help_option_names=["-h", "--help"])
     _, command, rest = group.resolve_command(context, line[:])
     if isinstance(command, click.Group) or hasattr(command, "commands"):
         _, command, rest = command.resolve_command(context, rest)
-    command.make_context(" ".join(line[:2]), rest, resilient_parsing=False)
+    command.make_context(" ".join(line[:2]), rest, parent=context, resilient_parsing=False)
 
 
 def test_readme_fits_on_a_few_screens() -> None:
