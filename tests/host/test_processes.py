@@ -143,8 +143,9 @@ def test_several_roots_and_unknown_ones() -> None:
     ],
 )
 def test_which_command_lines_are_servers(words: str, arguments: list[str] | None) -> None:
-    found = serve_arguments(tuple(words.split()))
-    assert (None if found is None else list(found)) == arguments
+    for line in (words.split(), tuple(words.split())):
+        found = serve_arguments(line)
+        assert (None if found is None else list(found)) == arguments
 
 
 def test_a_shell_that_quotes_the_command_is_no_server() -> None:

@@ -177,7 +177,7 @@ def serve_arguments(words: Sequence[str]) -> Sequence[str] | None:
             return rest
         script = index == 0 or (python and all(w.startswith("-") for w in words[1:index]))
         if (module and COMMAND_LINE.fullmatch(word)) or (script and Path(word).name == "vllm"):
-            return rest[1:] if rest[:1] == ("serve",) else None
+            return rest[1:] if rest and rest[0] == "serve" else None
         if word == "-c":
             return None
     return None
