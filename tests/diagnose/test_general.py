@@ -238,3 +238,16 @@ def test_an_idle_engine_with_a_connector_stays_idle() -> None:
     assert (found.verdict, found.samples) == ("idle", 3)
     assert found.findings[0].code == "stack.idle-spin-normal"
     assert [finding.confidence for finding in found.findings[1:]] == ["possible"]
+
+
+def test_the_agents_own_threads_are_no_cause() -> None:
+    text = ENGINE.replace("get_response (vllm/v1/executor/multiproc_executor.py:380)\n", "")
+    own = """Thread 101 (idle): "vllmops-admin"
+    recv_into (vllmops/rpc/agent.py:217)
+    readinto (socket.py:706)
+    _read_status (http/client.py:286)
+    exchange (vllmops/rpc/agent.py:248)
+    run (vllmops/agent/remote.py:58)
+"""
+    assert explain(read(own)).findings == ()
+    assert "vllmops-admin" not in str(explain(read(ENGINE + own)).findings)
