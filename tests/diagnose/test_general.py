@@ -241,7 +241,6 @@ def test_an_idle_engine_with_a_connector_stays_idle() -> None:
 
 
 def test_the_agents_own_threads_are_no_cause() -> None:
-    text = ENGINE.replace("get_response (vllm/v1/executor/multiproc_executor.py:380)\n", "")
     own = """Thread 101 (idle): "vllmops-admin"
     recv_into (vllmops/rpc/agent.py:217)
     readinto (socket.py:706)
