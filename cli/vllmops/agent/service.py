@@ -83,6 +83,11 @@ class Server(ThreadingMixIn, UnixStreamServer):
             time.sleep(REST_S)
             raise
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, whose name says whose it is."""
+        work = partial(self.process_request_thread, request, client_address)
+        threading.Thread(target=work, name="vllmops-request", daemon=True).start()
+
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
         return peer(request) in (0, os.geteuid())
 

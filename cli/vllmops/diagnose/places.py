@@ -44,8 +44,8 @@ MODEL = re.compile(
     r"model_executor/|_custom_ops|_C\.|flashinfer/|flash_attn|attention|fused_moe|kernels?[/_.]|aiter/|"
     r"deep_gemm|/ops/|quantization|/models/|/layers/"
 )
-# The agent's own threads: what they wait for says nothing of the server.
-OURS = "vllmops-"
+# Threads of the agent, and of Python's small HTTP servers: what they wait for tells no hang.
+ASIDE = re.compile(r"vllmops-|.*\(process_request_thread\)")
 SLEEPS = {"_process_engine_step", "step", "step_with_batch_queue", "run_busy_loop"}
 
 
@@ -215,8 +215,7 @@ def place_of(process: ProcessStacks, thread: Thread) -> Place:
     if not shown and any(MODEL.search(frame.short_file) for frame in frames):
         phase = _phases()["forward"]
     inner = frames[: inside + 1]
-    ours = thread.name.startswith(OURS)
-    if not frames or ours or _rests(process, thread, phase, inner, frames):
+    if not frames or ASIDE.match(thread.name) or _rests(process, thread, phase, inner, frames):
         return Place(process, thread, phase, "rest", frames[0] if frames else None)
     found = [(ids[0], at) for at, frame in enumerate(inner) if (ids := waits_of(frame))]
     if phase.id == "spawn":
