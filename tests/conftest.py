@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,7 +72,6 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(launch, "FIRST_PORT", first)
         monkeypatch.setattr(launch, "LAST_PORT", first + 99)
         monkeypatch.setattr(detached, "start", commands.detached)
-        monkeypatch.setattr(commands, "THREADS", threading.active_count())
         yield place
         while left := [pid for pid in psutil.pids() if in_home(pid, place)]:
             for pid in left:

@@ -49,9 +49,7 @@ def test_every_question(spawn: Spawn) -> None:
 def test_questions_share_a_connection_and_outlive_it(spawn: Spawn) -> None:
     child = spawn()
     child.run("from vllmops.agent.service import Handler; Handler.timeout = 0.3")
-    count = (
-        "import threading; out = sum('process_request' in t.name for t in threading.enumerate())"
-    )
+    count = "import threading; out = sum('request' in t.name for t in threading.enumerate())"
     found = reach(child.process)
     for _ in range(3):
         assert found.engine().running is None

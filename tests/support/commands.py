@@ -77,7 +77,7 @@ class Answer:
         return error
 
 
-THREADS = threading.active_count()  # of pytest's, and those that earlier tests have left
+THREADS = threading.active_count()  # of pytest's
 TABLE = processes.table
 Vllmops: TypeAlias = Callable[..., Answer]
 
@@ -109,7 +109,7 @@ def answered(
             out, theirs = os.pipe()
 
         # A fork has the locks of other threads, and nobody who would release them.
-        alone = threading.active_count() <= THREADS
+        alone = threading.active_count() == THREADS
 
         def program() -> None:
             if uid is not None:
