@@ -29,7 +29,7 @@ def state() -> EngineState:
         current_step=step(scheduler),
         pause_state=attempt(lambda: str(scheduler.pause_state.name).lower()),
         sleeping=attempt(lambda: executor and bool(executor.is_sleeping)),
-        kv_cache_usage=attempt(lambda: kv_cache and float(kv_cache.usage)),
+        kv_cache_usage=attempt(lambda: adapter.kv_cache_usage(scheduler)),
         kv_cache_blocks=attempt(lambda: kv_cache and int(kv_cache.block_pool.num_gpu_blocks)),
         prefix_caching=attempt(lambda: kv_cache and bool(kv_cache.enable_caching)),
         max_running=attempt(lambda: int(scheduler.max_num_running_reqs)),

@@ -160,12 +160,10 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
                 still_s=tracker.still_s(request, now) if state is State.RUNNING else None,
                 prompt_tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
-                computed_tokens=request.num_computed_tokens,
                 kv_blocks=None if blocks is None else blocks.get(name, 0),
                 cache_pins=pins.get(name, 0),
                 preemptions=request.num_preemptions,
                 priority=request.priority,
-                client=request.client_index,
                 lora=request.lora_request and request.lora_request.lora_name,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 
@@ -71,6 +72,7 @@ def told(text: str, facts: Mapping[str, str]) -> Chain | None:
     return chain(sample, facts)
 
 
+@functools.lru_cache(1)  # several readers ask for the same text
 def reported(text: str) -> str:
     """The sentences that say what happens: no question, no wish, no hang that is denied."""
     if len(text) > MOST_READ:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections import Counter
-from importlib import resources
 
 import msgspec
 
+from . import toml
 from .prose import STUCK, reported
 
 MOST = 3  # ids: more help nobody
@@ -44,8 +43,7 @@ class Signs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def table() -> tuple[Sign, ...]:
     """The signs, in the order of the file."""
-    content = resources.files(__package__).joinpath("signs.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(content), Signs).sign
+    return toml.read("signs.toml", Signs).sign
 
 
 def read(text: str) -> dict[str, str]:

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from ..errors import Exit, VllmopsError
 from ..files import read_private
 from ..home import home
-from ..host.processes import ROLES, Process, Role
+from ..host.processes import ROLES, Process, Role, alive
 from ..instances.record import Record
 from ..instances.servers import Server, find, resolve
-from ..protocol import identity, steps
+from ..protocol import steps
 from ..protocol.place import who
 from ..protocol.server import Unseen
 from ..protocol.socket import DIRECTORY
@@ -161,8 +161,6 @@ def dead(
 def lives(head: StepsHead) -> bool:
     """Whether the process still runs."""
     try:
-        state, *fields = identity.stat(head.pid)
+        return alive(Process(Role.ENGINE, head.pid, head.start_ticks, boot=head.boot))
     except OSError:
         return False
-    now = head.pid, int(fields[18]), identity.boot_id()
-    return state not in {"Z", "X"} and now == head.identity

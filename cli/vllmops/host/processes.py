@@ -255,10 +255,15 @@ def listens_on(pid: int, path: str) -> bool:
     return os.path.realpath(path) in {os.path.realpath(absolute(pid, address)) for address in own}
 
 
-def listening_ports(pid: int) -> list[int]:
-    """The TCP ports that a process listens on, none if it can't be looked into."""
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Where a process listens for TCP: address and port; nothing if it can't be looked into."""
     try:
         sockets = psutil.Process(pid).net_connections("tcp")
     except psutil.Error:
         return []
-    return sorted(s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN)
+    return [(s.laddr.ip, s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN]
+
+
+def listening_ports(pid: int) -> list[int]:
+    """The TCP ports that a process listens on, none if it can't be looked into."""
+    return sorted(port for _, port in listening(pid))

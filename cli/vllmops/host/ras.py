@@ -14,10 +14,8 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-import psutil
-
 from ..protocol.server import RasCapture
-from . import proc
+from . import proc, processes
 from .processes import Process
 
 PORT = 28028
@@ -38,8 +36,8 @@ def captures(processes: Iterable[Process], began: float) -> Iterator[RasCapture]
     for process in processes:
         with suppress(OSError, ValueError):
             pids |= {process.pid, proc.own_pid(process.pid)}
-        for address in listening(process.pid):
-            asked.setdefault(address, process.pid)
+            for address in listening(process.pid):
+                asked.setdefault(address, process.pid)
     until = time.monotonic() + ANSWER_S
     for address, pid in asked.items():
         with suppress(OSError, ValueError):
@@ -56,15 +54,9 @@ def about(text: str) -> set[int]:
 
 def listening(pid: int) -> list[tuple[str, int]]:
     """Where a process's RAS service listens: at most one address."""
-    try:
-        process = psutil.Process(pid)
-        environment = process.environ()
-        port = wanted(environment)
-        found = process.net_connections("tcp") if port else []
-    except (psutil.Error, OSError):
-        return []
-    at = [c.laddr for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
-    return [(local(place.ip), place.port) for place in at[:1]]
+    port = wanted(proc.environment(pid))
+    found = processes.listening(pid) if port else []
+    return [(local(address), port) for address, at in found if at == port][:1]
 
 
 def wanted(environment: dict[str, str]) -> int:

@@ -58,12 +58,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         age_s: seconds since it arrived at the API server, by the clock of that machine.
         still_s: seconds since it last got a token or had one computed; None if unknown.
         prompt_tokens, output_tokens: so far.
-        computed_tokens: tokens in the KV cache.
         kv_blocks: blocks of the KV cache that it holds; None if unknown.
         cache_pins: entries of the encoder cache that it holds.
         preemptions: so far.
         priority: lower is earlier.
-        client: number of the API server that it came from.
         lora: the adapter's name.
     """
 
@@ -74,12 +72,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     still_s: float | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    computed_tokens: int | None = None
     kv_blocks: int | None = None
     cache_pins: int = 0
     preemptions: int = 0
     priority: int = 0
-    client: int = 0
     lora: str | None = None
 
 

@@ -74,14 +74,12 @@ class Listing(NamedTuple):
         findings: requests that only one side knows.
         silent: the processes that did not answer.
         problems: what could not be read.
-        processes: what each process knows.
     """
 
     rows: list[Row]
     findings: list[Finding]
     silent: list[Silent]
     problems: list[str]
-    processes: list[ProcessRequests]
 
 
 def take(server: Server, stuck_s: float) -> Listing:
@@ -105,7 +103,6 @@ def take(server: Server, stuck_s: float) -> Listing:
         findings=lone,
         silent=silent,
         problems=[f"{named(p.role, p)} {p.pid}: {why}" for p in processes for why in p.problems],
-        processes=processes,
     )
 
 

@@ -17,10 +17,15 @@ def counts(scheduler: Any) -> tuple[int, int]:
 def queues(scheduler: Any) -> tuple[int, int, int]:
     """Requests running, waiting for a place, and waiting for anything else, as a transfer."""
     running, waiting = counts(scheduler)
-    # Since 0.31, and up to 0.30; older ones have one queue.
-    other = getattr(scheduler, "deferred_waiting", None)
-    deferred = len(getattr(scheduler, "skipped_waiting", ()) if other is None else other)
+    deferred = len(passed_over(scheduler))
     return running, max(waiting - deferred, 0), deferred
+
+
+def passed_over(scheduler: Any) -> Any:
+    """The requests that the scheduler passes over, in a container of its own."""
+    # Since 0.31, and up to 0.30; older ones have one queue.
+    held = getattr(scheduler, "deferred_waiting", None)
+    return getattr(scheduler, "skipped_waiting", ()) if held is None else held
 
 
 def kv_cache_usage(scheduler: Any) -> float | None:

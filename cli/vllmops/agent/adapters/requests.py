@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from ...protocol.requests import State
+from .engine import passed_over
 
 # By the name of vLLM's status; a name that is not here counts as waiting, with the name as reason.
 STATES: Final = {
@@ -39,10 +40,7 @@ def scheduled(scheduler: Any) -> list[Any]:
 
 def deferred(scheduler: Any) -> set[int]:
     """The requests that the scheduler passes over, by identity."""
-    held = getattr(scheduler, "deferred_waiting", None)
-    if held is None:  # up to 0.30
-        held = scheduler.skipped_waiting
-    return set(map(id, list(held)))
+    return set(map(id, list(passed_over(scheduler))))
 
 
 def blocks(scheduler: Any) -> dict[str, int]:
