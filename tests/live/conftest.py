@@ -68,6 +68,9 @@ class Cli:
             **os.environ,
             "VLLMOPS_HOME": str(self.home),
             "NO_COLOR": "1",
+            # A model of a few megabytes needs no more, and there are many servers on few cores.
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Ours stays in front of what is installed: it is the tree that is being tested.
             "PYTHONPATH": os.pathsep.join(
                 filter(None, (str(self.home / "plug-ins"), os.environ.get("PYTHONPATH")))
