@@ -32,17 +32,17 @@ from ..protocol.pasted import Pasted
 from ..protocol.patches import ProcessPatches
 from ..protocol.place import who
 from ..protocol.server import (
+    AgentReport,
     Canary,
     Disk,
     Guard,
     Leftover,
-    Look,
     Machine,
+    Observation,
     ProcessState,
     Pulse,
     RasCapture,
     ServerSnapshot,
-    Told,
     Unseen,
 )
 from ..protocol.stacks import StacksSnapshot
@@ -115,7 +115,7 @@ class Examination:
         server: Server,
         options: Options,
         show: Callable[[str], None],
-        looks: Sequence[Look] = (),
+        looks: Sequence[Observation] = (),
         began: float | None = None,
     ) -> None:
         self.server = server
@@ -276,7 +276,7 @@ class Examination:
             uptime_s=None if began is None else max(self.taken_at - began, 0.0),
             vllm_version=version or (http.version(server.url) if server.url else None),
             looks=tuple(self.looks),
-            told=tuple(reports),
+            reports=tuple(reports),
             caches=held,
             comparisons=compared,
             patches=tuple(patches),
@@ -298,7 +298,7 @@ class Parts:
         self.server = server
         self.unseen: list[Unseen] = []
         own = server.of(*ROLES)
-        self.agents: Future[tuple[list[Told], list[Silent]]] = pool.submit(
+        self.agents: Future[tuple[list[AgentReport], list[Silent]]] = pool.submit(
             agent.side_by_side, own, report
         )
         self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
@@ -352,10 +352,10 @@ class Parts:
         return tuple(compared)
 
 
-def report(process: Process) -> Told:
+def report(process: Process) -> AgentReport:
     """What a process's agent reports; raises as `agent.reach` does."""
     reached = agent.reach(process)
-    return Told(
+    return AgentReport(
         **agent.shown(process),
         pid=process.pid,
         hello=reached.hello(),
@@ -373,7 +373,7 @@ def packages(reached: agent.Agent) -> dict[str, str]:
         return {}
 
 
-def look(server: Server, began: float, *, web: bool = True) -> Look:
+def look(server: Server, began: float, *, web: bool = True) -> Observation:
     """What changes from moment to moment; costs next to nothing without `web`.
 
     Args:
@@ -387,7 +387,7 @@ def look(server: Server, began: float, *, web: bool = True) -> Look:
         health = http.status(server.url)
         metrics = http.metrics(server.url) if health else None
     found = seen(server, compiling=True)
-    return Look(
+    return Observation(
         at_s=at_s,
         pulses=found.pulses,
         metrics=metrics,

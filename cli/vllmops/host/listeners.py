@@ -76,10 +76,10 @@ def plain(address: str) -> IPv4Address | IPv6Address:
 
 def listeners(port: int) -> set[int]:
     """The uids of those who listen on a port, on whatever address."""
-    return LOOK.at(port)
+    return OWNERS.at(port)
 
 
-class Look:
+class PortOwners:
     """Who listens on which port; those who ask at the same moment share a look.
 
     The kernel takes some 40 ms for it on a busy machine, and a command may have many targets.
@@ -126,4 +126,4 @@ def own_processes() -> Iterator[tuple[int, int]]:
                             yield found.laddr.port, uid
 
 
-LOOK = Look()
+OWNERS = PortOwners()

@@ -17,7 +17,7 @@ import httpx
 
 from ..host.shape import UNIX, unix_path
 from ..protocol.metrics import Metrics
-from ..protocol.server import Canary, Outcome
+from ..protocol.server import Canary, CanaryOutcome
 
 TIMEOUT_S = 2.0
 GRACE_S = 0.5  # for an answer that comes in several parts, each in time
@@ -168,7 +168,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
     began = time.monotonic()
     headers, withheld = key_for(url)
 
-    def result(outcome: Outcome, detail: str) -> Canary:
+    def result(outcome: CanaryOutcome, detail: str) -> Canary:
         return Canary(outcome, time.monotonic() - began, detail)
 
     try:
@@ -194,7 +194,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
     if answer.is_success:
         return result("answered", "")
     # Some models, for example for transcription, have no such route or take no text.
-    outcome: Outcome = "refused" if answer.is_server_error else "unable"
+    outcome: CanaryOutcome = "refused" if answer.is_server_error else "unable"
     return result(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
 
 

@@ -12,7 +12,7 @@ LOCAL = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """A server to ask.
 
     Args:
@@ -30,9 +30,9 @@ class Place:
     vllm: bool = False
 
     @staticmethod
-    def of(url: Url) -> Place:
-        """The place behind a URL that a person gave; it may be of any machine."""
-        return Place(url.text, shown(url.text), local=bool(LOCAL.fullmatch(url.host)))
+    def of(url: Url) -> Endpoint:
+        """The endpoint behind a URL that a person gave; it may be of any machine."""
+        return Endpoint(url.text, shown(url.text), local=bool(LOCAL.fullmatch(url.host)))
 
     @property
     def or_store(self) -> str:
