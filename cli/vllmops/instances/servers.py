@@ -220,7 +220,7 @@ def endpoint_of(asked: Url | Pod) -> Endpoint:
 
 def away(asked: str | Url | Pod | None) -> bool:
     """Whether a target is on another machine, as far as can be told."""
-    return isinstance(asked, Pod) or (isinstance(asked, Url) and not here(asked.host, asked.port))
+    return isinstance(asked, Pod) or (isinstance(asked, Url) and not here(asked.host))
 
 
 def unknown(target: str, asked: str | Url | Pod | None, why: str) -> VllmopsError:

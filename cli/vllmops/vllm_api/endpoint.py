@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from ..host.listeners import here
 from ..store.urls import shown
 from ..targets import Url
-
-LOCAL = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Endpoint:
     @staticmethod
     def of(url: Url) -> Endpoint:
         """The endpoint behind a URL that a person gave; it may be of any machine."""
-        return Endpoint(url.text, shown(url.text), local=bool(LOCAL.fullmatch(url.host)))
+        return Endpoint(url.text, shown(url.text), local=here(url.host, surely=True))
 
     @property
     def or_store(self) -> str:

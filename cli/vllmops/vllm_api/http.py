@@ -28,7 +28,6 @@ SLOWEST = 1 << 20  # bytes per second: an answer may take this much longer than 
 KEY = "VLLM_API_KEY"
 # Connections are given up before a server closes them, as uvicorn does after 5 s.
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
-LOOPBACK = {"", "localhost", "127.0.0.1", "::1"}
 # What reading JSON of any shape may raise.
 NO_ANSWER = (ValueError, LookupError, TypeError, RecursionError)
 
@@ -217,16 +216,9 @@ def elsewhere(url: str) -> bool:
     """Whether a URL is of another machine; raises httpx.InvalidURL."""
     if url.startswith(UNIX):
         return False
-    host = httpx.URL(url).host
-    return host not in LOOPBACK and not here(host)
+    from ..host.listeners import here  # noqa: PLC0415 - brings psutil
 
-
-@cache
-def here(host: str) -> bool:
-    """Whether a host name can be this machine."""
-    from ..host import listeners  # noqa: PLC0415 - most servers have a loopback address
-
-    return listeners.here(host, 443)
+    return not here(httpx.URL(url).host, surely=True)
 
 
 @cache
