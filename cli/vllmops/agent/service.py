@@ -294,7 +294,6 @@ turns = engine.Turns()
 def beat(sequence: int, now: float) -> Beat:
     """A heartbeat's content."""
     step, running, waiting, still_s = engine.progress.look(now)
-    requests.tracker.look(now)
     return Beat(
         monotonic=now,
         sequence=sequence,
