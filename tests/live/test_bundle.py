@@ -12,8 +12,8 @@ from .conftest import Live
 def test_all_of_a_healthy_server(vision_server: Live, tmp_path: Path) -> None:
     path = tmp_path / "b.tar.gz"
     # Many test processes share few cores.
-    words = ("-t", vision_server.name, "-o", str(path), "--timeout", "60", "--json")
-    ran = vision_server.cli("bundle", *words)
+    options = ("-t", vision_server.name, "-o", str(path), "--timeout", "60", "--json")
+    ran = vision_server.cli("bundle", *options)
     assert ran.code == 0, ran.err
     with tarfile.open(path) as found:
         parts = {each.name: found.extractfile(each).read() for each in found}  # type: ignore[union-attr]
