@@ -76,7 +76,7 @@ ENDINGS = (
     *("password", "passwd", "passphrase", "secret", "apikey", "apitoken", "authtoken", "sessid"),
     *("accesstoken", "refreshtoken", "secretkey", "accesskey", "privatekey", "sessionid", "dsn"),
 )
-# What a name is about that ends so is told of the secret, and is none.
+# A name with such an ending describes a secret, and is none.
 ABOUT = words(
     "file files path dir directory folder name names length len count min max ttl expiry expires "
     "expiration type types kind policy required enabled disabled manager provider source version "
