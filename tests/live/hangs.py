@@ -175,6 +175,7 @@ def load_again():
 ENVIRONMENT = {
     "VLLMOPS_NO_PATCH": ",".join(PATCHES),
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # which has /pause
 }
 # 1,280 tokens fit into the KV cache, which is less than the longest prompt's 2,048.
 ARGUMENTS = (

@@ -236,6 +236,14 @@ def test_nothing_to_repair_changes_nothing(stock: Live) -> None:
     assert settled(stock)["caches"] == before
 
 
+def test_a_healthy_server_is_not_healed(patched: Live) -> None:
+    before = settled(patched)["caches"]
+    assert outcomes(patched) == (0, [])
+    assert settled(patched)["caches"] == before
+    with load(patched.url, range(3), threads=2):
+        assert outcomes(patched, "--resume") == (0, [])
+
+
 def test_a_patched_server_can_not_be_hung(patched: Live) -> None:
     url = patched.url
     leave_ghost(url)
@@ -366,10 +374,50 @@ def test_a_request_that_only_the_engine_knows(stock: Prone) -> None:
         ran = stock.cli("requests", "list", "-t", stock.name, "--json", "--fail-on", "warning")
         assert (ran.code, len(ran.data["requests"])) == (1, 2)
         assert {finding["code"] for finding in ran.data["findings"]} == {"request.zombie"}
-        ended = stock.cli("requests", "abort", "--stuck", "-t", stock.name, "--json")
-        assert (ended.code, len(ended.data["requests"])) == (0, 2)
+        # The first one alone can never run: the order of what is healed does not matter.
+        assert outcomes(stock, "--only", "zombies") == (0, 2 * [("zombies", True)])
     assert in_flight(stock) == []
     assert stock.ask().answer(30) == 200
+
+
+def outcomes(server: Live, *words: str) -> tuple[int, list[tuple[str, bool]]]:
+    """The exit code of ``heal``, and what became of each thing that it has found."""
+    ran = server.cli("heal", "-t", server.name, "--json", *words)
+    assert ran.data["problems"] == []
+    return ran.code, [(one["action"], one["done"]) for one in ran.data["actions"]]
+
+
+@pytest.mark.parametrize(
+    ("made", "action", "answers"),
+    [(larger_than_the_cache, "admission", [410, 200]), (livelock, "encoder-cache", [200, 200])],
+)
+def test_a_queue_that_does_not_go_on_is_healed(
+    stock: Prone,
+    made: Callable[[Prone], AbstractContextManager[list[Asked]]],
+    action: str,
+    answers: list[int],
+) -> None:
+    with made(stock) as asked:
+        until(lambda: len(in_flight(stock)) == len(asked), 10, lambda: in_flight(stock))
+        assert outcomes(stock, "--dry-run") == (1, [(action, False)])
+        assert outcomes(stock, "--skip", action) == (0, [])
+        assert {one.answer(0.1) for one in asked} == {None}
+        assert outcomes(stock) == (0, [(action, True)])
+        assert [one.answer(30) for one in asked] == answers
+    assert f"vllmops heal by root: {action}, engine" in stock.launched.log.read_text()
+
+
+def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) -> None:
+    def ends(action: str, asked: Asked) -> None:
+        assert outcomes(stock) == (1, [(action, False)])
+        assert asked.answer(0.1) is None
+        assert outcomes(stock, "--resume") == (0, [(action, True)])
+        assert asked.answer(30) == 200
+
+    assert httpx.post(f"{stock.url}/pause", params={"mode": "keep"}, timeout=30).status_code == 200
+    ends("paused", stock.ask())
+    with stock.stopped("worker"):
+        ends("stopped", stock.ask())
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.name)
