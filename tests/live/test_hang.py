@@ -32,6 +32,7 @@ from .hangs import (
     Hang,
     Prone,
     backtracking,
+    input_thread_dead,
     is_real,
     larger_than_the_cache,
     leave_ghost,
@@ -418,6 +419,32 @@ def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) ->
     ends("paused", stock.ask())
     with stock.stopped("worker"):
         ends("stopped", stock.ask())
+
+
+def test_a_parser_that_blocks_the_event_loop_is_interrupted(stock: Prone) -> None:
+    before = stock.ask(max_tokens=300, ignore_eos=True)
+    with backtracking(stock) as asked:
+        until(lambda: outcomes(stock, "--only", "event-loop") == (0, [("event-loop", True)]))
+        assert asked[0].answer(30) == 500
+        assert before.answer(30) == 200
+
+
+def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
+    (stock.place / "output-thread").touch()
+    lost = stock.ask()
+    until(lambda: not (stock.place / "output-thread").exists())
+    behind = stock.ask()
+    assert outcomes(stock, "--skip", "caches") == (0, [("io-threads", True)])
+    assert (lost.answer(30), behind.answer(30)) == (410, 200)
+    with input_thread_dead(stock) as asked:
+        (stock.place / "input-thread").unlink()
+        code, done = outcomes(stock)
+        # The reader's end may have left a ghost key, too.
+        assert (code, set(done) - {("caches", True)}) == (
+            *(0, {("io-threads", True), ("zombies", True)}),
+        )
+        assert [one.answer(30) for one in asked] == [410, 410]
+    assert stock.ask().answer(30) == 200
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.name)

@@ -47,6 +47,7 @@ from . import (
 )
 from .adapters import features
 from .gate import gate
+from .heal import event_loop
 from .heal import table as healing
 from .heartbeat import Heart
 from .identity import own, role, standing
@@ -310,6 +311,7 @@ def beat(sequence: int, now: float) -> Beat:
         handed=engine.handed(),
         rendering_s=engine.rendering(now),
         loop_s=turns.look(now),
+        interrupt=event_loop.number(),
     )
 
 

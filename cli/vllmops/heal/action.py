@@ -16,9 +16,9 @@ from ..protocol.heal import Healing, HealRequest, Proof
 from ..rpc import agent
 
 TIMEOUT_S = 5.0
-# An engine that works on something else takes a few steps between two looks; one that tries the
-# same in vain takes hundreds.
-LEAST_STEPS = 20
+# Each step tries again what could not be scheduled; with asynchronous scheduling, up to two steps
+# that are on their way may still change something.
+LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from .action import Action, Case, Outcome, ask, proven
 from .actions.admission import Admission
 from .actions.caches import Caches
 from .actions.encoder_cache import EncoderCache
+from .actions.event_loop import EventLoop
+from .actions.io_threads import IoThreads
 from .actions.paused import Paused
 from .actions.stopped import Stopped
 from .actions.zombies import Zombies
@@ -25,6 +27,8 @@ from .actions.zombies import Zombies
 # ended last.
 ACTIONS: Final[tuple[Action, ...]] = (
     Stopped(),
+    EventLoop(),
+    IoThreads(),
     Caches(),
     Paused(),
     EncoderCache(),

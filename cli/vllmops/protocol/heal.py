@@ -15,6 +15,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
         what: what was seen, with figures.
         why: what the client of a request is told; empty where none is.
         same: must be the same in each look: what would change if the subject got further.
+        requests: ids of the requests that end with it.
         rises: steps of the engine so far, which must rise from look to look; None if none need.
     """
 
@@ -22,6 +23,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     why: str = ""
     same: str = ""
+    requests: tuple[str, ...] = ()
     rises: int | None = None
 
 

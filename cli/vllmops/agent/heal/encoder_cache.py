@@ -41,7 +41,8 @@ def knot() -> Knot | None:
         needs = scheduling.next_input(manager, blocked)
         if needs is None or needs[1] <= manager.num_freeable_slots:
             return None  # it gets on
-        missing, holders = needs[1] - manager.num_freeable_slots, []
+        holders: list[Any] = []
+        missing = needs[1] - manager.num_freeable_slots
         for request in sorted(queue, key=lambda request: -request.arrival_time):
             if request is blocked or missing <= 0:
                 continue
@@ -88,7 +89,9 @@ def act(subjects: list[str]) -> dict[str, str]:
 
     def release() -> None:
         found, scheduler = knot(), objects.latest("scheduler")
-        for request in found.holders if found and scheduler else ():
+        if found is None or scheduler is None:
+            return
+        for request in found.holders:
             if request.request_id in subjects:
                 scheduling.release(scheduler.encoder_cache_manager, request)
 

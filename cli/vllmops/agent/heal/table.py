@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from ...protocol.heal import Healing, HealRequest, Proof
 from ..identity import here
 from ..log import log
-from . import admission, encoder_cache, inbox, paused
+from . import admission, encoder_cache, io_threads, paused, transit
 
 
 class Action(NamedTuple):
@@ -28,8 +28,9 @@ class Action(NamedTuple):
 ACTIONS: Final = {
     "admission": Action(admission.look),
     "encoder-cache": Action(encoder_cache.look, encoder_cache.act),
-    "inbox": Action(inbox.look),
+    "io-threads": Action(io_threads.look, io_threads.act),
     "paused": Action(paused.look, paused.act),
+    "transit": Action(transit.look),
 }
 
 

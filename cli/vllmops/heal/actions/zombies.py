@@ -26,9 +26,9 @@ class Zombies(Action):
     def look(self, server: Server) -> list[Case]:
         processes, silent = listing.look(server)
         lone = one_sided(processes, silent)
-        # A request or its end may be on its way to an engine that is busy.
-        engines = server.of(Role.ENGINE)
-        if not lone or len(asked(server, "inbox", (Role.ENGINE,))) < len(engines):
+        # A request or its end may be on its way, to or from a process that is busy.
+        ends = (Role.API, Role.ENGINE)
+        if not lone or len(asked(server, "transit", ends)) < len(server.of(*ends)):
             return []
         knowing = {
             request.id: found.pid
