@@ -12,9 +12,11 @@ from .. import output
 from ..errors import Exit, VllmopsError
 from ..heal import heal as healing
 from ..heal.action import Action
+from ..heal.beyond import Beyond, beyond
 from ..heal.heal import ACTIONS, Healed
 from ..instances.servers import resolve
 from ..output import Json, Progress, Result, typer_app
+from .findings import lines
 from .options import Target
 from .several import per_target
 
@@ -81,14 +83,17 @@ def heal(
     server = resolve(target)
     with Progress(time.time(), quiet=json_) as progress:
         found = healing.heal(server, actions, dry_run=dry_run, resume=resume, show=progress.update)
+        rest = beyond(server, progress.update)
     data = {
         "server": server.label,
         "dry_run": dry_run,
         "actions": found.outcomes,
         "problems": found.problems,
+        "stuck": rest,
     }
-    failed = any(not outcome.done for outcome in found.outcomes)
-    return Result(data, lambda: list(text(found, dry_run)), Exit.FAILED if failed else Exit.OK)
+    failed = rest is not None or any(not outcome.done for outcome in found.outcomes)
+    code = Exit.FAILED if failed else Exit.OK
+    return Result(data, lambda: list(text(found, rest, dry_run)), code)
 
 
 def chosen(only: Sequence[str] | None, skip: Sequence[str] | None) -> list[Action]:
@@ -128,7 +133,7 @@ def table(actions: Sequence[Action]) -> RenderableType:
     return made
 
 
-def text(found: Healed, dry_run: bool) -> Iterator[RenderableType]:
+def text(found: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[RenderableType]:
     """What was done, for a person."""
     from rich.text import Text  # noqa: PLC0415
 
@@ -144,4 +149,10 @@ def text(found: Healed, dry_run: bool) -> Iterator[RenderableType]:
     for problem in found.problems:
         yield Text(problem, "yellow")
     if not found.outcomes:
-        yield Text("Nothing to heal.", "green")
+        yield Text("Nothing to heal.", "" if rest else "green")
+    if rest:
+        yield Text("Still stuck:", "bold red")
+        yield from lines([rest.finding])
+        count = "an unknown number of" if rest.in_flight is None else f"{rest.in_flight:,}"
+        yield f"  a restart loses: {count} requests in flight ({rest.background:,} in background)"
+        yield f"  a restart brings back: {rest.restart}"

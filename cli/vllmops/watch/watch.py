@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from ..bundle.redact import Redactor
 from ..caches.repair import Report
 from ..diagnose import doctor, progress
-from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S, Stall
 from ..diagnose.stacks import StackFinding
 from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
@@ -40,8 +39,6 @@ KEPT = 1000  # events
 REPAIRABLE = {"mm-cache.ghost-keys"}
 # Fields of an event that may quote a log.
 QUOTING = ("title", "evidence")
-# Findings that explain a stall, besides those of stacks.
-CAUSES = {"process.stopped", "engine.missing"}
 
 
 @dataclass(frozen=True)
@@ -284,7 +281,7 @@ class Watch:
         number = self.diary.counts["stalled"] + 1
         self.ongoing = Ongoing(number, began, kept=bool(kept))
         seconds = self.now() - began
-        why = cause(found, diagnosis)
+        why = doctor.cause(found, diagnosis)
         label = self.subject.server.label
         self.say(
             "stalled",
@@ -398,15 +395,6 @@ def stands(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) 
     """Whether a stall is confirmed by stacks and agents."""
     verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
     return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.told})
-
-
-def cause(found: Sequence[Stall], diagnosis: doctor.Diagnosis) -> Finding:
-    """The finding that explains a stall best."""
-    for finding in diagnosis.findings:
-        if finding.code.startswith("stack.") or finding.code in CAUSES:
-            return finding
-    rules = {rule.code: rule for rule in progress.RULES}
-    return rules[found[0].code].at(found[0].subject, found[0].evidence)
 
 
 def words(process: ProcessRepair, changes: Sequence[Change], left: str | None) -> str:
