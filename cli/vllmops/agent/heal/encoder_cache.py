@@ -34,7 +34,7 @@ def knot() -> Knot | None:
     if scheduler is None or engine.rests(scheduler):
         return None
     manager = scheduler.encoder_cache_manager
-    if not hasattr(manager, "get_cached_input_ids") or not hasattr(manager, "num_embeds_by_hash"):
+    if not readable(manager):
         return None
     queue, running = scheduling.queued(scheduler), list(scheduler.running)
     for blocked in running or queue[:1]:
@@ -52,6 +52,11 @@ def knot() -> Knot | None:
         if missing <= 0 and needs[1] <= manager.cache_size:
             return Knot(blocked, needs[1], holders)
     return None
+
+
+def readable(manager: Any) -> bool:
+    """Whether a manager tells the sizes of its entries: since 0.31, and not for Whisper's kind."""
+    return hasattr(manager, "get_cached_input_ids") and hasattr(manager, "num_embeds_by_hash")
 
 
 def freed(manager: Any, request: Any, others: list[Any]) -> int:

@@ -11,6 +11,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...protocol.heal import Proof
@@ -26,11 +27,10 @@ def look() -> list[Proof]:
     until = time.monotonic() + WITHIN_S
     core, client = objects.latest("engine-core"), objects.latest("engine-client")
     ends: list[Callable[[], bool]] = []
-    if hasattr(core, "output_queue"):  # else the engine and the API server are one process
-        ends += [
-            lambda: not core.input_queue.qsize() and rests(READER),
-            lambda: not core.output_queue.qsize() and rests(WRITER),
-        ]
+    for name, thread in (("input_queue", READER), ("output_queue", WRITER)):
+        # Without them the engine and the API server are one process.
+        if queue := getattr(core, name, None):
+            ends.append(partial(passed_on, queue, thread))
     if client is not None:
         ends.append(lambda: taken(client, until - time.monotonic()))
     for empty in ends:
@@ -41,9 +41,11 @@ def look() -> list[Proof]:
     return [Proof(subject="transit", what="nothing is on its way")]
 
 
-def rests(name: str) -> bool:
-    """Whether a thread of the engine waits for something to pass on."""
-    return any(below(frame, name) == WAITS[name] for frame in sys._current_frames().values())
+def passed_on(queue: Any, name: str) -> bool:
+    """Whether a queue of the engine is empty, and its thread waits for something to pass on."""
+    return not queue.qsize() and any(
+        below(frame, name) == WAITS[name] for frame in sys._current_frames().values()
+    )
 
 
 def below(frame: Any, name: str) -> str:
