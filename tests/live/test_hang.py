@@ -5,6 +5,7 @@ That of vLLM #43595, which comes in two ways, is repaired live as well, and patc
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, long
 from ..support.waiting import until
 from .conftest import Cli, Live, PlugIn, Ran, launch, lose
 from .hangs import (
@@ -214,6 +215,7 @@ def test_engine_hangs_and_is_repaired(stock: Prone) -> None:
     assert both_sides_agree(stock)
 
 
+@long
 def test_front_end_hangs_and_is_repaired(stock: Prone) -> None:
     url = stock.url
     # They fit one by one, not together.
@@ -307,6 +309,7 @@ def accused(data: Any, code: str) -> set[str]:
     return {each["subject"].split()[0] for each in data["findings"] if each["code"] == code}
 
 
+@long
 def test_requests_that_hold_themselves_grow_memory_and_patched_ones_do_not(
     stock: Live, patched: Live, tmp_path: Path
 ) -> None:
@@ -345,22 +348,23 @@ def test_requests_that_nothing_schedules_can_be_ended(
     stock: Prone, made: Callable[[Prone], AbstractContextManager[list[Asked]]]
 ) -> None:
     with made(stock) as asked:
-        until(lambda: len(in_flight(stock)) == len(asked), 10, lambda: in_flight(stock))
+        until(lambda: len(in_flight(stock)) == len(asked), 40, lambda: in_flight(stock))
         time.sleep(2)
         assert len(in_flight(stock, "--stuck", "--stuck-after", "1")) == len(asked)
         *ended, result = end_all(stock)
         assert (result, {one["left"] for one in ended}) == ({"code": 0}, {""})
-        assert {one.answer(5) for one in asked} == {410}
+        assert {one.answer(30) for one in asked} == {410}
     assert stock.ask().answer(30) == 200
 
 
 def test_a_request_is_ended_while_the_event_loop_is_blocked(stock: Prone) -> None:
-    long = stock.ask(max_tokens=1000, ignore_eos=True)
+    endless = stock.ask(max_tokens=1000, ignore_eos=True)
     with backtracking(stock):
         (ended, result) = end_all(stock)
         assert result == {"code": 1}
-        assert "the engine has freed it; API server" in ended["left"]
-    assert long.answer(10) == 200  # ended with what it had by then
+        # On a busy machine the command may end before the engine's step does.
+        assert re.search("^the engine has freed it; API server|has the abort", ended["left"])
+    assert endless.answer(30) == 200  # ended with what it had by then
     assert stock.ask().answer(30) == 200
 
 
@@ -399,7 +403,7 @@ def test_a_queue_that_does_not_go_on_is_healed(
     answers: list[int],
 ) -> None:
     with made(stock) as asked:
-        until(lambda: len(in_flight(stock)) == len(asked), 10, lambda: in_flight(stock))
+        until(lambda: len(in_flight(stock)) == len(asked), 40, lambda: in_flight(stock))
         assert outcomes(stock, "--dry-run") == (1, [(action, False)])
         assert outcomes(stock, "--skip", action) == (0, [])
         assert {one.answer(0.1) for one in asked} == {None}
@@ -408,6 +412,7 @@ def test_a_queue_that_does_not_go_on_is_healed(
     assert f"vllmops heal by root: {action}, engine" in stock.launched.log.read_text()
 
 
+@long
 def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) -> None:
     def ends(action: str, asked: Asked) -> None:
         assert outcomes(stock) == (1, [(action, False)])
@@ -421,6 +426,7 @@ def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) ->
         ends("stopped", stock.ask())
 
 
+@long
 def test_a_parser_that_blocks_the_event_loop_is_interrupted(stock: Prone) -> None:
     before = stock.ask(max_tokens=300, ignore_eos=True)
     with backtracking(stock) as asked:
@@ -447,7 +453,33 @@ def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
     assert stock.ask().answer(30) == 200
 
 
-@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.name)
+@long
+def test_a_watch_heals_a_stall_after_its_evidence_is_kept(stock: Prone) -> None:
+    with livelock(stock) as asked:
+        words = ("watch", "--once", *QUICK, "--heal", "-o", str(stock.place / "healed"))
+        ran = stock.cli(*words, "-t", stock.name, "--json")
+        assert [event["event"] for event in ran.data["events"]] == ["stalled", "healed"]
+        assert "encoder-cache, engine" in ran.data["events"][1]["text"]
+        assert {one.answer(30) for one in asked} == {200}
+    assert "vllmops watch --heal by root" in stock.launched.log.read_text()
+
+
+@long
+def test_what_can_not_be_healed_is_named_with_what_a_restart_loses(stock: Prone) -> None:
+    with stock.defect("worker"):
+        asked = stock.ask()
+        until(lambda: bool(in_flight(stock, "--stuck", "--stuck-after", "11")))
+        ran = stock.cli("heal", "-t", stock.name, "--json")
+        assert (ran.code, ran.data["actions"]) == (1, [])
+        stuck = ran.data["stuck"]
+        assert (stuck["finding"]["code"], stuck["in_flight"]) == ("stack.worker-stuck-broadcast", 1)
+    assert asked.answer(30) == 200
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [pytest.param(hang, marks=() if hang.short else long, id=hang.name) for hang in HANGS],
+)
 def test_a_hang_is_named(stock: Prone, hang: Hang) -> None:
     """The last one ends the server."""
     with hang.made(stock) as asked:

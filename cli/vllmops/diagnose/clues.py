@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import prose, signs
 from .facts import STATS, from_log
-from .places import Place
+from .places import Position
 from .signatures import Confidence
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
     return found
 
 
-def _said(place: Place) -> str:
+def _said(place: Position) -> str:
     names = " ← ".join(frame.function for frame in place.thread.frames)
     return f"{place.process.title or 'a process'} in {names}"
 
