@@ -39,6 +39,7 @@ RUN = {
     "vllmops ps": 0,
     "vllmops ps --json": 0,
     "vllmops doctor --list": 0,
+    "vllmops heal --list": 0,
     "vllmops keys list": 5,
     "vllmops keys add": 0,
     "vllmops keys rotate": 0,
@@ -105,6 +106,8 @@ LIVE = {
     "vllmops requests show chatcmpl-1f0c -t demo": (5, ""),  # one that has ended
     "vllmops requests abort chatcmpl-1f0c -t demo": (5, ""),
     "vllmops requests abort --stuck -t demo --dry-run": (0, ""),
+    "vllmops heal -t demo --dry-run": (0, ""),
+    "vllmops heal -t demo": (0, ""),
     "vllmops doctor -t demo": (0, ""),
     "vllmops doctor -t demo --json": (0, ""),
     "vllmops doctor -t demo --fail-on warning": (0, "--skip machine --skip security"),

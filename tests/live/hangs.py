@@ -100,6 +100,7 @@ def engine():
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.request import RequestStatus
+    from vllm.v1.serial_utils import MsgpackEncoder
 
     # Whether the longest prompt fits is not asked at start any more.
     kv_cache_utils._check_enough_kv_cache_memory = lambda *_: None
@@ -113,6 +114,15 @@ def engine():
 
     EncoderCacheManager.free = keep_for_the_waiting
 
+    encode, broken = MsgpackEncoder.encode_into, file_of("output-thread")
+
+    def encode_into(self, output, buffer):
+        if os.path.exists(broken):
+            os.unlink(broken)
+            raise TypeError("it can't be encoded")
+        return encode(self, output, buffer)
+
+    MsgpackEncoder.encode_into = encode_into
     miss, path = EngineCoreProc._handle_mm_cache_miss, file_of("input-thread")
 
     def handle_miss(self, request, error):
@@ -175,6 +185,7 @@ def load_again():
 ENVIRONMENT = {
     "VLLMOPS_NO_PATCH": ",".join(PATCHES),
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # which has /pause
 }
 # 1,280 tokens fit into the KV cache, which is less than the longest prompt's 2,048.
 ARGUMENTS = (

@@ -33,6 +33,7 @@ from .hangs import (
     Hang,
     Prone,
     backtracking,
+    input_thread_dead,
     is_real,
     larger_than_the_cache,
     leave_ghost,
@@ -238,6 +239,14 @@ def test_nothing_to_repair_changes_nothing(stock: Live) -> None:
     assert settled(stock)["caches"] == before
 
 
+def test_a_healthy_server_is_not_healed(patched: Live) -> None:
+    before = settled(patched)["caches"]
+    assert outcomes(patched) == (0, [])
+    assert settled(patched)["caches"] == before
+    with load(patched.url, range(3), threads=2):
+        assert outcomes(patched, "--resume") == (0, [])
+
+
 def test_a_patched_server_can_not_be_hung(patched: Live) -> None:
     url = patched.url
     leave_ghost(url)
@@ -370,10 +379,101 @@ def test_a_request_that_only_the_engine_knows(stock: Prone) -> None:
         ran = stock.cli("requests", "list", "-t", stock.name, "--json", "--fail-on", "warning")
         assert (ran.code, len(ran.data["requests"])) == (1, 2)
         assert {finding["code"] for finding in ran.data["findings"]} == {"request.zombie"}
-        ended = stock.cli("requests", "abort", "--stuck", "-t", stock.name, "--json")
-        assert (ended.code, len(ended.data["requests"])) == (0, 2)
+        # The first one alone can never run: the order of what is healed does not matter.
+        assert outcomes(stock, "--only", "zombies") == (0, 2 * [("zombies", True)])
     assert in_flight(stock) == []
     assert stock.ask().answer(30) == 200
+
+
+def outcomes(server: Live, *words: str) -> tuple[int, list[tuple[str, bool]]]:
+    """The exit code of ``heal``, and what became of each thing that it has found."""
+    ran = server.cli("heal", "-t", server.name, "--json", *words)
+    assert ran.data["problems"] == []
+    return ran.code, [(one["action"], one["done"]) for one in ran.data["actions"]]
+
+
+@pytest.mark.parametrize(
+    ("made", "action", "answers"),
+    [(larger_than_the_cache, "admission", [410, 200]), (livelock, "encoder-cache", [200, 200])],
+)
+def test_a_queue_that_does_not_go_on_is_healed(
+    stock: Prone,
+    made: Callable[[Prone], AbstractContextManager[list[Asked]]],
+    action: str,
+    answers: list[int],
+) -> None:
+    with made(stock) as asked:
+        until(lambda: len(in_flight(stock)) == len(asked), 40, lambda: in_flight(stock))
+        assert outcomes(stock, "--dry-run") == (1, [(action, False)])
+        assert outcomes(stock, "--skip", action) == (0, [])
+        assert {one.answer(0.1) for one in asked} == {None}
+        assert outcomes(stock) == (0, [(action, True)])
+        assert [one.answer(30) for one in asked] == answers
+    assert f"vllmops heal by root: {action}, engine" in stock.launched.log.read_text()
+
+
+@long
+def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) -> None:
+    def ends(action: str, asked: Asked) -> None:
+        assert outcomes(stock) == (1, [(action, False)])
+        assert asked.answer(0.1) is None
+        assert outcomes(stock, "--resume") == (0, [(action, True)])
+        assert asked.answer(30) == 200
+
+    assert httpx.post(f"{stock.url}/pause", params={"mode": "keep"}, timeout=30).status_code == 200
+    ends("paused", stock.ask())
+    with stock.stopped("worker"):
+        ends("stopped", stock.ask())
+
+
+@long
+def test_a_parser_that_blocks_the_event_loop_is_interrupted(stock: Prone) -> None:
+    before = stock.ask(max_tokens=300, ignore_eos=True)
+    with backtracking(stock) as asked:
+        until(lambda: outcomes(stock, "--only", "event-loop") == (0, [("event-loop", True)]))
+        assert asked[0].answer(30) == 500
+        assert before.answer(30) == 200
+
+
+def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
+    (stock.place / "output-thread").touch()
+    lost = stock.ask()
+    until(lambda: not (stock.place / "output-thread").exists())
+    behind = stock.ask()
+    assert outcomes(stock, "--skip", "caches") == (0, [("io-threads", True)])
+    assert (lost.answer(30), behind.answer(30)) == (410, 200)
+    with input_thread_dead(stock) as asked:
+        (stock.place / "input-thread").unlink()
+        code, done = outcomes(stock)
+        # The reader's end may have left a ghost key, too.
+        assert (code, set(done) - {("caches", True)}) == (
+            *(0, {("io-threads", True), ("zombies", True)}),
+        )
+        assert [one.answer(30) for one in asked] == [410, 410]
+    assert stock.ask().answer(30) == 200
+
+
+@long
+def test_a_watch_heals_a_stall_after_its_evidence_is_kept(stock: Prone) -> None:
+    with livelock(stock) as asked:
+        words = ("watch", "--once", *QUICK, "--heal", "-o", str(stock.place / "healed"))
+        ran = stock.cli(*words, "-t", stock.name, "--json")
+        assert [event["event"] for event in ran.data["events"]] == ["stalled", "healed"]
+        assert "encoder-cache, engine" in ran.data["events"][1]["text"]
+        assert {one.answer(30) for one in asked} == {200}
+    assert "vllmops watch --heal by root" in stock.launched.log.read_text()
+
+
+@long
+def test_what_can_not_be_healed_is_named_with_what_a_restart_loses(stock: Prone) -> None:
+    with stock.defect("worker"):
+        asked = stock.ask()
+        until(lambda: bool(in_flight(stock, "--stuck", "--stuck-after", "11")))
+        ran = stock.cli("heal", "-t", stock.name, "--json")
+        assert (ran.code, ran.data["actions"]) == (1, [])
+        stuck = ran.data["stuck"]
+        assert (stuck["finding"]["code"], stuck["in_flight"]) == ("stack.worker-stuck-broadcast", 1)
+    assert asked.answer(30) == 200
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ import pytest
 from vllmops.caches.repair import Report
 from vllmops.commands.watch import lines
 from vllmops.errors import VllmopsError
+from vllmops.heal.action import Outcome
+from vllmops.heal.heal import Healed
 from vllmops.instances.servers import Server
 from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
 from vllmops.protocol.engine import Beat
@@ -109,7 +111,9 @@ class Scene:
         disk_full: bool = False,
         final: bool = False,
         failed: bool = False,
+        curable: bool = False,
     ) -> None:
+        self.curable = curable
         self.server = Server(name="demo", processes=(), port=8000, model="m")
         self.looks = looks
         self.phases = phases or {}
@@ -164,6 +168,21 @@ class Scene:
         process = ProcessRepair(role="engine", pid=20, dry_run=False, caches=[fixed], seconds=0.1)
         self.ghosts, self.looks = False, well
         return Report([process], [], CacheSnapshot(server="demo", samples=[]))
+
+    def heal(self) -> Healed:
+        self.done.append("heal")
+        if not self.curable:
+            return Healed([], [])
+        self.looks = well
+        one = Outcome(
+            action="admission",
+            process="engine 20",
+            subject="a",
+            seen="too large",
+            done=True,
+            did="x",
+        )
+        return Healed([one], [])
 
     def restart(self) -> None:
         self.done.append("restart")
@@ -332,6 +351,23 @@ def test_a_repair_that_does_not_help_is_followed_by_a_restart() -> None:
     assert kinds(watched(scene, repair=True, restart=True)) == ["stalled", "repaired", "restarting"]
     assert scene.done == ["save", "repair", "restart"]
     assert scene.time - began > MENDING_S
+
+
+def test_a_stall_is_healed_once_its_evidence_is_kept() -> None:
+    scene = Scene(stuck(20.0), curable=True)
+    events = watched(scene, heal=True, restart=True)
+    assert kinds(events) == ["stalled", "healed", "recovered"]
+    assert scene.done == ["save", "heal"]
+    assert events[1].text == "demo: admission, engine 20, a: too large; x"
+
+
+def test_what_can_not_be_healed_is_tried_a_few_times_and_restarted_if_that_may_be() -> None:
+    scene = Scene(stuck(20.0))
+    assert kinds(watched(scene, for_s=600, heal=True)) == ["stalled", "healed", "healed", "healed"]
+    assert scene.done == ["save", "heal", "heal", "heal"]
+    scene = Scene(stuck(20.0))
+    watched(scene, heal=True, restart=True)
+    assert scene.done[:3] == ["save", "heal", "restart"]
 
 
 def test_without_agents_an_idle_engine_is_left_in_peace() -> None:

@@ -97,6 +97,7 @@ def of_front(request: Any, now: float, at: float) -> FrontRequest:
         route=arrival.route if arrival else None,
         owner=owner(arrival) if arrival else None,
         lora=request.lora_name,
+        background=arrival is not None and arrival not in gate.arrivals,
     )
 
 

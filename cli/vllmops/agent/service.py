@@ -27,6 +27,7 @@ from ..home import home, make_missing
 from ..protocol import packages
 from ..protocol.compares import CompareRequest
 from ..protocol.engine import Beat, Hello, Traffic
+from ..protocol.heal import HealRequest
 from ..protocol.repairs import RepairRequest
 from ..protocol.requests import Abort, Reveal
 from ..protocol.resets import ResetRequest
@@ -46,6 +47,8 @@ from . import (
 )
 from .adapters import features
 from .gate import gate
+from .heal import event_loop
+from .heal import table as healing
 from .heartbeat import Heart
 from .identity import own, role, standing
 from .log import log
@@ -54,7 +57,7 @@ from .patches import registry
 REST_S = 1.0  # after a failed accept(), for example without free file descriptors
 FEATURES = (
     *("engine", "caches", "traffic", "requests", "abort", "drain", "heartbeat"),
-    *("patches", "repair", "reset", "memory", "compare", "keys", "stacks", "steps"),
+    *("patches", "repair", "reset", "memory", "compare", "keys", "stacks", "steps", "heal"),
 )
 
 
@@ -307,6 +310,7 @@ def beat(sequence: int, now: float) -> Beat:
         handed=engine.handed(),
         rendering_s=engine.rendering(now),
         loop_s=turns.look(now),
+        interrupt=event_loop.number(),
     )
 
 
@@ -335,6 +339,7 @@ POSTS: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Any]]] = {
     "/abort": (msgspec.json.Decoder(Abort), requests.abort),
     "/compare": (msgspec.json.Decoder(CompareRequest), compare.compare),
     "/drain": (msgspec.json.Decoder(Drain), drain),
+    "/heal": (msgspec.json.Decoder(HealRequest), healing.heal),
     "/prompt": (msgspec.json.Decoder(Reveal), requests.prompt),
     "/repair": (msgspec.json.Decoder(RepairRequest), repair.repair),
     "/reset": (msgspec.json.Decoder(ResetRequest), reset.reset),

@@ -92,6 +92,7 @@ def serve(
     watch_exec: opts.WatchExec = None,
     watch_webhook: opts.WatchWebhook = None,
     watch_repair: opts.WatchRepair = False,
+    watch_heal: opts.WatchHeal = False,
     watch_restart: opts.WatchRestart = False,
     json_: Json = False,
 ) -> Result:
@@ -110,7 +111,14 @@ def serve(
     env = [*given, *unpatched(no_patch or []), *limits]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
     order = place(model, demo, name, host, port, detach, env, behind)
-    watcher = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
+    watcher = watching(
+        watch,
+        watch_exec,
+        watch_webhook,
+        repair=watch_repair,
+        heal=watch_heal,
+        restart=watch_restart,
+    )
     order = dataclasses.replace(order, watch=watcher)
     if dry_run:
         settings.check({**os.environ, **order.environment})
@@ -146,9 +154,18 @@ def serve(
 
 
 def watching(
-    watch: bool, command: str | None, webhook: str | None, repair: bool, restart: bool
+    watch: bool,
+    command: str | None,
+    webhook: str | None,
+    **acts: bool,
 ) -> tuple[str, ...] | None:
     """The arguments of `vllmops watch`, None if it is not to run.
+
+    Args:
+        watch: whether it is to run in any case.
+        command: of ``--exec``.
+        webhook: its URL.
+        acts: its options without a value, by name.
 
     Raises:
         VllmopsError: as `Hook` and `Webhook` do.
@@ -163,8 +180,7 @@ def watching(
         if webhook:
             Webhook(webhook)
             words += ["--webhook", webhook]
-    words += ["--repair"] if repair else []
-    words += ["--restart"] if restart else []
+    words += [f"--{name}" for name, wanted in acts.items() if wanted]
     return tuple(words) if watch or words else None
 
 

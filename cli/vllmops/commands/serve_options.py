@@ -169,6 +169,9 @@ WatchWebhook = Annotated[
 WatchRepair = Annotated[
     bool, typer.Option("--watch-repair", help="Watch with --repair.", rich_help_panel=WATCH)
 ]
+WatchHeal = Annotated[
+    bool, typer.Option("--watch-heal", help="Watch with --heal.", rich_help_panel=WATCH)
+]
 WatchRestart = Annotated[
     bool, typer.Option("--watch-restart", help="Watch with --restart.", rich_help_panel=WATCH)
 ]

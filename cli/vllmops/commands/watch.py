@@ -100,6 +100,14 @@ def watch(
             rich_help_panel="Actions",
         ),
     ] = False,
+    heal: Annotated[
+        bool,
+        typer.Option(
+            "--heal",
+            help="Heal what is proven to be stuck, as vllmops heal does; at most 3 times a stall.",
+            rich_help_panel="Actions",
+        ),
+    ] = False,
     restart: Annotated[
         bool,
         typer.Option(
@@ -130,8 +138,8 @@ def watch(
     stuck, and later when the server goes on. An idle, paused, sleeping, loading
     or compiling server does not stall. While all is well, it reads a few files.
 
-    Events are stalled, recovered, repaired, restarting, failed, ended, away,
-    ready and trouble. Exit code 1 if there was a stall or a failure.
+    Events are stalled, recovered, repaired, healed, restarting, failed, ended,
+    away, ready and trouble. Exit code 1 if there was a stall or a failure.
     """
     receivers: list[Callable[[Event], None]] = []
     if exec_:
@@ -149,6 +157,7 @@ def watch(
         once=once,
         for_s=for_,
         repair=repair,
+        heal=heal,
         restart=restart,
     )
     stop = threading.Event()

@@ -27,6 +27,10 @@ HIDES = {
 }
 
 
+# Findings that explain a stall, besides those of stacks.
+CAUSES = {"process.stopped", "engine.missing"}
+
+
 class Check(msgspec.Struct, frozen=True):
     """A kind of finding, as ``doctor --list`` shows it."""
 
@@ -76,6 +80,15 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
     if snapshot.memory:
         found += memory.diagnose(snapshot.memory, memory.trends(snapshot.memory))
     return Diagnosis(tuple(ranked(found)), tuple(stopped), explained)
+
+
+def cause(found: Sequence[progress.Stall], diagnosis: Diagnosis) -> Finding:
+    """The finding that explains stalls best; there is at least one."""
+    for finding in diagnosis.findings:
+        if finding.code.startswith("stack.") or finding.code in CAUSES:
+            return finding
+    rules = {rule.code: rule for rule in progress.RULES}
+    return rules[found[0].code].at(found[0].subject, found[0].evidence)
 
 
 def explanation(

@@ -185,7 +185,7 @@ def members(table: processes.Table, session: int | None) -> list[int]:
     return found
 
 
-def kill(process: Process, number: signal.Signals) -> None:
+def kill(process: Process, number: int) -> None:
     """Signal this very process; one that has gone is fine."""
     with contextlib.suppress(ProcessLookupError):
         if alive(process):

@@ -78,6 +78,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
             engine is there, 0 without one; None if the process takes none.
         loop_s: seconds for which an API server's event loop has run nothing; None if the process
             is none, or is not up yet.
+        interrupt: the signal that ends a parser on an API server's event loop; 0 for none.
     """
 
     schema: int = SCHEMA
@@ -95,6 +96,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     handed: int | None = None
     rendering_s: float | None = None
     loop_s: float | None = None
+    interrupt: int = 0
 
     @property
     def identity(self) -> Identity:

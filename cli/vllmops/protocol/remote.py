@@ -16,7 +16,7 @@ GETS = frozenset(
     {"hello", "engine", "caches", "caches?keys=1", "stacks", "memory", "packages", "requests"}
     | {"steps", "traffic", "heartbeat", "patches", "patches?verify=1", "keys", "keys?reload=1"}
 )
-POSTS = frozenset({"abort", "compare", "drain", "repair", "reset"})
+POSTS = frozenset({"abort", "compare", "drain", "heal", "repair", "reset"})
 
 
 class Member(ProcessState, frozen=True, kw_only=True):

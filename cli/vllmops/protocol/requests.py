@@ -36,6 +36,7 @@ class FrontRequest(msgspec.Struct, frozen=True, kw_only=True):
         route: of its HTTP request, None if unknown.
         owner: a hash of the API key that it came with; empty without one, None if unknown.
         lora: the adapter's name.
+        background: whether its HTTP request is over: a background response.
     """
 
     id: str = ""
@@ -46,6 +47,7 @@ class FrontRequest(msgspec.Struct, frozen=True, kw_only=True):
     route: str | None = None
     owner: str | None = None
     lora: str | None = None
+    background: bool = False
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

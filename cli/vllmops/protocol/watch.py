@@ -11,9 +11,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened to a server.
 
     Args:
-        event: ``stalled``, ``recovered``, ``repaired``, ``restarting``, ``failed`` (it ended, and
-            not because somebody wanted that), ``ended``, ``away`` (it stops, or starts), ``ready``,
-            or ``trouble``: another node does not answer, or the watch could not do something.
+        event: ``stalled``, ``recovered``, ``repaired``, ``healed``, ``restarting``, ``failed`` (it
+            ended, and not because somebody wanted that), ``ended``, ``away`` (it stops, or starts),
+            ``ready``, or ``trouble``: another node does not answer, or the watch could not do
+            something.
         at: seconds since the epoch.
         server: its name, or the pid of its first process.
         text: all of it in a line.
@@ -36,6 +37,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         "stalled",
         "recovered",
         "repaired",
+        "healed",
         "restarting",
         "failed",
         "ended",

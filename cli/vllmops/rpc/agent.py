@@ -30,6 +30,7 @@ from ..protocol.caches import ProcessCaches, Silent
 from ..protocol.compares import CompareRequest, Comparison
 from ..protocol.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
 from ..protocol.files import DAMAGE
+from ..protocol.heal import Healing, HealRequest
 from ..protocol.identity import Identity
 from ..protocol.keys import ProcessKeys
 from ..protocol.memory import AgentMemory
@@ -55,7 +56,7 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
         *(Aborted, AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
-        *(Comparison, Members, Packages, ProcessKeys, ProcessPatches, ProcessRepair),
+        *(Comparison, Healing, Members, Packages, ProcessKeys, ProcessPatches, ProcessRepair),
         *(ProcessRequests, Prompt, ResetDone, StepsFile, StepsRecording, Traffic),
     )
 }
@@ -162,6 +163,10 @@ class Agent:
     def repair(self, request: RepairRequest) -> ProcessRepair:
         """Repair its caches."""
         return self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(request))
+
+    def heal(self, request: HealRequest) -> Healing:
+        """Look for a state that can be healed, or heal it."""
+        return self.ask("POST", "/heal", Healing, msgspec.json.encode(request))
 
     def reset(self, request: ResetRequest) -> ResetDone:
         """Empty the multimodal caches of an API server and its engine."""

@@ -14,11 +14,11 @@ from ..background import ErrorReporter
 from ..bundle.redact import Redactor
 from ..caches.repair import Report
 from ..diagnose import doctor, progress
-from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S, Stall
 from ..diagnose.stacks import StackFinding
 from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
 from ..errors import VllmopsError
+from ..heal.heal import Healed
 from ..instances.servers import Server
 from ..protocol.place import who
 from ..protocol.repairs import Change, ProcessRepair
@@ -32,12 +32,13 @@ DOUBT_S = 60.0
 SLIP_S = 5.0
 # A repaired server has this long to make progress before it is restarted.
 MENDING_S = 20.0
+# After how many seconds of a stall that is reported to heal it; and how often in an hour at most.
+HEAL_AFTER_S = (0.0, 15.0, 60.0)
+HEALS, HOUR_S = 20, 3600.0
 KEPT = 1000  # events
 REPAIRABLE = {"mm-cache.ghost-keys"}
 # Fields of an event that may quote a log.
 QUOTING = ("title", "evidence")
-# Findings that explain a stall, besides those of stacks.
-CAUSES = {"process.stopped", "engine.missing"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Plan:
         once: end with the first stall.
         for_s: end after so many seconds; None for no end.
         repair: repair a cache that is proven to be broken.
+        heal: heal what is proven, as ``vllmops heal`` does.
         restart: restart a stalled instance, once the evidence is on the disk.
     """
 
@@ -62,6 +64,7 @@ class Plan:
     once: bool = False
     for_s: float | None = None
     repair: bool = False
+    heal: bool = False
     restart: bool = False
 
 
@@ -85,6 +88,7 @@ class Subject(Protocol):
     ) -> ServerSnapshot: ...
     def save(self, folder: Path) -> Path: ...
     def repair(self) -> Report: ...
+    def heal(self) -> Healed: ...
     def restart(self) -> None: ...
 
 
@@ -97,12 +101,14 @@ class Ongoing:
         began: by the monotonic clock.
         kept: whether its evidence is on the disk.
         restart_at: when to restart, by the monotonic clock; None for never.
+        heal_at: when to heal next, by the monotonic clock, the next times first.
     """
 
     number: int
     began: float
     kept: bool
     restart_at: float | None = None
+    heal_at: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -155,6 +161,7 @@ class Watch:
         self.note = ""
         self.ongoing: Ongoing | None = None
         self.doubt_until = 0.0
+        self.heals: deque[float] = deque(maxlen=HEALS)
         self.ask = True  # once at the beginning, to know the processes
         self.failures = ErrorReporter("a check failed, and the watch continues", self.report_text)
 
@@ -247,6 +254,9 @@ class Watch:
             label = self.subject.server.label
             text = f"{label} makes progress again after {lasted:.0f} s"
             self.say("recovered", text, number=ongoing.number, seconds=lasted)
+        elif ongoing.heal_at and self.now() >= ongoing.heal_at[0]:
+            ongoing.heal_at.pop(0)
+            self.heal(ongoing)
         elif ongoing.restart_at is not None and self.now() >= ongoing.restart_at:
             ongoing.restart_at = None
             self.restart(ongoing)
@@ -271,7 +281,7 @@ class Watch:
         number = self.diary.counts["stalled"] + 1
         self.ongoing = Ongoing(number, began, kept=bool(kept))
         seconds = self.now() - began
-        why = cause(found, diagnosis)
+        why = doctor.cause(found, diagnosis)
         label = self.subject.server.label
         self.say(
             "stalled",
@@ -289,9 +299,11 @@ class Watch:
             bundle=kept,
         )
         repaired = self.plan.repair and self.repair(diagnosis)
+        if self.plan.heal:
+            self.ongoing.heal_at = [self.now() + seconds for seconds in HEAL_AFTER_S]
         if self.plan.restart:
             self.ongoing.restart_at = self.now() + (MENDING_S if repaired else 0.0)
-            self.go_on(self.ongoing)
+        self.go_on(self.ongoing)
 
     # -- acting ------------------------------------------------------------------------------
 
@@ -320,6 +332,25 @@ class Watch:
         ]
         self.say("repaired", f"{label}: {'; '.join(done) or 'there was nothing to repair'}")
         return any(not cache.left for repair in report.repairs for cache in repair.caches)
+
+    def heal(self, ongoing: Ongoing) -> None:
+        """Heal what is proven; a server that stalls again and again is left alone for a while."""
+        label, now = self.subject.server.label, self.now()
+        if len(self.heals) == HEALS and now - self.heals[0] < HOUR_S:
+            ongoing.heal_at.clear()
+            self.say("trouble", f"{label} is not healed: it was, {HEALS} times within an hour")
+            return
+        self.heals.append(now)
+        found = self.subject.heal()
+        done = [
+            f"{outcome.action}, {outcome.process}, {outcome.subject}: {outcome.seen}; "
+            + (f"not healed: {outcome.left}" if outcome.left else outcome.did)
+            for outcome in found.outcomes
+        ]
+        text = "; ".join((*done, *found.problems)) or "nothing is proven that could be healed"
+        self.say("healed", f"{label}: {text}", number=ongoing.number)
+        if ongoing.restart_at is not None and any(outcome.done for outcome in found.outcomes):
+            ongoing.restart_at = self.now() + MENDING_S
 
     def restart(self, ongoing: Ongoing) -> None:
         """Restart the instance, but never before its evidence is on the disk."""
@@ -364,15 +395,6 @@ def stands(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) 
     """Whether a stall is confirmed by stacks and agents."""
     verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
     return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.reports})
-
-
-def cause(found: Sequence[Stall], diagnosis: doctor.Diagnosis) -> Finding:
-    """The finding that explains a stall best."""
-    for finding in diagnosis.findings:
-        if finding.code.startswith("stack.") or finding.code in CAUSES:
-            return finding
-    rules = {rule.code: rule for rule in progress.RULES}
-    return rules[found[0].code].at(found[0].subject, found[0].evidence)
 
 
 def words(process: ProcessRepair, changes: Sequence[Change], left: str | None) -> str:

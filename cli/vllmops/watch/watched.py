@@ -16,6 +16,8 @@ from ..caches import repair as repairs
 from ..diagnose.progress import DEAD
 from ..doctor import examine
 from ..errors import VllmopsError
+from ..heal import heal as healing
+from ..heal.heal import Healed
 from ..home import make_missing
 from ..host import processes
 from ..host.processes import VITAL
@@ -234,6 +236,10 @@ class Watched:
     def repair(self) -> repairs.Report:
         """Repair its caches; raises as `repairs.repair` does."""
         return repairs.repair(self.server)
+
+    def heal(self) -> Healed:
+        """Heal what is proven; nothing that somebody may have wanted."""
+        return healing.heal(self.server, by="vllmops watch --heal")
 
     def restart(self) -> None:
         """Have its supervisor take it down at once and start it again.

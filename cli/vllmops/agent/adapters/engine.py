@@ -49,6 +49,13 @@ async def ask(client: Any, method: str, *args: Any) -> list[Any]:
     )
 
 
+async def hand_over(client: Any) -> None:
+    """Have the socket to a client's engines let a new connection take over an old one's name."""
+    import zmq  # noqa: PLC0415 - imported by vLLM long ago
+
+    client.engine_core.input_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+
+
 def text_only(model: Any) -> bool:
     """Whether all limits of a multimodal model are 0, as vLLM found.
 

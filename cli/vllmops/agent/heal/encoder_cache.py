@@ -1,0 +1,104 @@
+"""Waiting requests that hold the encoder cache, so that nothing gets a token (vLLM #31857).
+
+vLLM lets go of what a request holds when it can't be admitted. The same is done here, for as few
+waiting requests as it takes, the youngest first. None is ended: each asks again at its turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...protocol.heal import Proof
+from .. import engine, objects
+from ..adapters import scheduling
+from .between import between_steps
+
+
+class Knot(NamedTuple):
+    """A request without room in the encoder cache, and those that hold it and wait.
+
+    Args:
+        blocked: the request.
+        slots: that its next input needs.
+        holders: waiting requests to release, as few as give it room.
+    """
+
+    blocked: Any
+    slots: int
+    holders: list[Any]
+
+
+def knot() -> Knot | None:
+    """The knot at this moment."""
+    scheduler = objects.latest("scheduler")
+    if scheduler is None or engine.rests(scheduler):
+        return None
+    manager = scheduler.encoder_cache_manager
+    if not readable(manager):
+        return None
+    queue, running = scheduling.queued(scheduler), list(scheduler.running)
+    for blocked in running or queue[:1]:
+        needs = scheduling.next_input(manager, blocked)
+        if needs is None or needs[1] <= manager.num_freeable_slots:
+            return None  # it gets on
+        holders: list[Any] = []
+        missing = needs[1] - manager.num_freeable_slots
+        for request in sorted(queue, key=lambda request: -request.arrival_time):
+            if request is blocked or missing <= 0:
+                continue
+            if free := freed(manager, request, holders):
+                holders.append(request)
+                missing -= free
+        if missing <= 0 and needs[1] <= manager.cache_size:
+            return Knot(blocked, needs[1], holders)
+    return None
+
+
+def readable(manager: Any) -> bool:
+    """Whether a manager tells the sizes of its entries: since 0.31, and not for Whisper's kind."""
+    return hasattr(manager, "get_cached_input_ids") and hasattr(manager, "num_embeds_by_hash")
+
+
+def freed(manager: Any, request: Any, others: list[Any]) -> int:
+    """The slots that become free with a request, once some others have let go."""
+    gone = {request.request_id, *(other.request_id for other in others)}
+    held = scheduling.held(manager, request)
+    return sum(slots for name, slots in held.items() if manager.cached[name] <= gone)
+
+
+def look() -> list[Proof]:
+    """The waiting requests of a knot; nothing where anything gets on."""
+    found, scheduler = knot(), objects.latest("scheduler")
+    if found is None or scheduler is None:
+        return []
+    manager = scheduler.encoder_cache_manager
+    far = sorted((request.request_id, request.num_computed_tokens) for request in scheduler.running)
+    return [
+        Proof(
+            subject=request.request_id,
+            what=(
+                "it waits and holds "
+                f"{sum(scheduling.held(manager, request).values()):,} slots of the encoder cache; "
+                f"{found.blocked.request_id} needs {found.slots:,}, and "
+                f"{manager.num_freeable_slots:,} are free"
+            ),
+            same=f"{id(request)} {found.blocked.request_id} {far}",
+            rises=engine.step(scheduler),
+        )
+        for request in found.holders
+    ]
+
+
+def act(subjects: list[str]) -> dict[str, str]:
+    """Release what the holders have, on the engine's own thread; returns why that failed."""
+
+    def release() -> None:
+        found, scheduler = knot(), objects.latest("scheduler")
+        if found is None or scheduler is None:
+            return
+        for request in found.holders:
+            if request.request_id in subjects:
+                scheduling.release(scheduler.encoder_cache_manager, request)
+
+    left = between_steps(objects.latest("engine-core"), release)
+    return dict.fromkeys(subjects, left) if left else {}

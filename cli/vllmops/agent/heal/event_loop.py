@@ -1,0 +1,48 @@
+"""An event loop that a tool parser's regex blocks: a signal ends the parser (vLLM #18304).
+
+Both Python's ``re`` and ``regex`` hold the GIL, so no thread of this process runs meanwhile. But
+both run signal handlers on the main thread every few thousand steps, and what a handler raises
+ends them. vLLM takes a TimeoutError there for its own time limit.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+from ...protocol.parsers import parses
+from ..identity import role
+from ..log import log
+
+# Nobody uses the upper real-time signals; what has a handler already is left alone.
+SIGNAL = signal.SIGRTMAX - 9
+_installed = False
+
+
+class ParserInterruptedError(TimeoutError):
+    """An operator ended a parser that blocked the event loop."""
+
+
+def install() -> None:
+    """Handle the signal in an API server; nothing where another thread than the main one asks."""
+    global _installed  # noqa: PLW0603
+    if role() != "api" or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(SIGNAL) is signal.SIG_DFL:
+        signal.signal(SIGNAL, interrupt)
+        _installed = True
+
+
+def number() -> int:
+    """The signal that ends a parser in this process; 0 where none does."""
+    return SIGNAL if _installed and signal.getsignal(SIGNAL) is interrupt else 0
+
+
+def interrupt(_: int, frame: FrameType | None) -> None:
+    """End the parser that runs right now; nothing where none does."""
+    while frame is not None:
+        if parses(frame.f_code.co_name, frame.f_code.co_filename):
+            log.warning("vllmops: heal: a parser that blocked the event loop is interrupted")
+            raise ParserInterruptedError("an operator ended this parser: it blocked the server")
+        frame = frame.f_back

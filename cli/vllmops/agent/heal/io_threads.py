@@ -1,0 +1,166 @@
+"""Threads that read and write an engine's sockets: an uncaught error ends one for good.
+
+A new thread opens the same sockets again, as vLLM does at start (vLLM #26195, #31404).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from ...protocol.heal import Proof
+from .. import engine, objects
+from ..adapters import engine as adapter
+
+READER, WRITER, LOOP = "process_input_sockets", "process_output_sockets", "run_busy_loop"
+NAMES = {READER: "input thread", WRITER: "output thread"}
+READY_S = 5.0
+ERROR_LETTERS = 300
+
+
+class Death(NamedTuple):
+    """The end of a thread.
+
+    Args:
+        error: what it raised.
+        requests: ids of the requests whose message it had.
+    """
+
+    error: str
+    requests: tuple[str, ...]
+
+
+_deaths: dict[str, Death] = {}
+
+
+def watch() -> None:
+    """Note why a thread of an engine ends; idempotent."""
+    before = threading.excepthook
+    if hasattr(before, "__vllmops__"):
+        return
+
+    def noted(args: Any) -> None:
+        with suppress(Exception):
+            note(args.exc_value, args.exc_traceback)
+        before(args)
+
+    noted.__vllmops__ = True  # type: ignore[attr-defined]
+    threading.excepthook = noted
+
+
+def note(error: BaseException, traceback: TracebackType | None) -> None:
+    """Keep what ended a thread, and whose message it had: not the message, a user's text."""
+    calls = []
+    while traceback is not None:
+        calls.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for number, frame in enumerate(calls):
+        name = frame.f_code.co_name
+        if name in NAMES:
+            # In its own frame, the reader may still have the request of an earlier message.
+            found = [frame.f_locals.get("output")] if name == WRITER else []
+            for inner in calls[number + 1 :]:
+                found += [inner.f_locals.get(word) for word in ("request", "req")]
+            text = f"{type(error).__name__}: {error}"[:ERROR_LETTERS]
+            _deaths[name] = Death(text, tuple(dict.fromkeys(ids(found))))
+
+
+def ids(found: list[Any]) -> list[str]:
+    """The ids of requests in what a thread had: requests, or outputs for a client."""
+    names = []
+    for one in found:
+        outputs = getattr(one[1], "outputs", ()) if isinstance(one, tuple) else (one,)
+        names += [output.request_id for output in outputs if hasattr(output, "request_id")]
+    return names
+
+
+def look() -> list[Proof]:
+    """The threads that are gone, while the engine's main loop runs."""
+    core = objects.latest("engine-core")
+    if core is None or not hasattr(core, "addresses"):
+        return []
+    running = {name for frame in sys._current_frames().values() for name in calls(frame)}
+    return [
+        Proof(
+            subject=title,
+            what=f"it has ended: {death.error}" if death else "it has ended, nobody knows why",
+            requests=death.requests if death else (),
+            same=str(death),
+        )
+        for name, title in NAMES.items()
+        if LOOP in running and name not in running
+        for death in (_deaths.get(name),)
+    ]
+
+
+def calls(frame: Any) -> list[str]:
+    """The functions that a thread is in."""
+    found = []
+    while frame is not None:
+        found.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return found
+
+
+def act(subjects: list[str]) -> dict[str, str]:
+    """Start the threads again that a look still misses; returns why one was not.
+
+    In an API server: let the new reader have the place of the old one.
+    """
+    core = objects.latest("engine-core")
+    if core is None:
+        return handed_over(subjects)
+    gone = {proof.subject for proof in look()} & set(subjects)
+    left: dict[str, str] = {}
+    for name, title in NAMES.items():
+        if title in gone and (why := started(core, name)):
+            left[title] = why
+    return left
+
+
+def handed_over(subjects: list[str]) -> dict[str, str]:
+    """Have a new connection of an engine take over from the one before.
+
+    vLLM reads nothing from this socket once the server is up. So the old connection's end is never
+    read, and its name stays taken: messages for the engine would go nowhere.
+    """
+    try:
+        client, loop = engine.front_end()
+        option = adapter.hand_over(client)
+        asyncio.run_coroutine_threadsafe(option, loop).result(READY_S)
+    except (RuntimeError, TimeoutError, AttributeError) as error:
+        return dict.fromkeys(subjects, f"its API server can't connect to it again: {error!r}")
+    return {}
+
+
+def started(core: Any, name: str) -> str:
+    """Start a thread of an engine; returns why that failed."""
+    addresses, ready = core.addresses, threading.Event()
+    if name == WRITER and name not in _deaths:
+        return "it is not known whose output it had: that client would get an answer with a hole"
+    arguments: tuple[Any, ...] = (
+        addresses.outputs,
+        addresses.coordinator_output,
+        core.engine_index,
+    )
+    if name == READER:
+        identity = core.engine_index.to_bytes(length=2, byteorder="little")
+        arguments = (addresses.inputs, addresses.coordinator_input, identity, ready)
+    target = getattr(core, name)
+    try:
+        inspect.signature(target).bind(*arguments)
+    except TypeError as error:
+        return f"this vLLM starts it in another way: {error}"
+    _deaths.pop(name, None)
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    if name == WRITER:
+        core.output_thread = thread  # a shutdown waits for it
+    elif not ready.wait(READY_S):
+        return f"it is not ready {READY_S:g} s after its start"
+    return ""

@@ -1,0 +1,45 @@
+"""An engine that is paused or asleep, and that nobody wakes (AReaL #1160)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ...protocol.heal import Proof
+from .. import engine, objects
+
+TIMEOUT_S = 60.0  # weights come back from the host's memory
+
+
+def look() -> list[Proof]:
+    """One proof where this process's engine rests."""
+    scheduler = objects.latest("scheduler")
+    if scheduler is None or not engine.rests(scheduler):
+        return []
+    state = engine.state()
+    sleeps = "asleep" if state.sleeping else state.pause_state or "paused"
+    waiting = (state.running or 0) + (state.waiting or 0)
+    return [
+        Proof(
+            subject="engine",
+            what=f"it is {sleeps}; requests that wait: {waiting:,}",
+            same=sleeps,
+        )
+    ]
+
+
+def act(subjects: list[str]) -> dict[str, str]:
+    """Wake all engines of this front end and have them go on; returns why that failed."""
+    try:
+        client, loop = engine.front_end()
+        asyncio.run_coroutine_threadsafe(woken(client), loop).result(TIMEOUT_S)
+    except (RuntimeError, TimeoutError) as error:
+        return dict.fromkeys(subjects, str(error) or f"it did not wake within {TIMEOUT_S:g} s")
+    return {}
+
+
+async def woken(client: Any) -> None:
+    if await client.is_sleeping():
+        await client.wake_up()
+    if await client.is_paused():
+        await client.resume_generation()

@@ -1,0 +1,48 @@
+"""What this process can look for and heal, by the name of the action."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from ...protocol.heal import Healing, HealRequest, Proof
+from ..identity import here
+from ..log import log
+from . import admission, encoder_cache, io_threads, paused, transit
+
+
+class Action(NamedTuple):
+    """What a module of this package does.
+
+    Args:
+        look: what a look shows; changes nothing.
+        act: heals subjects that a look of its own still shows; returns why one was not healed, by
+            subject. None where the command line heals it in another way.
+    """
+
+    look: Callable[[], list[Proof]]
+    act: Callable[[list[str]], dict[str, str]] | None = None
+
+
+ACTIONS: Final = {
+    "admission": Action(admission.look),
+    "encoder-cache": Action(encoder_cache.look, encoder_cache.act),
+    "io-threads": Action(io_threads.look, io_threads.act),
+    "paused": Action(paused.look, paused.act),
+    "transit": Action(transit.look),
+}
+
+
+def heal(request: HealRequest) -> Healing:
+    """``POST /heal``: look, or act."""
+    proofs: list[Proof] = []
+    left: dict[str, str] = {}
+    if action := ACTIONS.get(request.action):
+        if request.subjects is None:
+            proofs = action.look()
+        elif action.act:
+            left = action.act(request.subjects)
+    if request.note:
+        log.warning("vllmops: heal: %s", request.note)
+    return Healing(pid=os.getpid(), **here(), proofs=tuple(proofs), left=left)

@@ -1,0 +1,25 @@
+"""A request at the head of the queue that can never be admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...instances.servers import Server
+from ...requests.ending import end
+from ...requests.listing import Row
+from ..action import Case, InAgents
+
+
+class Admission(InAgents):
+    name = "admission"
+    state = "the first request in the queue needs more of the KV cache than there is"
+    does = "ends that request; its client is told why, and the queue goes on"
+    risk = "that request's client gets status 410"
+    reference = "https://github.com/vllm-project/vllm/issues/39734"
+
+    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
+        left: dict[str, str] = {}
+        for case in cases:
+            row = Row(id=case.proof.subject, state="")
+            left |= {one.id: one.left for one in end(server, [row], case.proof.why)}
+        return {name: why for name, why in left.items() if why}

@@ -1,0 +1,33 @@
+"""Threads that read and write an engine's sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...host.processes import Role
+from ...instances.servers import Server
+from ...protocol.heal import HealRequest
+from ...requests.ending import end
+from ...requests.listing import Row
+from ..action import Case, InAgents, ask
+
+WHY = "an error in the engine's {subject} lost a part of this request: send it again"
+
+
+class IoThreads(InAgents):
+    name = "io-threads"
+    state = "the thread that reads or writes an engine's sockets has ended"
+    does = "starts it again on the same sockets; the request whose message ended it ends"
+    risk = "the clients of requests that were lost meanwhile get status 410"
+    reference = "https://github.com/vllm-project/vllm/issues/26195"
+
+    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
+        for case in cases:
+            # Before the thread runs: what is queued behind would be an answer with a hole.
+            if rows := [Row(id=name, state="") for name in case.proof.requests]:
+                end(server, rows, WHY.format(subject=case.proof.subject))
+        request = HealRequest(action=self.name, subjects=[case.proof.subject for case in cases])
+        for process in server.of(Role.API):
+            if left := ask(process, request).left:
+                return left
+        return super().act(server, cases)

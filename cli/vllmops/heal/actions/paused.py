@@ -1,0 +1,34 @@
+"""An engine that is paused or asleep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import VllmopsError
+from ...host.processes import Role
+from ...instances.servers import Server
+from ...protocol.heal import HealRequest
+from ..action import Case, InAgents, ask
+
+WAKE_S = 65.0  # weights come back from the host's memory
+
+
+class Paused(InAgents):
+    name = "paused"
+    state = "an engine is paused or asleep"
+    does = "wakes it and lets it go on"
+    risk = "somebody may have paused it on purpose, to change its weights"
+    reference = "https://github.com/inclusionAI/AReaL/issues/1160"
+    asks = True
+
+    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
+        request = HealRequest(action=self.name, subjects=[case.proof.subject for case in cases])
+        failed: dict[str, str] = dict.fromkeys(request.subjects or (), "no API server answers")
+        for process in server.of(Role.API):
+            try:
+                failed = ask(process, request, WAKE_S).left
+            except VllmopsError as error:
+                failed = dict.fromkeys(failed, error.message)
+            if not failed:
+                break
+        return failed

@@ -1,0 +1,80 @@
+"""What is stuck and can't be healed, and what a restart would lose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ..diagnose import doctor, progress
+from ..diagnose.findings import Finding
+from ..doctor import examine
+from ..errors import VllmopsError
+from ..host import proc
+from ..instances.servers import Server
+from ..requests import listing
+from ..store.settings import STORE
+
+APART_S = 0.3
+
+
+class Beyond(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays stuck.
+
+    Args:
+        finding: that explains it best.
+        in_flight: requests that a restart would lose; None if nobody could say.
+        background: those of them that are background responses.
+        restart: what ``vllmops restart`` brings back.
+    """
+
+    finding: Finding
+    in_flight: int | None
+    background: int
+    restart: str
+
+
+def beyond(server: Server, show: Callable[[str], None] = lambda _: None) -> Beyond | None:
+    """What is stuck now; None if everything gets on.
+
+    Args:
+        server: to look at; heartbeats alone, unless they show a stall.
+        show: called with what is waited for.
+    """
+    began, looks = time.monotonic(), []
+    for pause_s in (0.0, APART_S):
+        time.sleep(pause_s)
+        looks.append(examine.look(server, began, web=False))
+    found = progress.stalls(looks)
+    if not found:
+        return None
+    diagnosis = doctor.examine(examine.take(server, show=show))
+    in_flight, background = lost(server)
+    return Beyond(
+        finding=doctor.cause(found, diagnosis),
+        in_flight=in_flight,
+        background=background,
+        restart=brought_back(server),
+    )
+
+
+def lost(server: Server) -> tuple[int | None, int]:
+    """The requests in flight, and how many of them are background responses."""
+    try:
+        processes, _ = listing.look(server)
+    except VllmopsError:
+        return None, 0
+    fronts = {request for process in processes for request in process.front or ()}
+    engines = {request.id for process in processes for request in process.engine or ()}
+    known = {request.id for request in fronts if request.id}
+    return len(fronts) + len(engines - known), sum(request.background for request in fronts)
+
+
+def brought_back(server: Server) -> str:
+    """What a restart brings back, in words."""
+    if server.name is None:
+        return "vllmops did not start this server: restart it as you started it"
+    store = proc.environment(server.pid).get(STORE, "") if server.pid else ""
+    kept = "kept" if store and not store.startswith("memory:") else "lost"
+    return f"vllmops restart {server.name} runs the same command; stored responses are {kept}"

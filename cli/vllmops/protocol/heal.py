@@ -1,0 +1,57 @@
+"""States that an agent can heal: what proves them, and what became of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .engine import Answer
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at something that can be healed; one look alone proves nothing.
+
+    Args:
+        subject: what is to be healed: the id of a request, or ``PART PID``.
+        what: what was seen, with figures.
+        why: what the client of a request is told; empty where none is.
+        same: must be the same in each look: what would change if the subject got further.
+        requests: ids of the requests that end with it.
+        rises: steps of the engine so far, which must rise from look to look; None if none need.
+    """
+
+    subject: str
+    what: str
+    why: str = ""
+    same: str = ""
+    requests: tuple[str, ...] = ()
+    rises: int | None = None
+
+
+class HealRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The request to look for one state, or to heal it.
+
+    Args:
+        action: its name.
+        subjects: what to heal; None to look only. It is looked at once more before.
+        note: a line for the server's log.
+    """
+
+    action: str = ""
+    subjects: list[str] | None = None
+    note: str = ""
+
+
+class Healing(Answer, frozen=True, kw_only=True):
+    """What was found, or done.
+
+    Args:
+        pid: process id.
+        role: as in `Hello`.
+        proofs: what a look shows.
+        left: why a subject was not healed, by subject.
+    """
+
+    pid: int
+    role: str
+    proofs: tuple[Proof, ...] = ()
+    left: dict[str, str] = msgspec.field(default_factory=dict)

@@ -1,0 +1,136 @@
+"""What heals inside a process is exact, and nothing of it reaches the engine as an error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllmops.agent.heal import io_threads
+from vllmops.agent.heal.between import between_steps
+
+# Each letter makes it longer by half: it never ends.
+BLOCKED = """
+from {module} import compile
+from vllmops.agent.heal import event_loop
+
+def {function}():
+    compile(r"(a|aa)+$").match(90 * "a" + "b")
+
+event_loop.install()
+print(event_loop.number(), flush=True)
+try:
+    {function}()
+except TimeoutError as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+@contextmanager
+def blocked(module: str, function: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process whose main thread is in a regex, and the signal that it names."""
+    code = BLOCKED.format(module=module, function=function)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("module", ["re", "regex"])
+def test_a_signal_ends_a_parser_s_regex_although_it_holds_the_gil(module: str) -> None:
+    with blocked(module, "extract_tool_calls") as (process, number):
+        deadline = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < deadline:
+            os.kill(process.pid, number)  # it may come before the parser does
+            time.sleep(0.05)
+        assert process.stdout
+        assert process.stdout.read() == "ParserInterruptedError\n"
+
+
+def test_a_signal_ends_nothing_but_a_parser() -> None:
+    with blocked("re", "anything") as (process, number):
+        for _ in range(20):
+            os.kill(process.pid, number)
+            time.sleep(0.02)
+        assert process.poll() is None
+
+
+class Core:
+    """An engine that takes steps."""
+
+    def __init__(self) -> None:
+        self.step_fn: Any = self.step
+        self.steps = 0
+
+    def gone(self) -> None:
+        raise AttributeError("gone")
+
+    def step(self) -> int:
+        self.steps += 1
+        return self.steps
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.wait(0.001):
+            self.step_fn()
+
+
+def test_an_act_runs_once_on_the_engine_s_thread_and_its_error_does_not_reach_it() -> None:
+    core, stop, seen = Core(), threading.Event(), list[str]()
+    thread = threading.Thread(target=core.run, args=(stop,), name="engine")
+    thread.start()
+    try:
+        assert between_steps(core, lambda: seen.append(threading.current_thread().name)) == ""
+        assert between_steps(core, core.gone) == "AttributeError: gone"
+        before = core.steps
+        while core.steps < before + 3:
+            time.sleep(0.001)
+    finally:
+        stop.set()
+        thread.join()
+    assert (seen, core.step_fn) == (["engine"], core.step)
+
+
+def test_an_act_that_found_no_step_does_not_run_later() -> None:
+    core, seen = Core(), list[int]()
+    kept = core.step_fn
+    assert "takes no step" in between_steps(core, lambda: seen.append(1), timeout_s=0.01)
+    assert core.step_fn == kept
+    assert (core.step_fn(), seen) == (1, [])
+
+
+def test_who_loses_by_the_end_of_a_thread_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(io_threads, "_deaths", {})
+    io_threads.watch()
+
+    def process_output_sockets() -> None:
+        output = 0, SimpleNamespace(outputs=[SimpleNamespace(request_id="a")])
+        raise TypeError(f"{len(output)} parts can't be encoded")
+
+    def preprocess_add_request(request: Any) -> None:
+        raise AssertionError(f"{request.request_id} has no item")
+
+    def process_input_sockets() -> None:
+        req = SimpleNamespace(request_id="an earlier one's")
+        preprocess_add_request(SimpleNamespace(request_id="b"))
+        del req
+
+    for target in (process_output_sockets, process_input_sockets):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    assert {name: death.requests for name, death in io_threads._deaths.items()} == {
+        "process_output_sockets": ("a",),
+        "process_input_sockets": ("b",),
+    }
