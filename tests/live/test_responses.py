@@ -27,7 +27,8 @@ import pytest
 from vllmops.keys import carrier, file
 from vllmops.keys.ring import Ring, Secret, only
 
-from ..support.extent import combinations
+from ..support.extent import EVERYTHING, combinations
+from ..support.versions import INSTALLED, RUN
 from ..support.waiting import until
 from . import clients
 from .clients import (
@@ -51,7 +52,7 @@ from .clients import (
     talkative,
     told,
 )
-from .conftest import Cli, Live, kill
+from .conftest import Cli, Live, code_of, kill
 
 TOOL = {
     "type": "function",
@@ -81,12 +82,19 @@ def admin_token(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def kept(cli: Cli, admin_token: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+@pytest.fixture(scope="module", params=[INSTALLED, *(RUN if EVERYTHING else ())])
+def kept(
+    cli: Cli,
+    admin_token: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    code: Callable[[str], Path],
+    request: pytest.FixtureRequest,
+) -> Iterator[Live]:
     shape = talkative(tmp_path_factory.mktemp("template"))
+    old = () if request.param == INSTALLED else code_of(cli, code(request.param))
     words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
     admin = ("--admin-token", str(admin_token))
-    made = cli.serve("kept", "--demo", "text", *admin, "--", *words)
+    made = cli.serve("kept", "--demo", "text", *admin, *old, "--", *words)
     try:
         yield made
     finally:
