@@ -10,8 +10,9 @@ from typing import IO, Any
 
 import pytest
 
+from vllmops.host.nodes import connected
 from vllmops.host.processes import Process, Role
-from vllmops.instances.peers import PORT, answers, connected
+from vllmops.instances.peers import PORT, answers
 
 from ..support.far import ip, network, running
 from ..support.waiting import until

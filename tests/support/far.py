@@ -40,6 +40,19 @@ def network() -> Iterator[tuple[str, str]]:
         ip(f"netns del {name}")
 
 
+def machine(name: str, network: str = "") -> tuple[str, ...]:
+    """What runs a program on a machine of its own: with a name, processes and shared memory.
+
+    Args:
+        name: of the host.
+        network: the namespace; empty for this machine's own network.
+    """
+    inside = f'mount -t proc proc /proc; mount -t tmpfs tmpfs /dev/shm; hostname {name}; exec "$@"'
+    unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--ipc", "--kill-child")
+    where = ("ip", "netns", "exec", network) if network else ()
+    return (*where, *unshare, "sh", "-c", inside, "-")
+
+
 @contextmanager
 def running(name: str, *words: str) -> Iterator[IO[str]]:
     """What a Python program in a namespace writes."""

@@ -81,6 +81,20 @@ def standing() -> Standing:
         return Standing(node=node)
 
 
+def spread() -> bool:
+    """Whether the engines or the workers of this API server may be on other nodes."""
+    config = getattr(objects.latest("engine-client"), "vllm_config", None)
+    parallel = getattr(config, "parallel_config", None)
+    ray = {
+        getattr(parallel, f"{of}_backend", None) for of in ("distributed_executor", "data_parallel")
+    }
+    return (
+        "ray" in ray
+        or getattr(parallel, "nnodes", 1) > 1
+        or any(one.startswith("data-parallel") for one in standing().servers)
+    )
+
+
 def servers(config: Any) -> tuple[str, ...]:
     """The ids of the server with this config.
 

@@ -58,6 +58,7 @@ SIDES = "differences between the sides of caches"
 LOOK_S = 1.0
 LEAST_S = 0.5  # for a sample of the stacks
 CANARY_S = 15.0
+LOST, LOST_HINT = "agent.node-lost", "vllmops help agent.node-lost"
 KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
 KEY_DIGITS = 64
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
@@ -309,6 +310,12 @@ class Parts:
             what = "the machine: memory, disks, GPUs, log, and who can reach the server"
             why = "the server is on another machine"
             self.unseen.append(Unseen(what, "remote", why, "run vllmops doctor there"))
+            self.unseen += (
+                Unseen(
+                    f"the processes of node {node.node or node.address}", LOST, node.text, LOST_HINT
+                )
+                for node in server.fleet.members().silent
+            )
         self.machine: Future[Machine] = pool.submit(machine, server)
         self.guard: Future[Guard] = pool.submit(guard, server)
 

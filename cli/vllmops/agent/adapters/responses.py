@@ -101,14 +101,17 @@ def messages(items: list[Any]) -> list[Any]:
 
 
 async def agreeing(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """The events of a stream; the last one gives each item the id that it was streamed with.
+    """The events of a stream; the last one has the items that were streamed.
 
-    Up to 0.28 the items of the last event get ids of their own.
+    Up to 0.28 the last event gives each item another id, and a streamed message has the summary of
+    a reasoning item, too.
     """
     streamed: list[Any] = []
     async with aclosing(events):
         async for event in events:
             if event.type == "response.output_item.done":
+                if event.item.type == "message" and event.item.model_extra:
+                    event.item.model_extra.pop("summary", None)
                 streamed.append(event.item)
             elif event.type == "response.completed":
                 output = event.response.output

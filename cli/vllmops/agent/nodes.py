@@ -1,0 +1,244 @@
+"""The nodes of a server among themselves.
+
+A node without an API server listens at one port, the same on every node, and the API server's agent
+asks there what it asks its own node. Both need the admin token: it makes the keys of their TLS
+(`keys.node_identity`), so nobody else gets an answer, or is believed. Without a token nobody
+listens. vLLM's own channels can't be used: a process that hangs does not serve them.
+
+Of a headless node its launcher listens, which runs no model. Ray's actors have none above them:
+they listen side by side, at the same port, and the kernel gives a connection to one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any, cast
+
+import msgspec
+
+from .. import forever
+from ..forever import Trouble
+from ..host.shape import shape
+from ..keys import admin_token
+from ..protocol.remote import NODE_PORT, SERVERS, TIMEOUT, USUAL_NODE_PORT
+from ..protocol.socket import BODY_BYTES
+from ..rpc import agent
+from . import identity, objects
+from .listening import Threads
+from .log import log
+
+MOST_AT_ONCE = 32  # connections that a node answers
+HANDSHAKE_S = 5.0
+# Of one connection: another process of the node may take the next one.
+CONNECT_S = 1.0
+TRIES = 4
+ANSWER_BYTES = 64 << 20  # as many as who asks the API server takes
+STRANGER = 421  # the status of a process of another server
+IDS = msgspec.json.Decoder(list[str])
+
+# What answers: method, path, body, seconds, and the ids of the server; the status and JSON.
+Respond = Callable[[str, str, bytes | None, float, list[str]], tuple[int, bytes]]
+
+_respond: Respond | None = None
+_listening: Listening | None = None
+
+
+def install(respond: Respond) -> None:
+    """Keep what answers for this node; `start` begins to listen."""
+    global _respond  # noqa: PLW0603
+    _respond = respond
+
+
+def start() -> None:
+    """Listen, where this process answers for its node; reports an error, raises none."""
+    global _listening  # noqa: PLW0603
+    if _listening or _respond is None or not (place := os.environ.get(admin_token.PLACE)):
+        return
+    if not (identity.below_ray() or (identity.role() == "launcher" and shape(sys.argv).headless)):
+        return
+    try:
+        _listening = Listening(Path(place), _respond)
+    except (OSError, ValueError, RuntimeError) as error:
+        objects.report(f"the other nodes can't ask this one, at port {port()}: {error}")
+
+
+def forget() -> None:
+    """In a forked child: close the inherited socket, which nobody would serve."""
+    global _listening  # noqa: PLW0603
+    if _listening:
+        with suppress(OSError):
+            _listening.server.socket.close()
+    _listening = None
+
+
+def port() -> int:
+    """The port of all nodes; raises ValueError."""
+    return int(os.environ.get(NODE_PORT) or USUAL_NODE_PORT)
+
+
+class Listening:
+    """The port of this node, open."""
+
+    def __init__(self, token: Path, respond: Respond) -> None:
+        trouble = Trouble("the other nodes can't ask this one", log.warning)
+        self.server = Server(port(), trouble, token, respond)
+        forever.thread("vllmops-node", partial(self.server.serve_forever, 3600), trouble)
+
+
+class Server(Threads, TCPServer):
+    """Answers whoever has the admin token, each connection in a thread of its own."""
+
+    allow_reuse_address = True
+    allow_reuse_port = True  # Ray's actors listen side by side; the kernel lets one user do that
+
+    def __init__(self, port: int, trouble: Trouble, token: Path, respond: Respond) -> None:
+        self.trouble = trouble
+        self.token = token
+        self.respond = respond
+        self.seats = threading.BoundedSemaphore(MOST_AT_ONCE)
+        if socket.has_dualstack_ipv6():
+            self.address_family = socket.AF_INET6
+        super().__init__(("", port), Handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.seats.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.seats.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a connection once its other end has shown that it has the token."""
+        from ..keys.node_identity import context  # noqa: PLC0415 - slow, and seldom needed
+
+        made = context(admin_token.token(self.token), server=True)
+        request.settimeout(HANDSHAKE_S)
+        with made.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one question of the API server's node."""
+
+    timeout = 10  # seconds that the other end may stay silent
+    wbufsize = 1 << 16
+
+    def do_GET(self) -> None:
+        self.answer(None)
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("content-length") or 0)
+        if 0 <= length <= BODY_BYTES:
+            self.answer(self.rfile.read(length))
+
+    def answer(self, body: bytes | None) -> None:
+        ids = IDS.decode(self.headers.get(SERVERS, "[]"))
+        timeout_s = float(self.headers.get(TIMEOUT, "2"))
+        respond = cast(Server, self.server).respond
+        status, content = respond(self.command, self.path, body, timeout_s, ids)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Do not log requests."""
+
+
+class Secured(agent.Timely, ssl.SSLSocket):
+    """A connection to another node, with a deadline."""
+
+
+def connected(address: str, token: str, timeout_s: float) -> Secured:
+    """A connection to another node that has the token; raises OSError.
+
+    Args:
+        address: of the node.
+        token: the admin token.
+        timeout_s: seconds to connect.
+    """
+    from ..keys.node_identity import context  # noqa: PLC0415
+
+    plain = socket.create_connection((address, port()), timeout_s)
+    try:
+        made = context(token, server=False)
+        made.sslsocket_class = Secured
+        secured = made.wrap_socket(plain)
+    except BaseException:
+        plain.close()
+        raise
+    assert isinstance(secured, Secured)
+    return secured
+
+
+def ask(
+    address: str,
+    method: str,
+    path: str,
+    body: bytes | None,
+    *,
+    token: Path,
+    servers: list[str],
+    timeout_s: float,
+) -> tuple[int, bytes]:
+    """What another node answers: the status, and JSON.
+
+    Args:
+        address: of the node.
+        method: of the request.
+        path: of it.
+        body: of it; None without one.
+        token: the file with the admin token.
+        servers: the ids of the server.
+        timeout_s: seconds for the answer.
+
+    Raises:
+        VllmopsError: the token can't be read.
+        OSError: there is no answer, also because the other end has another token.
+        http.client.HTTPException: it is no proper answer.
+    """
+    secret = admin_token.token(token)
+    headers = {SERVERS: msgspec.json.encode(servers).decode(), TIMEOUT: f"{timeout_s:g}"}
+    end = time.monotonic() + timeout_s
+    for tries in range(TRIES - 1, -1, -1):
+        left = end - time.monotonic()
+        try:
+            secured = connected(address, secret, max(min(CONNECT_S, left / (tries + 1)), 0.05))
+        except TimeoutError:
+            # A process that is stopped takes connections, too; another one of its node may answer.
+            if tries:
+                continue
+            raise
+        secured.deadline = end
+        with closing(HTTPConnection("localhost")) as connection:
+            connection.sock = secured
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            content = response.read(ANSWER_BYTES + 1)
+        if len(content) > ANSWER_BYTES:
+            raise HTTPException(f"the answer has more than {ANSWER_BYTES >> 20} MiB")
+        if response.status != STRANGER or not tries:
+            break
+    return response.status, content
