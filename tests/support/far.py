@@ -40,6 +40,31 @@ def network() -> Iterator[tuple[str, str]]:
         ip(f"netns del {name}")
 
 
+@contextmanager
+def switched(count: int) -> Iterator[list[tuple[str, str]]]:
+    """Namespaces that reach each other and this machine; each with its address."""
+    number = os.getpid() % 250
+    bridge = f"vo{os.getpid()}"
+    made = [(f"{bridge}n{n}", f"10.204.{number}.{n + 2}") for n in range(count)]
+    ip(f"link add {bridge} type bridge")
+    try:
+        ip(f"addr add 10.204.{number}.1/24 dev {bridge}")
+        ip(f"link set {bridge} up")
+        for name, address in made:
+            ip(f"netns add {name}")
+            ip(f"link add {name} type veth peer name far netns {name}")
+            ip(f"link set {name} master {bridge} up")
+            ip(f"-n {name} addr add {address}/24 dev far")
+            for device in ("far", "lo"):
+                ip(f"-n {name} link set {device} up")
+        yield made
+    finally:
+        for name, _ in made:
+            ip(f"link del {name}", check=False)
+            ip(f"netns del {name}", check=False)
+        ip(f"link del {bridge}")
+
+
 def machine(name: str, network: str = "") -> tuple[str, ...]:
     """What runs a program on a machine of its own: with a name, processes and shared memory.
 

@@ -257,6 +257,12 @@ class Afar:
                 look.join(NODE_S + 1)
             return list(self.nodes.values())
 
+    def find(self, address: str) -> Node | None:
+        """The node with that address; None if it is none of this server's."""
+        if address not in self.nodes:  # another API server has listed its processes
+            self.all(near().pulses)
+        return self.nodes.get(address)
+
     def learn(self, token: Path) -> None:
         """Look for connections; a node without one is forgotten, unless its network may be cut."""
         port = option(own_arguments(), "--port") or ""
@@ -354,7 +360,7 @@ def passed_on(method: str, path: str, body: bytes | None, timeout_s: float) -> t
     if route not in (GETS if method == "GET" else POSTS) or not pid.isdecimal():
         raise VllmopsError("admin.no-route", "there is no such admin route")
     timeout_s = min(timeout_s, GET_S if method == "GET" else LONGEST_S)
-    if address and (node := _afar.nodes.get(address)):
+    if address and (node := _afar.find(address)):
         return node.passed_on(method, f"{pid}/{route}", body, timeout_s)
     process = None if address else _nearby.find(int(pid))
     if process is None:
