@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import ssl
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -21,8 +24,9 @@ from ..support.extent import EVERYTHING
 from ..support.far import certificate, ip, machine, switched
 from ..support.fleet import token_file
 from ..support.waiting import until
-from .conftest import START_TIMEOUT_S, Cli, Ran, free_port
+from .conftest import START_TIMEOUT_S, Cli, PlugIn, Ran, free_port
 from .ranks import NOBIND
+from .test_ray import DEVICE
 
 TIMELY_S = 15  # what a command takes while a node is away, on a busy machine
 
@@ -66,15 +70,32 @@ class Machines:
         self.running.append(made)
         return made
 
-    def serve(self, node: int, *words: str, **environment: str) -> None:
-        """Start a node of a server."""
+    def serve(
+        self,
+        node: int,
+        *words: str,
+        before: str = "",
+        options: Sequence[str] = (),
+        **environment: str,
+    ) -> None:
+        """Start a node of a server.
+
+        Args:
+            node: which one.
+            words: vLLM's options.
+            before: a command that runs first, on the same machine.
+            options: those of `serve`.
+            environment: what is added to it.
+        """
         tls = certificate(self.addresses[node], self.folder / f"node{node}.pem")
-        options = ("--admin-token", str(self.folder / "admin.token"), "--demo", "text", *NOBIND)
+        token = ("--admin-token", str(self.folder / "admin.token"))
+        options = (*token, "--demo", "text", *NOBIND, *options)
         name = ("--name", f"node{node}", "--port", str(self.port))
         secured = ("--host", "0.0.0.0", "--ssl-certfile", str(tls), "--ssl-keyfile", str(tls))
         front = () if "--headless" in words else secured
         serve = (sys.executable, "-m", "vllmops", "serve", *name, *options, "--", *front, *words)
-        self.run(node, serve, **environment)
+        first = ("sh", "-c", f'{before} && exec "$@"', "-") if before else ()
+        self.run(node, (*first, *serve), **environment)
 
     def up(self) -> bool:
         assert all(process.poll() is None for process in self.running), self.logs()
@@ -181,3 +202,33 @@ if EVERYTHING:
         until(machines.up, START_TIMEOUT_S, machines.logs)
         expected = {f"{role} DP{n} node{n}" for role in ("engine", "worker") for n in (0, 1)}
         seen_whole(machines, expected, tmp_path)
+
+    def test_workers_on_another_node(machines: Machines, tmp_path: Path) -> None:
+        meet = ("--nnodes", "2", "--master-addr", machines.addresses[0], "--master-port", "29513")
+        both = ("--tensor-parallel-size", "2", *meet)
+        machines.serve(0, *both, "--node-rank", "0")
+        machines.serve(1, *both, "--node-rank", "1", "--headless")
+        until(machines.up, START_TIMEOUT_S, machines.logs)
+        seen_whole(machines, {"engine  node0", "worker TP0 node0", "worker TP1 node1"}, tmp_path)
+
+    def test_ray_over_two_nodes(machines: Machines, plug_in: PlugIn, tmp_path: Path) -> None:
+        (folder := plug_in("device", "")).joinpath("sitecustomize.py").write_text(DEVICE)
+        path = os.pathsep.join((str(folder), machines.cli.environment["PYTHONPATH"]))
+        head = f"{machines.addresses[0]}:6379"
+        more = {"PYTHONPATH": path, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1", "RAY_ADDRESS": head}
+        ray = "ray start --num-cpus 4 --num-gpus 1 --disable-usage-stats --node-ip-address "
+        place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        first = f"{ray}{machines.addresses[0]} --head --port 6379 --temp-dir {place}"
+        parallel = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
+        env = [word for name, value in more.items() for word in ("--env", f"{name}={value}")]
+        try:
+            off = "--include-dashboard false"
+            machines.serve(0, *parallel, before=f"{first} {off}", options=env, **more)
+            until(lambda: "Ray runtime started" in machines.logs(), 60, machines.logs)
+            join = f"{ray}{machines.addresses[1]} --address {head} --block"
+            machines.run(1, join.split(), **more)
+            until(machines.up, START_TIMEOUT_S, machines.logs)
+            workers = {"worker TP0 node0", "worker TP1 node1"}
+            seen_whole(machines, {"engine  node0", *workers}, tmp_path)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
