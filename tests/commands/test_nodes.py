@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,10 @@ from vllmops.keys.admin_token import PLACE
 from vllmops.keys.node_identity import context
 from vllmops.protocol.remote import USUAL_NODE_PORT
 
-from ..support.children import Child, started
+from ..support.children import CHILD, Child, started
 from ..support.commands import Vllmops
 from ..support.far import ip, machine, network
-from ..support.fleet import SERVING, token_file
+from ..support.fleet import SERVING, TOKEN, token_file
 from ..support.ranked import standing
 from ..support.waiting import until
 
@@ -52,6 +53,7 @@ class Nodes:
         address: of the other node.
         url: of the API server.
         token: the file with the admin token.
+        theirs: that of the other node.
     """
 
     near: Child
@@ -60,20 +62,15 @@ class Nodes:
     address: str
     url: str
     token: Path
+    theirs: Path
 
     def words(self) -> tuple[str, ...]:
         return ("-t", self.url, "--admin-token", str(self.token), "--json")
 
 
-@pytest.fixture
-def other_token(request: pytest.FixtureRequest) -> str:
-    """What the token file of the other node holds; empty for the same as here."""
-    return str(getattr(request, "param", ""))
-
-
-@pytest.fixture
-def nodes(tmp_path: Path, other_token: str) -> Iterator[Nodes]:
-    children = []
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    children, tmp_path = [], tmp_path_factory.mktemp("nodes")
 
     def start(name: str, title: str, where: str, token: Path) -> Child:
         inside, place = machine(name, where), {PLACE: str(token)}
@@ -82,10 +79,8 @@ def nodes(tmp_path: Path, other_token: str) -> Iterator[Nodes]:
 
     with network() as (link, address):
         token = token_file(tmp_path)
-        theirs = token
-        if other_token:
-            (theirs := tmp_path / "theirs").write_text(other_token)
-            theirs.chmod(0o600)
+        (theirs := tmp_path / "theirs").write_text(TOKEN)
+        theirs.chmod(0o600)
         try:
             near = start("one", "VLLM::APIServer", "", token)
             url = f"http://127.0.0.1:{eval(near.run(SERVING))[0]}"
@@ -99,7 +94,7 @@ def nodes(tmp_path: Path, other_token: str) -> Iterator[Nodes]:
             engine = repr(CONNECT.format(address=address, port=port)) + "\n"
             near.run(f"below[0].stdin.write({engine.encode()!r}); below[0].stdin.flush()")
             near.run("out = below[0].stdout.readline()")
-            yield Nodes(near, far, link, address, url, token)
+            yield Nodes(near, far, link, address, url, token, theirs)
         finally:
             for child in children:
                 child.kill()
@@ -113,6 +108,19 @@ def rows(vllmops: Vllmops, nodes: Nodes) -> dict[str, str]:
     return {
         f"{p['ranks']} {p['node']}": p["agent"] for p in row["processes"] if p["role"] == "engine"
     }
+
+
+def test_who_has_another_token_gets_and_gives_nothing(vllmops: Vllmops, nodes: Nodes) -> None:
+    """The first test: the other node has never been seen."""
+    nodes.theirs.write_text("another-" * 8)
+    (row,) = vllmops("ps", *nodes.words()).data["instances"]
+    assert {p["node"] for p in row["processes"]} == {"one"}
+    assert f"node {nodes.address} does not answer" in row["note"]
+    assert "another admin token" in row["note"]
+    examined = vllmops("doctor", *nodes.words()).data["unseen"]
+    (part,) = (part for part in examined if part["code"] == "agent.node-lost")
+    assert nodes.address in part["why"]
+    nodes.theirs.write_text(TOKEN)
 
 
 def test_every_command_sees_the_ranks_of_the_other_node(vllmops: Vllmops, nodes: Nodes) -> None:
@@ -144,17 +152,6 @@ def test_a_node_whose_network_is_cut_is_named_and_holds_nobody_up(
     until(lambda: "node-lost" not in rows(vllmops, nodes).values())
 
 
-@pytest.mark.parametrize("other_token", ["another-" * 8], indirect=True)
-def test_who_has_another_token_gets_and_gives_nothing(vllmops: Vllmops, nodes: Nodes) -> None:
-    answer = vllmops("ps", *nodes.words())
-    (row,) = answer.data["instances"]
-    assert {p["node"] for p in row["processes"]} == {"one"}
-    assert f"node {nodes.address} does not answer" in row["note"]
-    examined = vllmops("doctor", *nodes.words()).data["unseen"]
-    (part,) = (part for part in examined if part["code"] == "agent.node-lost")
-    assert nodes.address in part["why"]
-
-
 def test_the_port_speaks_with_nobody_without_the_token(nodes: Nodes) -> None:
     for made in (None, ssl._create_unverified_context(), context("guess-" * 8, server=False)):
         with socket.create_connection((nodes.address, USUAL_NODE_PORT), 5) as plain:
@@ -179,3 +176,25 @@ def test_what_a_node_is_not_asked_for(vllmops: Vllmops, nodes: Nodes) -> None:
     ):
         answer = httpx.get(f"{nodes.url}/v1/vllmops/processes/{path}", headers=headers, timeout=10)
         assert answer.status_code == status, (path, answer.text)
+
+
+def test_one_process_of_a_node_that_is_stopped_hides_no_other(
+    vllmops: Vllmops, nodes: Nodes
+) -> None:
+    """Ray's actors listen side by side: the kernel may give a connection to one that is stopped."""
+    code = (
+        "import subprocess; actor = subprocess.Popen([{title!r}, {child!r}], "
+        "executable={python!r}, stdin=-1, stdout=-1, text=True)\n"
+        "def tell(code):\n"
+        "    actor.stdin.write(repr(code) + chr(10)); actor.stdin.flush()\n"
+        "    return actor.stdout.readline()\n"
+        "actor.stdout.readline()"
+    ).format(title="VLLM::Worker_DP1", child=str(CHILD), python=sys.executable)
+    nodes.far.run(code)
+    listen = "from vllmops.agent import service; service.start()"
+    for line in (ACTOR, standing("worker", instance="2", dp=1, sizes=SIZES, local=1), listen):
+        assert "Traceback" not in nodes.far.run(f"out = tell({line!r})")
+    until(lambda: "DP1 two" in rows(vllmops, nodes))
+    nodes.far.run("import os, signal; os.kill(actor.pid, signal.SIGSTOP)")
+    for _ in range(4):
+        assert rows(vllmops, nodes)["DP1 two"] == "answers"

@@ -70,8 +70,8 @@ def start() -> None:
         return
     try:
         _listening = Listening(Path(place), _respond)
-    except (OSError, ValueError, RuntimeError) as error:
-        objects.report(f"the other nodes can't ask this one, at port {port()}: {error}")
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        objects.report(f"the other nodes can't ask this one: {error}; {NODE_PORT} is its port")
 
 
 def forget() -> None:
@@ -118,10 +118,14 @@ class Server(Threads, TCPServer):
         super().server_bind()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self.seats.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self.seats.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self.seats.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
