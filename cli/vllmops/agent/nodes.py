@@ -12,6 +12,7 @@ they listen side by side, at the same port, and the kernel gives a connection to
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import ssl
 import sys
@@ -41,9 +42,10 @@ from .log import log
 
 MOST_AT_ONCE = 32  # connections that a node answers
 HANDSHAKE_S = 5.0
-# Of one connection: another process of the node may take the next one.
-CONNECT_S = 1.0
-TRIES = 4
+LEAST_S = 0.05
+APART_S = 0.15  # between two connections of which one is used
+MOST_BEGUN = 8
+TRIES = 8
 ANSWER_BYTES = 64 << 20  # as many as who asks the API server takes
 STRANGER = 421  # the status of a process of another server
 IDS = msgspec.json.Decoder(list[str])
@@ -175,26 +177,56 @@ class Secured(agent.Timely, ssl.SSLSocket):
     """A connection to another node, with a deadline."""
 
 
-def connected(address: str, token: str, timeout_s: float) -> Secured:
-    """A connection to another node that has the token; raises OSError.
+def connected(address: str, token: str, end: float) -> Secured:
+    """A connection to a process of another node that has the token.
+
+    A process that is stopped takes connections, too. So further ones are begun while the first has
+    not shown its token: the kernel gives each to any process of the node.
 
     Args:
         address: of the node.
         token: the admin token.
-        timeout_s: seconds to connect.
+        end: until when, by the monotonic clock.
+
+    Raises:
+        OSError: there is none.
     """
     from ..keys.node_identity import context  # noqa: PLC0415
 
-    plain = socket.create_connection((address, port()), timeout_s)
-    try:
-        made = context(token, server=False)
-        made.sslsocket_class = Secured
-        secured = made.wrap_socket(plain)
-    except BaseException:
-        plain.close()
-        raise
-    assert isinstance(secured, Secured)
-    return secured
+    made = context(token, server=False)
+    made.sslsocket_class = Secured
+    with selectors.DefaultSelector() as begun:
+        try:
+            for number in range(MOST_BEGUN):
+                plain = socket.create_connection((address, port()), left(end))
+                plain.setblocking(False)
+                secured = made.wrap_socket(plain, do_handshake_on_connect=False)
+                begun.register(secured, selectors.EVENT_WRITE)
+                # The last one has all the time that is left.
+                until = time.monotonic() + APART_S if number < MOST_BEGUN - 1 else end
+                while ready := begun.select(min(until, end) - time.monotonic()):
+                    for one, _ in ready:
+                        found = cast(Secured, one.fileobj)
+                        try:
+                            found.do_handshake()
+                        except ssl.SSLWantReadError:
+                            begun.modify(found, selectors.EVENT_READ)
+                        except ssl.SSLWantWriteError:
+                            begun.modify(found, selectors.EVENT_WRITE)
+                        else:
+                            begun.unregister(found)
+                            found.deadline = end
+                            found.settimeout(left(end))
+                            return found
+        finally:
+            for one in list(begun.get_map().values()):
+                cast(Secured, one.fileobj).close()
+    raise TimeoutError
+
+
+def left(end: float) -> float:
+    """Seconds until then, for a socket: 0 would mean that it does not wait."""
+    return max(end - time.monotonic(), LEAST_S)
 
 
 def ask(
@@ -227,15 +259,7 @@ def ask(
     headers = {SERVERS: msgspec.json.encode(servers).decode(), TIMEOUT: f"{timeout_s:g}"}
     end = time.monotonic() + timeout_s
     for tries in range(TRIES - 1, -1, -1):
-        left = end - time.monotonic()
-        try:
-            secured = connected(address, secret, max(min(CONNECT_S, left / (tries + 1)), 0.05))
-        except TimeoutError:
-            # A process that is stopped takes connections, too; another one of its node may answer.
-            if tries:
-                continue
-            raise
-        secured.deadline = end
+        secured = connected(address, secret, end)
         with closing(HTTPConnection("localhost")) as connection:
             connection.sock = secured
             connection.request(method, path, body, headers)
