@@ -61,6 +61,7 @@ HTTP_PORT = 8000  # vLLM's default
 ANSWER_BYTES = 64 << 20  # as many as the other end takes
 
 OK = 200
+NO_ANSWER = (OSError, HTTPException, ValueError)
 REFUSALS = msgspec.json.Decoder(Refused)
 
 _seats = threading.BoundedSemaphore(MOST_AT_ONCE)
@@ -166,11 +167,11 @@ class Node:
         self.servers: list[str] = []
         self.members: Members | None = None
         self.why = ""  # it does not answer, in words
+        self.refused = False  # so the host is there, and its agents are not
         self.asked = -AGAIN_S
 
-    @property
-    def silence(self) -> Silence:
-        return Silence(self.address, self.members.node if self.members else "", self.why)
+    def silence(self, why: str) -> Silence:
+        return Silence(self.address, self.members.node if self.members else "", why)
 
     def look(self, servers: list[str]) -> None:
         """Ask what it has; not again right after it did not answer."""
@@ -178,40 +179,33 @@ class Node:
         if time.monotonic() - self.asked < (AGAIN_S if self.why else FRESH_S):
             return
         try:
-            status, content = self.ask("GET", PROCESSES, None, NODE_S)
+            status, content = self.exchange("GET", PROCESSES, None, NODE_S)
             if status != OK:
                 raise VllmopsError("admin.failed", REFUSALS.decode(content).error.message)
-            found = agent.decode(f"the agent of {self.address}", content, Members)
-        except VllmopsError as error:
-            self.why = error.message
-        except DAMAGE as error:
-            self.why = f"its answer can't be read: {error}"
-        else:
-            self.members, self.why = found, ""
+            self.members = agent.decode(f"the agent of {self.address}", content, Members)
+            self.why, self.refused = "", False
+        except (VllmopsError, *NO_ANSWER, *DAMAGE) as error:
+            self.why, self.refused = worded(error), isinstance(error, ConnectionRefusedError)
         self.asked = time.monotonic()
 
-    def ask(
+    def exchange(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, bytes]:
-        """What it answers; raises VllmopsError ``agent.node-lost`` if it does not."""
-        try:
-            return nodes.ask(
-                self.address,
-                method,
-                path,
-                body,
-                token=self.token,
-                servers=self.servers,
-                timeout_s=timeout_s,
-            )
-        except (OSError, HTTPException, ValueError) as error:
-            why = f"port {os.environ.get(NODE_PORT) or USUAL_NODE_PORT}: {worded(error)}"
-            raise self.lost(why) from error
+        """What it answers; raises as `nodes.ask` does."""
+        return nodes.ask(
+            self.address,
+            method,
+            path,
+            body,
+            token=self.token,
+            servers=self.servers,
+            timeout_s=timeout_s,
+        )
 
     def lost(self, why: str) -> VllmopsError:
         return VllmopsError(
             "agent.node-lost",
-            why if not self.members else msgspec.structs.replace(self.silence, why=why).text,
+            self.silence(why).text,
             "vllmops help agent.node-lost",
             exit_code=Exit.NOT_FOUND,
         )
@@ -219,10 +213,13 @@ class Node:
     def passed_on(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, bytes]:
-        """What one of its processes answers; raises as `ask` does."""
+        """What one of its processes answers; raises VllmopsError ``agent.node-lost``."""
         if self.why and time.monotonic() - self.asked < AGAIN_S:
             raise self.lost(self.why)
-        return self.ask(method, f"{PROCESSES}/{path}", body, timeout_s)
+        try:
+            return self.exchange(method, f"{PROCESSES}/{path}", body, timeout_s)
+        except NO_ANSWER as error:
+            raise self.lost(worded(error)) from error
 
 
 class Afar:
@@ -264,10 +261,14 @@ class Afar:
         return self.nodes.get(address)
 
     def learn(self, token: Path) -> None:
-        """Look for connections; a node without one is forgotten, unless its network may be cut."""
+        """Look for connections; who has none any more is kept if its network may be cut."""
         port = option(own_arguments(), "--port") or ""
         found = connected(_nearby.all(), int(port) if port.isdecimal() else HTTP_PORT)
-        kept = {a: node for a, node in self.nodes.items() if a in found or node.members}
+        kept = {
+            a: node
+            for a, node in self.nodes.items()
+            if a in found or (node.members and not node.refused)
+        }
         self.nodes = {a: kept.get(a) or Node(a, token) for a in {*found, *kept}}
 
 
@@ -277,16 +278,16 @@ _afar = Afar()
 def members() -> Members:
     """The processes of this server: of this node, and of those others that can be asked."""
     found = near()
-    seen = {identities(found)}
+    seen = identities(found)
     names = {found.node}
     processes_, pulses, silent = list(found.processes), list(found.pulses), list[Silence]()
     for node in _afar.all(found.pulses):
         there, at = node.members, node.address
         if node.why:
-            silent.append(node.silence)
-        if there is None or identities(there) in seen:  # a node may have several addresses
+            silent.append(node.silence(node.why))
+        if there is None or seen & (new := identities(there)):  # a node may have several addresses
             continue
-        seen.add(identities(there))
+        seen |= new
         name = there.node if there.node not in names else f"{there.node} ({at})"
         names.add(name)
         state = {"state": "?"} if node.why else {}
@@ -301,17 +302,20 @@ def members() -> Members:
     )
 
 
-def identities(found: Members) -> frozenset[tuple[str, int, int]]:
-    """Which processes a node has, in whatever words it was asked for them."""
-    return frozenset((found.node, p.pid, p.start_ticks) for p in found.processes)
+def identities(found: Members) -> set[tuple[str, int, int]]:
+    """Which processes a node has, whatever address it was asked at."""
+    return {(found.node, p.pid, p.start_ticks) for p in found.processes}
 
 
 def worded(error: Exception) -> str:
     """Why there is no answer, for a person."""
+    if isinstance(error, VllmopsError):
+        return error.message
     if isinstance(error, TimeoutError):
         return "timed out"
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there; its vllmops needs the admin token, too"
+        port = os.environ.get(NODE_PORT) or USUAL_NODE_PORT
+        return f"nobody listens at port {port}; its vllmops needs the admin token, too"
     if isinstance(error, ssl.SSLError | ConnectionResetError):
         return f"it has another admin token, or is none of this server: {error}"
     return str(error) or type(error).__name__
