@@ -40,12 +40,14 @@ class Machines:
         folder: for logs and state.
         names: of the network namespaces.
         addresses: of the machines.
+        memory: what they share; empty for nothing.
     """
 
     cli: Cli
     folder: Path
     names: list[str]
     addresses: list[str]
+    memory: str = ""
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     port: int = field(default_factory=free_port)
 
@@ -61,7 +63,7 @@ class Machines:
         own = {"VLLMOPS_HOME": str(home), "VLLM_HOST_IP": self.addresses[node]}
         with (self.folder / f"node{node}.log").open("ab") as log:
             made = subprocess.Popen(
-                [*machine(f"node{node}", self.names[node]), *words],
+                [*machine(f"node{node}", self.names[node], self.memory), *words],
                 env={**self.cli.environment, "GLOO_SOCKET_IFNAME": "far", **own, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -212,12 +214,16 @@ if EVERYTHING:
         seen_whole(machines, {"engine  node0", "worker TP0 node0", "worker TP1 node1"}, tmp_path)
 
     def test_ray_over_two_nodes(machines: Machines, plug_in: PlugIn, tmp_path: Path) -> None:
-        (folder := plug_in("device", "")).joinpath("sitecustomize.py").write_text(DEVICE)
+        (folder := plug_in("device", "register = bool\n")).joinpath("sitecustomize.py").write_text(
+            DEVICE
+        )
         path = os.pathsep.join((str(folder), machines.cli.environment["PYTHONPATH"]))
         head = f"{machines.addresses[0]}:6379"
         more = {"PYTHONPATH": path, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1", "RAY_ADDRESS": head}
         ray = "ray start --num-cpus 4 --num-gpus 1 --disable-usage-stats --node-ip-address "
         place = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+        # VLLM's workers on CPUs of one tensor parallel group share memory, whatever their node.
+        machines.memory = tempfile.mkdtemp(prefix="ray-", dir="/dev/shm")
         first = f"{ray}{machines.addresses[0]} --head --port 6379 --temp-dir {place}"
         parallel = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray")
         env = [word for name, value in more.items() for word in ("--env", f"{name}={value}")]
@@ -231,4 +237,6 @@ if EVERYTHING:
             workers = {"worker TP0 node0", "worker TP1 node1"}
             seen_whole(machines, {"engine  node0", *workers}, tmp_path)
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            end(machines)
+            for folder_ in (place, machines.memory):
+                shutil.rmtree(folder_, ignore_errors=True)

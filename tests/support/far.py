@@ -65,14 +65,16 @@ def switched(count: int) -> Iterator[list[tuple[str, str]]]:
         ip(f"link del {bridge}")
 
 
-def machine(name: str, network: str = "") -> tuple[str, ...]:
+def machine(name: str, network: str = "", memory: str = "") -> tuple[str, ...]:
     """What runs a program on a machine of its own: with a name, processes and shared memory.
 
     Args:
         name: of the host.
         network: the namespace; empty for this machine's own network.
+        memory: a folder for shared memory that several machines share; empty for none.
     """
-    inside = f'mount -t proc proc /proc; mount -t tmpfs tmpfs /dev/shm; hostname {name}; exec "$@"'
+    shared = f"mount --bind {memory} /dev/shm" if memory else "mount -t tmpfs tmpfs /dev/shm"
+    inside = f'mount -t proc proc /proc; {shared}; hostname {name}; exec "$@"'
     unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--ipc", "--kill-child")
     where = ("ip", "netns", "exec", network) if network else ()
     return (*where, *unshare, "sh", "-c", inside, "-")

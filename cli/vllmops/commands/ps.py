@@ -48,7 +48,7 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     """One server.
 
     ``supervised``: None for one that vllmops did not start. ``note``: what its supervisor says,
-    such as a node that does not answer.
+    and which nodes do not answer.
     """
 
     name: str | None
@@ -150,17 +150,11 @@ def row(server: Server) -> InstanceRow:
             for p in server.processes
         ],
         failure=record.failure.cause if record and record.failure else None,
-        note=record.note if record else silence(server),
+        note=server.note(),
         uds=server.uds,
         headless=server.headless,
         remote=server.fleet is not None,
     )
-
-
-def silence(server: Server) -> str:
-    """The other nodes that do not answer, where the server was asked over HTTP."""
-    silent = server.fleet.members().silent if server.fleet else ()
-    return "; ".join(node.text for node in silent)
 
 
 def uptime_s(server: Server) -> float | None:

@@ -23,6 +23,7 @@ from ..host import kmsg, proc, processes, ras, shm
 from ..host.gpu import AmdGpus, Gpus
 from ..host.processes import ROLES, Process, Role
 from ..host.states import compilers, state
+from ..instances.record import State
 from ..instances.servers import Server
 from ..memory import record as memory
 from ..protocol import identity
@@ -310,12 +311,9 @@ class Parts:
             what = "the machine: memory, disks, GPUs, log, and who can reach the server"
             why = "the server is on another machine"
             self.unseen.append(Unseen(what, "remote", why, "run vllmops doctor there"))
-            self.unseen += (
-                Unseen(
-                    f"the processes of node {node.node or node.address}", LOST, node.text, LOST_HINT
-                )
-                for node in server.fleet.members().silent
-            )
+        starts_or_ends = server.record and server.record.state is not State.READY
+        if not starts_or_ends and (note := server.note()):
+            self.unseen.append(Unseen("other nodes", LOST, note, LOST_HINT))
         self.machine: Future[Machine] = pool.submit(machine, server)
         self.guard: Future[Guard] = pool.submit(guard, server)
 
