@@ -152,6 +152,8 @@ def between_nodes(
         return remote.passed_on(method, path.removeprefix(f"{PROCESSES}/"), content, timeout_s)
     except VllmopsError as error:
         return refusal(error)
+    except Exception as error:
+        return refusal(VllmopsError("admin.failed", f"unexpected {error!r}"))
 
 
 def refusal(error: VllmopsError) -> tuple[int, bytes]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 
 from ..forever import Trouble
 from .log import log
 
+if TYPE_CHECKING:
+    from socketserver import TCPServer as Base
+else:
+    Base = object
+
 REST_S = 1.0  # after a failed accept(), for example without free file descriptors
-Base = TCPServer if TYPE_CHECKING else object
 
 
 class Threads(ThreadingMixIn, Base):

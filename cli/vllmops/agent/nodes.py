@@ -46,6 +46,7 @@ LEAST_S = 0.05
 APART_S = 0.15  # between two connections of which one is used
 MOST_BEGUN = 8
 TRIES = 8
+SLACK_S = 1.0  # for the network, on top of what the other node may take
 ANSWER_BYTES = 64 << 20  # as many as who asks the API server takes
 STRANGER = 421  # the status of a process of another server
 IDS = msgspec.json.Decoder(list[str])
@@ -248,7 +249,7 @@ def ask(
         body: of it; None without one.
         token: the file with the admin token.
         servers: the ids of the server.
-        timeout_s: seconds for the answer.
+        timeout_s: seconds that the other node may take.
 
     Raises:
         VllmopsError: the token can't be read.
@@ -257,7 +258,7 @@ def ask(
     """
     secret = admin_token.token(token)
     headers = {SERVERS: msgspec.json.encode(servers).decode(), TIMEOUT: f"{timeout_s:g}"}
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + timeout_s + SLACK_S
     for tries in range(TRIES - 1, -1, -1):
         secured = connected(address, secret, end)
         with closing(HTTPConnection("localhost")) as connection:

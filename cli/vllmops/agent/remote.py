@@ -251,7 +251,7 @@ class Afar:
             for look in looks:  # no pool: its threads hold up the end of the process
                 look.start()
             for look in looks:
-                look.join(NODE_S + 1)
+                look.join(NODE_S + nodes.SLACK_S + 1)
             return list(self.nodes.values())
 
     def find(self, address: str) -> Node | None:
