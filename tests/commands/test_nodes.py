@@ -149,6 +149,10 @@ def test_a_node_whose_network_is_cut_is_named_and_holds_nobody_up(
     (silent,) = vllmops("cache", "inspect", *nodes.words()).data["silent"]
     assert (silent["node"], silent["code"]) == ("two", "agent.node-lost")
     assert "two" in silent["why"]
+    watched = vllmops("watch", *nodes.words(), "--for", "2").data["events"]
+    assert ["node two" in event["text"] for event in watched if event["event"] == "trouble"] == [
+        True
+    ]
     ip(f"-n {nodes.link} link set far up")
     until(lambda: "node-lost" not in rows(vllmops, nodes).values())
 
