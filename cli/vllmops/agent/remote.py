@@ -8,6 +8,7 @@ machines sees. Only the routes in `GETS` and `POSTS` are passed on, only to this
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import ssl
 import threading
@@ -25,11 +26,12 @@ from .. import __version__
 from ..errors import Exit, VllmopsError
 from ..host import proc, processes
 from ..host.nodes import connected
-from ..host.processes import ROLES, Process
+from ..host.processes import ROLES, Process, Role
 from ..host.shape import option
 from ..host.states import compilers, state
 from ..keys import admin_token
 from ..protocol.files import DAMAGE
+from ..protocol.place import DIMENSIONS
 from ..protocol.remote import (
     GETS,
     LONGEST_S,
@@ -297,9 +299,25 @@ def members() -> Members:
         )
         if not node.why:
             pulses += (msgspec.structs.replace(pulse, node=name) for pulse in there.pulses)
+    if whole(processes_, pulses):
+        # Who was never heard is a host of something else, as the head of Ray's cluster may be.
+        silent = [node for node in silent if node.node]
     return msgspec.structs.replace(
         found, processes=tuple(processes_), pulses=tuple(pulses), silent=tuple(silent)
     )
+
+
+def whole(found: Sequence[Member], pulses: Sequence[Pulse]) -> bool:
+    """Whether all ranks of a server are there, as far as its agents know how many there are."""
+    sizes = dict.fromkeys(DIMENSIONS, 1)
+    for pulse in pulses:
+        for name, size in pulse.beat.standing.sizes.items():
+            sizes[name] = max(size, sizes.get(name, 1))
+    count = math.prod(sizes.values())
+    workers = {(p.dp_rank, p.tp_rank, p.pp_rank) for p in found if p.role == Role.WORKER}
+    # An engine that has one worker may be that itself.
+    alone = {p.dp_rank for p in found if p.role == Role.ENGINE} if count == sizes["DP"] else ()
+    return max(len(workers), len(alone)) >= count
 
 
 def identities(found: Members) -> set[tuple[str, int, int]]:

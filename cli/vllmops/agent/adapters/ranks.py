@@ -41,8 +41,7 @@ def own(parallel: Any, role: str, rank: int | None) -> dict[str, int]:
 def meetings(parallel: Any) -> list[str]:
     """Where the nodes of a server meet; nothing for a server of one node, or of Ray."""
     found = []
-    apart = any(getattr(parallel, name, False) for name in APART)
-    if apart or parallel.data_parallel_size_local < parallel.data_parallel_size:
+    if apart(parallel) or parallel.data_parallel_size_local < parallel.data_parallel_size:
         at = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
         found.append(f"data-parallel {at}")
     if getattr(parallel, "nnodes", 1) > 1:
@@ -52,5 +51,13 @@ def meetings(parallel: Any) -> list[str]:
 
 def spread(parallel: Any) -> bool:
     """Whether engines or workers may be on other nodes than the API server."""
-    by_ray = "ray" in {getattr(parallel, name, None) for name in BACKENDS}
-    return by_ray or bool(meetings(parallel))
+    return (
+        "ray" in {getattr(parallel, name, None) for name in BACKENDS}
+        or getattr(parallel, "nnodes", 1) > 1
+        or (not apart(parallel) and parallel.data_parallel_size_local < parallel.data_parallel_size)
+    )
+
+
+def apart(parallel: Any) -> bool:
+    """Whether the engines of other nodes have API servers of their own: other servers."""
+    return any(getattr(parallel, name, False) for name in APART)
