@@ -13,7 +13,7 @@ from vllmops.protocol.remote import Member
 from vllmops.protocol.server import Pulse
 
 
-def member(role: str, **ranks: int) -> Member:
+def member(role: str, **ranks: Any) -> Member:
     return Member(role=role, pid=1, create_time=0.0, start_ticks=1, boot="", **ranks)
 
 
