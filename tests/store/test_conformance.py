@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from vllmops.store import opening
 from vllmops.store.backend import FINISHED, RUNNING, Chunk, Limits, Query, Response
-from vllmops.store.conformance import CHECKS, Outcome, judge, run
+from vllmops.store.conformance import CHECKS, CheckResult, judge, run
 from vllmops.store.memory import Memory
 
 
-async def judged(url: str) -> list[Outcome]:
+async def judged(url: str) -> list[CheckResult]:
     return [each async for each in run(url)]
 
 
@@ -171,7 +171,7 @@ FOUND: dict[type[Careless], str] = {
     KnowsNoShares: "lets an owner have",
     EvictsFromWhoHasLeast: "evicts from the owner",
     NeverExpires: "expires",
-    WaitsForTheDead: "fails what nobody runs",
+    WaitsForTheDead: "fails runs whose server has gone",
     RunsOn: "stops a run",
     LosesEvents: "keeps a stream's events",
     KeepsEveryEvent: "keeps no more of a stream",

@@ -8,7 +8,7 @@ from functools import partial
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 
-from ..forever import Trouble
+from ..background import ErrorReporter
 from .log import log
 
 if TYPE_CHECKING:
@@ -23,21 +23,21 @@ class Threads(ThreadingMixIn, Base):
     """One thread for each connection; a stuck one does not delay the process's exit.
 
     Attributes:
-        trouble: gets what keeps it from taking connections.
+        reporter: gets what keeps it from taking connections.
     """
 
     daemon_threads = True
     request_queue_size = 64
     # The process does not wait for open connections when it ends.
     block_on_close = False
-    trouble: Trouble
+    reporter: ErrorReporter
 
     def get_request(self) -> tuple[Any, Any]:
         try:
             return super().get_request()
         except OSError as error:
             # The caller is still waiting, so the base class would try again at once, without end.
-            self.trouble.tell(error)
+            self.reporter.report(error)
             time.sleep(REST_S)
             raise
 

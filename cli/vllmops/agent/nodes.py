@@ -29,8 +29,8 @@ from typing import Any, cast
 
 import msgspec
 
-from .. import forever
-from ..forever import Trouble
+from .. import background
+from ..background import ErrorReporter
 from ..host.shape import shape
 from ..keys import admin_token
 from ..protocol.remote import NODE_PORT, SERVERS, TIMEOUT, USUAL_NODE_PORT
@@ -95,9 +95,9 @@ class Listening:
     """The port of this node, open."""
 
     def __init__(self, token: Path, respond: Respond) -> None:
-        trouble = Trouble("the other nodes can't ask this one", log.warning)
-        self.server = Server(port(), trouble, token, respond)
-        forever.thread("vllmops-node", partial(self.server.serve_forever, 3600), trouble)
+        reporter = ErrorReporter("the other nodes can't ask this one", log.warning)
+        self.server = Server(port(), reporter, token, respond)
+        background.thread("vllmops-node", partial(self.server.serve_forever, 3600), reporter)
 
 
 class Server(Threads, TCPServer):
@@ -106,8 +106,8 @@ class Server(Threads, TCPServer):
     allow_reuse_address = True
     allow_reuse_port = True  # Ray's actors listen side by side; the kernel lets one user do that
 
-    def __init__(self, port: int, trouble: Trouble, token: Path, respond: Respond) -> None:
-        self.trouble = trouble
+    def __init__(self, port: int, reporter: ErrorReporter, token: Path, respond: Respond) -> None:
+        self.reporter = reporter
         self.token = token
         self.respond = respond
         self.seats = threading.BoundedSemaphore(MOST_AT_ONCE)

@@ -71,7 +71,7 @@ class Members(Answer, frozen=True, kw_only=True):
         processes: root first; of a node that has ceased to answer, what it had.
         pulses: the heartbeats of those that have one.
         silent: the nodes that do not answer.
-        compilers: as in `Look`.
+        compilers: as in `Observation`.
     """
 
     vllmops: str

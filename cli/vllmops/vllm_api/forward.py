@@ -17,18 +17,18 @@ from typing import Any
 from ..errors import Exit, VllmopsError
 from ..host.shape import unix_url
 from ..targets import Pod
-from .place import Place
+from .endpoint import Endpoint
 
 CHUNK = 1 << 16
 
 
-def place(pod: Pod) -> Place:
+def endpoint(pod: Pod) -> Endpoint:
     """Forward a pod's port until this process ends.
 
     Raises:
         VllmopsError: ``target.k8s``.
     """
-    return Place(unix_url(str(Forward(pod).path)), pod.text, vllm=True)
+    return Endpoint(unix_url(str(Forward(pod).path)), pod.text, vllm=True)
 
 
 class Forward:
@@ -61,7 +61,7 @@ class Forward:
             except config.ConfigException:
                 raise self.failed(error) from error
         self.core, self.forward = client.CoreV1Api(), stream.portforward
-        # At once, so that what is wrong is told; the first connection takes it.
+        # At once, so that a fault is reported here; the first connection takes it.
         self.ready = [self.opened()]
         folder = Path(tempfile.mkdtemp(prefix="vllmops-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

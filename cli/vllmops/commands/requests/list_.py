@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ... import output
 from ...diagnose.findings import Severity
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...instances.servers import Server, resolve
 from ...output import Json, Result, span
 from ...protocol.place import who
@@ -51,7 +51,7 @@ def list_(
         float,
         typer.Option(
             parser=seconds(0.1),
-            help="With --watch: seconds between looks.",
+            help="With --watch: seconds between updates.",
             rich_help_panel=OUTPUT,
         ),
     ] = 2.0,
@@ -61,29 +61,19 @@ def list_(
     """List the requests that a server works on, the oldest first.
 
     API servers, engines and workers are compared. A request that only one
-    of them knows is a finding: its client waits in vain, or it holds KV
-    blocks for nobody. Prompts are not shown. A server without the agent
-    tells only how many requests it has.
+    of them knows is a finding: its client waits for an answer that does not
+    come, or the request holds KV blocks although it has no client. Prompts
+    are not shown. For a server without the agent, only the number of
+    requests is known.
     """
-    if watch and json_:
-        raise VllmopsError(
-            "usage",
-            "--watch cannot be combined with --json",
-            "leave one of these options out",
-            exit_code=Exit.USAGE,
-        )
-    server = resolve(target)
-    while True:
-        result = look(server, stuck_after, fail_on, limit, only_stuck=stuck, quiet=json_ or watch)
-        if not watch:
-            return result
-        try:
-            output.console().clear()
-            output.show(*result.text())
-            time.sleep(interval)
-        except KeyboardInterrupt:
-            # Ctrl-C is the ordinary end of --watch, so no error is printed.
-            raise typer.Exit(Exit.INTERRUPTED) from None
+    server = cache(partial(resolve, target))  # found once
+    quiet = json_ or watch
+    return output.repeat(
+        lambda: look(server(), stuck_after, fail_on, limit, only_stuck=stuck, quiet=quiet),
+        interval,
+        watch=watch,
+        as_json=json_,
+    )
 
 
 def look(
