@@ -25,6 +25,7 @@ ErrorCode = Literal[
     "agent.gone",
     "agent.mismatch",
     "agent.newer",
+    "agent.node-lost",
     "agent.older",
     "agent.other-user",
     "agent.path-too-long",

@@ -57,8 +57,14 @@ MOVED = {
     "vllm.entrypoints.openai.responses": "vllm.frontend.entrypoints.openai.responses",
     "vllm.entrypoints.serve.engine": "vllm.frontend.entrypoints.serve.engine",
     "vllm.multimodal.cache": "vllm.frontend.processing.multimodal.cache",
+    "vllm.entrypoints.serve.utils": "vllm.frontend.entrypoints.serve.utils",
+    "vllm.exceptions": "vllm.foundation.exceptions",
+    "vllm.config.vllm": "vllm.foundation.config.vllm",
     "vllm.v1.core": "vllm.runtime.core",
     "vllm.v1.engine": "vllm.runtime.engine",
+    "vllm.v1.executor": "vllm.runtime.executor",
+    "vllm.v1.request": "vllm.runtime.request",
+    "vllm.v1.worker.worker_base": "vllm.runtime.worker.worker_base",
 }
 LOG = """
 import logging

@@ -44,6 +44,14 @@ def test_who_is_at_work() -> None:
     assert not at_work([])
 
 
+def test_a_dead_process_hides_no_other_with_its_pid() -> None:
+    """As another node may have one."""
+    dead = msgspec.structs.replace(process("engine", "Z"), node="one")
+    there = msgspec.structs.replace(pulse("engine", **engine(40.0)), node="two")
+    found = stalls([look(0.0, pulses=(there,), processes=(dead,))], 10.0)
+    assert [stall.code for stall in found] == ["engine.no-progress"]
+
+
 BLIND: dict[str, Any] = {"pulses": (), "metrics": BUSY}
 HANDED = beats(api={"handed": 3})
 

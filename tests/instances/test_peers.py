@@ -6,13 +6,16 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
+from vllmops.host.nodes import address, connected, unanswered
 from vllmops.host.processes import Process, Role
-from vllmops.instances.peers import PORT, answers, connected
+from vllmops.instances.peers import PORT, answers
 
+from ..support.children import Spawn
 from ..support.far import ip, network, running
 from ..support.waiting import until
 
@@ -69,6 +72,44 @@ def test_neither_a_store_nor_a_client_is_a_node(node: tuple[str, str, int, IO[st
     with socket.create_connection((f"::ffff:{there}", port)):  # as gRPC does
         assert connected([Process(Role.ENGINE, os.getpid(), 1)], None) == {there}
         assert connected([Process(Role.API, os.getpid(), 1)], None) == set()
+
+
+def test_a_node_of_a_server_without_a_supervisor(
+    node: tuple[str, str, int, IO[str]], spawn: Spawn, vllmops: Any, home: Path
+) -> None:
+    link, there, port, _ = node
+    engine = spawn("VLLM::EngineCore_DP0", Role.ENGINE, home)
+    engine.run(f"import socket; far = socket.create_connection(({there!r}, {port}))")
+    assert unanswered([engine.process], None) == set()
+    ip(f"-n {link} link set far down")
+    engine.run("far.send(b'work')")
+    until(lambda: unanswered([engine.process], None) == {there}, 60)
+
+    def row() -> Any:
+        rows = vllmops("ps", "--json").data["instances"]
+        return next(row for row in rows if row["pid"] == engine.process.pid)
+
+    assert row()["note"] == f"node {there} does not answer"
+    (part,) = (
+        part
+        for part in vllmops("doctor", "-t", str(engine.process.pid), "--json").data["unseen"]
+        if part["code"] == "agent.node-lost"
+    )
+    assert there in part["why"]
+    ip(f"-n {link} link set far up")
+    until(lambda: not row()["note"], 60)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("0100007F", "127.0.0.1"),
+        ("0000000000000000FFFF00000203CB0A", "10.203.3.2"),
+        ("B80D01200000000067452301EFCDAB89", "2001:db8::123:4567:89ab:cdef"),
+    ],
+)
+def test_addresses_in_the_tables_of_the_kernel(words: str, text: str) -> None:
+    assert address(words) == text
 
 
 def test_without_a_descriptor_left_no_node_is_missing() -> None:

@@ -12,7 +12,7 @@ import pytest
 from vllmops.agent.adapters import features
 
 from ..support.extent import EVERYTHING
-from ..support.versions import MINORS, RENAMED, rewritten
+from ..support.versions import RENAMED, RUN, rewritten
 from .clients import (
     CARRY,
     LENGTH,
@@ -27,9 +27,6 @@ from .clients import (
     say,
 )
 from .conftest import Cli, Live, code_of
-
-# Of which the table of tested versions says that servers run.
-RUN = [name for name, found in features.tested().items() if found.live and name in MINORS]
 
 
 @pytest.fixture(scope="module", params=RUN if EVERYTHING else RUN[:1])

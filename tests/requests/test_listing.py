@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import msgspec
 import pytest
 
 from vllmops.diagnose.requests import one_sided, zombies
@@ -82,6 +83,16 @@ def test_a_request_that_waits_while_others_get_tokens_is_not_stuck() -> None:
     assert not stuck(engine(ONE, state=waiting, still_s=0.0))
     assert stuck(engine(ONE, state=waiting, still_s=31.0))
     assert not stuck(engine(ONE, state=waiting, still_s=31.0, resting=True))
+
+
+def test_engines_of_two_nodes_may_have_one_pid() -> None:
+    processes = [
+        api(ONE, OTHER),
+        msgspec.structs.replace(engine(ONE, still_s=31.0), node="one"),
+        msgspec.structs.replace(engine(OTHER, still_s=0.0), node="two"),
+    ]
+    rows = {row.id: (row.node, bool(row.stuck)) for row in joined(processes, 30, {})}
+    assert rows == {ONE: ("one", True), OTHER: ("two", False)}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -60,18 +60,24 @@ class Child:
 Spawn: TypeAlias = Callable[..., Child]
 
 
-def started(title: str, role: Role, home: Path, **env: str) -> Child:
+# Python below a program that starts it, with a title in place of its name.
+TITLED = ("bash", "-c", 'exec -a "$0" "$@"')
+
+
+def started(title: str, role: Role, home: Path, inside: Sequence[str] = (), **env: str) -> Child:
     """Start one.
 
     Args:
         title: what the process table shows.
         role: what the tests call it.
         home: its ``VLLMOPS_HOME``.
+        inside: the program that starts it, for example in a namespace.
         env: what is added to the environment.
     """
+    words = [*inside, *TITLED, title, sys.executable, str(CHILD)]
     popen = subprocess.Popen(
-        [title, str(CHILD)],
-        executable=sys.executable,
+        words if inside else [title, str(CHILD)],
+        executable=None if inside else sys.executable,
         # A title in place of the program's name hides its library from the interpreter.
         env={
             **os.environ,

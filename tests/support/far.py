@@ -41,6 +41,46 @@ def network() -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
+def switched(count: int) -> Iterator[list[tuple[str, str]]]:
+    """Namespaces that reach each other and this machine; each with its address."""
+    number = os.getpid() % 250
+    bridge = f"vo{os.getpid()}"
+    made = [(f"{bridge}n{n}", f"10.204.{number}.{n + 2}") for n in range(count)]
+    ip(f"link add {bridge} type bridge")
+    try:
+        ip(f"addr add 10.204.{number}.1/24 dev {bridge}")
+        ip(f"link set {bridge} up")
+        for name, address in made:
+            ip(f"netns add {name}")
+            ip(f"link add {name} type veth peer name far netns {name}")
+            ip(f"link set {name} master {bridge} up")
+            ip(f"-n {name} addr add {address}/24 dev far")
+            for device in ("far", "lo"):
+                ip(f"-n {name} link set {device} up")
+        yield made
+    finally:
+        for name, _ in made:
+            ip(f"link del {name}", check=False)
+            ip(f"netns del {name}", check=False)
+        ip(f"link del {bridge}")
+
+
+def machine(name: str, network: str = "", memory: str = "") -> tuple[str, ...]:
+    """What runs a program on a machine of its own: with a name, processes and shared memory.
+
+    Args:
+        name: of the host.
+        network: the namespace; empty for this machine's own network.
+        memory: a folder for shared memory that several machines share; empty for none.
+    """
+    shared = f"mount --bind {memory} /dev/shm" if memory else "mount -t tmpfs tmpfs /dev/shm"
+    inside = f'mount -t proc proc /proc; {shared}; hostname {name}; exec "$@"'
+    unshare = ("unshare", "--pid", "--fork", "--mount", "--uts", "--ipc", "--kill-child")
+    where = ("ip", "netns", "exec", network) if network else ()
+    return (*where, *unshare, "sh", "-c", inside, "-")
+
+
+@contextmanager
 def running(name: str, *words: str) -> Iterator[IO[str]]:
     """What a Python program in a namespace writes."""
     command = ("ip", "netns", "exec", name, sys.executable, *words)

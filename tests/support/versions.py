@@ -13,6 +13,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 from vllmops.agent import objects
+from vllmops.agent.adapters import features
 
 from . import modules
 from .extent import EVERYTHING
@@ -27,6 +28,8 @@ MINORS = (
 # There is no CPU build of these: their code comes from vLLM's own wheel. What that needs and no
 # CPU build did is beside it.
 WITHOUT_CPU_BUILD = {"0.33.0": ("orjson",)}
+# Those of them of which the table of tested versions says that servers run.
+RUN = [name for name, found in features.tested().items() if found.live and name in MINORS]
 INSTALLED = "installed"
 # Imports what takes long, and is the same for every version. Then, for each folder it is sent, a
 # fork of it runs the lines it is sent, up to an empty one, and prints what they leave in `out`.

@@ -29,9 +29,9 @@ from ..numbers import number
 from ..protocol.keys import ProcessKeys
 from ..protocol.remote import LONGEST_S, PROCESSES, TIMEOUT, Refusal, Refused
 from ..protocol.socket import BODY_BYTES
-from . import keys, objects
+from . import keys, nodes, objects
 from .gate import Scope, Send
-from .identity import role
+from .identity import role, standing
 from .imports import when_imported
 from .log import log
 
@@ -48,6 +48,7 @@ STATUS = {
     "admin.refused": 401,
     "admin.too-large": 413,
     "agent.gone": 404,
+    "agent.node-lost": 504,
     "agent.timeout": 504,
     "keys.no-file": 409,
     "keys.locked": 503,
@@ -57,9 +58,12 @@ STATUS = {
 def install(accept: Callable[[Ring], ProcessKeys]) -> None:
     """Add the routes to each FastAPI app of an API server, where the environment names a token.
 
+    On a node without an API server, let the other nodes ask.
+
     Args:
         accept: puts a keyring that an admin sends into the server's own.
     """
+    nodes.install(between_nodes)
     place = os.environ.get(admin.PLACE)
     if place and role() == "api":
         from . import remote  # noqa: F401, PLC0415 - other processes don't need it; now, as it is slow
@@ -118,12 +122,44 @@ async def respond(request: Request, place: Path, accept: Callable[[Ring], Proces
                 return await passed_on(request, method, path.removeprefix(f"{PROCESSES}/"))
         raise VllmopsError("admin.no-route", "there is no such admin route")
     except VllmopsError as error:
-        why = Refusal(error.code, error.message, error.hint, error.exit_code)
-        return json(Refused(why), STATUS.get(error.code, 500))
+        return encoded(*refusal(error))
     except Exception as error:
         # Without the error's message: it may contain part of the keyring.
         log.warning("vllmops: an admin request failed: %s", type(error).__name__)
         return json(Refused(Refusal("internal", f"unexpected {type(error).__name__}")), 500)
+
+
+def between_nodes(
+    method: str, path: str, content: bytes | None, timeout_s: float, servers: list[str]
+) -> tuple[int, bytes]:
+    """Answer another node, whose admin token has been checked.
+
+    Args:
+        method: of the request.
+        path: of it.
+        content: of it; None without one.
+        timeout_s: seconds that the other node waits.
+        servers: the ids of the server that it asks about.
+    """
+    from . import remote  # noqa: PLC0415
+
+    if not set(servers) & set(standing().servers):
+        error = VllmopsError("agent.gone", "the process that answers is of another server")
+        return nodes.STRANGER, refusal(error)[1]
+    try:
+        if (method, path) == ("GET", PROCESSES):
+            return 200, msgspec.json.encode(remote.near())
+        return remote.passed_on(method, path.removeprefix(f"{PROCESSES}/"), content, timeout_s)
+    except VllmopsError as error:
+        return refusal(error)
+    except Exception as error:
+        return refusal(VllmopsError("admin.failed", f"unexpected {error!r}"))
+
+
+def refusal(error: VllmopsError) -> tuple[int, bytes]:
+    """The status and the content of an answer that refuses."""
+    why = Refusal(error.code, error.message, error.hint, error.exit_code)
+    return STATUS.get(error.code, 500), msgspec.json.encode(Refused(why))
 
 
 async def passed_on(request: Request, method: str, path: str) -> Response:

@@ -28,6 +28,7 @@ from ..protocol.caches import (
     WorkerEncoderCache,
 )
 from . import engine, objects
+from .adapters import encoders
 from .adapters.engine import text_only
 from .identity import here, role
 
@@ -228,10 +229,7 @@ def encoder(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
     if manager is None:
         return None
     own = vars(manager)
-    if "cached" not in own:
-        # 0.14.0 and older have one list, or two with our patch; newer versions have others.
-        names = ("allocated", "to_free", "freed", "_vllmops_to_free")
-        lists = [own[name] for name in names if name in own]
+    if (lists := encoders.passing(manager)) is not None:
         own, *lists = at_once((dict, own), *((list, held) for held in lists))
         return EncoderDecoderCache(
             name=type(manager).__name__,
@@ -239,7 +237,7 @@ def encoder(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
             free_slots=own["num_free_slots"],
             passing=[key for held in lists for key in held],
         )
-    embeds, inputs = own.get("num_embeds_by_hash"), own.get("request_cached_ids")
+    embeds, inputs = encoders.sizes(manager), encoders.inputs(manager)
     own, keys, references, by_key, freeable, holders, numbers, requests = at_once(
         (dict, own),
         (list, manager.cached),
@@ -273,16 +271,12 @@ def encoder(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
 
 def worker_encoder(worker: Any) -> WorkerEncoderCache | None:
     """A worker's encoder outputs, of either model runner; None without a runner or a cache."""
-    # Ray and other executors wrap the worker; a wrapper has no model runner.
-    runner = vars(worker).get("model_runner")
-    cache = getattr(runner, "encoder_cache", None)
-    # The V2 runner has the dictionary inside an object.
-    outputs = getattr(cache, "encoder_outputs", cache)
+    outputs = encoders.outputs(worker)
     if outputs is None:
         return None
     keys, tensors = at_once((list, outputs), (list, outputs.values()))
     return WorkerEncoderCache(
-        name=type(runner).__name__,
+        name=type(worker.model_runner).__name__,
         rank=getattr(worker, "rank", None),
         keys=keys,
         bytes=sum(map(attrgetter("nbytes"), tensors)),

@@ -16,6 +16,7 @@ from ..protocol import identity
 from ..protocol.identity import Identity
 from ..protocol.place import Place, Standing, place
 from . import objects
+from .adapters import ranks
 
 # By the prefixes of vLLM's process names; any other process is the front end.
 ROLES = {"EngineCore": "engine", "VllmWorker": "worker", "Worker": "worker"}
@@ -74,11 +75,18 @@ def standing() -> Standing:
     configs: list[Any] = [getattr(holder, "vllm_config", None) for holder in holders]
     config: Any = next(filter(None, [*configs, *objects.every("config")]), None)
     try:
-        ranks, sizes = numbers(config.parallel_config, worker)
-        fields = msgspec.structs.asdict(place(node, ranks, sizes))
+        parallel, rank = config.parallel_config, getattr(worker, "rank", None)
+        sizes = ranks.sizes(parallel)
+        fields = msgspec.structs.asdict(place(node, ranks.own(parallel, role(), rank), sizes))
         return Standing(servers=servers(config), sizes=sizes, **fields)
     except (AttributeError, TypeError):  # there is none yet, or it has an unknown shape
         return Standing(node=node)
+
+
+def spread() -> bool:
+    """Whether the engines or the workers of this API server may be on other nodes."""
+    config = getattr(objects.latest("engine-client"), "vllm_config", None)
+    return config is not None and ranks.spread(config.parallel_config)
 
 
 def servers(config: Any) -> tuple[str, ...]:
@@ -87,34 +95,5 @@ def servers(config: Any) -> tuple[str, ...]:
     vLLM numbers each configuration that it makes, and copies it to engines and workers, also by
     Ray. What is started on each node apart shares the address at which the nodes meet.
     """
-    parallel = config.parallel_config
     _instances.setdefault(f"instance {config.instance_id}")
-    found = list(_instances)[:INSTANCES]
-    lbs = ("data_parallel_external_lb", "data_parallel_hybrid_lb")
-    apart = any(getattr(parallel, name, False) for name in lbs)
-    if apart or parallel.data_parallel_size_local < parallel.data_parallel_size:
-        at = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
-        found.append(f"data-parallel {at}")
-    if getattr(parallel, "nnodes", 1) > 1:
-        found.append(f"nodes {parallel.master_addr}:{parallel.master_port}")
-    return tuple(found)
-
-
-def numbers(parallel: Any, worker: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """The ranks of an engine or a worker, and how many there are of each kind."""
-    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    sizes = {"DP": parallel.data_parallel_size, "TP": tensor, "PP": pipeline}
-    own = role()
-    ranks = {"DP": data_rank(parallel)} if own in {"engine", "worker"} else {}
-    rank = getattr(worker, "rank", None)
-    if rank is not None and own == "worker":
-        # vLLM numbers the workers of an engine by stage, and within a stage by tensor rank.
-        rank %= parallel.world_size
-        ranks |= {"TP": rank % tensor, "PP": rank * pipeline // parallel.world_size}
-    return ranks, sizes
-
-
-def data_rank(parallel: Any) -> int:
-    """The data parallel rank; an engine of a model without experts otherwise takes itself for 0."""
-    rank = getattr(parallel, "data_parallel_index", None)
-    return int(parallel.data_parallel_rank if rank is None else rank)
+    return *list(_instances)[:INSTANCES], *ranks.meetings(config.parallel_config)

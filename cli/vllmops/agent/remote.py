@@ -1,37 +1,70 @@
-"""This server's processes on this node and their agents, for admins on another machine.
+"""This server's processes and their agents, for admins on another machine.
 
 ``GET /v1/vllmops/processes`` lists the processes; what is below it is passed on to the agents'
-Unix sockets, so that a remote vllmops sees what one on this machine sees. Only the routes in
-`GETS` and `POSTS` are passed on, only to processes of this server.
+Unix sockets, or to another node (see `nodes`), so that a remote vllmops sees what one on those
+machines sees. Only the routes in `GETS` and `POSTS` are passed on, only to this server's processes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from .. import __version__
-from ..errors import VllmopsError
+from ..errors import Exit, VllmopsError
 from ..host import proc, processes
-from ..host.processes import ROLES, Process
+from ..host.nodes import connected
+from ..host.processes import ROLES, Process, Role
 from ..host.shape import option
 from ..host.states import compilers, state
-from ..protocol.remote import GETS, LONGEST_S, POSTS, Member, Members
+from ..keys import admin_token
+from ..protocol.files import DAMAGE
+from ..protocol.place import DIMENSIONS
+from ..protocol.remote import (
+    GETS,
+    LONGEST_S,
+    NODE_PORT,
+    POSTS,
+    PROCESSES,
+    USUAL_NODE_PORT,
+    Member,
+    Members,
+    Refused,
+    Silence,
+)
 from ..protocol.server import Pulse
 from ..rpc import agent, membership
+from . import nodes
+from .identity import role, spread, standing
 
 T = TypeVar("T")
 
 GET_S = 10.0
 MOST_AT_ONCE = 16
 FRESH_S = 0.5  # a look at the process table serves the questions of one moment
+WAIT_S = 0.02
+BUSY_S = 1.0  # a request waits for its turn
+NODE_S = 2.0  # another node lists its processes within
+AGAIN_S = 5.0  # before a node is asked again that did not answer
+LEARN_S = 15.0  # between two looks for the addresses of nodes
+HTTP_PORT = 8000  # vLLM's default
 ANSWER_BYTES = 64 << 20  # as many as the other end takes
+
+OK = 200
+NO_ANSWER = (OSError, HTTPException, ValueError)
+REFUSALS = msgspec.json.Decoder(Refused)
 
 _seats = threading.BoundedSemaphore(MOST_AT_ONCE)
 
@@ -45,10 +78,13 @@ async def aside(work: Callable[[], T]) -> T:
     Raises:
         VllmopsError: ``admin.busy``, or what `work` raises.
     """
-    if not _seats.acquire(blocking=False):
-        raise VllmopsError(
-            "admin.busy", f"{MOST_AT_ONCE} admin requests are being answered", "try again later"
-        )
+    end = time.monotonic() + BUSY_S
+    while not _seats.acquire(blocking=False):
+        if time.monotonic() > end:
+            raise VllmopsError(
+                "admin.busy", f"{MOST_AT_ONCE} admin requests are being answered", "try again later"
+            )
+        await asyncio.sleep(WAIT_S)
     done: Future[T] = Future()
 
     def run() -> None:
@@ -76,8 +112,11 @@ class Nearby:
         with self.lock:
             if time.monotonic() - self.at > FRESH_S:
                 table = processes.table()
-                tree = processes.tree(table, [root(os.getpid())])
-                self.tree = membership.complete(table, tree)
+                if role() == "api":
+                    tree = processes.tree(table, [root(os.getpid())])
+                    self.tree = membership.complete(table, tree)
+                else:
+                    self.tree = membership.share(table, standing().servers, os.geteuid())
                 self.at = time.monotonic()
             return self.tree
 
@@ -90,11 +129,11 @@ class Nearby:
 _nearby = Nearby()
 
 
-def members() -> Members:
+def near() -> Members:
     """The processes of this server on this node."""
     found = _nearby.all()
     beats = {process: beat(process) for process in found}
-    arguments = processes.serve_arguments(proc.command_line(found[0].pid)) or ()
+    arguments = own_arguments()
     first = next(iter(arguments), "-")
     return Members(
         vllmops=__version__,
@@ -108,6 +147,196 @@ def members() -> Members:
         ),
         compilers=tuple(compilers(found[:1])),
     )
+
+
+def own_arguments() -> Sequence[str]:
+    """What the server was given on its command line on this node."""
+    found = _nearby.all()
+    return (processes.serve_arguments(proc.command_line(found[0].pid)) or ()) if found else ()
+
+
+class Node:
+    """Another node of this server, and its last answer.
+
+    Args:
+        address: of the node.
+        token: the file with the admin token.
+    """
+
+    def __init__(self, address: str, token: Path) -> None:
+        self.address = address
+        self.token = token
+        self.servers: list[str] = []
+        self.members: Members | None = None
+        self.why = ""  # it does not answer, in words
+        self.refused = False  # so the host is there, and its agents are not
+        self.asked = -AGAIN_S
+
+    def silence(self, why: str) -> Silence:
+        return Silence(self.address, self.members.node if self.members else "", why)
+
+    def look(self, servers: list[str]) -> None:
+        """Ask what it has; not again right after it did not answer."""
+        self.servers = servers
+        if time.monotonic() - self.asked < (AGAIN_S if self.why else FRESH_S):
+            return
+        try:
+            status, content = self.exchange("GET", PROCESSES, None, NODE_S)
+            if status != OK:
+                raise VllmopsError("admin.failed", REFUSALS.decode(content).error.message)
+            self.members = agent.decode(f"the agent of {self.address}", content, Members)
+            self.why, self.refused = "", False
+        except (VllmopsError, *NO_ANSWER, *DAMAGE) as error:
+            self.why, self.refused = worded(error), isinstance(error, ConnectionRefusedError)
+        self.asked = time.monotonic()
+
+    def exchange(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """What it answers; raises as `nodes.ask` does."""
+        return nodes.ask(
+            self.address,
+            method,
+            path,
+            body,
+            token=self.token,
+            servers=self.servers,
+            timeout_s=timeout_s,
+        )
+
+    def lost(self, why: str) -> VllmopsError:
+        return VllmopsError(
+            "agent.node-lost",
+            self.silence(why).text,
+            "vllmops help agent.node-lost",
+            exit_code=Exit.NOT_FOUND,
+        )
+
+    def passed_on(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """What one of its processes answers; raises VllmopsError ``agent.node-lost``."""
+        if self.why and time.monotonic() - self.asked < AGAIN_S:
+            raise self.lost(self.why)
+        try:
+            return self.exchange(method, f"{PROCESSES}/{path}", body, timeout_s)
+        except NO_ANSWER as error:
+            raise self.lost(worded(error)) from error
+
+
+class Afar:
+    """The other nodes of this server, by their addresses."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.nodes: dict[str, Node] = {}
+        self.learnt = -LEARN_S
+
+    def all(self, pulses: Sequence[Pulse]) -> list[Node]:
+        """The nodes that the server is connected with, or was; all have been asked just now.
+
+        Args:
+            pulses: of its processes on this node.
+        """
+        place = os.environ.get(admin_token.PLACE)
+        if not place or role() != "api" or not spread():
+            return []
+        servers = sorted({one for pulse in pulses for one in pulse.beat.standing.servers})
+        with self.lock:
+            if time.monotonic() - self.learnt > LEARN_S:
+                self.learnt = time.monotonic()
+                self.learn(Path(place))
+            looks = [
+                threading.Thread(target=node.look, args=[servers], daemon=True)
+                for node in self.nodes.values()
+            ]
+            for look in looks:  # no pool: its threads hold up the end of the process
+                look.start()
+            for look in looks:
+                look.join(NODE_S + nodes.SLACK_S + 1)
+            return list(self.nodes.values())
+
+    def find(self, address: str) -> Node | None:
+        """The node with that address; None if it is none of this server's."""
+        if address not in self.nodes:  # another API server has listed its processes
+            self.all(near().pulses)
+        return self.nodes.get(address)
+
+    def learn(self, token: Path) -> None:
+        """Look for connections; who has none any more is kept if its network may be cut."""
+        port = option(own_arguments(), "--port") or ""
+        found = connected(_nearby.all(), int(port) if port.isdecimal() else HTTP_PORT)
+        kept = {
+            a: node
+            for a, node in self.nodes.items()
+            if a in found or (node.members and not node.refused)
+        }
+        self.nodes = {a: kept.get(a) or Node(a, token) for a in {*found, *kept}}
+
+
+_afar = Afar()
+
+
+def members() -> Members:
+    """The processes of this server: of this node, and of those others that can be asked."""
+    found = near()
+    seen = identities(found)
+    names = {found.node}
+    processes_, pulses, silent = list(found.processes), list(found.pulses), list[Silence]()
+    for node in _afar.all(found.pulses):
+        there, at = node.members, node.address
+        if node.why:
+            silent.append(node.silence(node.why))
+        if there is None or seen & (new := identities(there)):  # a node may have several addresses
+            continue
+        seen |= new
+        name = there.node if there.node not in names else f"{there.node} ({at})"
+        names.add(name)
+        state = {"state": "?"} if node.why else {}
+        processes_ += (
+            msgspec.structs.replace(process, node=name, at=at, **state)
+            for process in there.processes
+        )
+        if not node.why:
+            pulses += (msgspec.structs.replace(pulse, node=name) for pulse in there.pulses)
+    if whole(processes_, pulses):
+        # Who was never heard is a host of something else, as the head of Ray's cluster may be.
+        silent = [node for node in silent if node.node]
+    return msgspec.structs.replace(
+        found, processes=tuple(processes_), pulses=tuple(pulses), silent=tuple(silent)
+    )
+
+
+def whole(found: Sequence[Member], pulses: Sequence[Pulse]) -> bool:
+    """Whether all ranks of a server are there, as far as its agents know how many there are."""
+    sizes = dict.fromkeys(DIMENSIONS, 1)
+    for pulse in pulses:
+        for name, size in pulse.beat.standing.sizes.items():
+            sizes[name] = max(size, sizes.get(name, 1))
+    count = math.prod(sizes.values())
+    workers = {(p.dp_rank, p.tp_rank, p.pp_rank) for p in found if p.role == Role.WORKER}
+    # An engine that has one worker may be that itself.
+    alone = {p.dp_rank for p in found if p.role == Role.ENGINE} if count == sizes["DP"] else ()
+    return max(len(workers), len(alone)) >= count
+
+
+def identities(found: Members) -> set[tuple[str, int, int]]:
+    """Which processes a node has, whatever address it was asked at."""
+    return {(found.node, p.pid, p.start_ticks) for p in found.processes}
+
+
+def worded(error: Exception) -> str:
+    """Why there is no answer, for a person."""
+    if isinstance(error, VllmopsError):
+        return error.message
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    if isinstance(error, ConnectionRefusedError):
+        port = os.environ.get(NODE_PORT) or USUAL_NODE_PORT
+        return f"nobody listens at port {port}; its vllmops needs the admin token, too"
+    if isinstance(error, ssl.SSLError | ConnectionResetError):
+        return f"it has another admin token, or is none of this server: {error}"
+    return str(error) or type(error).__name__
 
 
 def root(pid: int) -> int:
@@ -140,20 +369,25 @@ def passed_on(method: str, path: str, body: bytes | None, timeout_s: float) -> t
 
     Args:
         method: ``GET`` or ``POST``.
-        path: from the pid on: the pid and the route.
+        path: from the pid on: the pid, ``@`` and the address if it is on another node, the route.
         body: of a ``POST``.
         timeout_s: seconds that the caller waits.
 
     Raises:
-        VllmopsError: ``admin.no-route``, ``agent.gone``, or as `agent.reach` does.
+        VllmopsError: ``admin.no-route``, ``agent.gone``, ``agent.node-lost``, or as `agent.reach`
+            does.
     """
-    pid, _, route = path.partition("/")
+    where, _, route = path.partition("/")
+    pid, _, address = where.partition("@")
     if route not in (GETS if method == "GET" else POSTS) or not pid.isdecimal():
         raise VllmopsError("admin.no-route", "there is no such admin route")
-    if (process := _nearby.find(int(pid))) is None:
-        raise VllmopsError("agent.gone", f"pid {pid} is not a process of this server")
-    longest = GET_S if method == "GET" else LONGEST_S
-    reached = agent.reach(process, timeout_s=min(timeout_s, longest))
+    timeout_s = min(timeout_s, GET_S if method == "GET" else LONGEST_S)
+    if address and (node := _afar.find(address)):
+        return node.passed_on(method, f"{pid}/{route}", body, timeout_s)
+    process = None if address else _nearby.find(int(pid))
+    if process is None:
+        raise VllmopsError("agent.gone", f"pid {where} is not a process of this server")
+    reached = agent.reach(process, timeout_s=timeout_s)
     status, content = reached.exchange(method, f"/{route}", body)
     if len(content) > ANSWER_BYTES:
         most = f"{ANSWER_BYTES >> 20} MiB"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import ThreadingMixIn, UnixStreamServer
+from socketserver import UnixStreamServer
 from typing import Any
 
 import msgspec
@@ -38,6 +38,7 @@ from . import (
     engine,
     keys,
     memory,
+    nodes,
     objects,
     recorder,
     repair,
@@ -51,10 +52,10 @@ from .heal import event_loop
 from .heal import table as healing
 from .heartbeat import Heart
 from .identity import own, role, standing
+from .listening import Threads
 from .log import log
 from .patches import registry
 
-REST_S = 1.0  # after a failed accept(), for example without free file descriptors
 FEATURES = (
     *("engine", "caches", "traffic", "requests", "abort", "drain", "heartbeat"),
     *("patches", "repair", "reset", "memory", "compare", "keys", "stacks", "steps", "heal"),
@@ -65,38 +66,15 @@ class OffError(Exception):
     """The agent can't run here; the message says why."""
 
 
-class Server(ThreadingMixIn, UnixStreamServer):
-    """One thread for each connection; a stuck one does not delay the process's exit."""
-
-    daemon_threads = True
-    request_queue_size = 64
-    # The process does not wait for open connections when it ends.
-    block_on_close = False
+class Server(Threads, UnixStreamServer):
+    """The agent's socket."""
 
     def __init__(self, path: str, reporter: ErrorReporter) -> None:
         self.reporter = reporter
         super().__init__(path, Handler)
 
-    def get_request(self) -> tuple[Any, Any]:
-        try:
-            return super().get_request()
-        except OSError as error:
-            # The caller is still waiting, so the base class would try again at once, without end.
-            self.reporter.report(error)
-            time.sleep(REST_S)
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, whose name says whose it is."""
-        work = partial(self.process_request_thread, request, client_address)
-        threading.Thread(target=work, name="vllmops-request", daemon=True).start()
-
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
         return peer(request) in (0, os.geteuid())
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        # The default prints a traceback into the server's log, also when a caller just hangs up.
-        log.debug("vllmops: a request failed", exc_info=True)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -202,6 +180,7 @@ _forks_watched = False
 def start() -> None:
     """Start the agent in this process, unless it runs; an error is reported, not raised."""
     global _running, _forks_watched  # noqa: PLW0603
+    nodes.start()
     if _running is not None or not _starting.acquire(blocking=False):
         return
     try:
@@ -229,6 +208,7 @@ def forked() -> None:
     _starting = threading.Lock()
     objects.forget()
     recorder.forget()
+    nodes.forget()
     if _running is not None:
         _running.forget()
     _running = None

@@ -10,6 +10,7 @@ from ..errors import Exit, VllmopsError
 from ..host.processes import ROLES, Process, Role
 from ..instances.servers import Server
 from ..protocol.caches import CacheSnapshot, ProcessCaches, Sample, Silent
+from ..protocol.place import key
 from ..rpc import agent
 
 SAMPLES = 3
@@ -70,14 +71,14 @@ class Agents:
         """Whether no request was in flight at the sample, and none has started since."""
         if any(process.unfinished for process in processes):
             return False
-        by_pid = {process.pid: asked for process, asked in self.agents.items()}
+        agents = {key(process): asked for process, asked in self.agents.items()}
         for process in processes:
             if process.role != Role.API:
                 continue
             if process.in_flight != 0:
                 return False
             try:
-                now = by_pid[process.pid].traffic()
+                now = agents[key(process)].traffic()
             except VllmopsError:
                 return False
             if now.in_flight or now.started != process.started:

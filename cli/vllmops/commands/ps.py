@@ -20,7 +20,7 @@ from ..instances.record import State, folders
 from ..instances.servers import Server, find, pending, reclaim, resolve
 from ..output import Json, Result, say, size, span, table, typer_app
 from ..protocol.identity import age_s
-from ..protocol.place import Place, named
+from ..protocol.place import Place, key, named
 from ..rpc import agent
 from ..streams import printable
 from ..vllm_api import http as client_http
@@ -48,7 +48,7 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     """One server.
 
     ``supervised``: None for one that vllmops did not start. ``note``: what its supervisor says,
-    such as a node that does not answer.
+    and which nodes do not answer.
     """
 
     name: str | None
@@ -124,8 +124,8 @@ def row(server: Server) -> InstanceRow:
         [p for p in server.processes if p.role in WITH_AGENT],
         lambda process: agent.reach(process, timeout_s=AGENT_TIMEOUT_S),
     )
-    agents = {answer.process.pid: "answers" for answer in answers}
-    agents |= {failure.pid: failure.code.removeprefix("agent.") for failure in silent}
+    agents = {key(answer.process): "answers" for answer in answers}
+    agents |= {key(failure): failure.code.removeprefix("agent.") for failure in silent}
     record = server.record
     return InstanceRow(
         name=server.name,
@@ -144,13 +144,13 @@ def row(server: Server) -> InstanceRow:
                 role=p.role,
                 pid=p.pid,
                 rss_bytes=p.rss_bytes,
-                agent=agents.get(p.pid),
+                agent=agents.get(key(p)),
                 **msgspec.structs.asdict(p.place),
             )
             for p in server.processes
         ],
         failure=record.failure.cause if record and record.failure else None,
-        note=record.note if record else "",
+        note=server.note(),
         uds=server.uds,
         headless=server.headless,
         remote=server.fleet is not None,

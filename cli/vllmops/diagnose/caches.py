@@ -480,7 +480,8 @@ def workers_of(
     alone = len(list(schedulers(sample))) == 1
     for process in sample.processes:
         same = engine.dp_rank is not None and engine.dp_rank == process.dp_rank
-        if alone or same or engine.pid in (process.pid, process.parent):
+        near = engine.node == process.node and engine.pid in (process.pid, process.parent)
+        if alone or same or near:
             for cache in process.caches:
                 if isinstance(cache, WorkerEncoderCache):
                     yield process, cache

@@ -8,6 +8,7 @@ import msgspec
 
 from ..protocol.engine import Beat
 from ..protocol.pasted import Pasted
+from ..protocol.place import key
 from ..protocol.server import Observation, RasCapture, ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
 from ..protocol.steps import StepsRecording
@@ -141,12 +142,12 @@ def facts(looks: Sequence[Observation], patience_s: float) -> dict[str, str]:
 def pace(looks: Sequence[Observation]) -> dict[str, str]:
     """How long the slowest engine has made no progress, and whether its steps go on."""
     fresh = [pulse for pulse in progress.living(looks[-1]) if pulse.age_s < progress.LATE_S]
-    still = {pulse.pid: pulse.beat.still_s for pulse in fresh if pulse.beat.still_s is not None}
+    still = {key(pulse): pulse.beat.still_s for pulse in fresh if pulse.beat.still_s is not None}
     if not still or len(looks) < 2:
         return {}
-    slowest = max(fresh, key=lambda pulse: still.get(pulse.pid, -1.0))
+    slowest = max(fresh, key=lambda pulse: still.get(key(pulse), -1.0))
     steps = "moving" if progress.stepping(looks, slowest) else "frozen"
-    return {"steps": steps, "still": f"{still[slowest.pid]:.0f}"}
+    return {"steps": steps, "still": f"{still[key(slowest)]:.0f}"}
 
 
 def stalled(

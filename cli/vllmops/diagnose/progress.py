@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from ..protocol.place import who
+from ..protocol.place import key, who
 from ..protocol.server import AgentReport, Observation, Pulse
 from .findings import Rule, Severity
 
@@ -160,8 +160,8 @@ def at_work(pulses: Sequence[Pulse]) -> bool:
 
 def living(look: Observation) -> list[Pulse]:
     """The heartbeats of live processes; a heartbeat's file may outlive its process."""
-    dead = {process.pid for process in look.processes if process.state in DEAD}
-    return [pulse for pulse in look.pulses if pulse.pid not in dead]
+    dead = {key(process) for process in look.processes if process.state in DEAD}
+    return [pulse for pulse in look.pulses if key(pulse) not in dead]
 
 
 def frozen(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
@@ -189,7 +189,7 @@ def stepping(looks: Sequence[Observation], pulse: Pulse) -> bool:
         earlier.beat.current_step
         for look in looks
         for earlier in look.pulses
-        if earlier.pid == pulse.pid and look.at_s - earlier.age_s >= began_s
+        if key(earlier) == key(pulse) and look.at_s - earlier.age_s >= began_s
     }
     return len(steps) > 1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..protocol.patches import State
-from ..protocol.place import headed, who
+from ..protocol.place import headed, key, who
 from ..protocol.server import Disk, Gpu, Leftover, ProcessState, ServerSnapshot, Unseen, Xid
 from . import packages
 from .findings import Finding, Rule, Severity
@@ -305,18 +305,18 @@ def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Processes that can't run, in both of the last two samples: any process may be so in one."""
     if len(snapshot.looks) < 2:
         return
-    earlier = {process.pid: process.state for process in snapshot.looks[-2].processes}
+    earlier = {key(process): process.state for process in snapshot.looks[-2].processes}
     for process in snapshot.looks[-1].processes:
-        if process.state != earlier.get(process.pid):
+        if process.state != earlier.get(key(process)):
             continue
         if process.state == "T":
             yield STOPPED.at(called(process), f"state T; kill -CONT {process.pid} resumes it")
         elif process.state == "D":
             yield UNINTERRUPTIBLE.at(called(process), "state D in two samples")
     # If the agent answers, only its heartbeat file is late: the disk may be full.
-    answered = {report.pid for report in snapshot.reports}
+    answered = {key(report) for report in snapshot.reports}
     for pulse in snapshot.looks[-1].pulses:
-        if pulse.age_s >= PATIENCE_S and pulse.pid not in answered:
+        if pulse.age_s >= PATIENCE_S and key(pulse) not in answered:
             yield NO_PYTHON.at(process_name(pulse), late(pulse))
 
 

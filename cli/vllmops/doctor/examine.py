@@ -23,6 +23,7 @@ from ..host import kmsg, proc, processes, ras, shm
 from ..host.gpu import AmdGpus, Gpus
 from ..host.processes import ROLES, Process, Role
 from ..host.states import compilers, state
+from ..instances.record import State
 from ..instances.servers import Server
 from ..memory import record as memory
 from ..protocol import identity
@@ -58,6 +59,7 @@ SIDES = "differences between the sides of caches"
 LOOK_S = 1.0
 LEAST_S = 0.5  # for a sample of the stacks
 CANARY_S = 15.0
+LOST, LOST_HINT = "agent.node-lost", "vllmops help agent.node-lost"
 KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
 KEY_DIGITS = 64
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
@@ -306,6 +308,9 @@ class Parts:
             what = "the machine: memory, disks, GPUs, log, and who can reach the server"
             why = "the server is on another machine"
             self.unseen.append(Unseen(what, "remote", why, "run vllmops doctor there"))
+        starts_or_ends = server.record and server.record.state is not State.READY
+        if not starts_or_ends and (note := server.note()):
+            self.unseen.append(Unseen("other nodes", LOST, note, LOST_HINT))
         self.machine: Future[Machine] = pool.submit(machine, server)
         self.guard: Future[Guard] = pool.submit(guard, server)
 

@@ -84,6 +84,10 @@ class Process:
         return Identity(self.pid, self.start_ticks, self.boot)
 
     @property
+    def node(self) -> str:
+        return self.place.node
+
+    @property
     def create_time(self) -> float:
         """Seconds since the epoch, by the clock as it is set now: to be shown, not compared."""
         return time.time() - age_s(self.start_ticks)

@@ -11,15 +11,13 @@ import errno
 import time
 from collections.abc import Sequence
 
-import psutil
-
-from ..host.processes import Process, Role
+from ..host.nodes import connected
+from ..host.processes import Process
 
 PORT = 9  # "discard", which nobody serves any more
 TIMEOUT_S = 1.5
 UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 MISSED = 3  # answers in a row, and the node counts as lost
-MAPPED = "::ffff:"  # IPv4 as a socket of IPv6 shows it
 LEARN_S = 30.0  # between two looks for addresses
 
 
@@ -69,24 +67,3 @@ async def answers(address: str) -> bool | None:
     except OSError as error:
         return False if error.errno in UNREACHABLE else None
     return True
-
-
-def connected(tree: Sequence[Process], port: int | None) -> set[str]:
-    """The addresses of other hosts that a server is connected with, clients and stores excepted.
-
-    API servers connect to stores, and clients to them; other processes to other nodes.
-    """
-    own = {one.address for found in psutil.net_if_addrs().values() for one in found}
-    addresses = set()
-    for process in tree:
-        try:
-            sockets = psutil.Process(process.pid).net_connections("tcp")
-        except psutil.Error:
-            continue
-        listening = {s.laddr.port for s in sockets if s.status == psutil.CONN_LISTEN} - {port}
-        addresses |= {
-            s.raddr.ip.removeprefix(MAPPED)
-            for s in sockets
-            if s.raddr and (process.role is not Role.API or s.laddr.port in listening)
-        }
-    return {a for a in addresses if a not in own and not a.startswith("127.")}

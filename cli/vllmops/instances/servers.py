@@ -12,6 +12,7 @@ import psutil
 from ..errors import Exit, VllmopsError
 from ..host import processes
 from ..host.listeners import here
+from ..host.nodes import unanswered
 from ..host.processes import Process, Role
 from ..host.shape import option, shape, unix_path
 from ..protocol.identity import Identity, boot_id
@@ -73,6 +74,18 @@ class Server:
         if self.fleet is not None:
             return self.fleet.admin.endpoint.name
         return self.name or str(self.pid)
+
+    def note(self) -> str:
+        """Which of its nodes do not answer, as its supervisor has found or by what can be seen."""
+        if self.fleet is not None:
+            try:
+                return "; ".join(node.text for node in self.fleet.members().silent)
+            except VllmopsError:
+                return ""
+        if self.record:
+            return self.record.note
+        silent = unanswered(self.processes, self.port) if self.processes else ()
+        return ", ".join(f"node {address} does not answer" for address in sorted(silent))
 
     def of(self, *roles: Role) -> tuple[Process, ...]:
         return tuple(process for process in self.processes if process.role in roles)

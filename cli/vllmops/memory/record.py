@@ -32,7 +32,7 @@ from ..protocol.memory import (
     Recording,
     RecordingHead,
 )
-from ..protocol.place import who
+from ..protocol.place import key, who
 from ..protocol.remote import Members
 from ..rpc import agent
 
@@ -158,7 +158,7 @@ class Watch:
             with suppress(psutil.NoSuchProcess):
                 self.handles[process] = psutil.Process(process.pid)
         self.reached: dict[Process, agent.Agent] = {}
-        self.silent: dict[int, tuple[float, str]] = {}
+        self.silent: dict[tuple[str, int], tuple[float, str]] = {}
 
     def sample(
         self, round_: int | None = None, *, ask: bool = True, full: bool = True
@@ -189,7 +189,7 @@ class Watch:
         self, now: Members, answers: dict[Process, AgentMemory], round_: int | None
     ) -> MemorySample:
         """A sample of a server on another machine: what its kernel and its agents tell."""
-        rss = {process.pid: process.rss_bytes for process in now.processes}
+        rss = {key(process): process.rss_bytes for process in now.processes}
         return MemorySample(
             taken_at=time.time(),
             round=round_,
@@ -197,9 +197,9 @@ class Watch:
                 ProcessMemory(
                     **agent.shown(process),
                     pid=process.pid,
-                    rss_bytes=rss.get(process.pid),
+                    rss_bytes=rss.get(key(process)),
                     agent=answers.get(process),
-                    silent=self.silent.get(process.pid, (0.0, ""))[1],
+                    silent=self.silent.get(key(process), (0.0, ""))[1],
                 )
                 for process in self.processes
             ],
@@ -212,13 +212,13 @@ class Watch:
         asked = [
             process
             for process in self.processes
-            if process.role in ROLES and now >= self.silent.get(process.pid, (0.0, ""))[0]
+            if process.role in ROLES and now >= self.silent.get(key(process), (0.0, ""))[0]
         ]
         answers, silent = agent.side_by_side(asked, self.ask)
         for process, _ in answers:
-            self.silent.pop(process.pid, None)
+            self.silent.pop(key(process), None)
         for process_ in silent:
-            self.silent[process_.pid] = (time.monotonic() + SILENCE_S, process_.why)
+            self.silent[key(process_)] = (time.monotonic() + SILENCE_S, process_.why)
         return dict(answers)
 
     def ask(self, process: Process) -> tuple[Process, AgentMemory]:
@@ -247,7 +247,7 @@ class Watch:
             uss_bytes=uss,
             gpu_bytes=gpu,
             agent=answer,
-            silent=self.silent.get(process.pid, (0.0, ""))[1],
+            silent=self.silent.get(key(process), (0.0, ""))[1],
         )
 
     def settled(self, round_: int) -> MemorySample:

@@ -113,6 +113,20 @@ class Ranked(Protocol):
     def ranks(self) -> str: ...
 
 
+class Placed(Protocol):
+    """A process of some node."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+
+
+def key(process: Placed) -> tuple[str, int]:
+    """Which process of a server it is: other nodes have the same pids."""
+    return process.node, process.pid
+
+
 def who(process: Ranked) -> str:
     """How messages name a process: ``worker DP0 TP1 4711``."""
     return " ".join(filter(None, (process.role, process.ranks, str(process.pid))))

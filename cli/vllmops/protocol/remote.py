@@ -7,9 +7,14 @@ import msgspec
 from .engine import Answer
 from .server import ProcessState, Pulse
 
-PROCESSES = "/v1/vllmops/processes"  # and below it "/PID/ROUTE": a route of that process's agent
+# And below it "/PID/ROUTE": a route of that process's agent; "/PID@ADDRESS/ROUTE" on another node.
+PROCESSES = "/v1/vllmops/processes"
 # The seconds that the caller waits for an agent; a server may wait for less.
 TIMEOUT = "X-Vllmops-Timeout"
+# Between nodes: the ids of the server that a question is about, a JSON array.
+SERVERS = "X-Vllmops-Servers"
+NODE_PORT = "VLLMOPS_NODE_PORT"  # the environment's name for the port, equal on all nodes
+USUAL_NODE_PORT = 28765
 LONGEST_S = 3600.0
 # The routes of agents that are passed on; what follows "?" counts.
 GETS = frozenset(
@@ -24,21 +29,48 @@ class Member(ProcessState, frozen=True, kw_only=True):
 
     Args:
         start_ticks, boot: with the pid its `Identity`.
+        at: the address of its node; empty for the node of the API server that answers.
     """
 
     start_ticks: int
     boot: str
+    at: str = ""
+
+    @property
+    def path(self) -> str:
+        """Of its agent's routes."""
+        return f"{PROCESSES}/{self.pid}{self.at and '@'}{self.at}"
+
+
+class Silence(msgspec.Struct, frozen=True):
+    """A node that does not answer.
+
+    Args:
+        address: of the node.
+        node: the name of the host, empty where it has never answered.
+        why: in words.
+    """
+
+    address: str
+    node: str
+    why: str
+
+    @property
+    def text(self) -> str:
+        name = f"{self.node} ({self.address})" if self.node else self.address
+        return f"node {name} does not answer: {self.why}"
 
 
 class Members(Answer, frozen=True, kw_only=True):
-    """The processes of the server on the node of the API server that answers.
+    """The processes of the server, on all nodes that the API server reaches.
 
     Args:
         vllmops: the version that runs there.
         node: the name of the host.
         model: as given to vLLM, None if unknown.
-        processes: root first.
+        processes: root first; of a node that has ceased to answer, what it had.
         pulses: the heartbeats of those that have one.
+        silent: the nodes that do not answer.
         compilers: as in `Observation`.
     """
 
@@ -47,6 +79,7 @@ class Members(Answer, frozen=True, kw_only=True):
     model: str | None = None
     processes: tuple[Member, ...]
     pulses: tuple[Pulse, ...] = ()
+    silent: tuple[Silence, ...] = ()
     compilers: tuple[str, ...] = ()
 
 

@@ -15,7 +15,7 @@ from ..errors import Exit, VllmopsError
 from ..host.processes import Process, Role
 from ..instances.servers import Server
 from ..protocol.caches import Silent
-from ..protocol.place import named
+from ..protocol.place import key, named
 from ..protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
 from ..rpc import agent
 
@@ -41,7 +41,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         route: of its HTTP request.
         lora: the adapter's name.
         api, engine: the pids that know it, None if none does.
-        ranks: of that engine.
+        node, ranks: of that engine.
         stuck: why it counts as stuck; empty if it does not.
     """
 
@@ -62,6 +62,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     lora: str | None = None
     api: int | None = None
     engine: int | None = None
+    node: str = ""
     ranks: str = ""
     stuck: str = ""
 
@@ -158,7 +159,7 @@ def joined(processes: Sequence[ProcessRequests], stuck_s: float, lone: dict[str,
         for name, found in engines.items()
         if name not in fronts
     ]
-    still = {process.pid: process for process in processes if process.engine is not None}
+    still = {key(process): process for process in processes if process.engine is not None}
     rows = [
         msgspec.structs.replace(row, stuck=lone.get(row.id) or stuck(row, still, stuck_s))
         for row in rows
@@ -197,16 +198,17 @@ def with_engine(row: Row, process: ProcessRequests, request: EngineRequest) -> R
         priority=request.priority,
         lora=request.lora or row.lora,
         engine=process.pid,
+        node=process.node,
         ranks=process.ranks,
     )
 
 
-def stuck(row: Row, engines: dict[int, ProcessRequests], stuck_s: float) -> str:
+def stuck(row: Row, engines: dict[tuple[str, int], ProcessRequests], stuck_s: float) -> str:
     """Why a request counts as stuck; empty if it does not.
 
     A request that waits while others get tokens is not stuck: the server is full.
     """
-    engine = engines.get(row.engine or 0)
+    engine = engines.get((row.node, row.engine or 0))
     if engine is None or engine.resting:
         return ""
     if row.still_s is not None and row.still_s >= stuck_s:

@@ -215,11 +215,14 @@ class Timely(socket.socket):
     deadline = 0.0
 
     def recv_into(self, *args: Any, **options: Any) -> int:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self.settimeout(left)
+        self.settimeout(self.left())
         return super().recv_into(*args, **options)
+
+    def left(self) -> float:
+        """Seconds until the deadline; raises TimeoutError after it."""
+        if (left := self.deadline - time.monotonic()) > 0:
+            return left
+        raise TimeoutError
 
 
 class Connection(http.client.HTTPConnection):

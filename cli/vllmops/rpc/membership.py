@@ -60,17 +60,8 @@ def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[T
     Returns:
         The known trees, completed, and the other ones, the oldest first.
     """
-    ours = pids(known)
-    trees = [*known, *(processes.tree(table, [pid]) for pid in sorted(roots(table) - ours))]
-    voices = heard(table, [process for tree in trees for process in tree])
-    # Some have no title that shows them, as an actor of somebody's own class.
-    hidden = sorted(voices.keys() - pids(trees))
-    trees = [*trees, *(processes.tree(table, [pid]) for pid in hidden)]
-    trees = [tuple(described(process, voices) for process in tree) for tree in trees]
-    ids = [
-        set[str]().union(*(voices[pid].servers for pid in pids([tree]) & voices.keys()))
-        for tree in trees
-    ]
+    trees, voices, hidden = look(table, known)
+    ids = [ids_of(tree, voices) for tree in trees]
     joined = [labelled(tree, voices) for tree in put_together(trees, ids)]
     joined = [
         (*tree[: len(own)], *sorted(tree[len(own) :], key=by_rank))
@@ -79,9 +70,48 @@ def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[T
     count = len(known)
     often = Counter(process.pid for tree in joined for process in tree)
     # A program of somebody's own that has an agent, and no server, is none either.
-    shown = joined[count : len(joined) - len(hidden)]
+    shown = joined[count : len(joined) - hidden]
     alone = [tree for tree in shown if tree and often[tree[0].pid] == 1]
     return joined[:count], sorted(alone, key=lambda tree: tree[0].start_ticks)
+
+
+def look(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], dict[int, Voice], int]:
+    """The trees of a process table, what their agents say, and how many trees have no title.
+
+    Args:
+        table: the process table.
+        known: the first trees.
+    """
+    trees = [*known, *(processes.tree(table, [pid]) for pid in sorted(roots(table) - pids(known)))]
+    voices = heard(table, [process for tree in trees for process in tree])
+    # Some have no title that shows them, as an actor of somebody's own class.
+    hidden = sorted(voices.keys() - pids(trees))
+    trees = [*trees, *(processes.tree(table, [pid]) for pid in hidden)]
+    return [tuple(described(p, voices) for p in tree) for tree in trees], voices, len(hidden)
+
+
+def ids_of(tree: Tree, voices: Mapping[int, Voice]) -> set[str]:
+    """The ids of the servers that the processes of a tree are of."""
+    return set().union(*(voices[pid].servers for pid in pids([tree]) & voices.keys()))
+
+
+def share(table: Table, ids: Iterable[str], uid: int) -> Tree:
+    """What a server has on a machine that has none of its API servers.
+
+    Args:
+        table: the process table.
+        ids: of the server.
+        uid: the user whose processes count.
+    """
+    trees, voices, _ = look(table)
+    known, found = set(ids), list[Tree]()
+    left = [tree for tree in trees if user(tree) == uid]
+    while more := [tree for tree in left if ids_of(tree, voices) & known]:
+        found += more
+        left = [tree for tree in left if tree not in more]
+        known.update(*(ids_of(tree, voices) for tree in more))
+    once = {process.pid: process for tree in found for process in tree}
+    return labelled(tuple(once.values()), voices)
 
 
 def put_together(trees: Sequence[Tree], ids: Sequence[set[str]]) -> list[Tree]:

@@ -59,6 +59,7 @@ class Fleet:
                 boot=member.boot,
                 place=Place(**{name: getattr(member, name) for name in Place.__struct_fields__}),
                 began_at=member.create_time,
+                path=member.path,
                 fleet=self,
             )
             for member in self.members().processes
@@ -71,10 +72,12 @@ class RemoteProcess(Distant):
 
     Args:
         began_at: when it started, in seconds since the epoch by the clock of its machine.
+        path: of its agent's routes.
         fleet: what it is asked through.
     """
 
     began_at: float
+    path: str
     fleet: Fleet
 
     @property
@@ -86,7 +89,8 @@ class RemoteProcess(Distant):
 
     def pulse(self) -> Pulse | None:
         pulses = self.fleet.members().pulses
-        return next((Pulse(p.beat, p.age_s) for p in pulses if p.pid == self.pid), None)
+        own = (p for p in pulses if (p.node, p.pid) == (self.place.node, self.pid))
+        return next((Pulse(p.beat, p.age_s) for p in own), None)
 
 
 class RemoteAgent(Agent):
@@ -102,7 +106,7 @@ class RemoteAgent(Agent):
         admin = self.process.fleet.admin
         answer = admin.ask(
             method,
-            f"{PROCESSES}/{self.process.pid}{path}",
+            f"{self.process.path}{path}",
             self.timeout_s + SLACK_S,
             body,
             {TIMEOUT: f"{self.timeout_s:g}"},

@@ -145,9 +145,10 @@ class Watched:
 
     @property
     def note(self) -> str:
-        """What its supervisor says of it while it serves: a node that does not answer."""
+        """Which of its nodes do not answer, while it serves."""
         record = self.server.record
-        return record.note if record and record.state is State.READY else ""
+        serves = record is None or record.state is State.READY
+        return self.server.note() if serves else ""
 
     @property
     def failed(self) -> bool:

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from ...protocol.requests import State
+from . import places
 from .engine import passed_over
 
 # By the name of vLLM's status; a name that is not here counts as waiting, with the name as reason.
@@ -110,7 +111,7 @@ async def end(client: Any, names: list[str], why: str) -> None:
 
 def failure(why: str) -> Exception:
     """What makes vLLM answer a client with an error that the client does not try again."""
-    known = vars(sys.modules["vllm.exceptions"])
+    known = vars(sys.modules.get(places.existing("vllm.exceptions") or "", object))
     if graceful := known.get("GracefulHTTPError"):
         made: Exception = graceful(why, HTTPStatus.GONE)
         return made

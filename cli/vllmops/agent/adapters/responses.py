@@ -6,6 +6,8 @@ Imported only where vLLM has imported its own routes. An import that fails means
 from __future__ import annotations
 
 import inspect
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any, Final
 
 from vllm import envs
@@ -31,6 +33,7 @@ __all__ = [
     "ResponsesRequest",
     "ResponsesResponse",
     "Serving",
+    "agreeing",
     "api_key",
     "check",
     "load_aware_call",
@@ -95,6 +98,27 @@ def messages(items: list[Any]) -> list[Any]:
     from vllm.entrypoints.openai.responses import utils  # noqa: PLC0415
 
     return list(utils.construct_chat_messages_with_tool_call(items))
+
+
+async def agreeing(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """The events of a stream; the last one has the items that were streamed.
+
+    Up to 0.28 the last event gives each item another id, and a streamed message has the summary of
+    a reasoning item, too.
+    """
+    streamed: list[Any] = []
+    async with aclosing(events):
+        async for event in events:
+            if event.type == "response.output_item.done":
+                if event.item.type == "message" and event.item.model_extra:
+                    event.item.model_extra.pop("summary", None)
+                streamed.append(event.item)
+            elif event.type == "response.completed":
+                output = event.response.output
+                if [item.type for item in output] == [item.type for item in streamed]:
+                    for item, before in zip(output, streamed, strict=True):
+                        item.id = before.id
+            yield event
 
 
 def api_key() -> str | None:

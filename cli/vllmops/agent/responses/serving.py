@@ -287,6 +287,10 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             raise Refused(400, message, "previous_response_id")
         return history
 
+    def responses_stream_generator(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        """VLLM's events, in every version with the same ids from the first to the last."""
+        return adapter.agreeing(super().responses_stream_generator(*args, **options))
+
     async def _check_model(self, request: Any, *args: Any, **options: Any) -> Any:
         """What vLLM does first with a request, and the only step that every version awaits."""
         error = await super()._check_model(request, *args, **options)

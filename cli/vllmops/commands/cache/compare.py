@@ -17,7 +17,7 @@ from ...instances.servers import resolve
 from ...output import Progress, Result
 from ...protocol.caches import Silent
 from ...protocol.compares import CompareRequest, Comparison
-from ...protocol.place import who
+from ...protocol.place import key, who
 from ..findings import FailOn, exit_code, lines
 from ..options import Target, seconds
 from ..several import per_target
@@ -69,7 +69,7 @@ def report(
     """
     lasts = [comparison.looks[-1] for comparison in comparisons]
     engines = {
-        process.pid: process
+        key(process): process
         for look in lasts
         for process in look.engines
         if process.unfinished is not None

@@ -1,0 +1,273 @@
+"""The nodes of a server among themselves.
+
+A node without an API server listens at one port, the same on every node, and the API server's agent
+asks there what it asks its own node. Both need the admin token: it makes the keys of their TLS
+(`keys.node_identity`), so nobody else gets an answer, or is believed. Without a token nobody
+listens. vLLM's own channels can't be used: a process that hangs does not serve them.
+
+Of a headless node its launcher listens, which runs no model. Ray's actors have none above them:
+they listen side by side, at the same port, and the kernel gives a connection to one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any, cast
+
+import msgspec
+
+from .. import background
+from ..background import ErrorReporter
+from ..host.shape import shape
+from ..keys import admin_token
+from ..protocol.remote import NODE_PORT, SERVERS, TIMEOUT, USUAL_NODE_PORT
+from ..protocol.socket import BODY_BYTES
+from ..rpc import agent
+from . import identity, objects
+from .listening import Threads
+from .log import log
+
+MOST_AT_ONCE = 32  # connections that a node answers
+HANDSHAKE_S = 5.0
+LEAST_S = 0.05
+APART_S = 0.15  # between two connections of which one is used
+MOST_BEGUN = 8
+TRIES = 8
+SLACK_S = 1.0  # for the network, on top of what the other node may take
+ANSWER_BYTES = 64 << 20  # as many as who asks the API server takes
+STRANGER = 421  # the status of a process of another server
+IDS = msgspec.json.Decoder(list[str])
+
+# What answers: method, path, body, seconds, and the ids of the server; the status and JSON.
+Respond = Callable[[str, str, bytes | None, float, list[str]], tuple[int, bytes]]
+
+_respond: Respond | None = None
+_listening: Listening | None = None
+
+
+def install(respond: Respond) -> None:
+    """Keep what answers for this node; `start` begins to listen."""
+    global _respond  # noqa: PLW0603
+    _respond = respond
+
+
+def start() -> None:
+    """Listen, where this process answers for its node; reports an error, raises none."""
+    global _listening  # noqa: PLW0603
+    if _listening or _respond is None or not (place := os.environ.get(admin_token.PLACE)):
+        return
+    if not (identity.below_ray() or (identity.role() == "launcher" and shape(sys.argv).headless)):
+        return
+    try:
+        _listening = Listening(Path(place), _respond)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        objects.report(f"the other nodes can't ask this one: {error}; {NODE_PORT} is its port")
+
+
+def forget() -> None:
+    """In a forked child: close the inherited socket, which nobody would serve."""
+    global _listening  # noqa: PLW0603
+    if _listening:
+        with suppress(OSError):
+            _listening.server.socket.close()
+    _listening = None
+
+
+def port() -> int:
+    """The port of all nodes; raises ValueError."""
+    return int(os.environ.get(NODE_PORT) or USUAL_NODE_PORT)
+
+
+class Listening:
+    """The port of this node, open."""
+
+    def __init__(self, token: Path, respond: Respond) -> None:
+        reporter = ErrorReporter("the other nodes can't ask this one", log.warning)
+        self.server = Server(port(), reporter, token, respond)
+        background.thread("vllmops-node", partial(self.server.serve_forever, 3600), reporter)
+
+
+class Server(Threads, TCPServer):
+    """Answers whoever has the admin token, each connection in a thread of its own."""
+
+    allow_reuse_address = True
+    allow_reuse_port = True  # Ray's actors listen side by side; the kernel lets one user do that
+
+    def __init__(self, port: int, reporter: ErrorReporter, token: Path, respond: Respond) -> None:
+        self.reporter = reporter
+        self.token = token
+        self.respond = respond
+        self.seats = threading.BoundedSemaphore(MOST_AT_ONCE)
+        if socket.has_dualstack_ipv6():
+            self.address_family = socket.AF_INET6
+        super().__init__(("", port), Handler)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self.seats.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self.seats.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.seats.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a connection once its other end has shown that it has the token."""
+        from ..keys.node_identity import context  # noqa: PLC0415 - slow, and seldom needed
+
+        made = context(admin_token.token(self.token), server=True)
+        request.settimeout(HANDSHAKE_S)
+        with made.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one question of the API server's node."""
+
+    timeout = 10  # seconds that the other end may stay silent
+    wbufsize = 1 << 16
+
+    def do_GET(self) -> None:
+        self.answer(None)
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("content-length") or 0)
+        if 0 <= length <= BODY_BYTES:
+            self.answer(self.rfile.read(length))
+
+    def answer(self, body: bytes | None) -> None:
+        ids = IDS.decode(self.headers.get(SERVERS, "[]"))
+        timeout_s = float(self.headers.get(TIMEOUT, "2"))
+        respond = cast(Server, self.server).respond
+        status, content = respond(self.command, self.path, body, timeout_s, ids)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Do not log requests."""
+
+
+class Secured(agent.Timely, ssl.SSLSocket):
+    """A connection to another node, with a deadline."""
+
+
+def connected(address: str, token: str, end: float) -> Secured:
+    """A connection to a process of another node that has the token.
+
+    A process that is stopped takes connections, too. So further ones are begun while the first has
+    not shown its token: the kernel gives each to any process of the node.
+
+    Args:
+        address: of the node.
+        token: the admin token.
+        end: until when, by the monotonic clock.
+
+    Raises:
+        OSError: there is none.
+    """
+    from ..keys.node_identity import context  # noqa: PLC0415
+
+    made = context(token, server=False)
+    made.sslsocket_class = Secured
+    with selectors.DefaultSelector() as begun:
+        try:
+            for number in range(MOST_BEGUN):
+                plain = socket.create_connection((address, port()), left(end))
+                plain.setblocking(False)
+                secured = made.wrap_socket(plain, do_handshake_on_connect=False)
+                begun.register(secured, selectors.EVENT_WRITE)
+                # The last one has all the time that is left.
+                until = time.monotonic() + APART_S if number < MOST_BEGUN - 1 else end
+                while ready := begun.select(min(until, end) - time.monotonic()):
+                    for one, _ in ready:
+                        found = cast(Secured, one.fileobj)
+                        try:
+                            found.do_handshake()
+                        except ssl.SSLWantReadError:
+                            begun.modify(found, selectors.EVENT_READ)
+                        except ssl.SSLWantWriteError:
+                            begun.modify(found, selectors.EVENT_WRITE)
+                        else:
+                            begun.unregister(found)
+                            found.deadline = end
+                            found.settimeout(left(end))
+                            return found
+        finally:
+            for one in list(begun.get_map().values()):
+                cast(Secured, one.fileobj).close()
+    raise TimeoutError
+
+
+def left(end: float) -> float:
+    """Seconds until then, for a socket: 0 would mean that it does not wait."""
+    return max(end - time.monotonic(), LEAST_S)
+
+
+def ask(
+    address: str,
+    method: str,
+    path: str,
+    body: bytes | None,
+    *,
+    token: Path,
+    servers: list[str],
+    timeout_s: float,
+) -> tuple[int, bytes]:
+    """What another node answers: the status, and JSON.
+
+    Args:
+        address: of the node.
+        method: of the request.
+        path: of it.
+        body: of it; None without one.
+        token: the file with the admin token.
+        servers: the ids of the server.
+        timeout_s: seconds that the other node may take.
+
+    Raises:
+        VllmopsError: the token can't be read.
+        OSError: there is no answer, also because the other end has another token.
+        http.client.HTTPException: it is no proper answer.
+    """
+    secret = admin_token.token(token)
+    headers = {SERVERS: msgspec.json.encode(servers).decode(), TIMEOUT: f"{timeout_s:g}"}
+    end = time.monotonic() + timeout_s + SLACK_S
+    for tries in range(TRIES - 1, -1, -1):
+        secured = connected(address, secret, end)
+        with closing(HTTPConnection("localhost")) as connection:
+            connection.sock = secured
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            content = response.read(ANSWER_BYTES + 1)
+        if len(content) > ANSWER_BYTES:
+            raise HTTPException(f"the answer has more than {ANSWER_BYTES >> 20} MiB")
+        if response.status != STRANGER or not tries:
+            break
+    return response.status, content

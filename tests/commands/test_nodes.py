@@ -1,0 +1,205 @@
+"""A server on several machines, by the URL of its API server: each node has its namespaces."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from vllmops.host.processes import Role
+from vllmops.keys.admin_token import PLACE
+from vllmops.keys.node_identity import context
+from vllmops.protocol.remote import USUAL_NODE_PORT
+
+from ..support.children import CHILD, Child, started
+from ..support.commands import Vllmops
+from ..support.far import ip, machine, network
+from ..support.fleet import SERVING, TOKEN, token_file
+from ..support.ranked import standing
+from ..support.waiting import until
+
+SIZES = (2, 1, 1)
+# As a process of Ray's takes itself for one.
+ACTOR = """
+import sys, types
+worker = types.SimpleNamespace(mode=1)
+sys.modules["ray._private.worker"] = types.SimpleNamespace(global_worker=worker)
+"""
+TAKE = """
+import socket
+taking = socket.create_server(("", 0))
+out = taking.getsockname()[1]
+"""
+CONNECT = """
+import socket
+joined = socket.create_connection(({address!r}, {port}))
+"""
+
+
+@dataclass
+class Nodes:
+    """Two nodes of a server.
+
+    Args:
+        near: the API server.
+        far: the engine on the other node.
+        link: the name of its network.
+        address: of the other node.
+        url: of the API server.
+        token: the file with the admin token.
+        theirs: that of the other node.
+    """
+
+    near: Child
+    far: Child
+    link: str
+    address: str
+    url: str
+    token: Path
+    theirs: Path
+
+    def words(self) -> tuple[str, ...]:
+        return ("-t", self.url, "--admin-token", str(self.token), "--json")
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    children, tmp_path = [], tmp_path_factory.mktemp("nodes")
+
+    def start(name: str, title: str, where: str, token: Path) -> Child:
+        inside, place = machine(name, where), {PLACE: str(token)}
+        children.append(started(title, Role.OTHER, tmp_path / name, inside, **place))
+        return children[-1]
+
+    with network() as (link, address):
+        token = token_file(tmp_path)
+        (theirs := tmp_path / "theirs").write_text(TOKEN)
+        theirs.chmod(0o600)
+        try:
+            near = start("one", "VLLM::APIServer", "", token)
+            url = f"http://127.0.0.1:{eval(near.run(SERVING))[0]}"
+            near.run(standing("api", sizes=SIZES, local=1))
+            far = start("two", "VLLM::EngineCore_DP1", link, theirs)
+            far.run(ACTOR)
+            # The port opens with the first object that the agent sees, and knows whose it is.
+            far.run(standing("engine", instance="2", dp=1, sizes=SIZES, local=1))
+            far.run("from vllmops.agent import service; service.start()")
+            port = int(far.run(TAKE))
+            engine = repr(CONNECT.format(address=address, port=port)) + "\n"
+            near.run(f"below[0].stdin.write({engine.encode()!r}); below[0].stdin.flush()")
+            near.run("out = below[0].stdout.readline()")
+            yield Nodes(near, far, link, address, url, token, theirs)
+        finally:
+            for child in children:
+                child.kill()
+
+
+def rows(vllmops: Vllmops, nodes: Nodes) -> dict[str, str]:
+    """The engines by rank and node, and what `ps` says of their agents."""
+    answer = vllmops("ps", *nodes.words())
+    assert answer.code == 0, answer
+    (row,) = answer.data["instances"]
+    return {
+        f"{p['ranks']} {p['node']}": p["agent"] for p in row["processes"] if p["role"] == "engine"
+    }
+
+
+def test_who_has_another_token_gets_and_gives_nothing(vllmops: Vllmops, nodes: Nodes) -> None:
+    nodes.theirs.write_text("another-" * 8)
+    try:
+        until(lambda: rows(vllmops, nodes).get("DP1 two") != "answers")
+        (row,) = vllmops("ps", *nodes.words()).data["instances"]
+        assert nodes.address in row["note"]
+        assert "another admin token" in row["note"]
+        examined = vllmops("doctor", *nodes.words()).data["unseen"]
+        parts = [part["why"] for part in examined if part["code"] == "agent.node-lost"]
+        assert any("another admin token" in why for why in parts)
+    finally:
+        nodes.theirs.write_text(TOKEN)
+
+
+def test_every_command_sees_the_ranks_of_the_other_node(vllmops: Vllmops, nodes: Nodes) -> None:
+    both = {"DP1 one": "answers", "DP1 two": "answers"}
+    until(lambda: rows(vllmops, nodes) == both, explain=lambda: rows(vllmops, nodes))
+    answer = vllmops("cache", "inspect", *nodes.words())
+    assert (answer.code, answer.data["silent"]) == (0, []), answer
+    dumped = vllmops("stacks", "dump", *nodes.words()).data["processes"]
+    (theirs,) = (process for process in dumped if process["node"] == "two")
+    assert any(thread["name"] == "vllmops-node" for thread in theirs["threads"])
+    examined = vllmops("doctor", *nodes.words())
+    assert [part["code"] for part in examined.data["unseen"]] == ["remote"], examined
+
+
+def test_a_node_whose_network_is_cut_is_named_and_holds_nobody_up(
+    vllmops: Vllmops, nodes: Nodes
+) -> None:
+    until(lambda: len(rows(vllmops, nodes)) == 2)
+    ip(f"-n {nodes.link} link set far down")
+    lost = {"DP1 one": "answers", "DP1 two": "node-lost"}
+    until(lambda: rows(vllmops, nodes) == lost, explain=lambda: rows(vllmops, nodes))
+    answer = vllmops("ps", *nodes.words())
+    (row,) = answer.data["instances"]
+    assert f"node two ({nodes.address}) does not answer" in row["note"]
+    (silent,) = vllmops("cache", "inspect", *nodes.words()).data["silent"]
+    assert (silent["node"], silent["code"]) == ("two", "agent.node-lost")
+    assert "two" in silent["why"]
+    watched = vllmops("watch", *nodes.words(), "--for", "2").data["events"]
+    assert ["node two" in event["text"] for event in watched if event["event"] == "trouble"] == [
+        True
+    ]
+    ip(f"-n {nodes.link} link set far up")
+    until(lambda: "node-lost" not in rows(vllmops, nodes).values())
+
+
+def test_the_port_speaks_with_nobody_without_the_token(nodes: Nodes) -> None:
+    for made in (None, ssl._create_unverified_context(), context("guess-" * 8, server=False)):
+        with socket.create_connection((nodes.address, USUAL_NODE_PORT), 5) as plain:
+            asked = b"GET /v1/vllmops/processes HTTP/1.0\r\n\r\n"
+            try:
+                line = made.wrap_socket(plain) if made else plain
+                line.sendall(asked)
+                assert line.recv(100) == b""
+            except OSError:
+                continue
+
+
+def test_what_a_node_is_not_asked_for(vllmops: Vllmops, nodes: Nodes) -> None:
+    """Only its own processes, only the routes that the API server's node has, too."""
+    until(lambda: len(rows(vllmops, nodes)) == 2)
+    headers = {"Authorization": f"Bearer {nodes.token.read_text().strip()}"}
+    for path, status in (
+        (f"1@{nodes.address}/prompt", 404),
+        (f"99999@{nodes.address}/hello", 404),
+        ("1@192.0.2.1/hello", 404),
+        (f"1@{nodes.address}@{nodes.address}/hello", 404),
+    ):
+        answer = httpx.get(f"{nodes.url}/v1/vllmops/processes/{path}", headers=headers, timeout=10)
+        assert answer.status_code == status, (path, answer.text)
+
+
+def test_one_process_of_a_node_that_is_stopped_hides_no_other(
+    vllmops: Vllmops, nodes: Nodes
+) -> None:
+    """Ray's actors listen side by side: the kernel may give a connection to one that is stopped."""
+    code = (
+        "import subprocess; actor = subprocess.Popen([{title!r}, {child!r}], "
+        "executable={python!r}, stdin=-1, stdout=-1, text=True)\n"
+        "def tell(code):\n"
+        "    actor.stdin.write(repr(code) + chr(10)); actor.stdin.flush()\n"
+        "    return actor.stdout.readline()\n"
+        "actor.stdout.readline()"
+    ).format(title="VLLM::Worker_DP1", child=str(CHILD), python=sys.executable)
+    nodes.far.run(code)
+    listen = "from vllmops.agent import service; service.start()"
+    for line in (ACTOR, standing("worker", instance="2", dp=1, sizes=SIZES, local=1), listen):
+        assert "Traceback" not in nodes.far.run(f"out = tell({line!r})")
+    until(lambda: "DP1 two" in rows(vllmops, nodes))
+    nodes.far.run("import os, signal; os.kill(actor.pid, signal.SIGSTOP)")
+    for _ in range(4):
+        assert rows(vllmops, nodes)["DP1 two"] == "answers"
