@@ -30,6 +30,7 @@ ACTIONS: Final = {
     "encoder-cache": Action(encoder_cache.look, encoder_cache.act),
     "io-threads": Action(io_threads.look, io_threads.act),
     "paused": Action(paused.look, paused.act),
+    "pauser": Action(paused.pauser),
     "transit": Action(transit.look),
 }
 
