@@ -78,6 +78,7 @@ ErrorCode = Literal[
     "file.other-kind",
     "file.too-large",
     "file.unreadable",
+    "heal.no-agent",
     "help.unknown",
     "home.encoding",
     "home.full",
