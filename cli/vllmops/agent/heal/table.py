@@ -45,5 +45,5 @@ def heal(request: HealRequest) -> Healing:
         elif action.act:
             left = action.act(request.subjects)
     if request.note:
-        log.warning("vllmops: heal: %s", request.note)
+        log.warning("vllmops: heal: %s", " ".join(request.note.split()))
     return Healing(pid=os.getpid(), **here(), proofs=tuple(proofs), left=left)
