@@ -16,6 +16,8 @@ from vllmops.host.processes import Process, Role
 from vllmops.instances.servers import Server
 from vllmops.protocol.heal import Proof
 from vllmops.protocol.requests import FrontRequest, ProcessRequests
+from vllmops.requests import listing
+from vllmops.rpc import agent
 
 API, ENGINE = Process(Role.API, 11, 1), Process(Role.ENGINE, 12, 1)
 SERVER = Server(name="demo", processes=(API, ENGINE))
@@ -42,7 +44,7 @@ def test_only_what_nobody_can_still_bring_is_lost(
 
     beat = SimpleNamespace(beat=SimpleNamespace(standing=SimpleNamespace(sizes={"DP": ranks})))
     monkeypatch.setattr(zombies, "asked", asked)
-    monkeypatch.setattr(zombies.listing, "look", lambda _: (LOST, []))
-    monkeypatch.setattr(zombies.agent, "beat", lambda _: beat)
+    monkeypatch.setattr(listing, "look", lambda _: (LOST, []))
+    monkeypatch.setattr(agent, "beat", lambda _: beat)
     found = zombies.Zombies().look(SERVER)
     assert [(case.process, case.proof.subject) for case in found] == [(API, one) for one in lost]
