@@ -79,6 +79,7 @@ ErrorCode = Literal[
     "file.other-kind",
     "file.too-large",
     "file.unreadable",
+    "heal.no-agent",
     "help.unknown",
     "home.encoding",
     "home.full",

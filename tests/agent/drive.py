@@ -16,8 +16,9 @@ from typing import Any
 
 from vllmops.agent import caches, compare, engine, objects, recorder, repair, requests
 from vllmops.agent.adapters import engine as adapter
-from vllmops.agent.adapters import features, places
+from vllmops.agent.adapters import features, places, scheduling
 from vllmops.agent.adapters import requests as adapted
+from vllmops.agent.heal import admission, encoder_cache, io_threads
 from vllmops.agent.patches import registry
 from vllmops.agent.patches.request_hash_cycle import scratch
 from vllmops.agent.patches.scratch import Request
@@ -223,6 +224,68 @@ async def ended_for_its_client() -> None:
     assert str(error) == "enough"
     passed_on = inspect.getsource(imported("engine-client").generate)
     assert any(kind.__name__ in passed_on for kind in type(error).__mro__[:-2])
+
+
+def healing() -> None:
+    """What heals reads a real queue, KV cache and encoder cache, and finds what it calls."""
+    request = scratch(importlib.import_module(imported("request").__module__))
+    kv, specs = (importlib.import_module(f"vllm.v1.{name}") for name in KV_CACHE)
+    import torch
+
+    layer = specs.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.half)
+    group = specs.KVCacheGroupSpec(["layer"], layer)
+    sizes = {"max_model_len": 64, "scheduler_block_size": 16, "hash_block_size": 16}
+    takes = inspect.signature(kv.KVCacheManager).parameters
+    scheduler = object.__new__(imported("scheduler"))
+    scheduler.kv_cache_manager = kv.KVCacheManager(
+        specs.KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group]),
+        enable_caching=False,
+        **{name: size for name, size in sizes.items() if name in takes},
+    )
+    queues = importlib.import_module("vllm.v1.core.sched.request_queue")
+    scheduler.deferred_waiting, scheduler.skipped_waiting, scheduler.running = set(), [], []
+    scheduler.max_model_len, scheduler.current_step = 64, 7
+    for policy in queues.SchedulingPolicy:
+        scheduler.waiting = queues.create_request_queue(policy)
+        scheduler.waiting.add_request(request)
+        assert scheduling.queued(scheduler) == [request]
+    assert scheduling.blocks_usable(scheduler) == 3
+    assert scheduling.blocks_needed(scheduler, request) == 1
+    assert admission.too_large(scheduler, request) == ""
+    needs = SimpleNamespace(request_id="b", num_tokens=64, num_prompt_tokens=64)
+    assert "need 4 blocks" in admission.too_large(scheduler, needs)
+    manager = imported("encoder-cache")(cache_size=6)
+    first, second = (Request(request_id=name, hashes=tuple(name)) for name in ("ab", "cd"))
+    for number in range(2):
+        manager.allocate(first, number)
+    for feature in second.mm_features:
+        feature.mm_position = SimpleNamespace(offset=0, length=3)
+    assert encoder_cache.readable(manager)
+    assert scheduling.held(manager, first) == {"a": 3, "b": 3}
+    assert scheduling.next_input(manager, second) == ("c", 3)
+    assert encoder_cache.freed(manager, [first]) == 6
+    scheduling.release(manager, first)
+    assert (manager.num_freeable_slots, manager.get_cached_input_ids(first)) == (6, set())
+    core = importlib.import_module(places.where("engine-core") or "").EngineCoreProc
+    for name, count in ((io_threads.READER, 4), (io_threads.WRITER, 3)):
+        inspect.signature(getattr(core, name)).bind(*range(count + 1))
+    for kind, words in {
+        "engine-core": ("self.step_fn(", "self.addresses", "def run_busy_loop"),
+        "engine-client": ("is_paused", "resume_generation", "is_sleeping", "wake_up"),
+    }.items():
+        assert [word for word in words if word not in source(kind)] == []
+
+
+def healed() -> str:
+    """Drive it; what is wrong where it does not work."""
+    try:
+        healing()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "works"
+
+
+KV_CACHE = ("core.kv_cache_manager", "kv_cache_interface")
 
 
 def responses() -> None:

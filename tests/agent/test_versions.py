@@ -42,6 +42,7 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
         TABLE.write_text(json.dumps(table, indent=1) + "\n")
         features.tested.cache_clear()
     assert found == features.tested()[name].results
+    assert process.run("out = healed()") == "works"
     assert process.run("out = objects.problems") == []
 
 

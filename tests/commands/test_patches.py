@@ -59,8 +59,8 @@ def test_no_patch_reaches_the_server(vllmops: Any) -> None:
 
 def test_a_server_without_agents(lab: Any) -> None:
     lab.serve("a")
-    for words in (("patches", "list"), ("patches", "verify"), ("cache", "repair")):
+    for words in (("patches", "list"), ("patches", "verify"), ("cache", "repair"), ("heal",)):
         answer = lab.vllmops(*words, "-t", "a", "--json")
         assert answer.code == 5
-        assert answer.error["code"] in {"patches.no-agent", "repair.no-agent"}
+        assert answer.error["code"] in {"patches.no-agent", "repair.no-agent", "heal.no-agent"}
         assert answer.error["hint"]

@@ -421,6 +421,8 @@ def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) ->
         assert asked.answer(30) == 200
 
     assert httpx.post(f"{stock.url}/pause", params={"mode": "keep"}, timeout=30).status_code == 200
+    told = stock.cli("heal", "--dry-run", "-t", stock.name, "--json").data["actions"]
+    assert "POST /pause from 127.0.0.1" in told[0]["seen"]
     ends("paused", stock.ask())
     with stock.stopped("worker"):
         ends("stopped", stock.ask())

@@ -172,7 +172,7 @@ class Scene:
     def heal(self) -> Healed:
         self.done.append("heal")
         if not self.curable:
-            return Healed([], [])
+            return Healed([], [], [])
         self.looks = well
         one = Outcome(
             action="admission",
@@ -182,7 +182,7 @@ class Scene:
             done=True,
             did="x",
         )
-        return Healed([one], [])
+        return Healed([one], [], [])
 
     def restart(self) -> None:
         self.done.append("restart")

@@ -18,6 +18,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 RETRY_AFTER_S = 5
 MARK = "vllmops.counted"
+# vLLM's routes that stop an engine until somebody calls another one.
+PAUSES = frozenset({"/pause", "/sleep"})
 # Probes and scrapes: a drain does not wait for them.
 UNCOUNTED = frozenset({"/health", "/ping", "/metrics"})
 
@@ -66,6 +68,7 @@ class Gate:
         draining: whether new requests are refused until an operator resumes the server.
         holds: how many callers of `held` refuse new requests for a while.
         installed: whether requests are counted.
+        pause: the last HTTP request that stopped the engine; None without one.
     """
 
     arrivals: set[Arrival] = field(default_factory=set)
@@ -73,6 +76,7 @@ class Gate:
     draining: bool = False
     holds: int = 0
     installed: bool = False
+    pause: Arrival | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -139,6 +143,8 @@ def install(module: ModuleType) -> None:
         if scope["type"] == "http":
             arrival = Arrival(monotonic(), rendering=scope["method"] == "POST", scope=scope)
             _current.set(arrival)
+            if path in PAUSES:
+                gate.pause = arrival
         else:
             # How long a message on a WebSocket has waited is unknown.
             arrival = Arrival(math.inf, rendering=True, scope=scope)

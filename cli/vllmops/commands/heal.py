@@ -16,6 +16,7 @@ from ..heal.beyond import Beyond, beyond
 from ..heal.heal import ACTIONS, Healed
 from ..instances.servers import resolve
 from ..output import Json, Progress, Result, typer_app
+from ..protocol.place import who
 from .findings import lines
 from .options import Target
 from .several import per_target
@@ -88,10 +89,12 @@ def heal(
         "server": server.label,
         "dry_run": dry_run,
         "actions": found.outcomes,
+        "silent": found.silent,
         "problems": found.problems,
         "stuck": rest,
     }
-    failed = rest is not None or any(not outcome.done for outcome in found.outcomes)
+    left = any(not outcome.done for outcome in found.outcomes)
+    failed = rest is not None or left or bool(found.problems)
     code = Exit.FAILED if failed else Exit.OK
     return Result(data, lambda: list(text(found, rest, dry_run)), code)
 
@@ -146,6 +149,8 @@ def text(found: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[Renderab
         yield Text(f"  action: {outcome.did}")
         if outcome.left:
             yield Text(f"  left: {outcome.left}")
+    for silent in found.silent:
+        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
     for problem in found.problems:
         yield Text(problem, "yellow")
     if not found.outcomes:

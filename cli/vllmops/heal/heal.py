@@ -9,10 +9,12 @@ from typing import Final, NamedTuple
 
 from ..errors import VllmopsError
 from ..home import user
-from ..host.processes import Role
+from ..host.processes import ROLES
 from ..instances.servers import Server
+from ..protocol.caches import Silent
 from ..protocol.heal import HealRequest
 from ..protocol.place import named
+from ..rpc import agent
 from .action import Action, Case, Outcome, ask, proven
 from .actions.admission import Admission
 from .actions.caches import Caches
@@ -36,6 +38,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Zombies(),
 )
 LOOKS, APART_S = 3, 0.3
+REACH_S = 2.0
 GONE_S, POLL_S = 3.0, 0.2
 # One request at the head of a queue may stand before the next one like it.
 ROUNDS = 20
@@ -46,10 +49,12 @@ class Healed(NamedTuple):
 
     Args:
         outcomes: of everything that was proven.
+        silent: the processes whose agents did not answer.
         problems: actions that could not look or act, and why.
     """
 
     outcomes: list[Outcome]
+    silent: list[Silent]
     problems: list[str]
 
 
@@ -71,7 +76,14 @@ def heal(
         resume: act on states that somebody may have wanted, too.
         by: what the line in the server's log names.
         show: called with what happens now.
+
+    Raises:
+        VllmopsError: ``heal.no-agent``, if no agent answers and nothing else could be done.
     """
+    agents = server.of(*ROLES)
+    answers, silent = agent.side_by_side(
+        agents, lambda process: ask(process, HealRequest(), REACH_S)
+    )
     outcomes: list[Outcome] = []
     problems: list[str] = []
     for action in actions:
@@ -90,7 +102,9 @@ def heal(
                 note(server, done, by)
             if not all(outcome.done for outcome in done):
                 break
-    return Healed(outcomes, list(dict.fromkeys(problems)))
+    if agents and not answers and not outcomes:
+        raise agent.nobody("heal.no-agent", f"nothing of {server.label} can be healed", silent)
+    return Healed(outcomes, silent, problems)
 
 
 def certain(server: Server, action: Action) -> list[Case]:
@@ -153,7 +167,7 @@ def note(server: Server, outcomes: Sequence[Outcome], by: str) -> None:
             f"{by} by {user(os.geteuid())}: {outcome.action}, {outcome.process}, "
             f"{outcome.subject}: {outcome.seen}; {outcome.did}; {result}"
         )
-        for process in server.of(Role.API, Role.ENGINE, Role.WORKER):
+        for process in server.of(*ROLES):
             try:
                 ask(process, HealRequest(note=line))
                 break

@@ -341,7 +341,11 @@ class Watch:
             self.say("trouble", f"{label} is not healed: it was, {HEALS} times within an hour")
             return
         self.heals.append(now)
-        found = self.subject.heal()
+        try:
+            found = self.subject.heal()
+        except VllmopsError as error:
+            self.report_failure(error)
+            return
         done = [
             f"{outcome.action}, {outcome.process}, {outcome.subject}: {outcome.seen}; "
             + (f"not healed: {outcome.left}" if outcome.left else outcome.did)

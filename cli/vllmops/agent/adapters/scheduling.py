@@ -52,10 +52,10 @@ def blocks_usable(scheduler: Any) -> int:
 
 def held(manager: Any, request: Any) -> dict[str, int]:
     """What a request holds of the encoder cache: slots by the name of the entry."""
-    names = {
-        request.mm_features[number].identifier for number in manager.get_cached_input_ids(request)
+    return {
+        request.mm_features[number].identifier: int(request.get_num_encoder_embeds(number))
+        for number in list(manager.get_cached_input_ids(request))
     }
-    return {name: manager.num_embeds_by_hash[name] for name in names if name in manager.cached}
 
 
 def next_input(manager: Any, request: Any) -> tuple[str, int] | None:

@@ -34,10 +34,8 @@ def look() -> list[Proof]:
 
 def too_large(scheduler: Any, request: Any) -> str:
     """Why a request can never be admitted; empty if it can."""
-    needed, usable = (
-        scheduling.blocks_needed(scheduler, request),
-        scheduling.blocks_usable(scheduler),
-    )
+    needed = scheduling.blocks_needed(scheduler, request)
+    usable = scheduling.blocks_usable(scheduler)
     if needed > usable:
         return (
             f"its {request.num_tokens:,} tokens need {needed:,} blocks of the KV cache, which has "

@@ -36,34 +36,34 @@ def knot() -> Knot | None:
     manager = scheduler.encoder_cache_manager
     if not readable(manager):
         return None
-    queue, running = scheduling.queued(scheduler), list(scheduler.running)
-    for blocked in running or queue[:1]:
-        needs = scheduling.next_input(manager, blocked)
-        if needs is None or needs[1] <= manager.num_freeable_slots:
-            return None  # it gets on
+    queue = scheduling.queued(scheduler)
+    stuck = list(scheduler.running) or queue[:1]
+    needs = [scheduling.next_input(manager, request) for request in stuck]
+    if any(one is None or one[1] <= manager.num_freeable_slots for one in needs):
+        return None  # it gets on
+    for blocked, need in zip(stuck, needs, strict=True):
+        assert need
         holders: list[Any] = []
-        missing = needs[1] - manager.num_freeable_slots
         for request in sorted(queue, key=lambda request: -request.arrival_time):
-            if request is blocked or missing <= 0:
-                continue
-            if free := freed(manager, request, holders):
+            if request is not blocked and scheduling.held(manager, request):
                 holders.append(request)
-                missing -= free
-        if missing <= 0 and needs[1] <= manager.cache_size:
-            return Knot(blocked, needs[1], holders)
+            if manager.num_freeable_slots + freed(manager, holders) >= need[1]:
+                return Knot(blocked, need[1], holders)
     return None
 
 
 def readable(manager: Any) -> bool:
-    """Whether a manager tells the sizes of its entries: since 0.31, and not for Whisper's kind."""
-    return hasattr(manager, "get_cached_input_ids") and hasattr(manager, "num_embeds_by_hash")
+    """Whether a manager tells who holds what: the one of Whisper's kind does not."""
+    return hasattr(manager, "get_cached_input_ids") and hasattr(manager, "cached")
 
 
-def freed(manager: Any, request: Any, others: list[Any]) -> int:
-    """The slots that become free with a request, once some others have let go."""
-    gone = {request.request_id, *(other.request_id for other in others)}
-    held = scheduling.held(manager, request)
-    return sum(slots for name, slots in held.items() if manager.cached[name] <= gone)
+def freed(manager: Any, holders: list[Any]) -> int:
+    """The slots that become free once some requests have let go of what they hold."""
+    gone = {request.request_id for request in holders}
+    held: dict[str, int] = {}
+    for request in holders:
+        held |= scheduling.held(manager, request)
+    return sum(slots for name, slots in held.items() if manager.cached.get(name, gone) <= gone)
 
 
 def look() -> list[Proof]:

@@ -13,7 +13,6 @@ from types import FrameType
 
 from ...protocol.parsers import parses
 from ..identity import role
-from ..log import log
 
 # Nobody uses the upper real-time signals; what has a handler already is left alone.
 SIGNAL = signal.SIGRTMAX - 9
@@ -43,6 +42,5 @@ def interrupt(_: int, frame: FrameType | None) -> None:
     """End the parser that runs right now; nothing where none does."""
     while frame is not None:
         if parses(frame.f_code.co_name, frame.f_code.co_filename):
-            log.warning("vllmops: heal: a parser that blocked the event loop is interrupted")
             raise ParserInterruptedError("an operator ended this parser: it blocked the server")
         frame = frame.f_back

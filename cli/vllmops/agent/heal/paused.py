@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from ...protocol.heal import Proof
 from .. import engine, objects
+from ..gate import gate
 
 TIMEOUT_S = 60.0  # weights come back from the host's memory
 
@@ -26,6 +28,16 @@ def look() -> list[Proof]:
             same=sleeps,
         )
     ]
+
+
+def pauser() -> list[Proof]:
+    """In an API server: the last HTTP request that stopped the engine."""
+    arrival = gate.pause
+    if arrival is None or arrival.scope is None:
+        return []
+    client = (arrival.scope.get("client") or ("an unknown client",))[0]
+    ago = time.monotonic() - arrival.at
+    return [Proof(subject="engine", what=f"{arrival.route} from {client}, {ago:.0f} s ago")]
 
 
 def act(subjects: list[str]) -> dict[str, str]:

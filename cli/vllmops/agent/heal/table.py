@@ -30,6 +30,7 @@ ACTIONS: Final = {
     "encoder-cache": Action(encoder_cache.look, encoder_cache.act),
     "io-threads": Action(io_threads.look, io_threads.act),
     "paused": Action(paused.look, paused.act),
+    "pauser": Action(paused.pauser),
     "transit": Action(transit.look),
 }
 
@@ -44,5 +45,5 @@ def heal(request: HealRequest) -> Healing:
         elif action.act:
             left = action.act(request.subjects)
     if request.note:
-        log.warning("vllmops: heal: %s", request.note)
+        log.warning("vllmops: heal: %s", " ".join(request.note.split()))
     return Healing(pid=os.getpid(), **here(), proofs=tuple(proofs), left=left)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from ...errors import VllmopsError
 from ...host.processes import Role
 from ...instances.servers import Server
 from ...protocol.heal import HealRequest
-from ..action import Case, InAgents, ask
+from ..action import Case, InAgents, ask, asked
 
 WAKE_S = 65.0  # weights come back from the host's memory
 
@@ -20,6 +22,14 @@ class Paused(InAgents):
     risk = "somebody may have paused it on purpose, to change its weights"
     reference = "https://github.com/inclusionAI/AReaL/issues/1160"
     asks = True
+
+    def look(self, server: Server) -> list[Case]:
+        found = super().look(server)
+        by = [case.proof.what for case in asked(server, "pauser", (Role.API,))] if found else []
+        return [
+            Case(case.process, replace(case.proof, what="; ".join((case.proof.what, *by))))
+            for case in found
+        ]
 
     def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
         request = HealRequest(action=self.name, subjects=[case.proof.subject for case in cases])

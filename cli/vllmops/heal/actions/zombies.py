@@ -11,6 +11,7 @@ from ...protocol.heal import Proof
 from ...requests import listing
 from ...requests.ending import end
 from ...requests.listing import Row
+from ...rpc import agent
 from ..action import Action, Case, asked
 
 WHY = "the engine lost this request: send it again"
@@ -30,6 +31,8 @@ class Zombies(Action):
         ends = (Role.API, Role.ENGINE)
         if not lone or len(asked(server, "transit", ends)) < len(server.of(*ends)):
             return []
+        if len(server.of(Role.ENGINE)) < engines(server):
+            return []  # an engine on another node may have it
         knowing = {
             request.id: found.pid
             for found in processes
@@ -45,3 +48,9 @@ class Zombies(Action):
     def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
         rows = [Row(id=case.proof.subject, state="") for case in cases]
         return {one.id: one.left for one in end(server, rows, WHY) if one.left}
+
+
+def engines(server: Server) -> int:
+    """How many engines a server has on all its nodes, as far as its heartbeats tell."""
+    pulses = [agent.beat(process) for process in server.of(Role.API, Role.ENGINE)]
+    return max((pulse.beat.standing.sizes.get("DP", 1) for pulse in pulses if pulse), default=1)

@@ -1,0 +1,50 @@
+"""A request that only one side knows counts as lost only where nothing can be on its way.
+
+The processes are made up: a busy queue lasts for milliseconds, a second node is another machine.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllmops.heal.action import Case
+from vllmops.heal.actions import zombies
+from vllmops.host.processes import Process, Role
+from vllmops.instances.servers import Server
+from vllmops.protocol.heal import Proof
+from vllmops.protocol.requests import FrontRequest, ProcessRequests
+from vllmops.requests import listing
+from vllmops.rpc import agent
+
+API, ENGINE = Process(Role.API, 11, 1), Process(Role.ENGINE, 12, 1)
+SERVER = Server(name="demo", processes=(API, ENGINE))
+LOST = [
+    ProcessRequests(pid=11, role="api", front=[FrontRequest(id="a")]),
+    ProcessRequests(pid=12, role="engine", engine=[]),
+]
+
+
+@pytest.mark.parametrize(
+    ("quiet", "ranks", "lost"),
+    [
+        ([API, ENGINE], 1, ["a"]),
+        ([API], 1, []),  # the engine still takes messages in
+        ([ENGINE], 1, []),  # the API server has not read all outputs
+        ([API, ENGINE], 2, []),  # the engine of another node may have it
+    ],
+)
+def test_only_what_nobody_can_still_bring_is_lost(
+    monkeypatch: pytest.MonkeyPatch, quiet: list[Process], ranks: int, lost: list[str]
+) -> None:
+    def asked(*_: Any) -> list[Case]:
+        return [Case(process, Proof(subject="transit", what="")) for process in quiet]
+
+    beat = SimpleNamespace(beat=SimpleNamespace(standing=SimpleNamespace(sizes={"DP": ranks})))
+    monkeypatch.setattr(zombies, "asked", asked)
+    monkeypatch.setattr(listing, "look", lambda _: (LOST, []))
+    monkeypatch.setattr(agent, "beat", lambda _: beat)
+    found = zombies.Zombies().look(SERVER)
+    assert [(case.process, case.proof.subject) for case in found] == [(API, one) for one in lost]
