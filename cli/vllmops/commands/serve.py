@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,9 @@ from .. import demo as demos
 from ..agent.patches.registry import OFF, known
 from ..diagnose import packages
 from ..errors import Exit, VllmopsError
-from ..host import namesake, ports
+from ..files import check, not_written
+from ..home import home
+from ..host import cudacore, namesake, ports
 from ..host.shape import option, shown
 from ..instances import launch, logs
 from ..instances.control import STOP_TIMEOUT_S, Request, Session, start_supervisor
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BEHIND = "vllmops.behind"
+CUDA = "--cuda-coredump"
 LOG_POLL_S = 0.2
 STORE_TIMEOUT_S = 10.0
 
@@ -53,9 +56,16 @@ class PassThrough(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
         behind = ctx.meta[BEHIND] = tuple(args[cut + 1 :])
-        rest = super().parse_args(ctx, args[:cut])
+        rest = super().parse_args(ctx, [*with_folder(args[:cut])])
         serve_config.command_line_wins(ctx, behind)
         return rest
+
+
+def with_folder(args: Sequence[str]) -> Iterator[str]:
+    """The arguments; ``--cuda-coredump`` without a directory gets one in the state directory."""
+    for word, following in zip(args, (*args[1:], "-"), strict=False):
+        alone = word == CUDA and following.startswith("-")
+        yield f"{CUDA}={home() / 'cuda'}" if alone else word
 
 
 app = typer_app()
@@ -133,6 +143,17 @@ def serve(
             metavar="ID",
             help="Do not apply this patch, see `vllmops patches list`; repeatable.",
             autocompletion=patch_ids,
+            rich_help_panel=INSTANCE,
+        ),
+    ] = None,
+    cuda_coredump: Annotated[
+        Path | None,
+        typer.Option(
+            CUDA,
+            metavar="[DIR]",
+            help="Let `vllmops stacks dump --cuda` dump the GPUs into this directory [cuda in"
+            " VLLMOPS_HOME].",
+            show_default=False,
             rich_help_panel=INSTANCE,
         ),
     ] = None,
@@ -241,9 +262,11 @@ def serve(
         raise usage("--toml prints a file for --config: use it together with --dry-run")
     file = serve_config.loaded(ctx)
     given = [*file.env, *(env or [])]
+    cuda = cudacore.armed(cuda_coredump.absolute()) if cuda_coredump else {}
     behind = (*file.arguments, *ctx.meta[BEHIND])
     limits = stored(store, store_max_size, store_max_per_key, store_ttl)
-    env = [*given, *unpatched(no_patch or []), *limits]
+    env = [f"{name}={value}" for name, value in cuda.items()]
+    env += [*given, *unpatched(no_patch or []), *limits]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
     order = place(model, demo, name, host, port, detach, env, behind)
     watcher = watching(watch, watch_exec, watch_webhook, watch_repair, watch_restart)
@@ -260,6 +283,8 @@ def serve(
     if line := namesake.warning():
         say(line, "yellow")
     launch.ready_home()
+    if cuda_coredump:
+        ready_folder(cuda_coredump)
     for row in packages.bad(distributions()):
         say(f"{row.package} {row.versions} is installed: {row.title}; {row.next}", "yellow")
     provide_key(order.environment, quiet=json_)
@@ -302,6 +327,19 @@ def watching(
     words += ["--repair"] if repair else []
     words += ["--restart"] if restart else []
     return tuple(words) if watch or words else None
+
+
+def ready_folder(folder: Path) -> None:
+    """Make the directory for core dumps of GPUs; nobody else may read it.
+
+    Raises:
+        VllmopsError: ``file.not-written``.
+    """
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        check(folder / "core")
+    except OSError as error:
+        raise not_written(folder, error, hint=f"choose another directory with {CUDA}") from error
 
 
 def unpatched(ids: Sequence[str]) -> list[str]:

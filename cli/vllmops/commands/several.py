@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 64
 MOST_BYTES = 1 << 20  # of a file with targets
 # Options that a single server can have, by parameter.
-SINGLE = {"file": "FILE", "name": "TARGET", "save": "--save", "plot_": "--plot", "watch": "--watch"}
+SINGLE = {
+    "file": "FILE",
+    "name": "TARGET",
+    "save": "--save",
+    "core": "--core",
+    "plot_": "--plot",
+    "watch": "--watch",
+}
 
 
 def per_target(run: Callable[..., Result]) -> Callable[..., None]:

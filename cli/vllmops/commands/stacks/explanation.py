@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,13 @@ def live(
     answer = result(found, fail_on, failed=failed)
     data = {**msgspec.structs.asdict(found), "processes": taken[-1].processes}
     return Result(data, answer.text, answer.exit_code)
+
+
+def of_snapshot(snapshot: StacksSnapshot, fail_on: Severity) -> Result:
+    """What `stacks dump --explain` shows of stacks from a core file."""
+    found = judge.explain(Pasted((snapshot,)))
+    data = {**msgspec.structs.asdict(found), "processes": snapshot.processes}
+    return replace(result(found, fail_on), data=data)
 
 
 def facts(words: Sequence[str]) -> dict[str, str]:
