@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from vllmops.host import processes
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.instances import detached, launch
 
 from .support import commands, own, versions

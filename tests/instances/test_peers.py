@@ -10,7 +10,8 @@ from typing import IO, Any
 
 import pytest
 
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.instances.peers import PORT, answers, connected
 
 from ..support.far import ip, network, running

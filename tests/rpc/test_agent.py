@@ -17,7 +17,8 @@ import pytest
 
 from vllmops.errors import Exit, VllmopsError
 from vllmops.host import proc
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.protocol.engine import Answer
 from vllmops.rpc import agent
 from vllmops.rpc.agent import beat, reach, side_by_side

@@ -17,7 +17,8 @@ import pytest
 
 from vllmops.errors import VllmopsError
 from vllmops.host import proc
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.protocol import files, identity
 from vllmops.protocol.stacks import Options, ProcessStacks, StacksSnapshot
 from vllmops.stacks import pyspy

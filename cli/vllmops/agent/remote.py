@@ -20,6 +20,7 @@ from .. import __version__
 from ..errors import VllmopsError
 from ..host import proc, processes
 from ..host.processes import ROLES, Process
+from ..host.roles import titled
 from ..host.shape import option
 from ..host.states import compilers, state
 from ..protocol.remote import GETS, LONGEST_S, POSTS, Member, Members
@@ -116,7 +117,7 @@ def root(pid: int) -> int:
     while pid := proc.parent(pid):
         with suppress(OSError):
             words = processes.seen(pid).words
-            if processes.serve_arguments(words) is not None or processes.titled(words):
+            if processes.serve_arguments(words) is not None or titled(words):
                 found = pid
     return found
 

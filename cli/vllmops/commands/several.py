@@ -12,7 +12,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from copy import copy
@@ -27,6 +26,8 @@ from ..targets import Access, access, parsed
 from .options import AdminToken
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from rich.console import RenderableType
 
 MOST_AT_ONCE = 64
@@ -149,6 +150,8 @@ def side_by_side(targets: Sequence[str], run: Callable[..., Result]) -> Result:
     Returns:
         All results; the exit code is the highest one.
     """
+    from concurrent.futures import Future  # noqa: PLC0415 - slow to import, for several alone
+
     futures: dict[str, Future[Result]] = {target: Future() for target in targets}
     waiting = deque(futures.items())
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import prose, signs
 from .facts import STATS, from_log
 from .places import Place
 from .signatures import Confidence
@@ -96,6 +95,8 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
         facts: figures, by the names in `facts.FACTS`.
         stacks: whether the text has stacks, too; words count less than these.
     """
+    from . import prose, signs  # noqa: PLC0415 - slow to import, and not needed for most stacks
+
     found: list[Clue] = []
     log = "".join(prose.reported(text).split())
     if said := prose.told(text, facts):

@@ -137,26 +137,47 @@ def tables() -> Tables:
     return toml.read("frames.toml", Tables)
 
 
-@functools.cache
-def _patterns(kind: str) -> tuple[tuple[Phase | Wait, tuple[Pattern, ...]], ...]:
-    rows: tuple[Phase | Wait, ...] = tables().phase if kind == "phase" else tables().wait
-    return tuple((row, _merged(row.names)) for row in rows)
-
-
 Pattern = tuple[re.Pattern[str] | None, re.Pattern[str] | None]
+APART = re.compile(r"\|(?![^(]*\))")  # between alternatives
+PLAIN = re.compile(r"\w+")
 
 
-def _merged(names: Sequence[Name]) -> tuple[Pattern, ...]:
-    """The names' patterns; those of functions alone, and of files alone, are one each."""
-    found: list[Pattern] = []
-    functions = "|".join(name.function for name in names if not name.file)
-    files = "|".join(name.file for name in names if not name.function)
-    if functions:
-        found.append((re.compile(functions), None))
-    if files:
-        found.append((None, re.compile(files)))
-    both = (name for name in names if name.function and name.file)
-    return (*found, *((re.compile(name.function), re.compile(name.file)) for name in both))
+@dataclass(frozen=True)
+class _Index:
+    """A table to look frames up in: most names are plain, and compiling patterns takes time.
+
+    Args:
+        plain: the rows of functions that need no pattern.
+        patterns: with their rows, as `matches` takes them.
+    """
+
+    plain: dict[str, set[int]]
+    patterns: list[tuple[int, Pattern]]
+
+
+@functools.cache
+def _index(kind: str) -> _Index:
+    plain: dict[str, set[int]] = {}
+    patterns: list[tuple[int, Pattern]] = []
+    for row, names in enumerate(row.names for row in _table(kind)):
+        functions = [
+            word for n in names if n.function and not n.file for word in APART.split(n.function)
+        ]
+        for word in filter(PLAIN.fullmatch, functions):
+            plain.setdefault(word, set()).add(row)
+        pairs = [(n.function, n.file) for n in names if n.function and n.file]
+        pairs.append(("|".join(word for word in functions if not PLAIN.fullmatch(word)), ""))
+        pairs.append(("", "|".join(n.file for n in names if not n.function)))
+        patterns += [
+            (row, (re.compile(by) if by else None, re.compile(file) if file else None))
+            for by, file in pairs
+            if by or file
+        ]
+    return _Index(plain, patterns)
+
+
+def _table(kind: str) -> Sequence[Phase | Wait]:
+    return tables().phase if kind == "phase" else tables().wait
 
 
 def matches(pattern: Pattern, function: str, file: str) -> bool:
@@ -172,11 +193,11 @@ def _rows(kind: str, function: str, path: str) -> tuple[str, ...]:
     """The ids of the rows that match a frame, in the order of the file."""
     name = bare(function).rpartition(".")[2]
     file = f"{path} {function}" if "::" in function else path
-    return tuple(
-        row.id
-        for row, patterns in _patterns(kind)
-        if any(matches(pattern, name, file) for pattern in patterns)
-    )
+    index = _index(kind)
+    rows = index.plain.get(name, set()) | {
+        row for row, pattern in index.patterns if matches(pattern, name, file)
+    }
+    return tuple(_table(kind)[row].id for row in sorted(rows))
 
 
 @functools.cache

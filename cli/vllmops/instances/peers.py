@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import psutil
 
-from ..host.processes import Process, Role
+from ..host.processes import Process
+from ..host.roles import Role
 
 PORT = 9  # "discard", which nobody serves any more
 TIMEOUT_S = 1.5

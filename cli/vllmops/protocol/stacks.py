@@ -74,7 +74,7 @@ class ProcessStacks(Place, frozen=True, kw_only=True):
     """The threads of one process, or why they could not be read.
 
     Args:
-        role: as `vllmops.host.processes.Role`.
+        role: as `vllmops.host.roles.Role`.
         pid: process id.
         create_time: seconds since the epoch; with the pid it is the process's identity.
         title: the title vLLM gave it, such as ``VLLM::Worker_TP1``; empty for a plain command

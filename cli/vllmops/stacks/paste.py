@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..errors import VllmopsError
-from ..host.processes import Role, titled
+from ..host.roles import Role, titled
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.place import MOST_WRITTEN, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread

@@ -14,7 +14,7 @@ import typer
 from ... import output
 from ...diagnose.findings import Severity
 from ...errors import Exit, VllmopsError
-from ...host.processes import Role
+from ...host.roles import Role
 from ...output import Folded, Line, Result
 from ...protocol.place import headed
 from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ... import output
-from ...bundle import archive
 from ...diagnose import stacks as judge
 from ...diagnose.clues import tells
 from ...diagnose.facts import FACTS, PACES
 from ...diagnose.findings import Severity
 from ...diagnose.matching import ARROW
-from ...diagnose.progress import PATIENCE_S
 from ...errors import Exit, VllmopsError
-from ...files import STDIN, read, spelt
+from ...files import STDIN, is_gzip, read, spelt
 from ...numbers import MOST, number
 from ...output import Folded, Line, Result
 from ...protocol import files
@@ -57,7 +55,7 @@ def of_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result
         VllmopsError: as `facts`, `load` and `bundled` do.
     """
     known = facts(fact)
-    if file is not None and archive.is_one(file):
+    if file is not None and is_gzip(file):
         return result(bundled(file, known), fail_on)
     return result(judge.explain(load(file), known), fail_on)
 
@@ -74,6 +72,7 @@ def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
     """
     from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
     from ...diagnose import doctor  # noqa: PLC0415 - the same
+    from ...diagnose.progress import PATIENCE_S  # noqa: PLC0415 - the same
 
     snapshot = bundle.load(file)
     found = doctor.explanation(snapshot)
