@@ -11,7 +11,7 @@ import msgspec
 
 from ..protocol.stacks import Frame, ProcessStacks, Thread
 from . import toml
-from .signatures import CACHED, bare
+from .signatures import CACHED, name_of
 
 # Frames that say nothing of their own: what they wait for stands further out.
 GENERIC = re.compile(
@@ -191,7 +191,7 @@ def matches(pattern: Pattern, function: str, file: str) -> bool:
 @functools.lru_cache(CACHED)
 def _rows(kind: str, function: str, path: str) -> tuple[str, ...]:
     """The ids of the rows that match a frame, in the order of the file."""
-    name = bare(function).rpartition(".")[2]
+    name = name_of(function)
     file = f"{path} {function}" if "::" in function else path
     index = _index(kind)
     rows = index.plain.get(name, set()) | {
@@ -213,11 +213,6 @@ def phases_of(frame: Frame) -> tuple[str, ...]:
 def waits_of(frame: Frame) -> tuple[str, ...]:
     """The waits that a frame shows, the first in the file first."""
     return _rows("wait", frame.function, frame.short_file)
-
-
-def name_of(frame: Frame) -> str:
-    """A function's bare name."""
-    return bare(frame.function).rpartition(".")[2]
 
 
 @functools.cache
@@ -256,7 +251,9 @@ def place_of(process: ProcessStacks, thread: Thread) -> Place:
 
 def own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """The frames of a process's own; below them a fork still has those of its parent."""
-    start = next((at for at, f in enumerate(frames) if name_of(f) == "_bootstrap"), len(frames))
+    start = next(
+        (at for at, f in enumerate(frames) if name_of(f.function) == "_bootstrap"), len(frames)
+    )
     return tuple(frames[: start + 1])
 
 
@@ -278,7 +275,7 @@ def _phase(shown: Sequence[str]) -> Phase:
 
 
 def _is_silent(frame: Frame) -> bool:
-    name = name_of(frame)
+    name = name_of(frame.function)
     return bool(GENERIC.fullmatch(name) or WRAPPERS.fullmatch(name))
 
 
@@ -290,19 +287,19 @@ def _rests(
     frames: Sequence[Frame],
 ) -> bool:
     """Whether a thread only waits for work."""
-    names = {name_of(frame) for frame in inner}
-    if "_process_input_queue" in {name_of(frame) for frame in frames[:8]}:
+    names = {name_of(frame.function) for frame in inner}
+    if "_process_input_queue" in {name_of(frame.function) for frame in frames[:8]}:
         return "_handle_client_request" not in names
     waits = [waits_of(frame)[0] for frame in inner if waits_of(frame)]
     if phase.id in {"worker", "step"} and "ipc-read" in waits and "collective" not in waits:
         # A worker reads its next call; SGLang's loop reads requests.
         return phase.id == "worker" or "recv_requests" in names
     if not is_main(process, thread) and (
-        PLUMBING.search(frames[0].short_file) or GENERIC.fullmatch(name_of(frames[0]))
+        PLUMBING.search(frames[0].short_file) or GENERIC.fullmatch(name_of(frames[0].function))
     ):
         return thread.state == "idle" or not any(map(waits_of, frames))
     return phase.id in {"", "api"} and all(
-        PLUMBING.search(frame.short_file) or _is_silent(frame) or name_of(frame) in ENTRIES
+        PLUMBING.search(frame.short_file) or _is_silent(frame) or name_of(frame.function) in ENTRIES
         for frame in frames
     )
 
@@ -317,7 +314,7 @@ def _unnamed(thread: Thread, frames: Sequence[Frame], telling: Frame) -> str:
     first = frames[0]
     if DRIVERS.search(first.short_file):
         return "device-sync"
-    name = name_of(first)
+    name = name_of(first.function)
     if name in SLEEPS and thread.state == "idle":
         return "sleep"
     if telling is not first and name in {"acquire", "_acquire", "wait", "_acquire_restore"}:

@@ -14,7 +14,6 @@ import msgspec
 
 from ... import output
 from ...diagnose import stacks as judge
-from ...diagnose.clues import tells
 from ...diagnose.facts import FACTS, PACES
 from ...diagnose.findings import Severity
 from ...diagnose.matching import ARROW
@@ -52,12 +51,18 @@ def of_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result
         fail_on: the command fails if a finding has this severity or a higher one.
 
     Raises:
-        VllmopsError: as `facts`, `load` and `bundled` do.
+        VllmopsError: as `facts`, `load` and `bundled` do; ``stacks.not-found`` if the file tells
+            nothing.
     """
     known = facts(fact)
     if file is not None and is_gzip(file):
         return result(bundled(file, known), fail_on)
-    return result(judge.explain(load(file), known), fail_on)
+    pasted = load(file)
+    found = judge.explain(pasted, known)
+    if not pasted.samples and not pasted.crashes and not found.findings:
+        where = spelt(file or Path(STDIN))
+        raise VllmopsError("stacks.not-found", f"{where} contains no stacks", HINT)
+    return result(found, fail_on)
 
 
 def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
@@ -180,7 +185,7 @@ def load(file: Path | None) -> Pasted:
 
     Raises:
         VllmopsError: as `read` does; ``usage`` if standard input is a terminal; ``stacks.empty``,
-            ``stacks.binary``, ``file.too-large``, or ``stacks.not-found`` for no stacks.
+            ``stacks.binary`` or ``file.too-large``.
     """
     if file is None and sys.stdin is not None and sys.stdin.isatty():
         raise VllmopsError(
@@ -198,10 +203,7 @@ def load(file: Path | None) -> Pasted:
         raise VllmopsError("stacks.binary", f"{where} is binary, not text", HINT)
     if text.count("\n") > MOST_LINES:
         raise VllmopsError("file.too-large", f"{where} has more than {MOST_LINES:,} lines", HINT)
-    pasted = paste.read(text, file.name if file else "")
-    if not pasted.samples and not pasted.crashes and not tells(pasted.text):
-        raise VllmopsError("stacks.not-found", f"{where} contains no stacks", HINT)
-    return pasted
+    return paste.read(text, file.name if file else "")
 
 
 def decoded(content: bytes) -> str | None:
