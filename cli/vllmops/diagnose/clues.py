@@ -51,6 +51,7 @@ TIMED_OUT = {
         "No available shared memory broadcast block found",
     )
 }
+LATE = ("collective-stall", "collective-mismatch")
 ENOUGH = 3  # lines with figures, ten seconds apart: a long prompt takes no longer
 FULL = 90.0  # percent of the KV cache
 MOST_TRIES = 500  # braces that may begin a document
@@ -106,8 +107,11 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
             dict.fromkeys(place.process.title or "a process" for place in said.roots)
         )
         found.append(Clue(said.ids, subject, f"as the text says: {line}"))
-    if line := next((line for words, line in TIMED_OUT.items() if re.search(words, log)), ""):
-        found.append(Clue(("worker-stuck-broadcast",), "a worker", f"log: {line}"))
+    for words, line in TIMED_OUT.items():
+        if re.search(words, log):
+            ids = LATE if "collective" in line else ("worker-stuck-broadcast",)
+            found.append(Clue(ids, "a worker", f"log: {line}"))
+            break
     if len(list(STATS.finditer(log))) >= ENOUGH and facts.get("progress") == "frozen":
         found.append(_frozen(facts))
     if stacks:

@@ -46,6 +46,7 @@ MODEL = re.compile(
 )
 # Threads of the agent, and of Python's small HTTP servers: what they wait for tells no hang.
 ASIDE = re.compile(r"vllmops-|.*\(process_request_thread\)")
+LOCKS = {"acquire", "_acquire", "wait", "_acquire_restore"}
 SLEEPS = {"_process_engine_step", "step", "step_with_batch_queue", "run_busy_loop"}
 
 
@@ -317,7 +318,7 @@ def _unnamed(thread: Thread, frames: Sequence[Frame], telling: Frame) -> str:
     name = name_of(first.function)
     if name in SLEEPS and thread.state == "idle":
         return "sleep"
-    if telling is not first and name in {"acquire", "_acquire", "wait", "_acquire_restore"}:
+    if telling is not first and name in LOCKS:
         return "lock"
     return "call"
 
