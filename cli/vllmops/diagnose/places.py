@@ -138,55 +138,74 @@ def tables() -> Tables:
     return toml.read("frames.toml", Tables)
 
 
-Pattern = tuple[re.Pattern[str] | None, re.Pattern[str] | None]
 APART = re.compile(r"\|(?![^(]*\))")  # between alternatives
 PLAIN = re.compile(r"\w+")
+# What need not be in a name that matches: groups, classes, escapes, and what may be missing.
+OPTIONAL = re.compile(r"\([^()]*\)[?*+]?|\[[^]]*\][?*+]?|\\.[?*+]?|.[?*]|\{[^}]*\}")
 
 
 @dataclass(frozen=True)
-class _Index:
-    """A table to look frames up in: most names are plain, and compiling patterns takes time.
+class _Pattern:
+    """A pattern for frames. It is compiled if a name needs it: that takes most of a short run.
 
     Args:
-        plain: the rows of functions that need no pattern.
-        patterns: with their rows, as `matches` takes them.
+        row: of the table.
+        function: for a frame's bare function; empty for any.
+        file: for its file; empty for any.
+        words: one of them is in every name that matches; empty if that is not known.
     """
 
-    plain: dict[str, set[int]]
-    patterns: list[tuple[int, Pattern]]
+    row: int
+    function: str
+    file: str
+    words: tuple[str, ...]
+
+    def matches(self, function: str, file: str) -> bool:
+        lower = function.lower()
+        if self.words and not any(word in lower for word in self.words):
+            return False
+        return (not self.function or self._function.fullmatch(function) is not None) and (
+            not self.file or self._file.search(file) is not None
+        )
+
+    @functools.cached_property
+    def _function(self) -> re.Pattern[str]:
+        return re.compile(self.function)
+
+    @functools.cached_property
+    def _file(self) -> re.Pattern[str]:
+        return re.compile(self.file)
+
+
+def _word(alternative: str) -> str:
+    """The longest word that is in each name that an alternative matches; empty if it is short."""
+    left = OPTIONAL.sub(" ", alternative)
+    return "" if "(" in left else max(left.lower().split(), key=len, default="")
+
+
+def _pattern(row: int, functions: Sequence[str], file: str = "") -> _Pattern:
+    words = tuple(map(_word, functions))
+    return _Pattern(row, "|".join(functions), file, words if all(words) else ())
 
 
 @functools.cache
-def _index(kind: str) -> _Index:
+def _index(kind: str) -> tuple[dict[str, set[int]], list[_Pattern]]:
+    """A table to look frames up in: the rows of names that need no pattern, and patterns."""
     plain: dict[str, set[int]] = {}
-    patterns: list[tuple[int, Pattern]] = []
+    patterns: list[_Pattern] = []
     for row, names in enumerate(row.names for row in _table(kind)):
-        functions = [
-            word for n in names if n.function and not n.file for word in APART.split(n.function)
-        ]
+        functions = [w for n in names if not n.file for w in APART.split(n.function)]
         for word in filter(PLAIN.fullmatch, functions):
             plain.setdefault(word, set()).add(row)
-        pairs = [(n.function, n.file) for n in names if n.function and n.file]
-        pairs.append(("|".join(word for word in functions if not PLAIN.fullmatch(word)), ""))
-        pairs.append(("", "|".join(n.file for n in names if not n.function)))
-        patterns += [
-            (row, (re.compile(by) if by else None, re.compile(file) if file else None))
-            for by, file in pairs
-            if by or file
-        ]
-    return _Index(plain, patterns)
+        others = [word for word in functions if not PLAIN.fullmatch(word)]
+        known = [word for word in others if _word(word)]
+        patterns += [_pattern(row, some) for some in (known, sorted({*others} - {*known})) if some]
+        patterns += [_pattern(row, APART.split(n.function), n.file) for n in names if n.file]
+    return plain, patterns
 
 
 def _table(kind: str) -> Sequence[Phase | Wait]:
     return tables().phase if kind == "phase" else tables().wait
-
-
-def matches(pattern: Pattern, function: str, file: str) -> bool:
-    """Whether a pattern matches a frame's bare function and file."""
-    by_function, by_file = pattern
-    return (by_function is None or by_function.fullmatch(function) is not None) and (
-        by_file is None or by_file.search(file) is not None
-    )
 
 
 @functools.lru_cache(CACHED)
@@ -194,10 +213,8 @@ def _rows(kind: str, function: str, path: str) -> tuple[str, ...]:
     """The ids of the rows that match a frame, in the order of the file."""
     name = name_of(function)
     file = f"{path} {function}" if "::" in function else path
-    index = _index(kind)
-    rows = index.plain.get(name, set()) | {
-        row for row, pattern in index.patterns if matches(pattern, name, file)
-    }
+    plain, patterns = _index(kind)
+    rows = plain.get(name, set()) | {p.row for p in patterns if p.matches(name, file)}
     return tuple(_table(kind)[row].id for row in sorted(rows))
 
 
