@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +20,16 @@ import pytest
 from vllmops.host import processes
 from vllmops.host.roles import Role
 from vllmops.instances import detached, launch
+from vllmops.vllm_api import admin
 
 from .support import commands, own, versions
 from .support.children import Child, Spawn, started
 from .support.commands import Vllmops
 from .support.databases import Server, shared
+from .support.extent import EVERYTHING
 from .support.lab import Lab
 from .support.own import in_home
+from .support.waiting import until
 
 hypothesis.settings.register_profile("vllmops", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("vllmops")
@@ -34,8 +38,29 @@ hypothesis.settings.load_profile("vllmops")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is `extent.long`, unless everything is to run."""
+    left_out = [] if EVERYTHING else [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 START = detached.start
 STANDIN = Path(__file__).with_name("instances") / "standin.py"
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """A test's threads end with it: of a process that has some, `commands` makes no forks."""
+    before = set(threading.enumerate())
+    yield
+    if admin.LOOP.running:  # kept for the next question of the same process
+        admin.LOOP.running.call_soon_threadsafe(admin.LOOP.running.stop)
+        admin.LOOP.running = None
+    until(lambda: set(threading.enumerate()) <= before, 30, threading.enumerate)
 
 
 @pytest.fixture

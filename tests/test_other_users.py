@@ -30,9 +30,9 @@ from vllmops.home import make, own
 from vllmops.host import listeners, ports, shm
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
+from vllmops.instances import endpoint as endpoints
 from vllmops.instances import interpreter
 from vllmops.instances import keys as instance_keys
-from vllmops.instances import place as places
 from vllmops.instances.record import Folder, Record, State, folders
 from vllmops.instances.servers import Server
 from vllmops.keys import admin_token
@@ -473,7 +473,7 @@ def test_no_key_goes_to_the_process_of_another_user(
     server = Server(name="s", processes=(), host=host, port=port)
     error = refusal(lambda: loads.prepare("text", server, requests=1, inputs=1, seed=0))
     assert (error.code, "was not sent" in error.message) == ("load.not-authorised", True)
-    place = places.place(url)
+    place = endpoints.endpoint(url)
     error = refusal(lambda: push(place, SECRET, Ring()))
     assert (error.code, error.exit_code) == ("admin.other-user", Exit.NOT_AUTHORISED)
     found = told(theirs)
@@ -537,7 +537,7 @@ def test_no_key_follows_a_redirect(
         answer = vllmops("responses", "list", "-t", url, "--json")
         assert f"answered {status}" in answer.error["message"]
         assert http.one_token(url, 5.0).outcome == "refused"
-        refusal(lambda: push(places.place(url), SECRET, Ring()))
+        refusal(lambda: push(endpoints.endpoint(url), SECRET, Ring()))
         for server in (first, other):
             server.shutdown()
     assert set(asked) == {first.server_port}

@@ -141,6 +141,34 @@ def say(message: str, style: str = "") -> None:
     console(stderr=True).print(message, style=style)
 
 
+def repeat(look: Callable[[], Result], interval_s: float, *, watch: bool, as_json: bool) -> Result:
+    """The result of a look; with ``--watch`` looks repeat, and are shown, until Ctrl-C.
+
+    Raises:
+        VllmopsError: ``usage``, or as `look` does.
+    """
+    if watch and as_json:
+        raise VllmopsError(
+            "usage",
+            "--watch cannot be combined with --json",
+            "leave one of these options out",
+            exit_code=Exit.USAGE,
+        )
+    try:
+        while True:
+            result = look()
+            if not watch:
+                return result
+            console().clear()
+            show(*result.text())
+            time.sleep(interval_s)
+    except KeyboardInterrupt:
+        if not watch:
+            raise
+        # Ctrl-C is the ordinary end of --watch, so no error is printed.
+        raise typer.Exit(Exit.INTERRUPTED) from None
+
+
 def confirm(question: str, hint: str) -> None:
     """Ask a person whether to go on.
 

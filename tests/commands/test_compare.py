@@ -14,7 +14,7 @@ from rich.console import Console
 from vllmops.commands.cache.compare import report, text
 from vllmops.host.roles import Role
 from vllmops.protocol.caches import Cache, EncoderCache, ProcessCaches, Silent, WorkerEncoderCache
-from vllmops.protocol.compares import Comparison, Look
+from vllmops.protocol.compares import CacheReading, Comparison
 
 from ..diagnose.test_compares import lru
 
@@ -56,7 +56,7 @@ def comparison() -> Comparison:
     )
     outputs = WorkerEncoderCache(name="r", rank=0, keys=["a"], bytes=1)
     worker = ProcessCaches(pid=10003, parent=10002, role="worker", caches=[outputs])
-    look = Look(front=front, engines=[engine, worker], handed=4, rendering=1)
+    look = CacheReading(front=front, engines=[engine, worker], handed=4, rendering=1)
     return Comparison(looks=[look, look], after=front, end=front, settled=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import tarfile
 import time
 from collections.abc import Iterator
@@ -181,8 +182,15 @@ def test_no_token_goes_over_a_line_that_others_may_read(
     for url in ("http://192.0.2.1:8000", "http://localhost.example"):
         answer = vllmops(*words, "-t", url, *token, "--json")
         assert (answer.code, answer.error["code"]) == (2, "admin.plain")
-    answer = vllmops(*words, "-t", "http://127.0.0.1:9", *token, "--json")
-    assert (answer.code, answer.error["code"]) == (5, "admin.unreachable")
+    own = {
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET
+    }
+    for host in (*own, "0.0.0.0", "[::ffff:127.0.0.1]"):
+        answer = vllmops(*words, "-t", f"http://{host}:9", *token, "--json")
+        assert (answer.code, answer.error["code"]) == (5, "admin.unreachable"), host
 
 
 def test_a_server_without_admin_routes(vllmops: Vllmops, spawn: Spawn, tmp_path: Path) -> None:
@@ -268,5 +276,5 @@ def test_a_tunnel_of_this_user_where_the_kernel_tells_no_owners(
 ) -> None:
     # As on a Mac, of which none is at hand; psutil tells the sockets of one's own processes.
     monkeypatch.setattr(listeners, "TABLES", ())
-    monkeypatch.setattr(listeners, "LOOK", listeners.Look())
+    monkeypatch.setattr(listeners, "OWNERS", listeners.PortOwners())
     assert listeners.distrust(fleet.url) == ""

@@ -8,7 +8,15 @@ import msgspec
 
 from vllmops.protocol.engine import Beat, EngineState, Hello, Traffic
 from vllmops.protocol.metrics import Metrics
-from vllmops.protocol.server import Disk, Look, Machine, ProcessState, Pulse, ServerSnapshot, Told
+from vllmops.protocol.server import (
+    AgentReport,
+    Disk,
+    Machine,
+    Observation,
+    ProcessState,
+    Pulse,
+    ServerSnapshot,
+)
 
 GIB = 1 << 30
 PIDS = {"api": 10, "engine": 20, "worker": 30}
@@ -34,7 +42,7 @@ def process(role: str, state: str = "S", **fields: Any) -> ProcessState:
     return ProcessState(role=role, pid=pid, create_time=1.0, state=state, **fields)
 
 
-def look(at_s: float, **fields: Any) -> Look:
+def look(at_s: float, **fields: Any) -> Observation:
     """A look at a server that is well, as far as nothing else is told."""
     whole: dict[str, Any] = {
         "pulses": tuple(map(pulse, PIDS)),
@@ -42,13 +50,13 @@ def look(at_s: float, **fields: Any) -> Look:
         "health": 200,
         "processes": tuple(map(process, PIDS)),
     }
-    return Look(at_s=at_s, **{**whole, **fields})
+    return Observation(at_s=at_s, **{**whole, **fields})
 
 
-def told(role: str, **fields: Any) -> Told:
+def told(role: str, **fields: Any) -> AgentReport:
     hello = Hello(agent="1.0", pid=PIDS[role], start_ticks=1, role=role, **fields)
     state = EngineState(running=0, waiting=0, current_step=5) if role == "engine" else EngineState()
-    return Told(role=role, pid=PIDS[role], hello=hello, engine=state, traffic=Traffic())
+    return AgentReport(role=role, pid=PIDS[role], hello=hello, engine=state, traffic=Traffic())
 
 
 MACHINE = Machine(
@@ -68,13 +76,13 @@ def healthy(**fields: Any) -> ServerSnapshot:
         state="ready",
         vllm_version="0.32.0",
         looks=(look(0.0), look(1.0)),
-        told=tuple(map(told, PIDS)),
+        reports=tuple(map(told, PIDS)),
         machine=MACHINE,
     )
     return msgspec.structs.replace(whole, **fields)
 
 
-def looks(*each: dict[str, Any], apart_s: float = 1.0) -> tuple[Look, ...]:
+def looks(*each: dict[str, Any], apart_s: float = 1.0) -> tuple[Observation, ...]:
     """Looks that differ from a healthy one by some fields."""
     return tuple(look(index * apart_s, **fields) for index, fields in enumerate(each))
 

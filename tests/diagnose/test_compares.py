@@ -11,7 +11,7 @@ import pytest
 
 from vllmops.diagnose.compares import drift, notes, pairs, undecided
 from vllmops.protocol.caches import EncoderCache, LruCache, ProcessCaches, Setup, WorkerEncoderCache
-from vllmops.protocol.compares import Comparison, Look
+from vllmops.protocol.compares import CacheReading, Comparison
 
 
 def lru(side: str, order: list[str], queries: int = 0) -> LruCache:
@@ -57,8 +57,8 @@ def engine(order: str | list[str], scheduler: str = "", worker: str = "") -> lis
     ]
 
 
-def look(before: ProcessCaches, engines: list[ProcessCaches]) -> Look:
-    return Look(front=before, engines=engines, handed=0, rendering=0)
+def look(before: ProcessCaches, engines: list[ProcessCaches]) -> CacheReading:
+    return CacheReading(front=before, engines=engines, handed=0, rendering=0)
 
 
 def compared(

@@ -107,7 +107,7 @@ def test_the_worst_comes_first() -> None:
         vllmops="2.0",
         looks=looks({}, {"pulses": (pulse("engine", **STILL),)}),
         vllm_version="0.20.0",
-        told=(),
+        reports=(),
     )
     severities = [finding.severity for finding in examine(snapshot).findings]
     assert severities == sorted(severities, key=lambda each: -each.rank)

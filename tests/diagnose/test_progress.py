@@ -9,7 +9,7 @@ import pytest
 
 from vllmops.diagnose.progress import Stall, at_work, decidable, stalls, suspicious
 from vllmops.protocol.metrics import Metrics
-from vllmops.protocol.server import Look, Pulse
+from vllmops.protocol.server import Observation, Pulse
 
 from .servers import PIDS, QUIET, look, process, pulse
 
@@ -26,7 +26,7 @@ def engine(still_s: float, **fields: Any) -> dict[str, Any]:
     return {"running": 1, "waiting": 1, "still_s": still_s, **fields}
 
 
-def over(seconds: float, every_s: float = 2.0, **fields: Any) -> list[Look]:
+def over(seconds: float, every_s: float = 2.0, **fields: Any) -> list[Observation]:
     """Looks that are all alike."""
     return [look(number * every_s, **fields) for number in range(int(seconds / every_s) + 1)]
 
@@ -47,7 +47,7 @@ def test_who_is_at_work() -> None:
 BLIND: dict[str, Any] = {"pulses": (), "metrics": BUSY}
 HANDED = beats(api={"handed": 3})
 
-STALLED: dict[str, tuple[list[Look], list[tuple[str, str]]]] = {
+STALLED: dict[str, tuple[list[Observation], list[tuple[str, str]]]] = {
     "no token for ten seconds": (
         [look(0.0, pulses=beats(engine=engine(9.9)))],
         [("engine.no-progress", "engine 20")],
@@ -106,7 +106,7 @@ STALLED: dict[str, tuple[list[Look], list[tuple[str, str]]]] = {
     ),
 }
 
-FINE: dict[str, list[Look]] = {
+FINE: dict[str, list[Observation]] = {
     "nothing seen yet": [],
     "idle for long": over(600),
     "busy": [look(0.0, pulses=beats(api={"handed": 2}, engine=engine(0.0)), metrics=BUSY)],
@@ -198,7 +198,7 @@ def test_steps_before_it_stood_still_are_no_livelock() -> None:
     assert "steps go on" not in found.evidence
 
 
-def doubtful(looks: list[Look]) -> Stall:
+def doubtful(looks: list[Observation]) -> Stall:
     (found,) = stalls(looks)
     assert found.mark
     return found

@@ -71,16 +71,16 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     ("process.uninterruptible", {"looks": looks(*[{"processes": changed("worker", "D")}] * 2)}),
     (
         "process.no-python",
-        {"looks": looks({}, {"pulses": (pulse("engine", age_s=12),)}), "told": (told("api"),)},
+        {"looks": looks({}, {"pulses": (pulse("engine", age_s=12),)}), "reports": (told("api"),)},
     ),
     ("process.orphaned", {"machine": machine(orphans=(process("engine", pid=7),))}),
     ("agent.silent", {"unseen": (Unseen("agent of engine 20", "agent.timeout", "no answer"),)}),
     ("agent.version", {"vllmops": "2.0"}),
     ("agent.version", {"unseen": (Unseen("agent of api 10", "agent.older", "older"),)}),
-    ("agent.problem", {"told": (told("engine", problems=("another shape",)),)}),
+    ("agent.problem", {"reports": (told("engine", problems=("another shape",)),)}),
     ("patch.failed", {"patches": patches(State.FAILED, reason="another shape")}),
     ("patch.off", {"patches": patches(State.OFF)}),
-    ("versions.known-bad", {"told": (with_packages({"flashinfer-python": "0.6.13"}),)}),
+    ("versions.known-bad", {"reports": (with_packages({"flashinfer-python": "0.6.13"}),)}),
     (
         "gpu.spinning",
         {
@@ -90,7 +90,7 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("gpu.xid", {"machine": machine(xids=(Xid("0000:3b:00", 79, "pid=12, fell off", 5.0),))}),
-    ("vllm.known-defect", {"told": (), "vllm_version": "0.23.0"}),
+    ("vllm.known-defect", {"reports": (), "vllm_version": "0.23.0"}),
     ("machine.shm-leftovers", {"machine": machine(leftovers=(Leftover("psm_1", GIB, 90.0),))}),
     ("machine.disk", {"machine": machine(disks=(Disk("/", "state", 100 * GIB, GIB // 2),))}),
     ("machine.memory", {"machine": machine(memory_available=GIB // 2)}),
@@ -98,7 +98,7 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     ("gpu.throttled", {"machine": machine(gpus=(Gpu(index=0, throttled=True),))}),
     (
         "responses.store-in-memory",
-        {"told": (told("api"), told("api")), "guard": Guard(store="memory")},
+        {"reports": (told("api"), told("api")), "guard": Guard(store="memory")},
     ),
     ("security.no-api-key", {"guard": EXPOSED}),
     (
@@ -173,7 +173,7 @@ BUSY = {
 WELL: dict[str, dict[str, Any]] = {
     "idle": {},
     "without agents": {
-        "told": (),
+        "reports": (),
         "looks": looks({"pulses": ()}, {"pulses": ()}),
         "unseen": (Unseen("agent of engine 20", "agent.absent", "no agent"),),
     },
@@ -190,13 +190,13 @@ WELL: dict[str, dict[str, Any]] = {
             )
         )
     },
-    "good versions": {"told": (with_packages({"flashinfer-python": "0.6.15.post1"}),)},
+    "good versions": {"reports": (with_packages({"flashinfer-python": "0.6.15.post1"}),)},
     "full and nobody waits": {"looks": looks(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)},
     "one look caught it in the kernel": {"looks": looks({}, {"processes": changed("worker", "D")})},
     "a long step": {"looks": looks({}, {"pulses": (pulse("engine", age_s=4),)})},
     "the engine inside the API server": {
         "looks": looks(*[{"processes": (process("api"),)}] * 2),
-        "told": (msgspec.structs.replace(told("engine"), role="api", pid=10),),
+        "reports": (msgspec.structs.replace(told("engine"), role="api", pid=10),),
     },
     "no metrics": {"looks": looks({"metrics": None}, {"metrics": None})},
     "loopback": {"guard": Guard(addresses=("127.0.0.1:8000",), exposed=False)},
@@ -207,8 +207,8 @@ WELL: dict[str, dict[str, Any]] = {
     "a segment that was just made": {"machine": machine(leftovers=(Leftover("psm_1", GIB, 1.0),))},
     "patches on": {"patches": patches(State.APPLIED)},
     "a patch off that is not needed": {"patches": patches(State.OFF, present=False)},
-    "a version that is none": {"told": (), "vllm_version": "dev"},
-    "a new version": {"told": (), "vllm_version": "0.24.0"},
+    "a version that is none": {"reports": (), "vllm_version": "dev"},
+    "a new version": {"reports": (), "vllm_version": "0.24.0"},
     "a canary that could not be sent": {"canary": Canary("unable", 0.1)},
     "a canary": {"canary": Canary("answered", 0.1)},
     "counters that began anew": {

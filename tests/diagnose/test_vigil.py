@@ -10,7 +10,7 @@ import pytest
 from vllmops.diagnose.progress import Stall
 from vllmops.diagnose.vigil import ASK_S, Vigil
 from vllmops.protocol.metrics import Metrics
-from vllmops.protocol.server import Look
+from vllmops.protocol.server import Observation
 
 from .servers import look
 from .test_progress import BLIND, HANDED, beats, engine
@@ -19,11 +19,11 @@ AGENTS: dict[str, Any] = {"metrics": None, "health": None}
 ALL_WELL = beats(api={"loop_s": 0.0})
 
 
-def seen(vigil: Vigil, *looks: Look) -> list[list[Stall]]:
+def seen(vigil: Vigil, *looks: Observation) -> list[list[Stall]]:
     return [vigil.see(each) for each in looks]
 
 
-def stuck(at_s: float, since_s: float = 0.0, **fields: Any) -> Look:
+def stuck(at_s: float, since_s: float = 0.0, **fields: Any) -> Observation:
     """A look at an engine that has stood since a moment."""
     pulses = beats(api={"loop_s": 0.0, "handed": 2}, engine=engine(at_s - since_s))
     return look(at_s, pulses=pulses, **{**AGENTS, **fields})

@@ -68,6 +68,9 @@ class Cli:
             **os.environ,
             "VLLMOPS_HOME": str(self.home),
             "NO_COLOR": "1",
+            # A model of a few megabytes needs no more, and there are many servers on few cores.
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Ours stays in front of what is installed: it is the tree that is being tested.
             "PYTHONPATH": os.pathsep.join(
                 filter(None, (str(self.home / "plug-ins"), os.environ.get("PYTHONPATH")))
@@ -243,10 +246,13 @@ class Stock(Live):
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several test processes one runs a file, and one all tests of the server they share."""
+    """Of several test processes one runs all tests of the servers that they share."""
     for item in items:
-        shared = "vision_server" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("vision" if shared else item.path.stem))
+        used = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+        shared = any(found[-1].scope == "module" for found in used.values())
+        own = item.path.stem if shared else item.name.partition("[")[0]
+        group = "vision" if "vision_server" in used else own
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

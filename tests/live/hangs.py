@@ -367,6 +367,7 @@ class Hang:
         lives_on: whether the server does.
         age_s: how old it must be before it can be told from work.
         captured: whether a watch catches it in the short form, too.
+        short: whether it is part of the short form.
     """
 
     name: str
@@ -376,15 +377,21 @@ class Hang:
     age_s: float = 3.0
     told: str = ""
     captured: bool = False
+    short: bool = True
 
 
 HANGS = (
-    Hang("request larger than the KV cache", "stack.admission-deadlock", larger_than_the_cache),
+    Hang(
+        "request larger than the KV cache",
+        "stack.admission-deadlock",
+        larger_than_the_cache,
+        short=False,
+    ),
     Hang("nothing scheduled", "stack.schedule-livelock", livelock),
     Hang("worker blocked", "stack.worker-stuck-broadcast", worker_blocked),
-    Hang("worker stopped", "process.stopped", worker_stopped),
-    Hang("GIL held in C", "stack.gil-held", gil_held, age_s=9.0, captured=True),
-    Hang("regex backtracks", "stack.tool-parser-regex", backtracking),
+    Hang("worker stopped", "process.stopped", worker_stopped, short=False),
+    Hang("GIL held in C", "stack.gil-held", gil_held, age_s=9.0),
+    Hang("regex backtracks", "stack.tool-parser-regex", backtracking, short=False),
     Hang("input thread dead", "stack.input-thread-dead", input_thread_dead, lives_on=False),
     Hang(
         "EngineCore killed",

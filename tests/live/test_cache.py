@@ -27,6 +27,7 @@ from vllmops.protocol import identity
 from vllmops.protocol.caches import EncoderCache
 from vllmops.rpc import agent
 
+from ..support.extent import long
 from ..support.waiting import until
 from .conftest import Live, Ran
 
@@ -281,6 +282,7 @@ def show_three(server: Live) -> None:
         assert ask(server.url, seed).status_code == 200
 
 
+@long
 @pytest.mark.serve("--demo", "vision", "--", "--mm-processor-cache-type", "shm", loses="api")
 def test_a_server_whose_cache_is_in_shared_memory(server: Live) -> None:
     show_three(server)
@@ -289,6 +291,7 @@ def test_a_server_whose_cache_is_in_shared_memory(server: Live) -> None:
     assert (row["entries"], row["hits"], row["queries"]) == (2, 1, 3)
 
 
+@long
 @pytest.mark.serve("--demo", "vision", "--", "--api-server-count", "2", loses="all")
 def test_a_server_with_two_front_ends(server: Live) -> None:
     show_three(server)
@@ -326,6 +329,7 @@ def test_vllms_lru_cache_in_use_gives_no_finding_and_is_not_changed() -> None:
             assert snapshot.entries == len(cache)
 
 
+@long
 def test_vllms_encoder_cache_manager_in_use_gives_no_finding() -> None:
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
@@ -387,6 +391,7 @@ print(thread.is_alive(), found.order_only, found.entries, time.monotonic() - beg
 """
 
 
+@long
 def test_vllms_eviction_that_spins_is_read_in_time() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SPIN],

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, long
 from ..support.waiting import until
 from .test_cache import ask, compare, found, load, look, settled
 
@@ -47,6 +47,7 @@ def test_a_quiet_server_has_no_drift(vision_server: Any) -> None:
     assert told.out.endswith("No drift.\n")
 
 
+@long
 def test_no_finding_and_no_drift_while_images_flow(vision_server: Any) -> None:
     with load(vision_server.url, range(20_100, 20_400), threads=4) as statuses:
         inspected = [look(vision_server) for _ in range(15 if EVERYTHING else 4)]

@@ -5,6 +5,7 @@ That of vLLM #43595, which comes in two ways, is repaired live as well, and patc
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, long
 from ..support.waiting import until
 from .conftest import Cli, Live, PlugIn, Ran, launch, lose
 from .hangs import (
@@ -213,6 +214,7 @@ def test_engine_hangs_and_is_repaired(stock: Prone) -> None:
     assert both_sides_agree(stock)
 
 
+@long
 def test_front_end_hangs_and_is_repaired(stock: Prone) -> None:
     url = stock.url
     # They fit one by one, not together.
@@ -298,6 +300,7 @@ def accused(data: Any, code: str) -> set[str]:
     return {each["subject"].split()[0] for each in data["findings"] if each["code"] == code}
 
 
+@long
 def test_requests_that_hold_themselves_grow_memory_and_patched_ones_do_not(
     stock: Live, patched: Live, tmp_path: Path
 ) -> None:
@@ -336,22 +339,23 @@ def test_requests_that_nothing_schedules_can_be_ended(
     stock: Prone, made: Callable[[Prone], AbstractContextManager[list[Asked]]]
 ) -> None:
     with made(stock) as asked:
-        until(lambda: len(in_flight(stock)) == len(asked), 10, lambda: in_flight(stock))
+        until(lambda: len(in_flight(stock)) == len(asked), 40, lambda: in_flight(stock))
         time.sleep(2)
         assert len(in_flight(stock, "--stuck", "--stuck-after", "1")) == len(asked)
         *ended, result = end_all(stock)
         assert (result, {one["left"] for one in ended}) == ({"code": 0}, {""})
-        assert {one.answer(5) for one in asked} == {410}
+        assert {one.answer(30) for one in asked} == {410}
     assert stock.ask().answer(30) == 200
 
 
 def test_a_request_is_ended_while_the_event_loop_is_blocked(stock: Prone) -> None:
-    long = stock.ask(max_tokens=1000, ignore_eos=True)
+    endless = stock.ask(max_tokens=1000, ignore_eos=True)
     with backtracking(stock):
         (ended, result) = end_all(stock)
         assert result == {"code": 1}
-        assert "the engine has freed it; API server" in ended["left"]
-    assert long.answer(10) == 200  # ended with what it had by then
+        # On a busy machine the command may end before the engine's step does.
+        assert re.search("^the engine has freed it; API server|has the abort", ended["left"])
+    assert endless.answer(30) == 200  # ended with what it had by then
     assert stock.ask().answer(30) == 200
 
 
@@ -372,7 +376,10 @@ def test_a_request_that_only_the_engine_knows(stock: Prone) -> None:
     assert stock.ask().answer(30) == 200
 
 
-@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.name)
+@pytest.mark.parametrize(
+    "hang",
+    [pytest.param(hang, marks=() if hang.short else long, id=hang.name) for hang in HANGS],
+)
 def test_a_hang_is_named(stock: Prone, hang: Hang) -> None:
     """The last one ends the server."""
     with hang.made(stock) as asked:

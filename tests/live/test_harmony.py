@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ..support.extent import combinations
+from ..support.extent import combinations, long
 from .clients import (
     LENGTH,
     WAYS,
@@ -26,6 +26,8 @@ from .clients import (
 )
 from .conftest import Cli, ringed
 from .foreground import Foreground
+
+pytestmark = long
 
 BUILDER = Path(__file__).with_name("harmony.py")
 

@@ -18,6 +18,8 @@ from vllmops import demo
 from vllmops.demo import Kind
 from vllmops.errors import VllmopsError
 
+from ..support.extent import long
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -63,6 +65,7 @@ def test_asking_imports_neither_torch_nor_transformers(built: Path) -> None:
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=30)
 
 
+@long
 def test_a_killed_builder_leaves_nothing_that_passes_for_a_model(home: Path) -> None:
     place = home / "demo" / "text"
     place.parent.mkdir()
@@ -96,6 +99,7 @@ def test_no_directory_can_be_made(home: Path, monkeypatch: pytest.MonkeyPatch) -
     assert f"{home}/file/demo must be writable" in error.hint
 
 
+@long
 def test_a_full_disk(home: Path, full_disk: Callable[[], None]) -> None:
     # 256 KiB in all: the files before the weights still fit.
     error = error_of(Kind.TEXT)

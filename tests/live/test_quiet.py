@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, long
 
 if TYPE_CHECKING:
     from .conftest import Cli, Live, Ran
@@ -112,7 +112,12 @@ def no_hang(ran: Ran) -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [idle, saturated, asleep, *((long_prefill, tokenising, paused) if EVERYTHING else ())],
+    [
+        idle,
+        saturated,
+        asleep,
+        *(pytest.param(state, marks=long) for state in (long_prefill, tokenising, paused)),
+    ],
     ids=lambda state: state.__name__,
 )
 def test_a_server_that_works_or_rests_does_not_hang(
@@ -131,21 +136,20 @@ def test_a_server_that_works_or_rests_does_not_hang(
     text(vision_server, max_tokens=1)
 
 
-if EVERYTHING:
-
-    @pytest.mark.parametrize("eager", ["--enforce-eager", "--no-enforce-eager"])
-    def test_a_server_that_loads_or_compiles_does_not_hang(cli: Cli, eager: str) -> None:
-        name = eager.removeprefix("--")
-        start = cli.begin("serve", "--detach", "--name", name, "--demo", "text", "--", eager)
-        seen = 0
-        try:
-            while start.poll() is None:
-                ran = cli("stacks", "dump", "--explain", "-t", name, "--interval", "0.5", "--json")
-                if ran.code in {0, 1} and ran.data:  # it has processes
-                    no_hang(ran)
-                    seen += 1
-            assert start.returncode == 0
-            assert seen > 3
-        finally:
-            cli("stop", name, "--force")
-            start.wait()
+@long
+@pytest.mark.parametrize("eager", ["--enforce-eager", "--no-enforce-eager"])
+def test_a_server_that_loads_or_compiles_does_not_hang(cli: Cli, eager: str) -> None:
+    name = eager.removeprefix("--")
+    start = cli.begin("serve", "--detach", "--name", name, "--demo", "text", "--", eager)
+    seen = 0
+    try:
+        while start.poll() is None:
+            ran = cli("stacks", "dump", "--explain", "-t", name, "--interval", "0.5", "--json")
+            if ran.code in {0, 1} and ran.data:  # it has processes
+                no_hang(ran)
+                seen += 1
+        assert start.returncode == 0
+        assert seen > 3
+    finally:
+        cli("stop", name, "--force")
+        start.wait()

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, long
 from ..support.fleet import token_file
 from ..support.waiting import until
 from .conftest import Cli, PlugIn, free_port, kill, ringed
@@ -280,6 +280,7 @@ if EVERYTHING:
             one.stop()
 
 
+@long
 def test_a_node_that_is_lost_is_named(lab: Lab) -> None:
     served = lab.serve("lost", "text")
     try:

@@ -38,7 +38,7 @@ from pydantic import BaseModel
 from vllmops.store.store import GONE
 
 from ..support.databases import Server, Servers, folder_for_servers, postgres_parts
-from ..support.extent import combinations
+from ..support.extent import combinations, long
 from ..support.waiting import until
 from .clients import (
     CARRY,
@@ -514,10 +514,12 @@ def test_a_replica_on_valkey(south: Live) -> None:
     assert made.id not in ids
 
 
+@long
 def test_valkey_is_restarted_under_load(south: Live, valkey: Server) -> None:
     endure(valkey, base(south))
 
 
+@long
 def test_a_replica_and_valkey_are_killed(south: Live, valkey: Server) -> None:
     """Every process of both, under load. It is the last test of both."""
     pids = [south.supervisor(), *(process["pid"] for process in south.row["processes"])]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from ..support.extent import long
 from ..support.waiting import until
 from .conftest import Cli, Live, Ran, kill
 from .foreground import Foreground
@@ -108,6 +109,7 @@ def refusal(url: str) -> int | None:
     return None if answer.status_code == 200 else answer.status_code
 
 
+@long
 def test_a_foreground_serve_outlives_its_supervisor_and_ends_by_ctrl_c(cli: Cli) -> None:
     """One whose server listens on a Unix socket, and is spawned as a user's is."""
     path = cli.home / "Some.sock"
@@ -133,6 +135,7 @@ def test_a_foreground_serve_outlives_its_supervisor_and_ends_by_ctrl_c(cli: Cli)
     assert not path.exists()
 
 
+@long
 def test_a_server_that_dies_while_loading_leaves_nothing(cli: Cli) -> None:
     serving = cli.begin(
         *("serve", "--demo", "text", "--name", "early", "--env", "SPAWNED=1", "--json"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, long
 from .conftest import Live
 from .soak import Soak, alarms
 
 
+@long
 def test_healthy_load_gives_no_alarm(vision_server: Live) -> None:
     soak, told = Soak(vision_server.url), list[str]()
     soak.run(10.0 if EVERYTHING else 0.1, lambda: told.extend(alarms(vision_server)))

@@ -189,7 +189,8 @@ def test_another_users_process_is_told(spawn: Spawn) -> None:
     ask = (
         "from vllmops.rpc.agent import reach\n"
         "from vllmops.errors import VllmopsError\n"
-        "from vllmops.host.processes import Process, Role\n"
+        "from vllmops.host.processes import Process\n"
+        "from vllmops.host.roles import Role\n"
         f"process = Process(Role.API, {child.process.pid}, {child.process.start_ticks})\n"
         "try: reach(process)\n"
         "except VllmopsError as error: print(error.code, int(error.exit_code), error.hint)"

@@ -27,7 +27,7 @@ from vllmops.errors import Exit, VllmopsError
 from vllmops.store import opening
 from vllmops.store.direct import Storage
 from vllmops.store.store import EVERYBODY, Query, Response, ResponseStore
-from vllmops.vllm_api.place import Place
+from vllmops.vllm_api.endpoint import Endpoint
 from vllmops.vllm_api.responses import Http
 
 from ..support.databases import nobodys
@@ -225,7 +225,7 @@ def test_cancel(vllmops: Any, shared_url: str) -> None:
     for told in ("cancelled", "cancelled before"):  # once more does no harm
         answer = cancel(runs[0])
         assert answer.code == 0
-        assert [each["told"] for each in answer.data["responses"]] == [told]
+        assert [each["result"] for each in answer.data["responses"]] == [told]
     some = cancel(runs[1], "resp_unknown", response(1).id)
     assert (some.code, some.error["code"]) == (Exit.FAILED, "responses.some-failed")
     done = {each["id"]: each["done"] for each in some.data["responses"]}
@@ -601,7 +601,7 @@ def test_ending_over_http(ask: Ask, served: Ours) -> None:
     runs = fill(served.store, numbered(0, 3, 6, status="in_progress"))
     done = fill(served.store, numbered(9, 1))
     answer = ask("cancel", runs[0], "--json")
-    assert (answer.code, answer.data["responses"][0]["told"]) == (0, "cancelled")
+    assert (answer.code, answer.data["responses"][0]["result"]) == (0, "cancelled")
     assert ask("cancel", runs[0], "--json").code == 0
     for each, why in zip(done, ("completed", "synchronous"), strict=True):
         answer = ask("cancel", each, "--json")
@@ -691,7 +691,7 @@ def test_nobody_there(vllmops: Any, listener: int) -> None:
 
     async def late() -> None:
         url = f"http://127.0.0.1:{listener}"
-        async with Http(Place(url, url), timeout_s=0.2) as server:
+        async with Http(Endpoint(url, url), timeout_s=0.2) as server:
             await server.page(Query())
 
     with pytest.raises(VllmopsError) as caught:

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from vllmops.store import opening
 from vllmops.store.backend import FINISHED, RUNNING, Chunk, Limits, Query, Response
-from vllmops.store.conformance import CHECKS, Outcome, judge, run
+from vllmops.store.conformance import CHECKS, CheckResult, judge, run
 from vllmops.store.memory import Memory
 
 
-async def judged(url: str) -> list[Outcome]:
+async def judged(url: str) -> list[CheckResult]:
     return [each async for each in run(url)]
 
 

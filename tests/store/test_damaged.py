@@ -220,6 +220,7 @@ def test_a_server_that_gives_what_is_no_response(hostile: Any, vllmops: Any) -> 
         b"{}",
         page(b'{"x":NaN}', b"x"),
     ],
+    ids=["deep", "deeper", "deep list", "deep page", "no text", "nothing", "no list", "NaN"],
 )
 def test_a_server_that_answers_nonsense(hostile: Any, vllmops: Any, body: bytes) -> None:
     url = hostile(lambda *_: body)

@@ -108,8 +108,7 @@ def answered(
         else:
             out, theirs = os.pipe()
 
-        # A fork has the locks of other threads, and nobody who would release them.
-        alone = threading.active_count() == THREADS
+        main = command(words)
 
         def program() -> None:
             if uid is not None:
@@ -118,12 +117,7 @@ def answered(
                 os.setresuid(uid, uid, uid)
             os.environ.update(env or {})
             before()
-            if alone:
-                app.main()
-            else:
-                # Where this process hides other tests' servers, the program does, too.
-                file = ("-m", "vllmops") if processes.table is TABLE else (own.__file__,)
-                os.execv(sys.executable, [sys.executable, *file, *words])
+            main()
 
         sys.stdout.flush()
         pid = os.fork()
@@ -142,6 +136,18 @@ def answered(
         if columns is not None:  # in a pipe there must be none
             text = STYLE.sub("", text.replace("\r\n", "\n"))
         return Answer(code, text, err.read().decode(errors="replace"))
+
+
+def command(words: Sequence[str]) -> Callable[[], object]:
+    """What a fork calls to be a command: a program of its own where a test's threads run.
+
+    A fork has the locks of other threads, and nobody who would release them.
+    """
+    if threading.active_count() == THREADS:
+        return app.main
+    # Where this process hides other tests' servers, the program does, too.
+    file = ("-m", "vllmops") if processes.table is TABLE else (own.__file__,)
+    return lambda: os.execv(sys.executable, [sys.executable, *file, *words])
 
 
 def read(descriptor: int, pid: int, timeout_s: float) -> bytes:
@@ -174,9 +180,11 @@ def background(
         stderr: where it complains.
     """
 
+    main = command(words)
+
     def program() -> None:
         os.environ.update(env or {})
-        app.main()
+        main()
 
     return forked(program, ["vllmops", *words], stderr=stderr)
 

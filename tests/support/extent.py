@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, Final
 
+import pytest
+
 # Set by `bootstrap.py test --all`.
 EVERYTHING: Final = os.environ.get("VLLMOPS_TEST_ALL") == "1"
+
+
+long: Final = pytest.mark.long
 
 
 def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:

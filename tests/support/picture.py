@@ -37,7 +37,7 @@ def draw() -> str:
     snapshot = healthy(
         model="Qwen/Qwen2.5-VL-7B-Instruct",
         uptime_s=14_070.0,
-        told=(told("api"), engine, told("worker")),
+        reports=(told("api"), engine, told("worker")),
         stacks=(sample,) * 3,
         guard=Guard(addresses=("0.0.0.0",), exposed=True, open=True),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -98,3 +100,6 @@ def test_nobody_else_reaches_the_pod(
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:
         for _ in range(3):
             assert client.get("http://pod/health").status_code == 200
+    # Its thread, which else ends with its process, ends.
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    made.listening.shutdown(socket.SHUT_RDWR)

@@ -18,11 +18,11 @@ from vllmops.commands.responses.sources import retried, walk
 from vllmops.errors import Exit, VllmopsError
 from vllmops.store.store import Query, Response, StoreUnavailable
 from vllmops.vllm_api import http, responses
-from vllmops.vllm_api.place import Place
+from vllmops.vllm_api.endpoint import Endpoint
 from vllmops.vllm_api.responses import Http
 
 Part = Iterator[bytes]
-Hostile = Callable[[Callable[[], Part]], Place]
+Hostile = Callable[[Callable[[], Part]], Endpoint]
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 EVENT = b'data: {"type":"response.x","sequence_number":1}\n\n'
@@ -34,7 +34,7 @@ def hostile() -> Iterator[Hostile]:
     """Starts a server that says to everybody what a function makes, part by part."""
     servers = []
 
-    def start(answer: Callable[[], Part]) -> Place:
+    def start(answer: Callable[[], Part]) -> Endpoint:
         server = socket.create_server(("127.0.0.1", 0))
         servers.append(server)
 
@@ -52,7 +52,7 @@ def hostile() -> Iterator[Hostile]:
 
         threading.Thread(target=serve, daemon=True).start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        return Place(url, url)
+        return Endpoint(url, url)
 
     yield start
     for server in servers:
@@ -61,7 +61,7 @@ def hostile() -> Iterator[Hostile]:
 
 
 def asked(
-    place: Place, question: Callable[[Http], Awaitable[Any]], timeout_s: float = TIMEOUT_S
+    place: Endpoint, question: Callable[[Http], Awaitable[Any]], timeout_s: float = TIMEOUT_S
 ) -> Any:
     async def ask() -> Any:
         async with Http(place, timeout_s=timeout_s) as server:
@@ -74,7 +74,7 @@ def asked(
         assert time.monotonic() - began < 5
 
 
-def refusal(place: Place, question: Callable[[Http], Awaitable[Any]]) -> VllmopsError:
+def refusal(place: Endpoint, question: Callable[[Http], Awaitable[Any]]) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
         asked(place, question)
     return caught.value

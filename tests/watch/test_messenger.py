@@ -206,6 +206,7 @@ def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
     assert order == [0, 1, 2]
     assert trouble[1] == "no luck"
     assert "nobody foresaw it" in trouble[0]
+    end(carrier)
 
 
 def test_trouble_that_can_not_be_told_costs_no_later_event() -> None:
@@ -223,3 +224,14 @@ def test_trouble_that_can_not_be_told_costs_no_later_event() -> None:
         messenger.send(EVENT)
     messenger.flush(5)
     assert len(got) == 4
+    end(messenger)
+
+
+def end(messenger: Messenger) -> None:
+    """End its thread, which else ends with its process."""
+
+    def leave(_: Event) -> None:
+        raise SystemExit
+
+    messenger.receivers = [leave]
+    messenger.send(EVENT)

@@ -21,7 +21,7 @@ from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Samp
 from vllmops.protocol.engine import Beat
 from vllmops.protocol.metrics import Metrics
 from vllmops.protocol.repairs import CacheRepair, Change, Fault, ProcessRepair
-from vllmops.protocol.server import Look, Machine, ProcessState, Pulse, ServerSnapshot
+from vllmops.protocol.server import Machine, Observation, ProcessState, Pulse, ServerSnapshot
 from vllmops.protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from vllmops.protocol.watch import Event
 from vllmops.stacks.paste import read
@@ -30,7 +30,7 @@ from vllmops.watch.watched import Phase
 
 PIDS = {"api": 10, "engine": 20, "worker": 30}
 FOLDER = Path("bundles")
-Look_ = Callable[[float], Look]
+Look_ = Callable[[float], Observation]
 
 
 def beat(role: str, **fields: Any) -> Pulse:
@@ -38,7 +38,7 @@ def beat(role: str, **fields: Any) -> Pulse:
     return Pulse(role=role, pid=PIDS[role], age_s=0.5, beat=told)
 
 
-def look(at_s: float, still_s: float = 0.0, **fields: Any) -> Look:
+def look(at_s: float, still_s: float = 0.0, **fields: Any) -> Observation:
     waiting = 1 if still_s else 0
     pulses = (
         beat("api", handed=waiting, loop_s=0.0),
@@ -48,10 +48,10 @@ def look(at_s: float, still_s: float = 0.0, **fields: Any) -> Look:
     states = tuple(
         ProcessState(role=role, pid=pid, create_time=1.0, state="S") for role, pid in PIDS.items()
     )
-    return Look(at_s=at_s, **{"pulses": pulses, "processes": states, **fields})
+    return Observation(at_s=at_s, **{"pulses": pulses, "processes": states, **fields})
 
 
-def well(at_s: float) -> Look:
+def well(at_s: float) -> Observation:
     return look(at_s)
 
 
@@ -60,7 +60,7 @@ def stuck(since_s: float, until_s: float = float("inf")) -> Look_:
     return lambda at_s: look(at_s, at_s - since_s if since_s <= at_s < until_s else 0.0)
 
 
-def blind(at_s: float) -> Look:
+def blind(at_s: float) -> Observation:
     """A server without agents whose gauge says that a request runs."""
     return look(at_s, pulses=(), metrics=Metrics(running=1, tokens=5))
 
@@ -130,13 +130,13 @@ class Scene:
         past = [phase for at, phase in self.phases.items() if at <= self.time]
         return past[-1] if past else Phase.UP
 
-    def look(self, *, ask: bool) -> Look:
+    def look(self, *, ask: bool) -> Observation:
         if ask:
             self.asked.append(self.time)
         return self.looks(self.time)
 
     def capture(
-        self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
+        self, looks: Sequence[Observation], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot:
         self.captured.append(self.time)
         self.time += self.takes_s
@@ -246,7 +246,7 @@ def test_a_stall_names_the_rank_that_is_stuck_and_who_waits_for_it() -> None:
 
 
 def test_each_stall_is_captured_once() -> None:
-    def twice(at_s: float) -> Look:
+    def twice(at_s: float) -> Observation:
         return stuck(200.0)(at_s) if at_s >= 200 else stuck(20.0, until_s=150.0)(at_s)
 
     scene = Scene(twice)
@@ -350,7 +350,7 @@ def test_without_agents_a_stall_is_one_unless_stacks_contradict() -> None:
 
 def test_doubts_cost_no_more_than_a_look_a_minute() -> None:
     # Each time another request is the oldest, and stays for a while.
-    def slow(at_s: float) -> Look:
+    def slow(at_s: float) -> Observation:
         api = beat("api", handed=0, loop_s=0.0, rendering_s=8.0 + at_s % 20)
         return look(at_s, pulses=(api, beat("engine", running=0, waiting=0, still_s=0.0)))
 
@@ -360,7 +360,7 @@ def test_doubts_cost_no_more_than_a_look_a_minute() -> None:
 
 
 def test_a_compiler_that_shows_in_the_evidence() -> None:
-    def compiling(at_s: float) -> Look:
+    def compiling(at_s: float) -> Observation:
         known = at_s < 200 and scene.asked and scene.asked[-1] == at_s
         known = known or (scene.captured and at_s < 200)
         return msgspec.structs.replace(stuck(0.0)(at_s), compilers=("nvcc",) if known else ())
@@ -389,7 +389,7 @@ def test_a_server_that_fails_leaves_evidence() -> None:
 
 
 def test_a_node_that_does_not_answer_is_told_once() -> None:
-    def cut(at_s: float) -> Look:
+    def cut(at_s: float) -> Observation:
         scene.note = "node 10.0.0.2 does not answer" if at_s > 10 else ""
         return well(at_s)
 
@@ -453,7 +453,7 @@ def test_what_metrics_say_is_explained_by_stacks(verdict: str) -> None:
 def test_a_look_that_fails_ends_no_watch() -> None:
     """Whatever it raises: a stall after that is told as any other."""
 
-    def odd(at_s: float) -> Look:
+    def odd(at_s: float) -> Observation:
         if at_s < 30:
             raise RuntimeError("can't start new thread")
         return stuck(40.0)(at_s)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ..protocol.caches import ProcessCaches
-from ..protocol.compares import CompareRequest, Comparison, Look
+from ..protocol.compares import CacheReading, CompareRequest, Comparison
 from . import caches, engine, objects, requests
 from .adapters import engine as adapter
 from .gate import Arrival, gate
@@ -118,7 +118,7 @@ def compare(request: CompareRequest) -> Comparison:
     client, loop = engine.front_end()
     deadline = time.time() + request.timeout_s
     patience = deadline - request.timeout_s / 2  # the rest is for the last look: a step may be long
-    looks: list[Look] = []
+    looks: list[CacheReading] = []
     try:
         looks.append(look_at_both(client, loop, deadline))
         began = time.monotonic()
@@ -138,7 +138,7 @@ def compare(request: CompareRequest) -> Comparison:
     )
 
 
-def look_at_both(client: Any, loop: asyncio.AbstractEventLoop, deadline: float) -> Look:
+def look_at_both(client: Any, loop: asyncio.AbstractEventLoop, deadline: float) -> CacheReading:
     """The front end's caches, then those of the engines and workers.
 
     Args:
@@ -161,7 +161,7 @@ def look_at_both(client: Any, loop: asyncio.AbstractEventLoop, deadline: float) 
         call.cancel()
         raise
     answers = [answer for engine_answers in engines for answer in engine_answers]
-    return Look(
+    return CacheReading(
         front=front,
         engines=[DECODER.decode(answer) for answer in answers if isinstance(answer, bytes)],
         handed=handed,

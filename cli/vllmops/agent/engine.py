@@ -46,6 +46,8 @@ class Progress:
     def __init__(self) -> None:
         self.seen: object = None
         self.since = 0.0
+        # By id: a running request's computed tokens, and since when it has had them.
+        self.requests: dict[str, tuple[int, float]] = {}
 
     def look(self, now: float) -> tuple[int | None, int | None, int | None, float | None]:
         """``current_step``, requests running and waiting, and for how many seconds they stall.
@@ -57,13 +59,26 @@ class Progress:
         if scheduler is None:
             return None, None, None, None
         running, waiting = counts(scheduler)
-        seen = attempt(lambda: tokens(scheduler)), running, waiting
+        tokens = attempt(lambda: tokens_of(scheduler)) or {}
+        before = self.requests
+        self.requests = {
+            name: known if (known := before.get(name)) and known[0] == count else (count, now)
+            for name, count in tokens.items()
+        }
+        seen = tokens, running, waiting
         # vLLM counts an idle streaming session as waiting, too.
         listening = attempt(lambda: int(scheduler.num_waiting_for_streaming_input)) or 0
         pending = (running or 0) + (waiting or 0) > listening
         if seen != self.seen or not pending or rests(scheduler):
             self.seen, self.since = seen, now
         return step(scheduler), running, waiting, now - self.since
+
+    def still_s(self, request: Any, now: float) -> float | None:
+        """For how many seconds a running request has made no progress; None if unknown."""
+        tokens, since = self.requests.get(request.request_id, (None, now))
+        if tokens is None:
+            return None
+        return now - since if tokens == request.num_computed_tokens else 0.0
 
 
 progress = Progress()
@@ -102,9 +117,9 @@ def rests(scheduler: Any) -> bool:
     return paused or bool(attempt(lambda: objects.latest("executor").is_sleeping))  # type: ignore[union-attr]
 
 
-def tokens(scheduler: Any) -> int:
-    """A number that changes when the running requests or their computed tokens change."""
-    return sum(hash(r.request_id) + r.num_computed_tokens for r in list(scheduler.running))
+def tokens_of(scheduler: Any) -> dict[str, int]:
+    """The computed tokens of each running request, by its id."""
+    return {request.request_id: request.num_computed_tokens for request in list(scheduler.running)}
 
 
 def handed() -> int | None:

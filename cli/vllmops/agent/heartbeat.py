@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..forever import Trouble
+from ..background import ErrorReporter
 from ..protocol.engine import BEAT_BYTES, BEAT_INTERVAL_S, Beat
 from .log import log
 
@@ -32,7 +32,7 @@ class Heart:
         self.beat = beat
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self.stopped = threading.Event()
-        self.trouble = Trouble(
+        self.reporter = ErrorReporter(
             f"the heartbeat can't be written to {path}: vllmops shows this process as stuck",
             log.warning,
         )
@@ -53,7 +53,7 @@ class Heart:
             record = msgspec.json.encode(self.beat(sequence, time.monotonic()))
             os.pwrite(self.fd, record.ljust(BEAT_BYTES)[:BEAT_BYTES], 0)
         except Exception as error:
-            self.trouble.tell(error)
+            self.reporter.report(error)
 
     def stop(self) -> None:
         self.stopped.set()

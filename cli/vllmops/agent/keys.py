@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from ..background import ErrorReporter, thread
 from ..errors import VllmopsError
-from ..forever import Trouble, thread
 from ..keys import file
 from ..keys.ring import CARRIER_TTL_S, Ring, kids
 from ..protocol.keys import ProcessKeys
@@ -53,8 +53,8 @@ class Holder:
 
     def follow(self) -> None:
         """Check the file every `CHECK_S` seconds, from a thread."""
-        trouble = Trouble("changes of the keyring are not noticed", log.error)
-        thread("vllmops-keys", self.check, trouble, pause_s=CHECK_S)
+        reporter = ErrorReporter("changes of the keyring are not noticed", log.error)
+        thread("vllmops-keys", self.check, reporter, pause_s=CHECK_S)
 
     def check(self, *, reload: bool = False) -> None:
         """Load the source if it has changed; never raises.

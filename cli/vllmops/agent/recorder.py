@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from ..background import ErrorReporter
 from ..files import open_plain, read_private, take
-from ..forever import Trouble
 from ..protocol import steps
 from ..protocol.steps import ENDED, EXECUTING, SCHEDULING, StepsFile, StepsHead
 from . import objects
@@ -96,7 +96,7 @@ class Recorder:
         )
         os.ftruncate(fd, 0)
         os.pwrite(fd, msgspec.json.encode(self.head).ljust(steps.HEAD_BYTES), 0)
-        self.trouble = Trouble("the engine's steps can't be recorded", log.warning)
+        self.reporter = ErrorReporter("the engine's steps can't be recorded", log.warning)
         self.run: Run | None = None
         self.open: dict[int, Run] = {}
 
@@ -144,7 +144,7 @@ class Recorder:
         try:
             os.pwrite(self.fd, steps.packed(run), run.offset)
         except OSError as error:
-            self.trouble.tell(error)
+            self.reporter.report(error)
 
 
 _place: Callable[[], Path] = Path

@@ -33,38 +33,6 @@ NEARLY_FULL = 0.95  # of the KV cache
 ABORTED = "an operator ended this request"
 
 
-class Tracker:
-    """Since when the running requests of a scheduler make no progress; cheap, for heartbeats."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, tuple[int, float]] = {}
-
-    def look(self, now: float) -> None:
-        """Note how far each running request is.
-
-        Args:
-            now: monotonic, in seconds.
-        """
-        with suppress(Exception):
-            running = list(getattr(objects.latest("scheduler"), "running", ()))
-            before, seen = self.seen, {}
-            for request in running:
-                name, tokens = request.request_id, request.num_computed_tokens
-                known = before.get(name)
-                seen[name] = known if known and known[0] == tokens else (tokens, now)
-            self.seen = seen
-
-    def still_s(self, request: Any, now: float) -> float | None:
-        """For how many seconds a running request has made no progress; None if unknown."""
-        tokens, since = self.seen.get(request.request_id, (None, now))
-        if tokens is None:
-            return None
-        return now - since if tokens == request.num_computed_tokens else 0.0
-
-
-tracker = Tracker()
-
-
 def came_by(queue: Any, arrival: Arrival | None) -> None:
     """Note with which HTTP request a request of vLLM's came; nothing where that can't be kept."""
     if queue is not None and arrival is not None:
@@ -157,7 +125,7 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
                 state=state,
                 reason=reason,
                 age_s=at - request.arrival_time,
-                still_s=tracker.still_s(request, now) if state is State.RUNNING else None,
+                still_s=engine.progress.still_s(request, now) if state is State.RUNNING else None,
                 prompt_tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
                 kv_blocks=None if blocks is None else blocks.get(name, 0),

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from .. import __version__, forever
+from .. import __version__, background
+from ..background import ErrorReporter
 from ..errors import VllmopsError
 from ..files import peer
-from ..forever import Trouble
 from ..home import home, make_missing
 from ..protocol import packages
 from ..protocol.compares import CompareRequest
@@ -70,8 +70,8 @@ class Server(ThreadingMixIn, UnixStreamServer):
     # The process does not wait for open connections when it ends.
     block_on_close = False
 
-    def __init__(self, path: str, trouble: Trouble) -> None:
-        self.trouble = trouble
+    def __init__(self, path: str, reporter: ErrorReporter) -> None:
+        self.reporter = reporter
         super().__init__(path, Handler)
 
     def get_request(self) -> tuple[Any, Any]:
@@ -79,7 +79,7 @@ class Server(ThreadingMixIn, UnixStreamServer):
             return super().get_request()
         except OSError as error:
             # The caller is still waiting, so the base class would try again at once, without end.
-            self.trouble.tell(error)
+            self.reporter.report(error)
             time.sleep(REST_S)
             raise
 
@@ -165,16 +165,16 @@ class Running:
         if answers(self.path):
             raise OffError(f"another process answers on {self.path}")
         self.path.unlink(missing_ok=True)
-        trouble = Trouble(
+        reporter = ErrorReporter(
             f"the agent of pid {self.pid} does not answer: vllmops can't inspect this process",
             log.warning,
         )
-        self.server = Server(os.fspath(self.path), trouble)
+        self.server = Server(os.fspath(self.path), reporter)
         self.path.chmod(0o600)
         self.heart = Heart(self.path.with_suffix(".beat"), beat)
         self.heart.start()
         # Nothing calls shutdown(), so a long poll interval is fine.
-        forever.thread("vllmops-agent", partial(self.server.serve_forever, 3600), trouble)
+        background.thread("vllmops-agent", partial(self.server.serve_forever, 3600), reporter)
 
     def leave(self) -> None:
         """Remove the files, unless this is a forked child: they are its parent's."""
@@ -294,7 +294,6 @@ turns = engine.Turns()
 def beat(sequence: int, now: float) -> Beat:
     """A heartbeat's content."""
     step, running, waiting, still_s = engine.progress.look(now)
-    requests.tracker.look(now)
     return Beat(
         monotonic=now,
         sequence=sequence,

@@ -51,8 +51,8 @@ def bundle(
         float,
         typer.Option(
             parser=seconds(1),
-            help="Seconds for everything except vLLM's collect_env, which has "
-            f"{COLLECT_ENV_S:g} seconds of its own.",
+            help="Seconds for everything. vLLM's collect_env, which runs beside it, has at least "
+            f"{COLLECT_ENV_S:g}.",
         ),
     ] = TIMEOUT_S,
     no_redact: Annotated[
@@ -87,7 +87,13 @@ def bundle(
     # Not an exception: what was captured must be written, however often Ctrl-C is pressed.
     signal.signal(signal.SIGINT, lambda *_: stop.set())
     with Progress(time.time(), quiet=json_) as progress:
-        contents = collect(server, timeout_s=timeout, tell=progress.update, stop=stop)
+        contents = collect(
+            server,
+            timeout_s=timeout,
+            collect_env_s=max(timeout, COLLECT_ENV_S),
+            tell=progress.update,
+            stop=stop,
+        )
         progress.update("writing the file")
         path, index = bundles.write(contents, path, redact=not no_redact, overwrite=replace)
     found = contents.findings

@@ -343,9 +343,9 @@ def figures(snapshot: ServerSnapshot) -> dict[str, str]:
     """The server's figures, as far as they are known."""
     looks = [look for look in snapshot.looks if look.metrics]
     found: dict[str, str] = {}
-    engines = [report.engine for report in snapshot.told if report.engine.running is not None]
+    engines = [report.engine for report in snapshot.reports if report.engine.running is not None]
     last = looks[-1].metrics if looks else None
-    http = sum(report.traffic.in_flight or 0 for report in snapshot.told)
+    http = sum(report.traffic.in_flight or 0 for report in snapshot.reports)
     if engines:
         running = sum(engine.running or 0 for engine in engines)
         waiting = sum(engine.waiting or 0 for engine in engines)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 from typer.core import TyperCommand
@@ -33,19 +33,18 @@ from ..instances.record import Failure, Folder, Record, State
 from ..keys import admin_token as admin
 from ..keys import file as keys
 from ..keys.ring import Key, Status, fresh
-from ..numbers import MOST
 from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..protocol.packages import distributions
 from ..store import settings
 from ..store.store import ResponseStore
 from . import serve_config
-from .options import admin_token_option, count, duration, patch_ids, time_
+from . import serve_options as opts
+from .options import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BEHIND = "vllmops.behind"
-CUDA = "--cuda-coredump"
 LOG_POLL_S = 0.2
 STORE_TIMEOUT_S = 10.0
 
@@ -64,16 +63,11 @@ class PassThrough(TyperCommand):
 def with_folder(args: Sequence[str]) -> Iterator[str]:
     """The arguments; ``--cuda-coredump`` without a directory gets one in the state directory."""
     for word, following in zip(args, (*args[1:], "-"), strict=False):
-        alone = word == CUDA and following.startswith("-")
-        yield f"{CUDA}={home() / 'cuda'}" if alone else word
+        alone = word == opts.CUDA and following.startswith("-")
+        yield f"{opts.CUDA}={home() / 'cuda'}" if alone else word
 
 
 app = typer_app()
-
-INSTANCE = "Instance"
-RESPONSES = "Responses"
-CARRIERS = "Carriers and keys"
-WATCH = "Watch"
 
 
 @app.command(
@@ -83,173 +77,32 @@ WATCH = "Watch"
 @command
 def serve(
     ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL [-- VLLM ARGUMENTS]", help="Directory of a model, or its Hub ID."
-        ),
-    ] = None,
-    detach: Annotated[
-        bool,
-        typer.Option("--detach", "-d", help="Return once the server is ready; it keeps running."),
-    ] = False,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the instance [made from the model's name].")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            parser=count(1, 65535), help="Port to listen on [the first free one from 8000]."
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            is_eager=True,
-            readable=False,
-            callback=serve_config.load,
-            help="Read options and vLLM arguments from this TOML file; the command line wins.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Only print the exact command and environment."),
-    ] = False,
-    toml: Annotated[
-        bool,
-        typer.Option("--toml", help="With --dry-run: print a file for --config instead."),
-    ] = False,
-    demo: Annotated[
-        demos.Kind | None,
-        typer.Option(
-            metavar="KIND",
-            help="Build and serve a tiny model with random weights: text, moe, vision or audio.",
-            rich_help_panel=INSTANCE,
-        ),
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="K=V",
-            help="Environment variable for vLLM; repeatable.",
-            rich_help_panel=INSTANCE,
-        ),
-    ] = None,
-    no_patch: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ID",
-            help="Do not apply this patch, see `vllmops patches list`; repeatable.",
-            autocompletion=patch_ids,
-            rich_help_panel=INSTANCE,
-        ),
-    ] = None,
-    cuda_coredump: Annotated[
-        Path | None,
-        typer.Option(
-            CUDA,
-            metavar="[DIR]",
-            help="Let `vllmops stacks dump --cuda` dump the GPUs into this directory [cuda in"
-            " VLLMOPS_HOME].",
-            show_default=False,
-            rich_help_panel=INSTANCE,
-        ),
-    ] = None,
-    quiet: Annotated[
-        bool,
-        typer.Option(
-            "--quiet",
-            "-q",
-            help="Do not show the log in the foreground.",
-            rich_help_panel=INSTANCE,
-        ),
-    ] = False,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Where responses are stored: memory://, sqlite:///FILE, postgresql://, redis://,"
-            " or none [a file of the instance].",
-            rich_help_panel=RESPONSES,
-        ),
-    ] = None,
-    store_max_size: Annotated[
-        int | None,
-        typer.Option(
-            parser=count(1, MOST),
-            help="Maximum number of stored responses [10000].",
-            rich_help_panel=RESPONSES,
-        ),
-    ] = None,
-    store_max_per_key: Annotated[
-        int | None,
-        typer.Option(
-            parser=count(1, MOST),
-            help="Maximum number of stored responses per API key [no limit].",
-            rich_help_panel=RESPONSES,
-        ),
-    ] = None,
-    store_ttl: Annotated[
-        str | None,
-        typer.Option(
-            parser=time_,
-            metavar="TIME",
-            help="How long a response is stored after its last use, such as 12h [30d].",
-            rich_help_panel=RESPONSES,
-        ),
-    ] = None,
-    keyring: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The keyring, or none [VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME, which is"
-            " created].",
-            show_default=False,
-            rich_help_panel=CARRIERS,
-        ),
-    ] = None,
-    carrier: Annotated[
-        settings.Format | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Carrier format: v2 (encrypted) or signed-v1 (readable) [v2].",
-            rich_help_panel=CARRIERS,
-        ),
-    ] = None,
-    carrier_ttl: Annotated[
-        str | None,
-        typer.Option(
-            parser=time_,
-            metavar="TIME",
-            help="How long a carrier is accepted, such as 12h [30d].",
-            rich_help_panel=CARRIERS,
-        ),
-    ] = None,
-    admin_token: Annotated[Path | None, admin_token_option(CARRIERS)] = None,
-    watch: Annotated[
-        bool,
-        typer.Option(
-            "--watch",
-            help="Also run `vllmops watch`; it writes to the server's log.",
-            rich_help_panel=WATCH,
-        ),
-    ] = False,
-    watch_exec: Annotated[
-        str | None,
-        typer.Option(metavar="CMD", help="Watch with --exec CMD.", rich_help_panel=WATCH),
-    ] = None,
-    watch_webhook: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Watch with --webhook URL.", rich_help_panel=WATCH),
-    ] = None,
-    watch_repair: Annotated[
-        bool, typer.Option("--watch-repair", help="Watch with --repair.", rich_help_panel=WATCH)
-    ] = False,
-    watch_restart: Annotated[
-        bool, typer.Option("--watch-restart", help="Watch with --restart.", rich_help_panel=WATCH)
-    ] = False,
+    model: opts.Model = None,
+    detach: opts.Detach = False,
+    name: opts.Name = None,
+    host: opts.Host = None,
+    port: opts.Port = None,
+    config: opts.Config = None,
+    dry_run: opts.DryRun = False,
+    toml: opts.Toml = False,
+    demo: opts.Demo = None,
+    env: opts.Env = None,
+    no_patch: opts.NoPatch = None,
+    cuda_coredump: opts.CudaCoredump = None,
+    quiet: opts.Quiet = False,
+    store: opts.Store = None,
+    store_max_size: opts.StoreMaxSize = None,
+    store_max_per_key: opts.StoreMaxPerKey = None,
+    store_ttl: opts.StoreTtl = None,
+    keyring: opts.Keyring = None,
+    carrier: opts.Carrier = None,
+    carrier_ttl: opts.CarrierTtl = None,
+    admin_token: opts.AdminToken = None,
+    watch: opts.Watch = False,
+    watch_exec: opts.WatchExec = None,
+    watch_webhook: opts.WatchWebhook = None,
+    watch_repair: opts.WatchRepair = False,
+    watch_restart: opts.WatchRestart = False,
     json_: Json = False,
 ) -> Result:
     """Launch a vLLM server and supervise all its processes.
@@ -339,7 +192,9 @@ def ready_folder(folder: Path) -> None:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         check(folder / "core")
     except OSError as error:
-        raise not_written(folder, error, hint=f"choose another directory with {CUDA}") from error
+        raise not_written(
+            folder, error, hint=f"choose another directory with {opts.CUDA}"
+        ) from error
 
 
 def unpatched(ids: Sequence[str]) -> list[str]:

@@ -13,11 +13,11 @@ from ..errors import Exit, VllmopsError
 from ..host.processes import alive
 from ..instances.readiness import engines_up
 from ..instances.record import Folder, State
-from ..instances.servers import Server, away, place_of, resolve
+from ..instances.servers import Server, away, endpoint_of, resolve
 from ..output import Json, Progress, Result, span, typer_app
 from ..targets import Pod, Url, access, parsed
 from ..vllm_api import http as client_http
-from ..vllm_api.place import Place
+from ..vllm_api.endpoint import Endpoint
 from .options import Target, TargetArgument, seconds
 from .serve import failed
 from .several import per_target
@@ -97,12 +97,12 @@ def until(
             time.sleep(POLL_S)
 
 
-def distant(target: str | None) -> Place | None:
+def distant(target: str | None) -> Endpoint | None:
     """The place of a target on another machine; also of a URL here if there is an admin token."""
     asked = parsed(target) if target else None
     reach = access.get()
     if isinstance(asked, Url | Pod) and (away(asked) or (reach and reach.token)):
-        return place_of(asked)
+        return endpoint_of(asked)
     return None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .facts import STATS
-from .places import Place
+from .places import Position
 from .signatures import Confidence
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
     return found
 
 
-def _said(place: Place) -> str:
+def _said(place: Position) -> str:
     names = " ← ".join(frame.function for frame in place.thread.frames)
     return f"{place.process.title or 'a process'} in {names}"
 

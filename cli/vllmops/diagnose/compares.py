@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import msgspec
 
 from ..protocol.caches import EncoderCache, EncoderDecoderCache, LruCache, ProcessCaches, Sample
-from ..protocol.compares import Comparison, Look
+from ..protocol.compares import CacheReading, Comparison
 from .caches import (
     Note,
     encoders,
@@ -91,7 +91,7 @@ def drift(comparison: Comparison) -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.severity.rank)
 
 
-def sample(look: Look) -> Sample:
+def sample(look: CacheReading) -> Sample:
     """A comparison's sample, as `diagnose.caches` takes it."""
     return Sample(taken_at=0.0, processes=[look.front, *look.engines])
 

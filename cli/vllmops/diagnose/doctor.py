@@ -8,7 +8,7 @@ import msgspec
 
 from ..protocol.engine import Beat
 from ..protocol.pasted import Pasted
-from ..protocol.server import Look, RasCapture, ServerSnapshot
+from ..protocol.server import Observation, RasCapture, ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
 from ..protocol.steps import StepsRecording
 from . import caches, compares, history, memory, progress, requests, server, stacks
@@ -89,7 +89,7 @@ def explanation(
 
 def explain(
     samples: Sequence[StacksSnapshot],
-    looks: Sequence[Look],
+    looks: Sequence[Observation],
     patience_s: float = progress.PATIENCE_S,
     ras: Sequence[RasCapture] = (),
 ) -> stacks.Explanation:
@@ -104,13 +104,13 @@ def explain(
     return stacks.explain(pasted, known)
 
 
-def engines(looks: Sequence[Look]) -> list[Beat]:
+def engines(looks: Sequence[Observation]) -> list[Beat]:
     """The last heartbeats of processes that have a scheduler."""
     last = looks[-1].pulses if looks else ()
     return [pulse.beat for pulse in last if pulse.beat.still_s is not None]
 
 
-def facts(looks: Sequence[Look], patience_s: float) -> dict[str, str]:
+def facts(looks: Sequence[Observation], patience_s: float) -> dict[str, str]:
     """Facts for the stacks' signatures; an agent's are fresh, those of metrics may be stale."""
     if not looks:
         return {}
@@ -125,7 +125,7 @@ def facts(looks: Sequence[Look], patience_s: float) -> dict[str, str]:
     return found | pace(looks)
 
 
-def pace(looks: Sequence[Look]) -> dict[str, str]:
+def pace(looks: Sequence[Observation]) -> dict[str, str]:
     """How long the slowest engine has made no progress, and whether its steps go on."""
     fresh = [pulse for pulse in progress.living(looks[-1]) if pulse.age_s < progress.LATE_S]
     still = {pulse.pid: pulse.beat.still_s for pulse in fresh if pulse.beat.still_s is not None}
@@ -141,7 +141,7 @@ def stalled(
 ) -> list[progress.Stall]:
     """What has stopped; a doubtful stall counts only if stacks and agents confirm it."""
     verdict = explained.verdict if explained else None
-    answered = {progress.process_name(report) for report in snapshot.told}
+    answered = {progress.process_name(report) for report in snapshot.reports}
     found = progress.stalls(snapshot.looks, patience_s)
     return [stall for stall in found if stall.is_confirmed(verdict, answered)]
 

@@ -21,7 +21,7 @@ from .matching import (
     place,
     places,
 )
-from .places import Place
+from .places import Position
 from .signatures import Confidence, Signature, catalogue
 from .waiting import COLLECTIVES, Chain, chain
 
@@ -150,7 +150,7 @@ def _agreeing(found: Chain, samples: Sequence[StacksSnapshot]) -> int:
     return sum(all(_is_there(root, sample) for root in found.roots) for sample in samples)
 
 
-def _is_there(root: Place, sample: StacksSnapshot) -> bool:
+def _is_there(root: Position, sample: StacksSnapshot) -> bool:
     key = Spot(root.process, root.thread, ()).key
     return any(
         Spot(process, thread, ()).key == key and places(thread) == places(root.thread)
@@ -159,11 +159,11 @@ def _is_there(root: Place, sample: StacksSnapshot) -> bool:
     )
 
 
-def _names(roots: Sequence[Place]) -> str:
+def _names(roots: Sequence[Position]) -> str:
     return ", ".join(dict.fromkeys(label(root.process) for root in roots))
 
 
-def _evidence(root: Place) -> str:
+def _evidence(root: Position) -> str:
     frames = list(root.thread.frames[:SHOWN_FRAMES])
     if root.frame and root.frame not in frames:
         frames.append(root.frame)

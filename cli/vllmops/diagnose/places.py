@@ -107,7 +107,7 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where one thread is.
 
     Args:
@@ -238,7 +238,7 @@ def _order() -> dict[str, int]:
     return {wait.id: index for index, wait in enumerate(tables().wait)}
 
 
-def place_of(process: ProcessStacks, thread: Thread) -> Place:
+def place_of(process: ProcessStacks, thread: Thread) -> Position:
     """Where a thread is, and what it waits for."""
     frames = own(thread.frames)
     if "(" in thread.name:  # Python names a thread after its outermost function
@@ -250,13 +250,13 @@ def place_of(process: ProcessStacks, thread: Thread) -> Place:
         phase = _phases()["forward"]
     inner = frames[: inside + 1]
     if not frames or ASIDE.match(thread.name) or _rests(process, thread, phase, inner, frames):
-        return Place(process, thread, phase, "rest", frames[0] if frames else None)
+        return Position(process, thread, phase, "rest", frames[0] if frames else None)
     found = [(ids[0], at) for at, frame in enumerate(inner) if (ids := waits_of(frame))]
     if phase.id == "spawn":
-        return Place(process, thread, phase, "ipc-read", frames[0])
+        return Position(process, thread, phase, "ipc-read", frames[0])
     telling = next((f for f in frames if not _is_silent(f)), frames[0])
     if not found:
-        return Place(process, thread, phase, _unnamed(thread, frames, telling), telling)
+        return Position(process, thread, phase, _unnamed(thread, frames, telling), telling)
     wait, at = min(found, key=lambda row: (_order()[row[0]], row[1]))
     if wait in {"metadata", "structure"} and waits_of(telling)[:1] != (wait,):
         wait, at = "call", frames.index(telling)
@@ -264,7 +264,7 @@ def place_of(process: ProcessStacks, thread: Thread) -> Place:
         ENTERED.search(frame.short_file) or DRIVERS.search(frame.short_file) for frame in inner[:3]
     )
     entered |= wait == "collective" and NATIVE.search(frames[0].short_file) is not None
-    return Place(process, thread, phase, wait, frames[at], entered)
+    return Position(process, thread, phase, wait, frames[at], entered)
 
 
 def own(frames: Sequence[Frame]) -> tuple[Frame, ...]:

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from ..protocol.place import who
-from ..protocol.server import Look, Pulse, Told
+from ..protocol.server import AgentReport, Observation, Pulse
 from .findings import Rule, Severity
 
 # The longest time that a healthy server makes no progress with requests pending: a step, and more.
@@ -114,7 +114,7 @@ class Stall(msgspec.Struct, frozen=True):
         return True
 
 
-def stalls(looks: Sequence[Look], patience_s: float = PATIENCE_S) -> list[Stall]:
+def stalls(looks: Sequence[Observation], patience_s: float = PATIENCE_S) -> list[Stall]:
     """What has stopped, by the last sample.
 
     Args:
@@ -138,12 +138,12 @@ def stalls(looks: Sequence[Look], patience_s: float = PATIENCE_S) -> list[Stall]
     return found
 
 
-def suspicious(looks: Sequence[Look]) -> bool:
+def suspicious(looks: Sequence[Observation]) -> bool:
     """Whether a longer time could show a stall: requests are pending and nothing has moved."""
     return bool(stalls(looks, patience_s=0.0)) and len(looks) > 1
 
 
-def decidable(looks: Sequence[Look], within_s: float) -> bool:
+def decidable(looks: Sequence[Observation], within_s: float) -> bool:
     """Whether more samples within some seconds could show a stall: counters need more patience."""
     slow = {*counted(looks, 0.0)} if within_s < PATIENCE_S * METRICS_FACTOR else set()
     return len(looks) > 1 and bool({*stalls(looks, patience_s=0.0)} - slow)
@@ -158,13 +158,13 @@ def at_work(pulses: Sequence[Pulse]) -> bool:
     )
 
 
-def living(look: Look) -> list[Pulse]:
+def living(look: Observation) -> list[Pulse]:
     """The heartbeats of live processes; a heartbeat's file may outlive its process."""
     dead = {process.pid for process in look.processes if process.state in DEAD}
     return [pulse for pulse in look.pulses if pulse.pid not in dead]
 
 
-def frozen(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+def frozen(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """Engines that report no progress with their requests."""
     for pulse in living(looks[-1]):
         beat = pulse.beat
@@ -181,7 +181,7 @@ def frozen(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
             yield Stall(NO_PROGRESS.code, process_name(pulse), still_s, evidence)
 
 
-def stepping(looks: Sequence[Look], pulse: Pulse) -> bool:
+def stepping(looks: Sequence[Observation], pulse: Pulse) -> bool:
     """Whether an engine's steps go on although its requests make no progress."""
     # The heartbeat of the last token is left out: its step may not have been counted yet.
     began_s = looks[-1].at_s - pulse.age_s - (pulse.beat.still_s or 0.0) + SAME_BEAT_S
@@ -194,7 +194,7 @@ def stepping(looks: Sequence[Look], pulse: Pulse) -> bool:
     return len(steps) > 1
 
 
-def unreached(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+def unreached(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """Requests that left the API server and do not arrive in the engine."""
     since_s = lasting(looks, on_the_way)
     if since_s is None or since_s < patience_s:
@@ -214,7 +214,7 @@ def unreached(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
     )
 
 
-def on_the_way(look: Look) -> object:
+def on_the_way(look: Observation) -> object:
     """What the API server has handed over while the engines have no request; None otherwise.
 
     Two samples are about the same requests only if their number and the steps are the same.
@@ -228,7 +228,7 @@ def on_the_way(look: Look) -> object:
     return handed, tuple(beat.current_step for beat in engines)
 
 
-def silent(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+def silent(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """API servers that do not answer: their agents say so, or ``/health`` does not answer."""
     reported = False
     for pulse in living(looks[-1]):
@@ -245,7 +245,7 @@ def silent(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
         yield Stall(API_SILENT.code, subject, since_s, evidence)
 
 
-def unhealthy(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+def unhealthy(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """API servers that report a dead engine."""
     asked = [look for look in looks if look.health is not None]
     since_s = lasting(asked, lambda look: look.health == 503 or None) if asked else None
@@ -255,10 +255,10 @@ def unhealthy(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
         yield Stall(UNHEALTHY.code, subject, since_s, "/health answers 503")
 
 
-def ended(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+def ended(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """Dead processes of a live API server; in a clean shutdown the API server ends soon, too."""
 
-    def dead(look: Look) -> object:
+    def dead(look: Observation) -> object:
         alive = [process for process in look.processes if process.state not in DEAD]
         gone = [p.pid for p in look.processes if p.role in VITAL and p.state in DEAD]
         return (gone or None) if any(process.role == "api" for process in alive) else None
@@ -270,7 +270,7 @@ def ended(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
         yield Stall(ENDED.code, subject, since_s, f"dead for {since_s:.0f} s")
 
 
-def stuck_rendering(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+def stuck_rendering(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """Requests that stay in an API server; a slow download of an image looks the same."""
     for pulse in living(looks[-1]):
         since_s, blocked_s = pulse.beat.rendering_s or 0.0, pulse.beat.loop_s or 0.0
@@ -285,7 +285,7 @@ def stuck_rendering(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]
             )
 
 
-def without_python(looks: Sequence[Look], patience_s: float, stuck: bool) -> Iterator[Stall]:
+def without_python(looks: Sequence[Observation], patience_s: float, stuck: bool) -> Iterator[Stall]:
     """Live processes whose heartbeat has stopped.
 
     An idle engine without a heartbeat delays no request yet: it is a finding of `diagnose.server`
@@ -317,7 +317,7 @@ def late(pulse: Pulse) -> str:
     return f"its last heartbeat is {pulse.age_s:.0f} s old; one per second is expected"
 
 
-def counted(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
+def counted(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """Without agents: the counters do not change while the metrics show pending requests."""
     since_s = lasting(looks, counters)
     if since_s is None or since_s < patience_s:
@@ -335,7 +335,7 @@ def counted(looks: Sequence[Look], patience_s: float) -> Iterator[Stall]:
     )
 
 
-def counters(look: Look) -> object:
+def counters(look: Observation) -> object:
     """The counters while requests are pending; None without such requests, or in sleep mode."""
     found = look.metrics
     if found is None or not (found.running or found.waiting) or found.awake == 0:
@@ -343,7 +343,7 @@ def counters(look: Look) -> object:
     return found.running, found.waiting, found.tokens, found.finished, found.preemptions
 
 
-def lasting(looks: Sequence[Look], sign: Callable[[Look], object]) -> float | None:
+def lasting(looks: Sequence[Observation], sign: Callable[[Observation], object]) -> float | None:
     """For how many seconds a sign has had its last value; None if that is None."""
     current = sign(looks[-1])
     if current is None:
@@ -356,6 +356,6 @@ def lasting(looks: Sequence[Look], sign: Callable[[Look], object]) -> float | No
     return looks[-1].at_s - since_s
 
 
-def process_name(pulse: Pulse | Told) -> str:
+def process_name(pulse: Pulse | AgentReport) -> str:
     """Role and pid, as findings name a process."""
     return who(pulse)

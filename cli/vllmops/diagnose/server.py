@@ -274,7 +274,8 @@ def missing(snapshot: ServerSnapshot) -> Iterator[Finding]:
     apis = [process for process in last.processes if process.role == "api"]
     # Without multiprocessing the engine runs inside the API server.
     inside = any(
-        report.role == "api" and report.engine.current_step is not None for report in snapshot.told
+        report.role == "api" and report.engine.current_step is not None
+        for report in snapshot.reports
     )
     if apis and last.health and "engine" not in roles and not inside:
         evidence = f"api {apis[0].pid} has no EngineCore process below it"
@@ -313,7 +314,7 @@ def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
         elif process.state == "D":
             yield UNINTERRUPTIBLE.at(called(process), "state D in two samples")
     # If the agent answers, only its heartbeat file is late: the disk may be full.
-    answered = {report.pid for report in snapshot.told}
+    answered = {report.pid for report in snapshot.reports}
     for pulse in snapshot.looks[-1].pulses:
         if pulse.age_s >= PATIENCE_S and pulse.pid not in answered:
             yield NO_PYTHON.at(process_name(pulse), late(pulse))
@@ -333,7 +334,7 @@ def agents(snapshot: ServerSnapshot) -> Iterator[Finding]:
         elif unseen.code in AGENT_OTHER_VERSION:
             yield AGENT_VERSION.at(unseen.part, unseen.why)
     versions: dict[str, list[str]] = {}
-    for report in snapshot.told:
+    for report in snapshot.reports:
         if report.hello.agent != snapshot.vllmops:
             versions.setdefault(report.hello.agent, []).append(process_name(report))
         for problem in report.hello.problems:
@@ -370,7 +371,7 @@ def patched(snapshot: ServerSnapshot) -> Iterator[Finding]:
 
 def installed(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Versions that are known to hang."""
-    versions = {name: v for report in snapshot.told for name, v in report.packages.items()}
+    versions = {name: v for report in snapshot.reports for name, v in report.packages.items()}
     yield from packages.findings(versions)
 
 
@@ -452,7 +453,7 @@ def guarded(snapshot: ServerSnapshot) -> Iterator[Finding]:
         yield DEV_ROUTES.at(addresses, "vLLM's development routes are on and need no API key")
     if guard.signing_key == "weak":
         yield WEAK_KEY.at("VLLM_RESPONSES_STATE_SIGNING_KEY", "not hex, or fewer than 64 digits")
-    apis = [report for report in snapshot.told if report.role == "api"]
+    apis = [report for report in snapshot.reports if report.role == "api"]
     if guard.store == "memory" and len(apis) > 1:
         yield SEVERAL_STORES.at(", ".join(map(process_name, apis)), "they share no store")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..protocol.server import Look
+from ..protocol.server import Observation
 from .progress import DEAD, METRICS_FACTOR, PATIENCE_S, Stall, stalls
 
 INTERVAL_S = 2.0
@@ -50,12 +50,12 @@ class Vigil:
 
     def begin(self) -> None:
         """Forget all samples: it is another server, or the last sample is old."""
-        self.looks: list[Look] = []
+        self.looks: list[Observation] = []
         self.row = 0
         self.asked_s = -ASK_S
         self.dismissed: set[tuple[str, str]] = set()
 
-    def see(self, look: Look) -> list[Stall]:
+    def see(self, look: Observation) -> list[Stall]:
         """Add a sample; returns the stalls that were not dismissed before."""
         self.looks.append(look)
         if look.metrics or look.health is not None:

@@ -13,7 +13,7 @@ from ..protocol.pasted import Crash
 from ..protocol.stacks import ProcessStacks, StacksSnapshot
 from . import toml
 from .facts import agrees
-from .places import NOWHERE, Place, is_main, own, place_of, waits_of
+from .places import NOWHERE, Position, is_main, own, place_of, waits_of
 from .signatures import name_of
 
 COLLECTIVES = {"collective", "dp-collective", "expert-exchange"}
@@ -88,8 +88,8 @@ class Chain:
 
     ids: tuple[str, ...]
     relation: str
-    roots: tuple[Place, ...]
-    victims: tuple[Place, ...]
+    roots: tuple[Position, ...]
+    victims: tuple[Position, ...]
 
 
 def chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> Chain | None:
@@ -117,13 +117,13 @@ def chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> Chain | None:
     return Chain(ids, relation, tuple(roots), tuple(victims)) if ids else None
 
 
-def telling(process: ProcessStacks) -> Place:
+def telling(process: ProcessStacks) -> Position:
     """The place of the thread that says most about a process."""
     places = [place_of(process, thread) for thread in process.threads]
     return min(places, key=functools.partial(_rank, process))
 
 
-def _rank(process: ProcessStacks, place: Place) -> tuple[bool, ...]:
+def _rank(process: ProcessStacks, place: Position) -> tuple[bool, ...]:
     main = is_main(process, place.thread)
     return (
         place.wait == "rest",
@@ -141,13 +141,13 @@ def _connector(sample: StacksSnapshot) -> Chain | None:
             if not is_main(process, thread) and any(
                 "transfer" in waits_of(frame) for frame in thread.frames
             ):
-                place = Place(process, thread, NOWHERE, "transfer", thread.frames[0])
+                place = Position(process, thread, NOWHERE, "transfer", thread.frames[0])
                 return Chain(("kv-connector-wait",), "connector", (place,), ())
     return None
 
 
 def _unanswered(
-    waiting: Sequence[Place], rest: Sequence[Place], facts: Mapping[str, str]
+    waiting: Sequence[Position], rest: Sequence[Position], facts: Mapping[str, str]
 ) -> Chain | None:
     """Engines that wait for a message while no worker of the text is busy."""
     engines = [place for place in waiting if place.phase.id not in {"", "api", "spawn"}] or [
@@ -164,7 +164,7 @@ def _unanswered(
     return Chain(ids, relation, tuple(engines), ()) if ids else None
 
 
-def _rooted(busy: Sequence[Place], rest: Sequence[Place]) -> tuple[str, list[Place]]:
+def _rooted(busy: Sequence[Position], rest: Sequence[Position]) -> tuple[str, list[Position]]:
     """What busy processes do together, and which of them the others wait for."""
     inside = [place for place in busy if place.wait in COLLECTIVES]
     outside = [place for place in busy if place.wait not in COLLECTIVES]
@@ -186,20 +186,20 @@ def _rooted(busy: Sequence[Place], rest: Sequence[Place]) -> tuple[str, list[Pla
     return ("absent", list(rest)) if rest else ("", inside)
 
 
-def _name(place: Place) -> str:
+def _name(place: Position) -> str:
     """The collective that a thread is in, by the outermost frame that names it."""
     frames = [frame for frame in own(place.thread.frames) if place.wait in waits_of(frame)]
     found = frames[-1] if frames else place.frame
     return name_of(found.function) if found else ""
 
 
-def _step(place: Place) -> str:
+def _step(place: Position) -> str:
     return f"{place.phase.id} {_name(place)}"
 
 
-def _fewest(places: Sequence[Place]) -> list[Place]:
+def _fewest(places: Sequence[Position]) -> list[Position]:
     """Those of the smallest group that stands at one place; all if the groups have one size."""
-    groups: dict[str, list[Place]] = {}
+    groups: dict[str, list[Position]] = {}
     for place in places:
         groups.setdefault(f"{place.wait} {_name(place)}", []).append(place)
     smallest = min(map(len, groups.values()))
@@ -207,7 +207,7 @@ def _fewest(places: Sequence[Place]) -> list[Place]:
     return few if len(few) < len(places) else list(places)
 
 
-def _ids(relation: str, root: Place, facts: Mapping[str, str]) -> tuple[str, ...]:
+def _ids(relation: str, root: Position, facts: Mapping[str, str]) -> tuple[str, ...]:
     for answer in answers().answer:
         if (
             (not answer.relation or relation in answer.relation)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -33,17 +33,17 @@ from ..protocol.pasted import Pasted
 from ..protocol.patches import ProcessPatches
 from ..protocol.place import who
 from ..protocol.server import (
+    AgentReport,
     Canary,
     Disk,
     Guard,
     Leftover,
-    Look,
     Machine,
+    Observation,
     ProcessState,
     Pulse,
     RasCapture,
     ServerSnapshot,
-    Told,
     Unseen,
 )
 from ..protocol.stacks import StacksSnapshot
@@ -116,7 +116,7 @@ class Examination:
         server: Server,
         options: Options,
         show: Callable[[str], None],
-        looks: Sequence[Look] = (),
+        looks: Sequence[Observation] = (),
         began: float | None = None,
     ) -> None:
         self.server = server
@@ -149,7 +149,7 @@ class Examination:
                 self.show("waiting for the response to one request for one token")
                 time.sleep(LOOK_S)
                 self.look()
-            return self.snapshot(parts, probe.result() if probe else None)
+            return self.whole(parts, probe.result() if probe else None)
 
     @property
     def age(self) -> float:
@@ -233,10 +233,17 @@ class Examination:
         Args:
             why: why the examination ends early, in words.
         """
-        server, record = self.server, self.server.record
         rest = [Unseen("agents, caches, patches and machine", "cut-short", why)]
         if self.options.always and (missing := self.options.samples - len(self.samples)):
             rest.append(Unseen(f"{missing} of {self.options.samples} stacks", "cut-short", why))
+        return self.snapshot(
+            machine=Machine(memory_total=0, memory_available=0),
+            unseen=(*self.unseen, *(rest if self.server.processes else [])),
+        )
+
+    def snapshot(self, **fields: Any) -> ServerSnapshot:
+        """What this examination itself has seen, and other fields of the snapshot."""
+        server, record = self.server, self.server.record
         return ServerSnapshot(
             taken_at=self.taken_at,
             vllmops=__version__,
@@ -248,12 +255,12 @@ class Examination:
             looks=tuple(self.looks),
             stacks=tuple(self.samples),
             ras=tuple(self.ras),
-            machine=Machine(memory_total=0, memory_available=0),
-            unseen=(*self.unseen, *(rest if server.processes else [])),
+            **fields,
         )
 
-    def snapshot(self, parts: Parts, probe: Canary | None) -> ServerSnapshot:
-        server, record = self.server, self.server.record
+    def whole(self, parts: Parts, probe: Canary | None) -> ServerSnapshot:
+        """The snapshot with all parts; waits for them."""
+        server = self.server
         reports, silent = parts.agents.result()
         patches = parts.patches.result()
         held = parts.caches.result()
@@ -266,23 +273,13 @@ class Examination:
         began = min((process.create_time for process in server.processes), default=None)
         versions = (answer.hello.vllm_version for answer in reports)
         version = next(filter(None, versions), None)
-        return ServerSnapshot(
-            taken_at=self.taken_at,
-            vllmops=__version__,
-            server=server.label,
-            url=server.url,
-            model=server.model,
-            state=record.state.value if record else "",
-            stage=record.stage if record else "",
+        return self.snapshot(
             uptime_s=None if began is None else max(self.taken_at - began, 0.0),
             vllm_version=version or (http.version(server.url) if server.url else None),
-            looks=tuple(self.looks),
-            told=tuple(reports),
+            reports=tuple(reports),
             caches=held,
             comparisons=compared,
             patches=tuple(patches),
-            stacks=tuple(self.samples),
-            ras=tuple(self.ras),
             memory=None if began is None else memory.newest(server.label, began),
             recordings=parts.history.result().recordings,
             guard=parts.guard.result(),
@@ -299,7 +296,7 @@ class Parts:
         self.server = server
         self.unseen: list[Unseen] = []
         own = server.of(*ROLES)
-        self.agents: Future[tuple[list[Told], list[Silent]]] = pool.submit(
+        self.agents: Future[tuple[list[AgentReport], list[Silent]]] = pool.submit(
             agent.side_by_side, own, report
         )
         self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
@@ -353,10 +350,10 @@ class Parts:
         return tuple(compared)
 
 
-def report(process: Process) -> Told:
+def report(process: Process) -> AgentReport:
     """What a process's agent reports; raises as `agent.reach` does."""
     reached = agent.reach(process)
-    return Told(
+    return AgentReport(
         **agent.shown(process),
         pid=process.pid,
         hello=reached.hello(),
@@ -374,7 +371,7 @@ def packages(reached: agent.Agent) -> dict[str, str]:
         return {}
 
 
-def look(server: Server, began: float, *, web: bool = True) -> Look:
+def look(server: Server, began: float, *, web: bool = True) -> Observation:
     """What changes from moment to moment; costs next to nothing without `web`.
 
     Args:
@@ -388,7 +385,7 @@ def look(server: Server, began: float, *, web: bool = True) -> Look:
         health = http.status(server.url)
         metrics = http.metrics(server.url) if health else None
     found = seen(server, compiling=True)
-    return Look(
+    return Observation(
         at_s=at_s,
         pulses=found.pulses,
         metrics=metrics,

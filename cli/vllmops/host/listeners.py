@@ -32,7 +32,7 @@ def distrust(url: str) -> str:
     with suppress(ValueError):
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        if not here(parts.hostname or "", port):
+        if not here(parts.hostname or ""):
             return ""
         found = listeners(port)
         if others := found - {0, os.geteuid()}:
@@ -43,10 +43,12 @@ def distrust(url: str) -> str:
     return f"{url} is not an address"
 
 
-def here(host: str, port: int) -> bool:
-    """Whether a host name can be this machine."""
+def here(host: str, *, surely: bool = False) -> bool:
+    """Whether a host name can be this machine; with ``surely`` whether it can be no other one."""
+    if host in {"", "localhost"}:
+        return True
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
     own = {
@@ -56,7 +58,10 @@ def here(host: str, port: int) -> bool:
         if address.family in {socket.AF_INET, socket.AF_INET6}
     }
     named = {plain(str(address[0])) for *_, address in found}
-    return any(address.is_loopback or address.is_unspecified or address in own for address in named)
+    judge = all if surely else any
+    return judge(
+        address.is_loopback or address.is_unspecified or address in own for address in named
+    )
 
 
 def answers(host: str, port: int) -> bool:
@@ -76,10 +81,10 @@ def plain(address: str) -> IPv4Address | IPv6Address:
 
 def listeners(port: int) -> set[int]:
     """The uids of those who listen on a port, on whatever address."""
-    return LOOK.at(port)
+    return OWNERS.at(port)
 
 
-class Look:
+class PortOwners:
     """Who listens on which port; those who ask at the same moment share a look.
 
     The kernel takes some 40 ms for it on a busy machine, and a command may have many targets.
@@ -126,4 +131,4 @@ def own_processes() -> Iterator[tuple[int, int]]:
                             yield found.laddr.port, uid
 
 
-LOOK = Look()
+OWNERS = PortOwners()

@@ -19,7 +19,7 @@ from ..protocol.identity import Identity, boot_id
 from ..rpc import membership
 from ..store.urls import shown
 from ..targets import Pod, Url, access, parsed
-from ..vllm_api.place import Place
+from ..vllm_api.endpoint import Endpoint
 from .control import adopt
 from .record import Folder, Record, State, address, folders
 
@@ -65,14 +65,14 @@ class Server:
     @property
     def url(self) -> str | None:
         if self.fleet is not None:
-            return self.fleet.admin.place.url
+            return self.fleet.admin.endpoint.url
         return address(self.scheme, self.host, self.port, self.uds)
 
     @property
     def label(self) -> str:
         """How messages name it, and what ``--target`` takes."""
         if self.fleet is not None:
-            return self.fleet.admin.place.name
+            return self.fleet.admin.endpoint.name
         return self.name or str(self.pid)
 
     def of(self, *roles: Role) -> tuple[Process, ...]:
@@ -195,7 +195,7 @@ def distant(asked: Url | Pod) -> Server | None:
     """The server behind a URL or in a pod, by its admin routes; None without an admin token.
 
     Raises:
-        VllmopsError: as `admin_token.token`, `place_of`, `Admin` and `Fleet.members` do.
+        VllmopsError: as `admin_token.token`, `endpoint_of`, `Admin` and `Fleet.members` do.
     """
     reach = access.get()
     if reach is None or reach.token is None:
@@ -205,23 +205,23 @@ def distant(asked: Url | Pod) -> Server | None:
     from ..vllm_api.remote import Fleet  # noqa: PLC0415
 
     token = admin_token.token(reach.token)
-    fleet = Fleet(Admin(place_of(asked), token))
+    fleet = Fleet(Admin(endpoint_of(asked), token))
     model = fleet.members().model
     return Server(None, fleet.processes(), port=asked.port, model=model, fleet=fleet)
 
 
-def place_of(asked: Url | Pod) -> Place:
+def endpoint_of(asked: Url | Pod) -> Endpoint:
     """Where a server on another machine is reached; raises VllmopsError."""
     if isinstance(asked, Url):
-        return Place.of(asked)
+        return Endpoint.of(asked)
     from ..vllm_api import forward  # noqa: PLC0415
 
-    return forward.place(asked)
+    return forward.endpoint(asked)
 
 
 def away(asked: str | Url | Pod | None) -> bool:
     """Whether a target is on another machine, as far as can be told."""
-    return isinstance(asked, Pod) or (isinstance(asked, Url) and not here(asked.host, asked.port))
+    return isinstance(asked, Pod) or (isinstance(asked, Url) and not here(asked.host))
 
 
 def unknown(target: str, asked: str | Url | Pod | None, why: str) -> VllmopsError:

@@ -27,9 +27,9 @@ from typing import Any
 import msgspec
 import psutil
 
+from ..background import ErrorReporter, attempt, repeat
 from ..errors import VllmopsError
 from ..files import peer
-from ..forever import Trouble, attempt, forever
 from ..host import ports, processes, shape, shm
 from ..host.processes import VITAL, Process, alive
 from ..host.roles import Role
@@ -116,7 +116,7 @@ class Supervisor:
         self.scanned = 0.0
         self.watch_due = 0.0
         self.unsaved = False
-        self.trouble = Trouble("the supervisor continues after an unexpected error", log)
+        self.reporter = ErrorReporter("the supervisor continues after an unexpected error", log)
         self.up: set[int] = set()
         self.raylets: dict[Process, str] = {}  # below which it has actors, with their nodes' names
         self.peers = Peers()
@@ -154,7 +154,7 @@ class Supervisor:
         except (OSError, ValueError):  # it has gone, or speaks another language
             pass
         except Exception as error:
-            self.trouble.tell(error)
+            self.reporter.report(error)
         finally:
             self.clients.pop(writer, None)
             if writer in self.holders:
@@ -210,14 +210,14 @@ class Supervisor:
             await self.hear(reader, writer)
         self.serving.add(asyncio.create_task(self.serve(reader, writer)))
         if not launch:
-            while not await attempt(self.take_over, self.trouble):  # noqa: ASYNC110 - nobody tells
+            while not await attempt(self.take_over, self.reporter):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(TICK_S)
-        elif not await attempt(self.launch, self.trouble):
-            self.end(State.FAILED, Failure(f"the server can't be started: {self.trouble.last}"))
-        asking = asyncio.create_task(forever(self.ask_peers, self.trouble, PEERS_S))
+        elif not await attempt(self.launch, self.reporter):
+            self.end(State.FAILED, Failure(f"the server can't be started: {self.reporter.last}"))
+        asking = asyncio.create_task(repeat(self.ask_peers, self.reporter, PEERS_S))
         while not self.record.state.over:
             # A server must not lose its supervisor because one check fails.
-            if not await attempt(self.tick, self.trouble):
+            if not await attempt(self.tick, self.reporter):
                 await asyncio.sleep(RETRY_S)
         asking.cancel()
         await self.goodbye()
@@ -477,7 +477,7 @@ class Supervisor:
             try:
                 note = await self.drain(ending.drain_s)
             except Exception as error:  # to stop comes first
-                self.trouble.tell(error)
+                self.reporter.report(error)
                 note = "not drained"
         self.publish(note="stopping")
         await self.take_down(again=ending.again)
@@ -527,7 +527,7 @@ class Supervisor:
                 )
                 break
             except Exception as error:
-                self.trouble.tell(error)
+                self.reporter.report(error)
                 await asyncio.sleep(RETRY_S)
         if self.record.uds:
             shape.remove_dead(self.record.uds)

@@ -20,7 +20,7 @@ class CompareRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Seconds
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class CacheReading(msgspec.Struct, frozen=True, kw_only=True):
     """One read: the front end first, then each engine and its workers at the same step.
 
     Args:
@@ -51,7 +51,7 @@ class Comparison(Answer, frozen=True, kw_only=True):
         waited_s: seconds between the reads.
     """
 
-    looks: list[Look]
+    looks: list[CacheReading]
     after: ProcessCaches | None = None
     end: ProcessCaches | None = None
     settled: bool = False

@@ -39,7 +39,7 @@ class Members(Answer, frozen=True, kw_only=True):
         model: as given to vLLM, None if unknown.
         processes: root first.
         pulses: the heartbeats of those that have one.
-        compilers: as in `Look`.
+        compilers: as in `Observation`.
     """
 
     vllmops: str

@@ -62,7 +62,7 @@ class ProcessState(Place, frozen=True, kw_only=True):
     threads: int | None = None
 
 
-class Told(Place, frozen=True, kw_only=True):
+class AgentReport(Place, frozen=True, kw_only=True):
     """An agent's report about its process, without caches and patches.
 
     Args:
@@ -92,7 +92,7 @@ class Pulse(Place, frozen=True, kw_only=True):
     beat: Beat
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """The state at one moment.
 
     Args:
@@ -113,7 +113,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     compilers: tuple[str, ...] = ()
 
 
-Outcome = Literal["answered", "timeout", "refused", "unable"]
+CanaryOutcome = Literal["answered", "timeout", "refused", "unable"]
 
 
 class Canary(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class Canary(msgspec.Struct, frozen=True):
         detail: in words.
     """
 
-    outcome: Outcome
+    outcome: CanaryOutcome
     seconds: float
     detail: str = ""
 
@@ -287,7 +287,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         uptime_s: seconds since its first process began.
         vllm_version: None if unknown.
         looks: some time apart, in their order.
-        told: the agents' reports.
+        reports: of the agents.
         caches: None if no agent reported any.
         comparisons: of both sides of its caches, by each API server; none of a quiet one, whose
             `caches` tell as much.
@@ -313,8 +313,8 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
     uptime_s: float | None = None
     vllm_version: str | None = None
-    looks: tuple[Look, ...] = ()
-    told: tuple[Told, ...] = ()
+    looks: tuple[Observation, ...] = ()
+    reports: tuple[AgentReport, ...] = ()
     caches: CacheSnapshot | None = None
     comparisons: tuple[Comparison, ...] = ()
     patches: tuple[ProcessPatches, ...] = ()

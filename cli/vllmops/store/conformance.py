@@ -77,7 +77,7 @@ Check = Callable[[Bench], Awaitable[None]]
 CHECKS: dict[str, Check] = {}
 
 
-class Outcome(NamedTuple):
+class CheckResult(NamedTuple):
     """What became of a check.
 
     Args:
@@ -125,14 +125,14 @@ async def probe(url: str) -> list[str]:
     return caveats
 
 
-async def run(url: str) -> AsyncIterator[Outcome]:
+async def run(url: str) -> AsyncIterator[CheckResult]:
     """Run every check on a store of its own, as `probe` has found it can be.
 
     Several at a time, for they mostly sleep; but a user's own class knows of no namespaces.
     """
     places = asyncio.Semaphore(1 if opening.CLASS in os.environ else AT_ONCE)
 
-    async def one(name: str, function: Check) -> Outcome:
+    async def one(name: str, function: Check) -> CheckResult:
         async with places:
             return await judge(name, function, scratch(url))
 
@@ -146,7 +146,7 @@ def scratch(url: str) -> str:
     return f"{plain}{'&' if '?' in plain else '?'}namespace=check_{secrets.token_hex(4)}"
 
 
-async def judge(name: str, function: Check, url: str) -> Outcome:
+async def judge(name: str, function: Check, url: str) -> CheckResult:
     bench, began, problem = Bench(url), time.monotonic(), ""
     try:
         async with asyncio.timeout(CHECK_S):
@@ -156,7 +156,7 @@ async def judge(name: str, function: Check, url: str) -> Outcome:
     finally:
         with contextlib.suppress(Exception):
             await bench.close()
-    return Outcome(name, problem, time.monotonic() - began)
+    return CheckResult(name, problem, time.monotonic() - began)
 
 
 def same(found: object, wanted: object, what: str) -> None:

@@ -8,7 +8,7 @@ from typing import Self
 from ..errors import Exit, VllmopsError
 from . import opening
 from .backend import Limits
-from .source import Outcome, failed, refused, unknown
+from .source import ChangeResult, failed, refused, unknown
 from .store import (
     EVERYBODY,
     Events,
@@ -103,21 +103,21 @@ class Storage:
                 "responses.damaged", f"the events of {response.id} are damaged: {error}"
             ) from error
 
-    async def cancel(self, response_id: str) -> Outcome:
+    async def cancel(self, response_id: str) -> ChangeResult:
         """Stop a run: whoever runs it looks at the store a few times each second."""
         swap = await self.store.set_status(EVERYBODY, response_id, "cancelled")
         if swap.now is None:
             return failed(response_id, unknown(self.name, response_id))
         if swap.now.status != "cancelled":
             return refused(response_id, f"it is {swap.now.status}")
-        return Outcome(
-            id=response_id, done=True, told="cancelled" if swap.changed else "cancelled before"
+        return ChangeResult(
+            id=response_id, done=True, result="cancelled" if swap.changed else "cancelled before"
         )
 
-    async def delete(self, response_id: str) -> Outcome:
+    async def delete(self, response_id: str) -> ChangeResult:
         if not await self.store.delete(EVERYBODY, response_id):
             return failed(response_id, unknown(self.name, response_id))
-        return Outcome(id=response_id, done=True, told="deleted")
+        return ChangeResult(id=response_id, done=True, result="deleted")
 
     async def stats(self) -> Stats:
         """What there is, and what had to make room for it."""

@@ -11,20 +11,20 @@ from ..errors import Exit, VllmopsError
 from .store import Events, Page, Query, Response
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ChangeResult(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one response that something was to be done to.
 
     Args:
         id: its id.
         done: whether it is now as was wished.
-        told: what became of it, or why nothing did, in words.
+        result: what was done, or why nothing was done, in words.
         code: the error's, as `VllmopsError` has it; empty where it is done.
         exit_code: what a command says of it.
     """
 
     id: str
     done: bool
-    told: str
+    result: str
     code: ErrorCode | Literal[""] = ""
     exit_code: int = Exit.OK
 
@@ -64,10 +64,10 @@ class Source(Protocol):
     async def events(self, response: Response) -> list[Events]:
         """What is kept of its stream, but for the event that tells its end."""
 
-    async def cancel(self, response_id: str) -> Outcome:
+    async def cancel(self, response_id: str) -> ChangeResult:
         """Stop a run."""
 
-    async def delete(self, response_id: str) -> Outcome:
+    async def delete(self, response_id: str) -> ChangeResult:
         """Delete a response, and stop it where it runs."""
 
 
@@ -81,18 +81,18 @@ def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
     )
 
 
-def failed(response_id: str, error: VllmopsError) -> Outcome:
+def failed(response_id: str, error: VllmopsError) -> ChangeResult:
     """The outcome of what could not be done."""
-    return Outcome(
+    return ChangeResult(
         id=response_id,
         done=False,
-        told="there is no such response" if error.code == "responses.unknown" else error.message,
+        result="there is no such response" if error.code == "responses.unknown" else error.message,
         code=error.code,
         exit_code=error.exit_code,
     )
 
 
-def refused(response_id: str, why: str) -> Outcome:
-    return Outcome(
-        id=response_id, done=False, told=why, code="responses.refused", exit_code=Exit.FAILED
+def refused(response_id: str, why: str) -> ChangeResult:
+    return ChangeResult(
+        id=response_id, done=False, result=why, code="responses.refused", exit_code=Exit.FAILED
     )

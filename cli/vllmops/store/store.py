@@ -44,8 +44,8 @@ costs more than an event), each event as JSON with consecutive sequence numbers,
 asked, and it ends with the run, whether or not its last event tells so: whoever serves it then
 sends the terminal event that `get` implies.
 
-**Trouble** is one StoreUnavailable within `DEADLINE_S`, with ``retry_after_s``: 503. A write that
-ended so may have been done or not. It is only ever acknowledged after it was.
+**An outage** raises one StoreUnavailable within `DEADLINE_S`, with ``retry_after_s``: 503. A write
+that ended so may have been done or not. It is acknowledged only after it was done.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
+from ..background import ErrorReporter, repeat
 from ..errors import VllmopsError
-from ..forever import Trouble, forever
 from . import redaction
 from .backend import (
     EVERYBODY,
@@ -154,12 +154,12 @@ class ResponseStore:
         self.opened = False
         self.opening = asyncio.Lock()
         self.paused_until = 0.0
-        self.trouble = ""
+        self.problem = ""
         self.attended: dict[str, tuple[Response, Callable[[], object]]] = {}
         self.news: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         self.renewed = 0.0
         self.background: list[asyncio.Task[None]] = []
-        self.stopping = Trouble("a cancelled run may continue", log.error)
+        self.stopping = ErrorReporter("a cancelled run may continue", log.error)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -183,7 +183,7 @@ class ResponseStore:
             ),
             (self.tidy, SWEEP_S, "the store is not swept, and may grow"),
         ):
-            doing = forever(work, Trouble(hindered, log.error), pause_s, after_s=AFTER_S)
+            doing = repeat(work, ErrorReporter(hindered, log.error), pause_s, after_s=AFTER_S)
             self.background.append(asyncio.create_task(doing, name="responses-store"))
         try:
             async with self.bounded():
@@ -393,7 +393,7 @@ class ResponseStore:
             try:
                 stop()
             except Exception as error:
-                self.stopping.tell(error)
+                self.stopping.report(error)
 
     def tell(self, response_id: str) -> None:
         """Wake whoever follows a response here."""
@@ -414,7 +414,7 @@ class ResponseStore:
 
 
 class Bounded:
-    """Bounds a call's time, opens the backend where it is not, and tells trouble in one way.
+    """Bounds a call's time, opens the backend where it is not, and reports problems in one way.
 
     Args:
         store: whose call it is.
@@ -428,7 +428,7 @@ class Bounded:
     async def __aenter__(self) -> None:
         wait = self.store.paused_until - time.monotonic()
         if wait > 0:
-            raise StoreUnavailable(self.store.trouble, wait)
+            raise StoreUnavailable(self.store.problem, wait)
         await self.timeout.__aenter__()
         if not self.store.opened:
             try:
@@ -455,8 +455,8 @@ class Bounded:
 
     def unavailable(self, why: str) -> StoreUnavailable:
         self.store.paused_until = time.monotonic() + PAUSE_S
-        self.store.trouble = f"the store is unavailable: {why}"
-        return StoreUnavailable(self.store.trouble, PAUSE_S)
+        self.store.problem = f"the store is unavailable: {why}"
+        return StoreUnavailable(self.store.problem, PAUSE_S)
 
 
 class Head(msgspec.Struct):

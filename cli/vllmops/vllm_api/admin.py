@@ -21,7 +21,7 @@ from ..protocol.remote import Refusal, Refused
 from ..rpc.agent import DECODERS
 from ..store.urls import shown
 from . import http
-from .place import Place
+from .endpoint import Endpoint
 
 # Longer than a server waits for another change of its keyring.
 TIMEOUT_S = 8.0
@@ -32,7 +32,7 @@ class Admin:
     """A server's admin routes.
 
     Args:
-        place: the server.
+        endpoint: the server.
         token: its admin token.
         plain: use HTTP without TLS to another machine, too.
 
@@ -41,26 +41,26 @@ class Admin:
             this machine that is neither this user's nor root's listens there.
     """
 
-    def __init__(self, place: Place, token: str, *, plain: bool = False) -> None:
-        if not (place.local or plain or urlsplit(place.url).scheme == "https"):
+    def __init__(self, endpoint: Endpoint, token: str, *, plain: bool = False) -> None:
+        if not (endpoint.local or plain or urlsplit(endpoint.url).scheme == "https"):
             raise VllmopsError(
                 "admin.plain",
-                f"{shown(place.url)} is plain HTTP to another machine: anybody on the network "
+                f"{shown(endpoint.url)} is plain HTTP to another machine: anybody on the network "
                 "could read the admin token",
                 "use https:// or a tunnel, such as ssh -L; keys push has --plain for a network "
                 "that nobody can listen to",
                 exit_code=Exit.USAGE,
             )
-        if why := distrust(place.url):
+        if why := distrust(endpoint.url):
             raise VllmopsError(
                 "admin.other-user",
-                f"the admin token is not sent to {place.url}: {why}",
+                f"the admin token is not sent to {endpoint.url}: {why}",
                 "vllmops ps shows what runs; run vllmops as the user who started the server",
                 exit_code=Exit.NOT_AUTHORISED,
             )
-        self.place, self.token = place, token
+        self.endpoint, self.token = endpoint, token
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self.client = http.client(headers, outside=not place.local)
+        self.client = http.client(headers, outside=not endpoint.local)
 
     def ask(
         self,
@@ -79,7 +79,7 @@ class Admin:
             answer = http.answered(
                 self.client,
                 method,
-                f"{self.place.url}{path}",
+                f"{self.endpoint.url}{path}",
                 timeout_s,
                 content=content,
                 headers=headers,
@@ -91,7 +91,7 @@ class Admin:
             done = "; it may have done what was asked" if method == "POST" else ""
             raise VllmopsError(
                 "admin.timeout",
-                f"{self.place.name} did not answer within {timeout_s:g} s{done}",
+                f"{self.endpoint.name} did not answer within {timeout_s:g} s{done}",
                 "try again: what is done already is not done twice",
                 exit_code=Exit.TIMED_OUT,
             ) from error
@@ -101,7 +101,7 @@ class Admin:
     def unreachable(self, error: Exception) -> VllmopsError:
         return VllmopsError(
             "admin.unreachable",
-            f"{shown(self.place.url)} can't be reached: {str(error) or type(error).__name__}",
+            f"{shown(self.endpoint.url)} can't be reached: {str(error) or type(error).__name__}",
             "check the URL after -t, and that the server runs",
             exit_code=Exit.NOT_FOUND,
         )
@@ -114,7 +114,7 @@ class Admin:
             # vLLM's own answer, or a gateway's.
             return VllmopsError(
                 "admin.no-route",
-                f"{self.place.name} has no admin routes: it answered {answer.status_code}",
+                f"{self.endpoint.name} has no admin routes: it answered {answer.status_code}",
                 "start it with vllmops serve --admin-token FILE; vllmops attach adds no routes",
             )
         return self.refused(why)
@@ -124,7 +124,7 @@ class Admin:
         if why.code == "admin.refused":
             return VllmopsError(
                 "admin.refused",
-                f"{self.place.name} rejected the admin token",
+                f"{self.endpoint.name} rejected the admin token",
                 "--admin-token with a copy of the file that the server was started with",
                 exit_code=Exit.NOT_AUTHORISED,
             )
@@ -135,7 +135,7 @@ class Admin:
             hint = "restart the server, so that it loads a vllmops as new as this one"
         code = known(why.code, "admin.failed")
         exit_code = Exit(why.exit_code) if why.exit_code in set(Exit) else Exit.FAILED
-        return VllmopsError(code, f"{self.place.name}: {why.message}", hint, exit_code=exit_code)
+        return VllmopsError(code, f"{self.endpoint.name}: {why.message}", hint, exit_code=exit_code)
 
 
 class Loop:
@@ -156,11 +156,11 @@ class Loop:
 LOOP = Loop()
 
 
-def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> ProcessKeys:
+def push(endpoint: Endpoint, token: str, ring: Ring, *, plain: bool = False) -> ProcessKeys:
     """Give a server a ring.
 
     Args:
-        place: the server.
+        endpoint: the server.
         token: its admin token.
         ring: the keys, with their secrets.
         plain: send them over HTTP without TLS to another machine.
@@ -172,7 +172,7 @@ def push(place: Place, token: str, ring: Ring, *, plain: bool = False) -> Proces
         VllmopsError: as `Admin` and `Admin.ask` do, ``admin.refused`` (4), ``admin.no-route``, or
             the server's own error.
     """
-    server = Admin(place, token, plain=plain)
+    server = Admin(endpoint, token, plain=plain)
     answer = server.ask("POST", admin.KEYS, content=file.encode(ring))
     if answer.is_success:
         try:

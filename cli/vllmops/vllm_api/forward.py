@@ -17,18 +17,18 @@ from typing import Any
 from ..errors import Exit, VllmopsError
 from ..host.shape import unix_url
 from ..targets import Pod
-from .place import Place
+from .endpoint import Endpoint
 
 CHUNK = 1 << 16
 
 
-def place(pod: Pod) -> Place:
+def endpoint(pod: Pod) -> Endpoint:
     """Forward a pod's port until this process ends.
 
     Raises:
         VllmopsError: ``target.k8s``.
     """
-    return Place(unix_url(str(Forward(pod).path)), pod.text, vllm=True)
+    return Endpoint(unix_url(str(Forward(pod).path)), pod.text, vllm=True)
 
 
 class Forward:

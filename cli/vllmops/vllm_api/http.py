@@ -17,7 +17,7 @@ import httpx
 
 from ..host.shape import UNIX, unix_path
 from ..protocol.metrics import Metrics
-from ..protocol.server import Canary, Outcome
+from ..protocol.server import Canary, CanaryOutcome
 
 TIMEOUT_S = 2.0
 GRACE_S = 0.5  # for an answer that comes in several parts, each in time
@@ -28,7 +28,6 @@ SLOWEST = 1 << 20  # bytes per second: an answer may take this much longer than 
 KEY = "VLLM_API_KEY"
 # Connections are given up before a server closes them, as uvicorn does after 5 s.
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
-LOOPBACK = {"", "localhost", "127.0.0.1", "::1"}
 # What reading JSON of any shape may raise.
 NO_ANSWER = (ValueError, LookupError, TypeError, RecursionError)
 
@@ -168,7 +167,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
     began = time.monotonic()
     headers, withheld = key_for(url)
 
-    def result(outcome: Outcome, detail: str) -> Canary:
+    def result(outcome: CanaryOutcome, detail: str) -> Canary:
         return Canary(outcome, time.monotonic() - began, detail)
 
     try:
@@ -194,7 +193,7 @@ def one_token(url: str, timeout_s: float) -> Canary:
     if answer.is_success:
         return result("answered", "")
     # Some models, for example for transcription, have no such route or take no text.
-    outcome: Outcome = "refused" if answer.is_server_error else "unable"
+    outcome: CanaryOutcome = "refused" if answer.is_server_error else "unable"
     return result(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
 
 
@@ -217,16 +216,9 @@ def elsewhere(url: str) -> bool:
     """Whether a URL is of another machine; raises httpx.InvalidURL."""
     if url.startswith(UNIX):
         return False
-    host = httpx.URL(url).host
-    return host not in LOOPBACK and not here(host)
+    from ..host.listeners import here  # noqa: PLC0415 - brings psutil
 
-
-@cache
-def here(host: str) -> bool:
-    """Whether a host name can be this machine."""
-    from ..host import listeners  # noqa: PLC0415 - most servers have a loopback address
-
-    return listeners.here(host, 443)
+    return not here(httpx.URL(url).host, surely=True)
 
 
 @cache

@@ -43,7 +43,7 @@ class Fleet:
                 answer = self.admin.ask("GET", PROCESSES)
                 if not answer.is_success:
                     raise self.admin.failed(answer)
-                found = agent.decode(self.admin.place.name, answer.content, Members)
+                found = agent.decode(self.admin.endpoint.name, answer.content, Members)
                 self.last = time.monotonic(), found
             return self.last[1]
 

@@ -15,11 +15,11 @@ from ..protocol.files import DAMAGE
 from ..store import shape
 from ..store.backend import FINISHED, owner_of
 from ..store.settings import STORE
-from ..store.source import Outcome, failed, refused, unknown
+from ..store.source import ChangeResult, failed, refused, unknown
 from ..store.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
 from ..store.urls import shown
 from . import http
-from .place import Place
+from .endpoint import Endpoint
 
 TIMEOUT_S = 5.0
 # Between two events of a run that goes on: what there is so far has been told by then.
@@ -56,19 +56,19 @@ class Http:
     """A server's routes, as a client with an API key sees them.
 
     Args:
-        place: the server.
+        endpoint: the server.
         timeout_s: for each answer.
     """
 
     whole = False
 
-    def __init__(self, place: Place, *, timeout_s: float = TIMEOUT_S) -> None:
-        self.place = place
-        self.name = place.name
+    def __init__(self, endpoint: Endpoint, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.endpoint = endpoint
+        self.name = endpoint.name
         self.timeout_s = timeout_s
-        headers, self.withheld = http.key_for(place.url)
+        headers, self.withheld = http.key_for(endpoint.url)
         # A key is for nobody but the right server.
-        self.client = http.client(headers, outside=not place.local)
+        self.client = http.client(headers, outside=not endpoint.local)
 
     async def __aenter__(self) -> Self:
         return self
@@ -136,7 +136,7 @@ class Http:
         content = bytearray()
         silence_s = SILENCE_S if response.running else self.timeout_s
         timeout = httpx.Timeout(self.timeout_s, read=silence_s)
-        url = f"{self.place.url}/v1/responses{path(response.id)}"
+        url = f"{self.endpoint.url}/v1/responses{path(response.id)}"
         try:
             async with (
                 asyncio.timeout(self.timeout_s) as end,
@@ -159,21 +159,21 @@ class Http:
             keep(bytes(frame), found)
         return found
 
-    async def cancel(self, response_id: str) -> Outcome:
+    async def cancel(self, response_id: str) -> ChangeResult:
         answer = await self.ask("POST", f"{path(response_id)}/cancel")
         if answer.status_code in {httpx.codes.BAD_REQUEST, httpx.codes.CONFLICT}:
             return refused(response_id, refusal(answer))
         if failure := await self.missing(answer, response_id, "cancel a response"):
             return failure
         head = decoded(self.good(answer, "cancel a response").content)
-        return Outcome(id=response_id, done=True, told=(head and head.status) or "cancelled")
+        return ChangeResult(id=response_id, done=True, result=(head and head.status) or "cancelled")
 
-    async def delete(self, response_id: str) -> Outcome:
+    async def delete(self, response_id: str) -> ChangeResult:
         answer = await self.ask("DELETE", path(response_id))
         if failure := await self.missing(answer, response_id, "delete a response"):
             return failure
         self.good(answer, "delete a response")
-        return Outcome(id=response_id, done=True, told="deleted")
+        return ChangeResult(id=response_id, done=True, result="deleted")
 
     async def owner(self) -> str:
         """The owner of these responses: a hash of the key, empty if the server needs none.
@@ -183,7 +183,7 @@ class Http:
         """
         authorization = self.client.headers.get("Authorization", "")
         bare = {"Authorization": ""} if authorization else {}
-        answer = await self.send("GET", f"{self.place.url}/v1/models", headers=bare)
+        answer = await self.send("GET", f"{self.endpoint.url}/v1/models", headers=bare)
         if answer.status_code not in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
             return ""
         return owner_of(authorization.partition(" ")[2])
@@ -198,7 +198,7 @@ class Http:
                 ``responses.not-authorised`` (4).
             StoreUnavailable: the server says 503.
         """
-        answer = await self.send(method, f"{self.place.url}/v1/responses{path}", params=params)
+        answer = await self.send(method, f"{self.endpoint.url}/v1/responses{path}", params=params)
         return self.allowed(answer)
 
     def allowed(self, answer: httpx.Response) -> httpx.Response:
@@ -210,7 +210,7 @@ class Http:
             raise VllmopsError(
                 "responses.not-authorised",
                 f"{self.name} needs an API key: {why}",
-                f"{hint}{self.place.or_store}",
+                f"{hint}{self.endpoint.or_store}",
                 exit_code=Exit.NOT_AUTHORISED,
             )
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
@@ -232,19 +232,19 @@ class Http:
         if isinstance(error, httpx.TimeoutException | TimeoutError) and not isinstance(
             error, httpx.ConnectTimeout | httpx.PoolTimeout
         ):
-            check = f"vllmops doctor -t {self.name}" if self.place.local else "try again later"
+            check = f"vllmops doctor -t {self.name}" if self.endpoint.local else "try again later"
             return VllmopsError(
                 "responses.timeout",
                 f"{self.name} did not answer within {self.timeout_s:g} s",
-                f"{check}{self.place.or_store}",
+                f"{check}{self.endpoint.or_store}",
                 exit_code=Exit.TIMED_OUT,
             )
         bad = isinstance(error, httpx.RemoteProtocolError)
         fault = "gives no valid answer" if bad else "can't be reached"
         return VllmopsError(
             "responses.unreachable",
-            f"{shown(self.place.url)} {fault}: {str(error) or type(error).__name__}",
-            f"vllmops ps{self.place.or_store}",
+            f"{shown(self.endpoint.url)} {fault}: {str(error) or type(error).__name__}",
+            f"vllmops ps{self.endpoint.or_store}",
             exit_code=Exit.NOT_FOUND,
         )
 
@@ -277,7 +277,9 @@ class Http:
                 raise self.lacking(doing)
             raise unknown(self.name, response_id)
 
-    async def missing(self, answer: httpx.Response, response_id: str, doing: str) -> Outcome | None:
+    async def missing(
+        self, answer: httpx.Response, response_id: str, doing: str
+    ) -> ChangeResult | None:
         """The outcome where there is no such response, None if there is."""
         try:
             await self.expect(answer, response_id, doing)
@@ -290,16 +292,16 @@ class Http:
     def lacking(self, doing: str) -> VllmopsError:
         """The error of a server without a route."""
         with ThreadPoolExecutor(1) as pool:  # an event loop runs on this thread
-            version = pool.submit(http.version, self.place.url).result()
-        if version is None and not self.place.vllm:
+            version = pool.submit(http.version, self.endpoint.url).result()
+        if version is None and not self.endpoint.vllm:
             return VllmopsError(
                 "responses.no-route",
                 f"{self.name} has no route to {doing}: it is a gateway without it, or not vLLM",
                 "-t with the URL of the vLLM server behind it, started by vllmops serve",
             )
         who = f"vLLM {version}" if version else "vLLM"
-        if self.place.store:
-            hint = f"vllmops patches list -t {self.name} may show why{self.place.or_store}"
+        if self.endpoint.store:
+            hint = f"vllmops patches list -t {self.name} may show why{self.endpoint.or_store}"
         else:
             hint = (
                 "start it with vllmops serve; or, with vllmops installed beside vLLM, "

@@ -17,7 +17,7 @@ from contextlib import suppress
 import httpx
 import msgspec
 
-from .. import forever
+from .. import background
 from ..errors import Exit, VllmopsError
 from ..protocol.watch import Event
 from ..targets import split
@@ -44,7 +44,9 @@ class Messenger:
         self.events: queue.Queue[Event] = queue.Queue()
         self.left = 0
         self.idle = threading.Condition()
-        forever.thread("messenger", self.run, forever.Trouble("an event was not delivered", report))
+        background.thread(
+            "messenger", self.run, background.ErrorReporter("an event was not delivered", report)
+        )
 
     def send(self, event: Event) -> None:
         """Queue an event; returns at once."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..background import ErrorReporter
 from ..bundle.redact import Redactor
 from ..caches.repair import Report
 from ..diagnose import doctor, progress
@@ -18,11 +19,10 @@ from ..diagnose.progress import PATIENCE_S, Stall
 from ..diagnose.stacks import StackFinding
 from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
 from ..errors import VllmopsError
-from ..forever import Trouble
 from ..instances.servers import Server
 from ..protocol.place import who
 from ..protocol.repairs import Change, ProcessRepair
-from ..protocol.server import Look, ServerSnapshot
+from ..protocol.server import Observation, ServerSnapshot
 from ..protocol.watch import Event
 from .watched import Phase
 
@@ -79,9 +79,9 @@ class Subject(Protocol):
     @property
     def note(self) -> str: ...
     def phase(self) -> Phase: ...
-    def look(self, *, ask: bool) -> Look: ...
+    def look(self, *, ask: bool) -> Observation: ...
     def capture(
-        self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
+        self, looks: Sequence[Observation], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot: ...
     def save(self, folder: Path) -> Path: ...
     def repair(self) -> Report: ...
@@ -156,7 +156,7 @@ class Watch:
         self.ongoing: Ongoing | None = None
         self.doubt_until = 0.0
         self.ask = True  # once at the beginning, to know the processes
-        self.failures = Trouble("a check failed, and the watch continues", self.report_text)
+        self.failures = ErrorReporter("a check failed, and the watch continues", self.report_text)
 
     def run(self) -> Diary:
         """Watch until the plan's end, or until nothing is left to watch."""
@@ -172,7 +172,7 @@ class Watch:
                     after_s = self.check()
             except Exception as error:
                 # Nobody else watches: the next check may succeed.
-                self.failures.tell(error)
+                self.failures.report(error)
             if self.plan.once and self.diary.bad:
                 break
             left_s = began + (self.plan.for_s or float("inf")) - self.now()
@@ -217,7 +217,7 @@ class Watch:
         if note and note != before:
             self.report_text(note)
 
-    def failed(self, looks: Sequence[Look]) -> None:
+    def failed(self, looks: Sequence[Observation]) -> None:
         """The server ended unexpectedly: keep what it left as evidence."""
         self.subject.capture(looks, self.plan.patience_s, self.stop, sure=True)
         kept = self.keep()
@@ -363,7 +363,7 @@ class Watch:
 def stands(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) -> bool:
     """Whether a stall is confirmed by stacks and agents."""
     verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
-    return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.told})
+    return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.reports})
 
 
 def cause(found: Sequence[Stall], diagnosis: doctor.Diagnosis) -> Finding:

@@ -23,7 +23,7 @@ from ..instances import control
 from ..instances.control import Request
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find
-from ..protocol.server import Look, ServerSnapshot
+from ..protocol.server import Observation, ServerSnapshot
 from ..rpc import membership
 
 FIND_S = 10.0  # the process table takes long to read
@@ -155,7 +155,7 @@ class Watched:
 
     # -- looking -----------------------------------------------------------------------------
 
-    def look(self, *, ask: bool) -> Look:
+    def look(self, *, ask: bool) -> Observation:
         """The state at one moment.
 
         Args:
@@ -167,7 +167,7 @@ class Watched:
             look = examine.look(server, self.began)
         else:
             seen = examine.seen(server)
-            look = Look(
+            look = Observation(
                 at_s=time.monotonic() - self.began, pulses=seen.pulses, processes=seen.states
             )
         vital = [process for process in look.processes if process.role in VITAL]
@@ -176,7 +176,7 @@ class Watched:
             self.grow(look)
         return look
 
-    def grow(self, look: Look) -> None:
+    def grow(self, look: Observation) -> None:
         """Add the processes that a foreign server has started since; the last time once ready."""
         up = look.health == 200 or any(pulse.beat.loop_s is not None for pulse in look.pulses)
         if not self.due():
@@ -197,7 +197,7 @@ class Watched:
     # -- doing -------------------------------------------------------------------------------
 
     def capture(
-        self, looks: Sequence[Look], patience_s: float, stop: threading.Event, *, sure: bool
+        self, looks: Sequence[Observation], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot:
         """A snapshot of it, whatever hangs; `save` takes the other evidence.
 

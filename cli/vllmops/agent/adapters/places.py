@@ -22,7 +22,7 @@ SHIM_BYTES = 4096
 HOPS = 8  # that lead from an old place to the new one
 
 
-class Place(NamedTuple):
+class Symbol(NamedTuple):
     """Something of vLLM's.
 
     Args:
@@ -39,37 +39,37 @@ LAYERS: Final = ("vllm.model_executor", "vllm.runtime.modeling")
 RESPONSES: Final = "vllm.entrypoints.openai.responses"
 PLACES: Final = {
     # The class whose constructor all multimodal caches share.
-    "mm-cache": Place(
+    "mm-cache": Symbol(
         "BaseMultiModalCache",
         ("vllm.multimodal.cache.base", "vllm.multimodal.cache"),  # up to 0.30
     ),
-    "lru": Place("LRUCache", ("vllm.utils.cache",)),
-    "config": Place("VllmConfig", ("vllm.config.vllm", "vllm.config")),
-    "scheduler": Place("Scheduler", ("vllm.v1.core.sched.scheduler",)),
-    "encoder-cache": Place("EncoderCacheManager", ("vllm.v1.core.encoder_cache_manager",)),
-    "executor": Place("Executor", ("vllm.v1.executor.abstract",)),
-    "engine-client": Place("AsyncLLM", ("vllm.v1.engine.async_llm",)),
-    "engine-core": Place("EngineCore", ("vllm.v1.engine.core",)),
-    "worker": Place("WorkerBase", ("vllm.v1.worker.worker_base",)),
-    "request": Place("Request", ("vllm.v1.request",)),
-    "responses": Place(
+    "lru": Symbol("LRUCache", ("vllm.utils.cache",)),
+    "config": Symbol("VllmConfig", ("vllm.config.vllm", "vllm.config")),
+    "scheduler": Symbol("Scheduler", ("vllm.v1.core.sched.scheduler",)),
+    "encoder-cache": Symbol("EncoderCacheManager", ("vllm.v1.core.encoder_cache_manager",)),
+    "executor": Symbol("Executor", ("vllm.v1.executor.abstract",)),
+    "engine-client": Symbol("AsyncLLM", ("vllm.v1.engine.async_llm",)),
+    "engine-core": Symbol("EngineCore", ("vllm.v1.engine.core",)),
+    "worker": Symbol("WorkerBase", ("vllm.v1.worker.worker_base",)),
+    "request": Symbol("Request", ("vllm.v1.request",)),
+    "responses": Symbol(
         "OpenAIServingResponses",
         (f"{RESPONSES}.serving", "vllm.entrypoints.openai.serving_responses"),  # up to 0.14
     ),
-    "responses-routes": Place("router", (f"{RESPONSES}.api_router",)),
-    "responses-protocol": Place("ResponsesRequest", (f"{RESPONSES}.protocol",)),
-    "errors": Place(
+    "responses-routes": Symbol("router", (f"{RESPONSES}.api_router",)),
+    "responses-protocol": Symbol("ResponsesRequest", (f"{RESPONSES}.protocol",)),
+    "errors": Symbol(
         "ErrorResponse",
         (
             "vllm.entrypoints.serve.engine.protocol",
             "vllm.entrypoints.openai.engine.protocol",  # up to 0.28
         ),
     ),
-    "generation-error": Place(
+    "generation-error": Symbol(
         "GenerationError",
         ("vllm.exceptions", "vllm.entrypoints.openai.engine.protocol"),  # up to 0.28
     ),
-    "route-decorators": Place("load_aware_call", ("vllm.entrypoints.serve.utils.api_utils",)),
+    "route-decorators": Symbol("load_aware_call", ("vllm.entrypoints.serve.utils.api_utils",)),
 }
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Self, TypeVar
 
-from ...forever import Trouble, attempt
+from ...background import ErrorReporter, attempt
 from ...store.store import Response, ResponseStore, StoreUnavailable
 from ..log import log
 
@@ -39,7 +39,7 @@ class Writer:
         self.news = asyncio.Event()
         self.over = asyncio.Event()
         self.gone = False
-        self.trouble = Trouble(f"some events of {run.id} are not stored", log.error)
+        self.reporter = ErrorReporter(f"some events of {run.id} are not stored", log.error)
 
     async def __aenter__(self) -> Self:
         self.task = asyncio.create_task(self.write(), name=f"events_{self.run.id}")
@@ -67,7 +67,7 @@ class Writer:
             self.news.clear()
             if self.waiting:
                 # Events that can't be stored are left out; later ones are still written.
-                await attempt(self.write_some, self.trouble)
+                await attempt(self.write_some, self.reporter)
             elif self.over.is_set():
                 return
             if self.over.is_set():

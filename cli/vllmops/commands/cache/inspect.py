@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -93,35 +92,27 @@ def inspect(
     typed = source is not None and source.name == "COMMANDLINE"
     if file is not None and (typed or watch or save):
         raise usage("FILE cannot be combined with --target, --watch or --save")
-    if watch and json_:
-        raise usage("--watch cannot be combined with --json")
     if file is not None:
         return result(saved(file), fail_on, keys)
     # The server's work goes first: a snapshot every second must not slow it down.
     os.nice(NICENESS)
-    all_keys = keys or save is not None
-    agents = caches.Agents(resolve(target))
-    try:
-        while True:
-            snapshot = caches.take(agents, keys=all_keys)
-            if save is not None:
-                files.save(save, snapshot)
-                output.say(f"saved to {save}")
-            shown = result(snapshot, fail_on, keys)
-            if not watch:
-                return shown
-            output.console().clear()
-            output.show(*shown.text())
-            time.sleep(interval)
-            # The processes seldom change, and to find them takes longer than to read their caches.
-            gone = not (agents.server.fleet or all(map(alive, agents.processes)))
-            if snapshot.samples[-1].silent or gone:
-                agents = caches.Agents(resolve(target))
-    except KeyboardInterrupt:
-        if not watch:
-            raise
-        # Ctrl-C is the ordinary end of --watch, so no error is printed.
-        raise typer.Exit(Exit.INTERRUPTED) from None
+    agents: caches.Agents | None = None
+
+    def look() -> Result:
+        nonlocal agents
+        # The processes seldom change, and to find them takes longer than to read their caches.
+        if agents and not (agents.server.fleet or all(map(alive, agents.processes))):
+            agents = None
+        agents = agents or caches.Agents(resolve(target))
+        snapshot = caches.take(agents, keys=keys or save is not None)
+        if save is not None:
+            files.save(save, snapshot)
+            output.say(f"saved to {save}")
+        if snapshot.samples[-1].silent:
+            agents = None
+        return result(snapshot, fail_on, keys)
+
+    return output.repeat(look, interval, watch=watch, as_json=json_)
 
 
 def saved(file: Path) -> CacheSnapshot:

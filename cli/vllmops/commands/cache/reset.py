@@ -80,7 +80,7 @@ def reset(
     return Result(data, lambda: [f"The multimodal caches of {server.label} were reset {when}."])
 
 
-class Outcome(NamedTuple):
+class ResetAnswers(NamedTuple):
     """How the reset went in each API server.
 
     Args:
@@ -92,7 +92,7 @@ class Outcome(NamedTuple):
     silent: list[Silent]
 
 
-def ask(server: Server, request: ResetRequest) -> Outcome:
+def ask(server: Server, request: ResetRequest) -> ResetAnswers:
     """Ask every API server to reset its caches.
 
     Raises:
@@ -102,7 +102,7 @@ def ask(server: Server, request: ResetRequest) -> Outcome:
     def one(process: Process) -> tuple[Process, ResetDone]:
         return process, agent.reach(process, timeout_s=request.drain_s + SLACK_S).reset(request)
 
-    outcome = Outcome(*agent.side_by_side(server.of(Role.API), one))
+    outcome = ResetAnswers(*agent.side_by_side(server.of(Role.API), one))
     if not outcome.answers and not outcome.silent:
         raise VllmopsError(
             "reset.no-agent",
@@ -113,7 +113,7 @@ def ask(server: Server, request: ResetRequest) -> Outcome:
     return outcome
 
 
-def failure(server: Server, outcome: Outcome, timeout_s: float) -> VllmopsError | None:
+def failure(server: Server, outcome: ResetAnswers, timeout_s: float) -> VllmopsError | None:
     """The error that says which API servers reset their caches and which did not; None if all."""
     done = [process for process, answer in outcome.answers if answer.done]
     busy = [(process, answer.in_flight) for process, answer in outcome.answers if not answer.done]

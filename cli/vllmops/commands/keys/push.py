@@ -39,7 +39,7 @@ def push(
     """
     from rich.text import Text  # noqa: PLC0415
 
-    from ...instances.place import place  # noqa: PLC0415
+    from ...instances.endpoint import endpoint  # noqa: PLC0415
     from ...vllm_api.admin import push  # noqa: PLC0415 - brings httpx
 
     if admin_token is None:
@@ -50,7 +50,7 @@ def push(
             exit_code=Exit.USAGE,
         )
     ring = file.load(ring_path(keyring)).without_over(time.time())
-    token, server = admin.token(admin_token), place(target)
+    token, server = admin.token(admin_token), endpoint(target)
     held = push(server, token, ring, plain=plain)
     if lacks := lacking(ring, held):
         raise VllmopsError(

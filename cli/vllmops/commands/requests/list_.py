@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ... import output
 from ...diagnose.findings import Severity
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...instances.servers import Server, resolve
 from ...output import Json, Result, span
 from ...protocol.place import who
@@ -65,25 +65,14 @@ def list_(
     blocks for nobody. Prompts are not shown. A server without the agent
     tells only how many requests it has.
     """
-    if watch and json_:
-        raise VllmopsError(
-            "usage",
-            "--watch cannot be combined with --json",
-            "leave one of these options out",
-            exit_code=Exit.USAGE,
-        )
-    server = resolve(target)
-    while True:
-        result = look(server, stuck_after, fail_on, limit, only_stuck=stuck, quiet=json_ or watch)
-        if not watch:
-            return result
-        try:
-            output.console().clear()
-            output.show(*result.text())
-            time.sleep(interval)
-        except KeyboardInterrupt:
-            # Ctrl-C is the ordinary end of --watch, so no error is printed.
-            raise typer.Exit(Exit.INTERRUPTED) from None
+    server = cache(partial(resolve, target))  # found once
+    quiet = json_ or watch
+    return output.repeat(
+        lambda: look(server(), stuck_after, fail_on, limit, only_stuck=stuck, quiet=quiet),
+        interval,
+        watch=watch,
+        as_json=json_,
+    )
 
 
 def look(

@@ -16,7 +16,7 @@ from .selection import OlderThan, Selection, Store, running_id, selected
 from .sources import source, usage
 
 if TYPE_CHECKING:
-    from ...store.source import Outcome
+    from ...store.source import ChangeResult
 
 
 @command
@@ -49,7 +49,7 @@ def cancel(
             "give IDs or --all-running, not both" if ids else "no responses to stop are given",
             "vllmops responses cancel ID, or --all-running",
         )
-    outcomes: list[Outcome] = []
+    outcomes: list[ChangeResult] = []
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "cancelled")
 

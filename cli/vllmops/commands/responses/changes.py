@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from ...store.source import Outcome
+    from ...store.source import ChangeResult
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
@@ -40,11 +40,11 @@ class Found(NamedTuple):
     previous_id: str | None
 
 
-def over(outcome: Outcome, told: str) -> Outcome:
+def over(outcome: ChangeResult, told: str) -> ChangeResult:
     """The outcome for an unnamed response: that it ended or was deleted first is no failure."""
     if outcome.code not in {"responses.refused", "responses.unknown"}:
         return outcome
-    return replace(outcome, done=True, told=told, code="", exit_code=0)
+    return replace(outcome, done=True, result=told, code="", exit_code=0)
 
 
 async def gathered(responses: Any, selection: Selection, counting: Counting) -> list[Found]:
@@ -71,8 +71,8 @@ async def gathered(responses: Any, selection: Selection, counting: Counting) -> 
 
 async def apply(
     ids: Sequence[str],
-    act: Callable[[str], Awaitable[Outcome]],
-    outcomes: list[Outcome],
+    act: Callable[[str], Awaitable[ChangeResult]],
+    outcomes: list[ChangeResult],
     counting: Counting,
 ) -> None:
     """Apply an action to every id, and collect the outcomes.
@@ -90,7 +90,7 @@ async def apply(
     outcomes.sort(key=lambda outcome: places[outcome.id])
 
 
-async def with_retries(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
+async def with_retries(act: Callable[[], Awaitable[ChangeResult]]) -> ChangeResult:
     """Run an action, and retry while the store is unavailable.
 
     Raises:
@@ -98,7 +98,7 @@ async def with_retries(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
     """
     tried = 0
 
-    async def again() -> Outcome:
+    async def again() -> ChangeResult:
         nonlocal tried
         tried += 1
         return await act()
@@ -106,11 +106,11 @@ async def with_retries(act: Callable[[], Awaitable[Outcome]]) -> Outcome:
     outcome = await retried(again)
     if tried > 1 and outcome.code == "responses.unknown":
         # The first try may have deleted it.
-        return replace(outcome, done=True, told="gone", code="", exit_code=0)
+        return replace(outcome, done=True, result="gone", code="", exit_code=0)
     return outcome
 
 
-def run_to_end(run: Callable[[], Any], outcomes: list[Outcome], counting: Counting) -> Any:
+def run_to_end(run: Callable[[], Any], outcomes: list[ChangeResult], counting: Counting) -> Any:
     """Run a coroutine to its end.
 
     Raises:
@@ -136,7 +136,9 @@ def dry_run_result(ids: list[str], act: str, lines: Sequence[str] = ()) -> Resul
     )
 
 
-def report(outcomes: list[Outcome], what: str, *, as_json: bool, brief: bool = False) -> Result:
+def report(
+    outcomes: list[ChangeResult], what: str, *, as_json: bool, brief: bool = False
+) -> Result:
     """The result of a command on several responses.
 
     Args:
@@ -150,11 +152,11 @@ def report(outcomes: list[Outcome], what: str, *, as_json: bool, brief: bool = F
     """
 
     def text() -> list[RenderableType]:
-        counts = Counter(outcome.told for outcome in outcomes if outcome.done)
+        counts = Counter(outcome.result for outcome in outcomes if outcome.done)
         sums = [f"{count:,} {told}" for told, count in counts.most_common()] if brief else []
         shown = [outcome for outcome in outcomes if not (brief and outcome.done)]
         lines = [", ".join(sums)] if sums else []
-        lines += [output.Verbatim(f"{outcome.id}  {outcome.told}") for outcome in shown]
+        lines += [output.Verbatim(f"{outcome.id}  {outcome.result}") for outcome in shown]
         return [*(lines or [f"nothing to do: no response was {what}"])]
 
     result = Result(

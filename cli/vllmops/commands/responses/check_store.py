@@ -45,7 +45,7 @@ def check_store(
     return Result(data, lambda: list(render(outcomes, caveats)), Exit.FAILED if broken else Exit.OK)
 
 
-async def checked(url: str, progress: Progress) -> tuple[list[conformance.Outcome], list[str]]:
+async def checked(url: str, progress: Progress) -> tuple[list[conformance.CheckResult], list[str]]:
     """The outcome of every check, and caveats from the server's settings.
 
     Raises:
@@ -60,7 +60,7 @@ async def checked(url: str, progress: Progress) -> tuple[list[conformance.Outcom
     return outcomes, caveats
 
 
-def render(outcomes: list[conformance.Outcome], caveats: list[str]) -> Iterator[RenderableType]:
+def render(outcomes: list[conformance.CheckResult], caveats: list[str]) -> Iterator[RenderableType]:
     """Human-readable output."""
     from rich.text import Text  # noqa: PLC0415
 

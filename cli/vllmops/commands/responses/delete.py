@@ -15,7 +15,7 @@ from .selection import Store, every_id
 from .sources import source
 
 if TYPE_CHECKING:
-    from ...store.source import Outcome
+    from ...store.source import ChangeResult
 
 
 @command
@@ -33,7 +33,7 @@ def delete(
 
     A conversation cannot continue from a deleted turn, nor from a later turn.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[ChangeResult] = []
     chosen = list(dict.fromkeys(ids))
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "deleted", len(chosen))

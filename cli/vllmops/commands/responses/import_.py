@@ -124,9 +124,9 @@ def store_behind(target: str | None) -> str:
     Raises:
         VllmopsError: as `place`, or ``usage`` if it is not known.
     """
-    from ...instances.place import place  # noqa: PLC0415
+    from ...instances.endpoint import endpoint  # noqa: PLC0415
 
-    server = place(target)
+    server = endpoint(target)
     if server.store is None:
         raise usage(
             f"{server.name} has no route for imports, and its store's URL is not known here",

@@ -10,7 +10,7 @@ from ...errors import Exit, VllmopsError
 from ...output import Progress, Result
 
 if TYPE_CHECKING:
-    from ...store.source import Outcome
+    from ...store.source import ChangeResult
 
 # Seconds before progress is shown, and between updates on a terminal and in a log.
 QUIET_S, OFTEN_S, SELDOM_S = 1.0, 0.2, 5.0
@@ -68,7 +68,7 @@ def ended(result: Result, failure: VllmopsError | None, *, as_json: bool) -> Res
     raise failure
 
 
-def failure_of(outcomes: list[Outcome], what: str) -> VllmopsError | None:
+def failure_of(outcomes: list[ChangeResult], what: str) -> VllmopsError | None:
     """The error that sums up failed outcomes, None if all succeeded.
 
     Args:
@@ -80,7 +80,7 @@ def failure_of(outcomes: list[Outcome], what: str) -> VllmopsError | None:
         return None
     codes, exits = {outcome.code for outcome in bad}, {outcome.exit_code for outcome in bad}
     if len(outcomes) == 1:
-        message = f"{bad[0].id} was not {what}: {bad[0].told}"
+        message = f"{bad[0].id} was not {what}: {bad[0].result}"
     else:
         message = f"{len(bad):,} of {len(outcomes):,} were not {what}"
     code = bad[0].code if len(codes) == 1 else ""

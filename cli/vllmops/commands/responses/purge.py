@@ -22,7 +22,7 @@ from .sources import source, usage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ...store.source import Outcome
+    from ...store.source import ChangeResult
 
 
 @command
@@ -50,7 +50,7 @@ def purge(
             "--older-than 30d, --status failed, or --older-than 1s for all",
         )
     selection = Selection(selection.statuses or FINISHED, selection.model, 0.0, selection.older)
-    outcomes: list[Outcome] = []
+    outcomes: list[ChangeResult] = []
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "deleted")
 

@@ -52,12 +52,12 @@ def ids(found: list[Response], ctx: typer.Context, incomplete: str) -> list[tupl
 
 def newest(ctx: typer.Context) -> list[Response]:
     """The newest responses of the target server; none if anything fails."""
-    from ...instances.place import glance  # noqa: PLC0415
+    from ...instances.endpoint import running  # noqa: PLC0415
     from ...vllm_api.responses import Http  # noqa: PLC0415 - brings httpx
 
     async def ask() -> list[Response]:
         target = ctx.params.get("target") or os.environ.get("VLLMOPS_TARGET")
-        found = glance(target)
+        found = running(target)
         if found is None:
             return []
         async with asyncio.timeout(COMPLETION_S), Http(found, timeout_s=COMPLETION_S) as server:

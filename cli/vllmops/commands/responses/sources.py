@@ -35,10 +35,10 @@ def source(target: str | None, store: str | None, *, create: bool = False) -> So
         VllmopsError: ``usage``, or as `place` and `Storage` do.
     """
     if store is None:
-        from ...instances.place import place  # noqa: PLC0415
+        from ...instances.endpoint import endpoint  # noqa: PLC0415
         from ...vllm_api.responses import Http  # noqa: PLC0415 - brings httpx
 
-        return Http(place(target))
+        return Http(endpoint(target))
     either(target)
     from ...store.direct import Storage  # noqa: PLC0415
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from ..host.listeners import here
 from ..store.urls import shown
 from ..targets import Url
 
-LOCAL = re.compile(r"localhost|127(\.[0-9]+){3}|::1")
-
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """A server to ask.
 
     Args:
@@ -30,9 +28,9 @@ class Place:
     vllm: bool = False
 
     @staticmethod
-    def of(url: Url) -> Place:
-        """The place behind a URL that a person gave; it may be of any machine."""
-        return Place(url.text, shown(url.text), local=bool(LOCAL.fullmatch(url.host)))
+    def of(url: Url) -> Endpoint:
+        """The endpoint behind a URL that a person gave; it may be of any machine."""
+        return Endpoint(url.text, shown(url.text), local=here(url.host, surely=True))
 
     @property
     def or_store(self) -> str:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from ..errors import Exit, VllmopsError
 from ..store.settings import STORE
 from ..targets import Pod, Url, parsed
-from ..vllm_api.place import Place
+from ..vllm_api.endpoint import Endpoint
 from .record import Folder, Record, folders
-from .servers import find, place_of, resolve
+from .servers import endpoint_of, find, resolve
 
 
-def place(target: str | None) -> Place:
+def endpoint(target: str | None) -> Endpoint:
     """Where a target's API is; a URL may be of any machine.
 
     Raises:
-        VllmopsError: as `resolve` and `place_of` do, or ``responses.no-url``.
+        VllmopsError: as `resolve` and `endpoint_of` do, or ``responses.no-url``.
     """
     if target is not None and isinstance(named := parsed(target), Url | Pod):
-        return place_of(named)
+        return endpoint_of(named)
     try:
         server = resolve(target)
     except VllmopsError as error:
         if record := last(target):
-            error.hint += Place("", "", store_of(record)).or_store
+            error.hint += Endpoint("", "", store_of(record)).or_store
         raise
     if server.url is None:
         raise VllmopsError(
@@ -32,7 +32,7 @@ def place(target: str | None) -> Place:
             exit_code=Exit.NOT_FOUND,
         )
     store = store_of(server.record) if server.record else None
-    return Place(server.url, server.label, store, vllm=True)
+    return Endpoint(server.url, server.label, store, vllm=True)
 
 
 def last(target: str | None) -> Record | None:
@@ -48,11 +48,11 @@ def store_of(record: Record) -> str | None:
     return None if url is None or url.startswith(("memory:", "none")) else url
 
 
-def glance(target: str | None) -> Place | None:
-    """The same in no time, None if it takes more: for completion."""
+def running(target: str | None) -> Endpoint | None:
+    """The address of a target, without a look at the processes: for completion; None if unknown."""
     if target and "://" in target:
-        return place(target)
+        return endpoint(target)
     named = [Folder(target)] if target else folders()
-    running = [folder for folder in named if folder.supervised()]
-    record = running[0].read() if len(running) == 1 else None
-    return Place(record.url, record.name) if record and record.url else None
+    alive = [folder for folder in named if folder.supervised()]
+    record = alive[0].read() if len(alive) == 1 else None
+    return Endpoint(record.url, record.name) if record and record.url else None

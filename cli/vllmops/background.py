@@ -16,7 +16,7 @@ from typing import NoReturn
 AGAIN_S = 3600.0
 
 
-class Trouble:
+class ErrorReporter:
     """Reports exceptions of repeated work, each kind once an hour.
 
     A kind is an exception's type and the line that raised it. Thread-safe.
@@ -35,7 +35,7 @@ class Trouble:
         self.reported: dict[tuple[type[BaseException], str], float] = {}
         self.last = ""
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Report an exception, unless it was reported within the hour; never raises."""
         try:
             kind, now = (type(error), place(error)), time.monotonic()
@@ -56,7 +56,7 @@ def place(error: BaseException) -> str:
     return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
 
 
-async def attempt(work: Callable[[], Awaitable[object]], trouble: Trouble) -> bool:
+async def attempt(work: Callable[[], Awaitable[object]], reporter: ErrorReporter) -> bool:
     """Do something and report what it raises; whether it succeeded.
 
     A CancelledError is reported if this task itself is not being cancelled: then something that
@@ -68,17 +68,17 @@ async def attempt(work: Callable[[], Awaitable[object]], trouble: Trouble) -> bo
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        trouble.tell(error)
+        reporter.report(error)
     except Exception as error:
-        trouble.tell(error)
+        reporter.report(error)
     else:
         return True
     return False
 
 
-async def forever(
+async def repeat(
     work: Callable[[], Awaitable[object]],
-    trouble: Trouble,
+    reporter: ErrorReporter,
     pause_s: float = 0.0,
     *,
     after_s: float = 1.0,
@@ -87,20 +87,20 @@ async def forever(
 
     Args:
         work: one round.
-        trouble: reports what a round raises.
+        reporter: reports what a round raises.
         pause_s: seconds before each round.
         after_s: the least pause after a failed round, in seconds.
     """
     succeeded = True
     while True:
         await asyncio.sleep(pause_s if succeeded else max(pause_s, after_s))
-        succeeded = await attempt(work, trouble)
+        succeeded = await attempt(work, reporter)
 
 
 def thread(
     name: str,
     work: Callable[[], object],
-    trouble: Trouble,
+    reporter: ErrorReporter,
     *,
     wait: Callable[[float], object] = time.sleep,
     pause_s: float = 0.0,
@@ -111,7 +111,7 @@ def thread(
     Args:
         name: the thread's name.
         work: one round.
-        trouble: reports what a round raises.
+        reporter: reports what a round raises.
         wait: waits for the given seconds before each round; when it returns True the thread ends.
         pause_s: seconds before each round.
         after_s: the least pause after a failed round, in seconds.
@@ -124,7 +124,7 @@ def thread(
                 work()
                 pause = pause_s
             except Exception as error:
-                trouble.tell(error)
+                reporter.report(error)
                 pause = max(pause_s, after_s)
 
     daemon = threading.Thread(target=run, name=name, daemon=True)

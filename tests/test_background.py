@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllmops import forever
-from vllmops.forever import Trouble
+from vllmops import background
+from vllmops.background import ErrorReporter
 
 from .support.waiting import until_async
 
@@ -29,7 +29,7 @@ def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(
-            forever.forever(work, Trouble("it rests", told.append), 0.0, after_s=0.0)
+            background.repeat(work, ErrorReporter("it rests", told.append), 0.0, after_s=0.0)
         )
         await until_async(lambda: rounds >= 30)
         task.cancel()
@@ -39,7 +39,7 @@ def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
     asyncio.run(main())
     assert len(told) == 2
     assert told[0].startswith(
-        "vllmops: it rests: OSError: [Errno 24] Too many open files (test_forever.py:"
+        "vllmops: it rests: OSError: [Errno 24] Too many open files (test_background.py:"
     )
     assert "TypeError: round 3" in told[1]
 
@@ -59,7 +59,7 @@ def test_a_cancellation_that_nobody_asked_for_ends_no_task() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(
-            forever.forever(work, Trouble("w", told.append), 0.0, after_s=0.0)
+            background.repeat(work, ErrorReporter("w", told.append), 0.0, after_s=0.0)
         )
         for _ in range(100):
             await asyncio.sleep(0)
@@ -82,7 +82,9 @@ def test_a_thread_goes_on_until_it_is_to_end() -> None:
         rounds += 1
         raise RuntimeError("can't start new thread")
 
-    made = forever.thread("t", work, Trouble("w", told.append), wait=stop.wait, after_s=0.001)
+    made = background.thread(
+        "t", work, ErrorReporter("w", told.append), wait=stop.wait, after_s=0.001
+    )
     deadline = time.monotonic() + 10
     while rounds < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -93,18 +95,18 @@ def test_a_thread_goes_on_until_it_is_to_end() -> None:
     assert len(told) == 1
 
 
-def test_the_same_trouble_is_told_again_after_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_error_is_reported_again_after_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    trouble = Trouble("w", told.append)
+    reporter = ErrorReporter("w", told.append)
     times = iter((1000.0, 1001.0, 5000.0))
     # Nobody waits for an hour.
-    monkeypatch.setattr(forever, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: next(times)))
     for _ in range(3):
-        trouble.tell(KeyError("x"))
+        reporter.report(KeyError("x"))
     assert len(told) == 2
 
 
-def test_nobody_to_tell_is_no_trouble() -> None:
+def test_a_report_that_cannot_be_made_raises_nothing() -> None:
     def broken(_: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -112,5 +114,5 @@ def test_nobody_to_tell_is_no_trouble() -> None:
         def __str__(self) -> str:
             raise ValueError
 
-    Trouble("w", broken).tell(KeyError("x"))
-    Trouble("w", print).tell(OddError())
+    ErrorReporter("w", broken).report(KeyError("x"))
+    ErrorReporter("w", print).report(OddError())
