@@ -14,6 +14,31 @@ STEMS = (
     *("key", "tok", "secret", "pass", "pwd", "cred", "auth", "cookie", "bearer", "dsn", "sig"),
     *("pat", "jwt", "salt", "otp", "sas", "hook", "conn", "sess", "x-amz", "dockerc", "kubec"),
     *("pin", "pw", "community", "otlp", "otel", "code", "psk", "phrase", "honeycomb", "input_v"),
+    *(
+        "kennwort",
+        "schlüssel",
+        "mdp",
+        "contrase",
+        "clave",
+        "senha",
+        "chave",
+        "wachtw",
+        "hasł",
+        "haslo",
+    ),
+    *(
+        "hesl",
+        "lösen",
+        "adgang",
+        "salas",
+        "jelsz",
+        "парол",
+        "ключ",
+        "密",
+        "口令",
+        "パスワード",
+        "비밀",
+    ),
 )
 SOURCE = re.compile(
     r"\.(?:py|pyx|cc?|cpp|cu|cuh|h|hpp|go|rs|js|ts|java)$"
@@ -34,6 +59,12 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# What a password or a key is called in other languages.
+FOREIGN = words(
+    "passwort kennwort schlüssel passe mdp contraseña contrasena clave secreta senha chave "
+    "wachtwoord hasło haslo heslo lösenord adgangskode passord salasana jelszó пароль ключ "
+    "密码 密碼 口令 密钥 パスワード 비밀번호"
+)
 # Whatever else is in the name.
 STRONG = words(
     "password passwords passwd passphrase passcode secret secrets credential credentials creds "
@@ -45,7 +76,7 @@ ENDINGS = (
     *("password", "passwd", "passphrase", "secret", "apikey", "apitoken", "authtoken", "sessid"),
     *("accesstoken", "refreshtoken", "secretkey", "accesskey", "privatekey", "sessionid", "dsn"),
 )
-# What a name is about that ends so is told of the secret, and is none.
+# A name with such an ending describes a secret, and is none.
 ABOUT = words(
     "file files path dir directory folder name names length len count min max ttl expiry expires "
     "expiration type types kind policy required enabled disabled manager provider source version "
@@ -60,7 +91,7 @@ OTHER_KEYS = words(
     "row column public pub lookup registry state_dict weight param parameter config query "
     "attention stale missing unexpected unknown duplicate object object json metric metrics "
     "label request "
-    "routing item entry feature sorted composite compile graph shape bucket kernel custom head "
+    "routing item entry feature sorted composite compile graph shape bucket kernel head "
     "value num n k arrow down up enter page answer image audio video modality tuple string prefix "
     "per hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree "
     "node quant activation arg first last"
@@ -97,7 +128,11 @@ PAIRS = frozenset(
         *(("otel", "headers"), ("mfa", "code"), ("otp", "code"), ("auth", "code")),
         *(("recovery", "code"), ("backup", "code"), ("seed", "phrase"), ("honeycomb", "team")),
         *(("verification", "code"), ("time", "code"), ("pass", "phrase"), ("wifi", "pass")),
-        *(("secret", "id"), ("input", "value")),  # what a validator was given, whatever its name
+        *(
+            ("secret", "id"),
+            ("key", "material"),
+            ("input", "value"),
+        ),  # what a validator was given, whatever its name
     }
 )
 OTHER_PINS = words("cpu core thread gpu gpio version memory mem process numa")
@@ -110,7 +145,7 @@ OTHER_PASSES = words(
 PASS_WORDS = words("bypass compass encompass surpass trespass overpass")
 AFTER = words(
     "value val plain plaintext raw base64 b64 hex str string data old new prev previous current "
-    "prod production staging dev test live main primary secondary header env"
+    "prod production staging dev test live main primary secondary header env material"
 )
 
 
@@ -207,6 +242,8 @@ def kind(name: str, before: str = "") -> Kind:
         before: the words before it in a sentence.
     """
     name = name.strip("-_.$")[-100:]
+    if name.lower() in FOREIGN:
+        return Kind.SECRET
     if not any(stem in f"{before} {name}".lower() for stem in STEMS) or SOURCE.search(name):
         return Kind.NONE
     # Of options and properties in dots the last part counts, and others where it is a word alone.

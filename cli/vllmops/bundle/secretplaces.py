@@ -25,11 +25,11 @@ SEEN = 300  # characters of a value whose name says little
 
 # A name and what stands between it and its value, in code, JSON, headers, queries, tables.
 NAMED = re.compile(
-    r"(?<![\w.$-])(?P<name>[\w.$-]++)"
+    r"(?<![\w.$-])(?P<name>[\w.$-]++)(?:\[[\w.-]{1,40}\](?=\s?[:=]))?"
     rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?::\s?&?[A-Za-z][\w.\[\]| ]{{0,30}}=\s(?=[bru]?{QUOTE})"
     rf"|=>|:=|<-|<<<|=(?!=)"
     rf"|(?<!\s)==(?![\s=]|\d+(?:\.\w+)+(?:[\s,;\"']|$))"
-    rf"|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+|\(string\) (?:\(len=\d+\) )?)?"
+    rf"|\uff1a|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+|\(string\) (?:\(len=\d+\) )?)?"
     rf"|{QUOTE}\]?\)\s+or\s+(?=[bru]?{QUOTE})"
     rf"|{QUOTE}(?P<pair>\s?,\s?|\s(?:a\d+=)?)(?=[bru]?{QUOTE})"
     r"|[ \t]{1,40}(?:[|\u2502\u2192]|->)[ \t]{1,4}|\t+)(?=\S)"
@@ -51,11 +51,14 @@ SENTENCE = re.compile(
     r"(?:keys?|token|tokens(?= (?:are|were) )|secrets?|passwords?|passwd|pass[ -]?phrase|passcode"
     r"|pwd|cred(?:ential)?s?|pin|otp|access key id|community(?: string)?|(?:recovery|backup) code"
     r"|basic auth)))"
-    r"(?:\s+(?i:(?:must|to|should) be [\w -]{1,30}, (?:but )?(?:got|not)|has the value"
+    # for project alpha = …; of the cluster is …
+    r"(?:\s+(?:for|of|in|on|from|at|by|to|you|I|we)\s[^\s:=]{1,60}(?:\s[^\s:=]{1,40}){0,6}?"
+    r"(?=\s?[:=]\s|\s(?:is|was)\s)"
+    r"|\s+(?i:(?:must|to|should) be [\w -]{1,30}, (?:but )?(?:got|not)|has the value"
     r"|changed|do(?:es)? not match(?=:)"
     r"|is|are|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
-    r"|header|pair|(?:mismatch|rejected|refused|invalid|expired|wrong|incorrect|denied|revoked"
-    r"|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
+    r"|header|pair|now|(?:mismatch|accepted|rejected|refused|invalid|expired|wrong|incorrect|denied"
+    r"|revoked|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
     r")|\s\[(?:None|\*+\w*)\]|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
     rf"(?:\s*[:=]?\s+|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
@@ -72,7 +75,7 @@ TOKEN = re.compile(
 )
 TOKEN_BEFORE = 60  # characters
 FREE_WORD = re.compile(
-    r"(?:(?<=[\s\"'`(\[<>/])|(?<=\S\.\.\.)|^)[A-Za-z0-9!@#$%^*+~_-]{8,200}={0,2}(?=[.:!?]?(?:[\s\"'`)\]<>,;]|\\[rn]|$))"
+    r"(?:(?<=[\s\"'`(\[<>/|])|(?<=\S\.\.\.)|^)(?:[A-Za-z0-9!@#$%^*+~_-]|&(?!#?\w{1,8};)){8,200}={0,2}(?=[.:!?]?(?:[\s\"'`)\]<>,;|]|\\[rn]|$))"
 )
 # The value of another name.
 OF_ANOTHER = re.compile(r"(?:=|[\"']\s?:\s?)[bru]?[\"'(\[{<]{0,3}$")

@@ -80,7 +80,7 @@ def _pattern(kind: str) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{row.words})" for row in rows), re.IGNORECASE | re.MULTILINE)
 
 
-def told(text: str, facts: Mapping[str, str]) -> Chain | None:
+def chain_of(text: str, facts: Mapping[str, str]) -> Chain | None:
     """What is stuck by a report in sentences; None if it is none, or nothing known is named.
 
     Args:

@@ -22,15 +22,15 @@ def read(text: str) -> dict[str, str]:
     stuck = is_stuck(report)
     sentences = {plain(part): part for part in report.split("\n\n")}
     votes: Counter[str] = Counter()
-    said: dict[str, str] = {}
+    found: dict[str, str] = {}
     weak = True  # as long as only names of parts were found
     for sign in table().sign:
         if not (stuck or sign.proof) or (sign.part and votes and not weak):
             continue
         search = re.compile(sign.words).search
-        if found := next(filter(search, sentences), ""):
+        if match := next(filter(search, sentences), ""):
             weak = sign.part
             for index, name in enumerate(sign.ids):
                 votes[name] += 1 if index else FIRST
-                said.setdefault(name, " ".join(sentences[found].split())[:SHOWN])
-    return {name: said[name] for name, _ in votes.most_common(MOST)}
+                found.setdefault(name, " ".join(sentences[match].split())[:SHOWN])
+    return {name: found[name] for name, _ in votes.most_common(MOST)}
