@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from vllmops.host import processes
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.instances import detached, launch
 from vllmops.vllm_api import admin
 

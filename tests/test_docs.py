@@ -114,6 +114,7 @@ LIVE = {
     "vllmops doctor -t demo --only mm-cache --skip machine.disk": (0, ""),
     "vllmops stacks dump --explain": (0, "--samples 1"),
     "vllmops stacks dump -t demo --explain": (0, "--samples 2 --interval 0.1"),
+    "vllmops stacks dump --cuda": (1, ""),  # it was not armed
     "vllmops watch -t demo --once --for 3600": (0, "--for 1"),
     "vllmops watch -t demo --webhook https://example.org/hook": (0, "--for 1"),
     "vllmops bundle -t demo -o hang.tar.gz": (0, ""),
@@ -131,6 +132,8 @@ PARSED = {
     "vllmops doctor -t k8s:inference/vllm-0 --admin-token admin.key": "a cluster",
     "vllmops status -t k8s:inference/vllm-0:8080 --admin-token admin.key": "a cluster",
     "vllmops doctor -t @fleet.txt --admin-token admin.key --json": "several servers elsewhere",
+    "vllmops stacks dump --core core.4711 --explain": "a core file",
+    "vllmops serve MODEL --cuda-coredump": "a GPU",
     "vllmops logs demo -f --process engine": "it does not end",
     "vllmops responses export --store sqlite:////srv/responses.db -o responses.jsonl": "a store",
     "vllmops responses import responses.jsonl --store postgresql://user@host/database": "a store",

@@ -28,7 +28,8 @@ from vllmops.files import read_private
 from vllmops.home import home as state_home
 from vllmops.home import make, own
 from vllmops.host import listeners, ports, shm
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.instances import endpoint as endpoints
 from vllmops.instances import interpreter
 from vllmops.instances import keys as instance_keys

@@ -28,6 +28,7 @@ FULL = os.makedev(1, 7)  # /dev/full, which takes no byte
 # How long to wait for a FIFO that no process writes into.
 WRITER_WAIT_S = 3.0
 STDIN = "-"
+GZIP = b"\x1f\x8b"
 
 
 def write_atomically(
@@ -207,6 +208,17 @@ def read(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise too_large(path, most)
     return content
+
+
+def is_gzip(path: Path) -> bool:
+    """Whether a file begins as gzip's do; not where it can't be read, or only once."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(GZIP)) == GZIP
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

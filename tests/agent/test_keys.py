@@ -314,7 +314,8 @@ def looping(path: Path, tmp_path: Path, loop: str = "", **options: Any) -> subpr
 
 
 def socketed(popen: subprocess.Popen[str]) -> Any:
-    from vllmops.host.processes import Process, Role
+    from vllmops.host.processes import Process
+    from vllmops.host.roles import Role
 
     class Looping:
         process = Process(Role.API, popen.pid, identity.of(popen.pid).start_ticks)

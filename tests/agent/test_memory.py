@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.protocol.memory import AgentMemory, Held, Store
 from vllmops.rpc.agent import reach
 

@@ -19,7 +19,8 @@ import psutil
 
 from vllmops.attach.attach import borrow, plan
 from vllmops.demo import Kind
-from vllmops.host.processes import VITAL, Role
+from vllmops.host.processes import VITAL
+from vllmops.host.roles import Role
 
 from .figure import Figure, Limit, ratio
 from .setting import VLLMOPS, Server, Setting

@@ -23,7 +23,8 @@ from vllmops.bundle.collecting import Contents, Piece, configuration, version_of
 from vllmops.bundle.redact import MARK, secrets
 from vllmops.diagnose import doctor
 from vllmops.errors import VllmopsError
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
 from vllmops.protocol.bundles import Missing
 from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample

@@ -19,7 +19,8 @@ import pytest
 from vllmops.attach import attach as attaching
 from vllmops.attach import inject
 from vllmops.errors import VllmopsError
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.protocol import identity
 
 from ..support.commands import Answer, Vllmops

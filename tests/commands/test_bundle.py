@@ -21,7 +21,8 @@ from vllmops.bundle import bundle
 from vllmops.bundle.collecting import Collecting, collect, log, options, quietly
 from vllmops.doctor import examine
 from vllmops.errors import VllmopsError
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.instances.servers import Server, resolve
 from vllmops.keys import file as keyring
 

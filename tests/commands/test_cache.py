@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.protocol import files
 from vllmops.protocol.caches import (
     CacheSnapshot,

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from vllmops.commands.cache.compare import report, text
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.protocol.caches import Cache, EncoderCache, ProcessCaches, Silent, WorkerEncoderCache
 from vllmops.protocol.compares import CacheReading, Comparison
 

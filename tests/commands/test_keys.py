@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.instances.record import Folder, State
 from vllmops.keys import file
 from vllmops.keys.carrier import genuine, seal, seal_signed

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.memory import plot
 from vllmops.memory import record as memory
 

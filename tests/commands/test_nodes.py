@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.keys.admin_token import PLACE
 from vllmops.keys.node_identity import context
 from vllmops.protocol.remote import USUAL_NODE_PORT

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from vllmops.host import listeners
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.protocol.remote import PROCESSES
 
 from ..agent.test_recorder import SCHEDULER

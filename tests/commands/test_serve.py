@@ -145,6 +145,32 @@ def test_what_clients_keep(lab: Any) -> None:
         assert environment["VLLMOPS_CARRIER_TTL"] == seconds
 
 
+def test_a_server_whose_gpus_can_be_dumped(lab: Any) -> None:
+    armed = {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}
+    for words, folder in (
+        (("--cuda-coredump",), f"{lab.home}/cuda"),
+        (("--cuda-coredump", "/srv/cores"), "/srv/cores"),
+    ):
+        command = (*lab.words("a", *words), "--dry-run", "--json")
+        environment = lab.vllmops(*command).data["environment"]
+        assert environment.items() >= armed.items()
+        assert environment["CUDA_COREDUMP_FILE"].startswith(f"{folder}/")
+        assert environment["CUDA_COREDUMP_PIPE"].startswith(f"{folder}/")
+        # Without it the driver ends the process after a dump; without the others it dumps memory.
+        assert "skip_abort" in environment["CUDA_COREDUMP_GENERATION_FLAGS"]
+        assert "skip_global_memory" in environment["CUDA_COREDUMP_GENERATION_FLAGS"]
+    own = lab.words("a", "--cuda-coredump", "--env", "CUDA_COREDUMP_FILE=/mine")
+    environment = lab.vllmops(*own, "--dry-run", "--json").data["environment"]
+    assert environment["CUDA_COREDUMP_FILE"] == "/mine"
+    plain = lab.vllmops(*lab.words("a"), "--dry-run", "--json").data["environment"]
+    assert armed.keys().isdisjoint(plain)
+
+
+def test_a_folder_for_dumps_that_cannot_be_made(lab: Any) -> None:
+    answer = lab.vllmops(*lab.words("a", "--cuda-coredump", "/proc/none"), "--json")
+    assert (answer.code, answer.error["code"]) == (1, "file.not-written")
+
+
 @pytest.fixture
 def keyring(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (keys.PLACE, keys.SIGNING_KEY):

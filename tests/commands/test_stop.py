@@ -254,7 +254,9 @@ def test_an_end_on_a_full_disk_contradicts_nothing(full_disk: Any, lab: Any) -> 
     lab.vllmops("stop", "a", "--force")
     until(lambda: not Folder("a").supervised())
     answer = lab.vllmops("stop", "a", "--json")
-    assert answer.error["message"] == "'a' is not running: it ended while its record was still ready"
+    assert (
+        answer.error["message"] == "'a' is not running: it ended while its record was still ready"
+    )
 
 
 def test_restart_on_a_full_disk(full_disk: Any, lab: Any) -> None:

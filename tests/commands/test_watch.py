@@ -22,7 +22,7 @@ import pytest
 from vllmops.bundle import bundle
 from vllmops.diagnose import vigil
 from vllmops.diagnose.doctor import examine
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.instances import supervisor
 from vllmops.instances.record import Folder
 from vllmops.instances.servers import resolve

@@ -11,7 +11,7 @@ from tests.bench.diagnosis import cases, wilson
 
 from vllmops.diagnose.matching import label
 from vllmops.diagnose.places import Phase, Wait, phases_of, place_of, tables, waits_of
-from vllmops.diagnose.signatures import catalogue
+from vllmops.diagnose.signatures import catalogue, name_of
 from vllmops.diagnose.stacks import StackFinding, explain
 from vllmops.diagnose.waiting import answers, chain
 from vllmops.protocol.stacks import Frame, ProcessStacks
@@ -65,6 +65,31 @@ def frame_of(example: str) -> Frame:
     found = re.fullmatch(r"(\S+) \((.+)\)", example)
     assert found, example
     return Frame(found[1], found[2], found[2])
+
+
+def test_a_frame_is_looked_up_as_if_each_pattern_were_tried() -> None:
+    """Most patterns are never compiled: a word of theirs is looked for in the name first."""
+    samples = [sample for path in TEXTS for sample in read(path.read_text()).samples]
+    threads = [t for sample in samples for process in sample.processes for t in process.threads]
+    frames = {(f.function, f.short_file) for thread in threads for f in thread.frames}
+    rows: tuple[Phase | Wait, ...] = (*tables().phase, *tables().wait)
+    names = [name for row in rows for name in row.names]
+    words = {re.sub(r"\\[wS][*+]|[?()]", "", w) for n in names for w in n.function.split("|")}
+    frames |= {(cased, "torch/x.py") for word in words for cased in (word, word.upper())}
+    for function, file in frames:
+        frame = Frame(function, file, file)
+        name, place = name_of(function), f"{file} {function}" if "::" in function else file
+        for of, table in ((phases_of, tables().phase), (waits_of, tables().wait)):
+            tried = tuple(
+                row.id
+                for row in table
+                if any(
+                    (not n.function or re.fullmatch(n.function, name))
+                    and (not n.file or re.search(n.file, place))
+                    for n in row.names
+                )
+            )
+            assert of(frame) == tried, frame
 
 
 @pytest.mark.parametrize("row", [*tables().phase, *tables().wait], ids=lambda row: row.id)

@@ -8,18 +8,29 @@ from pathlib import Path
 import pytest
 from tests.bench.diagnosis import cases
 
+from vllmops.diagnose.prose import Row, Sign, is_stuck, reported, table
 from vllmops.diagnose.signatures import catalogue
-from vllmops.diagnose.signs import Sign, read, table
+from vllmops.diagnose.signs import read
 from vllmops.diagnose.stacks import explain
 from vllmops.stacks import paste
 
 FIELD = Path(__file__).parent / "field"
 
 
-@pytest.mark.parametrize("sign", table(), ids=lambda sign: sign.ids[0])
+@pytest.mark.parametrize("sign", table().sign, ids=lambda sign: sign.ids[0])
 def test_each_sign_is_in_its_example(sign: Sign) -> None:
     assert sign.ids[0] in read(sign.example)
     assert set(sign.ids) <= {signature.id for signature in catalogue()}
+
+
+@pytest.mark.parametrize("row", table().stuck, ids=lambda row: row.example)
+def test_each_word_for_stuck_is_in_its_example(row: Row) -> None:
+    assert is_stuck(reported(row.example))
+
+
+@pytest.mark.parametrize("row", [*table().text, *table().sentence], ids=lambda row: row.example)
+def test_what_is_no_report_is_in_its_example(row: Row) -> None:
+    assert reported(row.example) == ""
 
 
 @pytest.mark.parametrize("path", sorted(FIELD.glob("quiet-*.txt")), ids=lambda path: path.stem)
@@ -29,8 +40,8 @@ def test_a_quiet_text_names_nothing(path: Path) -> None:
 
 
 def test_words_alone_are_never_more_than_possible() -> None:
-    told = [case for case in cases(FIELD) if case.name.startswith("prose-")]
-    assert len(told) > 30
+    told = [case for case in cases(FIELD) if case.name.startswith(("prose-", "report-"))]
+    assert len(told) > 80
     assert {case.found.verdict for case in told} == {"maybe"}
     assert not [case.name for case in told if not case.is_within(1)]
 
@@ -46,6 +57,19 @@ def test_words_alone_are_never_more_than_possible() -> None:
 )
 def test_who_asks_or_denies_reports_no_hang(text: str) -> None:
     assert read(text) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Since I turned profiling on, all ranks hang in `all_gather`. The flame graph is empty.",
+        "This PR made it worse: nothing else changed. Now all ranks hang in NCCL.",
+        "It would be nice if somebody had a look. All ranks hang in an all_reduce.",
+        "[Bug]: feature X hangs\n\nAll ranks are stuck in NCCL after the RFC was merged.",
+    ],
+)
+def test_words_beside_a_report_do_not_silence_it(text: str) -> None:
+    assert next(iter(read(text))) == "collective-stall"
 
 
 @pytest.mark.parametrize("text", ["It hangs at 100 % of the KV cache. ", "stuck 100% gpu ", "a_b("])

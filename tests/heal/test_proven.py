@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vllmops.heal.action import LEAST_STEPS, Case, proven
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.protocol.heal import Proof
 
 ENGINE, OTHER = Process(Role.ENGINE, 12, 1), Process(Role.ENGINE, 13, 1)

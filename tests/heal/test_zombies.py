@@ -12,7 +12,8 @@ import pytest
 
 from vllmops.heal.action import Case
 from vllmops.heal.actions import zombies
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
 from vllmops.protocol.heal import Proof
 from vllmops.protocol.requests import FrontRequest, ProcessRequests

@@ -9,7 +9,6 @@ import pytest
 from vllmops.host import proc
 from vllmops.host.processes import (
     Process,
-    Role,
     Seen,
     Table,
     alive,
@@ -18,6 +17,7 @@ from vllmops.host.processes import (
     table,
     tree,
 )
+from vllmops.host.roles import Role
 from vllmops.protocol import identity
 
 

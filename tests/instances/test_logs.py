@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.instances import logs
 from vllmops.instances.logs import (
     STAGES,

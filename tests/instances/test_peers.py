@@ -12,7 +12,8 @@ from typing import IO, Any
 import pytest
 
 from vllmops.host.nodes import address, connected, unanswered
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.instances.peers import PORT, answers
 
 from ..support.children import Spawn

@@ -9,7 +9,8 @@ import pytest
 
 from vllmops.errors import Exit, VllmopsError
 from vllmops.files import take
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.instances.record import (
     Failure,
     Folder,

@@ -13,7 +13,8 @@ import pytest
 
 from vllmops.errors import Exit, VllmopsError
 from vllmops.host import processes
-from vllmops.host.processes import Process, Role, Seen, Table
+from vllmops.host.processes import Process, Seen, Table
+from vllmops.host.roles import Role
 from vllmops.host.shape import option
 from vllmops.instances import servers
 from vllmops.instances.record import Failure, Folder, Record, State

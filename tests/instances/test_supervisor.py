@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from vllmops.host import ports
-from vllmops.host.processes import Process, Role, alive
+from vllmops.host.processes import Process, alive
+from vllmops.host.roles import Role
 from vllmops.instances import control, takedown
 from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from vllmops.host import processes
-from vllmops.host.processes import Process, Role, alive
+from vllmops.host.processes import Process, alive
+from vllmops.host.roles import Role
 from vllmops.instances import takedown
 from vllmops.instances.takedown import drain, kill, members, take_down
 from vllmops.protocol import identity

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Self
 import httpx
 import openai
 
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.protocol import identity
 from vllmops.rpc import agent
 

@@ -21,7 +21,8 @@ import pytest
 from vllmops.agent import caches as agent_caches
 from vllmops.demo.inputs import chat, wav
 from vllmops.diagnose.caches import alone
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.protocol import identity
 from vllmops.protocol.caches import EncoderCache
 from vllmops.rpc import agent

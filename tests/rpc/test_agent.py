@@ -17,7 +17,8 @@ import pytest
 
 from vllmops.errors import Exit, VllmopsError
 from vllmops.host import proc
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.protocol.engine import Answer
 from vllmops.rpc import agent
 from vllmops.rpc.agent import beat, reach, side_by_side
@@ -188,7 +189,8 @@ def test_another_users_process_is_told(spawn: Spawn) -> None:
     ask = (
         "from vllmops.rpc.agent import reach\n"
         "from vllmops.errors import VllmopsError\n"
-        "from vllmops.host.processes import Process, Role\n"
+        "from vllmops.host.processes import Process\n"
+        "from vllmops.host.roles import Role\n"
         f"process = Process(Role.API, {child.process.pid}, {child.process.start_ticks})\n"
         "try: reach(process)\n"
         "except VllmopsError as error: print(error.code, int(error.exit_code), error.hint)"

@@ -15,7 +15,7 @@ import pytest
 
 from vllmops.agent import identity
 from vllmops.host import processes
-from vllmops.host.processes import Role
+from vllmops.host.roles import Role
 from vllmops.instances.servers import Server, find
 from vllmops.protocol.place import who
 from vllmops.rpc import agent

@@ -17,7 +17,8 @@ import pytest
 
 from vllmops.errors import VllmopsError
 from vllmops.host import proc
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.protocol import files, identity
 from vllmops.protocol.stacks import Options, ProcessStacks, StacksSnapshot
 from vllmops.stacks import pyspy
@@ -377,7 +378,8 @@ def test_no_permission(wrap: list[str], expected: str, words: str, hint: str) ->
         program = textwrap.dedent(f"""
             import msgspec
             from vllmops.stacks import pyspy
-            from vllmops.host.processes import Process, Role
+            from vllmops.host.processes import Process
+            from vllmops.host.roles import Role
             found = Process(role=Role.ENGINE, pid={found.pid}, start_ticks={found.start_ticks})
             print(msgspec.json.encode(pyspy.capture([found]).processes[0].error).decode())
         """)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from vllmops.host.processes import Process, Role
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.protocol import identity
 
 CHILD: Final = Path(__file__).parents[1] / "agent" / "child.py"

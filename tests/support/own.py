@@ -11,11 +11,12 @@ from pathlib import Path
 
 from vllmops.host import processes
 from vllmops.host.processes import Seen
+from vllmops.host.roles import titled
 
 
 def foreign(seen: Seen, home: Path) -> bool:
     """Whether a process is one of vLLM, and of another state directory."""
-    vllm = processes.titled(seen.words) or processes.serve_arguments(seen.words) is not None
+    vllm = titled(seen.words) or processes.serve_arguments(seen.words) is not None
     return bool(vllm) and not in_home(seen.pid, home)
 
 

@@ -26,7 +26,8 @@ from .. import __version__
 from ..errors import Exit, VllmopsError
 from ..host import proc, processes
 from ..host.nodes import connected
-from ..host.processes import ROLES, Process, Role
+from ..host.processes import ROLES, Process
+from ..host.roles import Role, titled
 from ..host.shape import option
 from ..host.states import compilers, state
 from ..keys import admin_token
@@ -345,7 +346,7 @@ def root(pid: int) -> int:
     while pid := proc.parent(pid):
         with suppress(OSError):
             words = processes.seen(pid).words
-            if processes.serve_arguments(words) is not None or processes.titled(words):
+            if processes.serve_arguments(words) is not None or titled(words):
                 found = pid
     return found
 

@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from ..errors import VllmopsError
 from ..files import opened, unreadable
 
-MAGIC = b"\x1f\x8b"
 # Bundles of real servers have some MB; what a stranger packed may unfold to any size.
 LIMIT_BYTES = 256 << 20
 LIMIT_READ = 24 << 20  # of the parts that are read, which are in memory, together
@@ -38,17 +37,6 @@ def packed(files: Mapping[str, bytes], at: float) -> bytes:
             member.size, member.mode, member.mtime = len(content), MODE, int(at)
             archive.addfile(member, io.BytesIO(content))
     return buffer.getvalue()
-
-
-def is_one(path: Path) -> bool:
-    """Whether a file begins as an archive does; not where it can't be read, or only once."""
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 class Limited(io.RawIOBase):

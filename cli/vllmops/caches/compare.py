@@ -7,7 +7,8 @@ import time
 import msgspec
 
 from ..errors import Exit, VllmopsError
-from ..host.processes import Process, Role
+from ..host.processes import Process
+from ..host.roles import Role
 from ..instances.servers import Server
 from ..protocol.caches import ProcessCaches, Silent
 from ..protocol.compares import CompareRequest, Comparison

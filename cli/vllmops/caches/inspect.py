@@ -7,7 +7,8 @@ from functools import partial
 
 from ..diagnose.caches import findings, undecided
 from ..errors import Exit, VllmopsError
-from ..host.processes import ROLES, Process, Role
+from ..host.processes import ROLES, Process
+from ..host.roles import Role
 from ..instances.servers import Server
 from ..protocol.caches import CacheSnapshot, ProcessCaches, Sample, Silent
 from ..protocol.place import key

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..errors import Exit, VllmopsError
-from ..host.processes import Role
+from ..host.roles import Role
 from ..instances.logs import WATCH, Tail, aside, parse, role_of
 from ..instances.record import Folder
 from ..instances.servers import find, resolve

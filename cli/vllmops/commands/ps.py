@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..errors import VllmopsError
-from ..host.processes import Role
+from ..host.roles import Role
 from ..host.shape import shown
 from ..instances.readiness import engines_up
 from ..instances.record import State, folders

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,9 @@ from .. import demo as demos
 from ..agent.patches.registry import OFF, known
 from ..diagnose import packages
 from ..errors import Exit, VllmopsError
-from ..host import namesake, ports
+from ..files import check, not_written
+from ..home import home
+from ..host import cudacore, namesake, ports
 from ..host.shape import option, shown
 from ..instances import launch, logs
 from ..instances.control import STOP_TIMEOUT_S, Request, Session, start_supervisor
@@ -53,9 +55,16 @@ class PassThrough(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
         behind = ctx.meta[BEHIND] = tuple(args[cut + 1 :])
-        rest = super().parse_args(ctx, args[:cut])
+        rest = super().parse_args(ctx, [*with_folder(args[:cut])])
         serve_config.command_line_wins(ctx, behind)
         return rest
+
+
+def with_folder(args: Sequence[str]) -> Iterator[str]:
+    """The arguments; ``--cuda-coredump`` without a directory gets one in the state directory."""
+    for word, following in zip(args, (*args[1:], "-"), strict=False):
+        alone = word == opts.CUDA and following.startswith("-")
+        yield f"{opts.CUDA}={home() / 'cuda'}" if alone else word
 
 
 app = typer_app()
@@ -79,6 +88,7 @@ def serve(
     demo: opts.Demo = None,
     env: opts.Env = None,
     no_patch: opts.NoPatch = None,
+    cuda_coredump: opts.CudaCoredump = None,
     quiet: opts.Quiet = False,
     store: opts.Store = None,
     store_max_size: opts.StoreMaxSize = None,
@@ -106,9 +116,11 @@ def serve(
         raise usage("--toml prints a file for --config: use it together with --dry-run")
     file = serve_config.loaded(ctx)
     given = [*file.env, *(env or [])]
+    cuda = cudacore.armed(cuda_coredump.absolute()) if cuda_coredump else {}
     behind = (*file.arguments, *ctx.meta[BEHIND])
     limits = stored(store, store_max_size, store_max_per_key, store_ttl)
-    env = [*given, *unpatched(no_patch or []), *limits]
+    env = [f"{name}={value}" for name, value in cuda.items()]
+    env += [*given, *unpatched(no_patch or []), *limits]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
     order = place(model, demo, name, host, port, detach, env, behind)
     watcher = watching(
@@ -132,6 +144,8 @@ def serve(
     if line := namesake.warning():
         say(line, "yellow")
     launch.ready_home()
+    if cuda_coredump:
+        ready_folder(cuda_coredump)
     for row in packages.bad(distributions()):
         say(f"{row.package} {row.versions} is installed: {row.title}; {row.next}", "yellow")
     provide_key(order.environment, quiet=json_)
@@ -182,6 +196,21 @@ def watching(
             words += ["--webhook", webhook]
     words += [f"--{name}" for name, wanted in acts.items() if wanted]
     return tuple(words) if watch or words else None
+
+
+def ready_folder(folder: Path) -> None:
+    """Make the directory for core dumps of GPUs; nobody else may read it.
+
+    Raises:
+        VllmopsError: ``file.not-written``.
+    """
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        check(folder / "core")
+    except OSError as error:
+        raise not_written(
+            folder, error, hint=f"choose another directory with {opts.CUDA}"
+        ) from error
 
 
 def unpatched(ids: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from ..store import settings
 from . import serve_config
 from .options import admin_token_option, count, patch_ids, time_
 
+CUDA = "--cuda-coredump"
 INSTANCE = "Instance"
 RESPONSES = "Responses"
 CARRIERS = "Carriers and keys"
@@ -76,6 +77,17 @@ NoPatch = Annotated[
         metavar="ID",
         help="Do not apply this patch, see `vllmops patches list`; repeatable.",
         autocompletion=patch_ids,
+        rich_help_panel=INSTANCE,
+    ),
+]
+CudaCoredump = Annotated[
+    Path | None,
+    typer.Option(
+        CUDA,
+        metavar="[DIR]",
+        help="Let `vllmops stacks dump --cuda` dump the GPUs into this directory [cuda in"
+        " VLLMOPS_HOME].",
+        show_default=False,
         rich_help_panel=INSTANCE,
     ),
 ]

@@ -12,7 +12,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from copy import copy
@@ -27,12 +26,21 @@ from ..targets import Access, access, parsed
 from .options import AdminToken
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from rich.console import RenderableType
 
 MOST_AT_ONCE = 64
 MOST_BYTES = 1 << 20  # of a file with targets
 # Options that a single server can have, by parameter.
-SINGLE = {"file": "FILE", "name": "TARGET", "save": "--save", "plot_": "--plot", "watch": "--watch"}
+SINGLE = {
+    "file": "FILE",
+    "name": "TARGET",
+    "save": "--save",
+    "core": "--core",
+    "plot_": "--plot",
+    "watch": "--watch",
+}
 
 
 def per_target(run: Callable[..., Result]) -> Callable[..., None]:
@@ -142,6 +150,8 @@ def side_by_side(targets: Sequence[str], run: Callable[..., Result]) -> Result:
     Returns:
         All results; the exit code is the highest one.
     """
+    from concurrent.futures import Future  # noqa: PLC0415 - slow to import, for several alone
+
     futures: dict[str, Future[Result]] = {target: Future() for target in targets}
     waiting = deque(futures.items())
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import RenderableType
 
-from ..host.processes import ROLES, Role
+from ..host.processes import ROLES
+from ..host.roles import Role
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, size, table, typer_app

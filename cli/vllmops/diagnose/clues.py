@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import prose, signs
-from .facts import STATS, from_log
+from .facts import STATS
 from .places import Position
 from .signatures import Confidence
 
@@ -34,10 +33,11 @@ KERNEL = (
     r"|\bin (?P<frame>[A-Za-z_][\w:<>, ]*?)<<<\("
     r"|Switching focus to CUDA kernel.*\n(?:.*\n)?#0.*? in (?P<focus>[A-Za-z_][\w:]*)"
 )
-SMI = (
-    r"(?P<watts>[\d.]+)W\s*/\s*(?P<limit>\d+)W\s*\|[^|]*\|\s*(?P<busy>\d+)%"
-    r"|(?P<busy2>\d+) ?%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts2>[\d.]+) ?W"
-)
+# A row of nvidia-smi's table, from the sign after the number of watts; and its query's.
+SMI = r"W\s*/\s*(?P<limit>\d+)W\s*\|[^|]*\|\s*(?P<busy>\d+)%"
+QUERY = r"%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts>[\d.]+) ?W"
+NUMBER = re.compile(r"[\d.]+(?= ?$)")
+LONGEST = 8  # characters of a number
 FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle
 # A row of ps or top.
@@ -51,6 +51,7 @@ TIMED_OUT = {
         "No available shared memory broadcast block found",
     )
 }
+LATE = ("collective-stall", "collective-mismatch")
 ENOUGH = 3  # lines with figures, ten seconds apart: a long prompt takes no longer
 FULL = 90.0  # percent of the KV cache
 MOST_TRIES = 500  # braces that may begin a document
@@ -96,6 +97,8 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
         facts: figures, by the names in `facts.FACTS`.
         stacks: whether the text has stacks, too; words count less than these.
     """
+    from . import prose, signs  # noqa: PLC0415 - slow to import, and not needed for most stacks
+
     found: list[Clue] = []
     log = "".join(prose.reported(text).split())
     if chain := prose.chain_of(text, facts):
@@ -104,8 +107,11 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
             dict.fromkeys(place.process.title or "a process" for place in chain.roots)
         )
         found.append(Clue(chain.ids, subject, f"as the text says: {line}"))
-    if line := next((line for words, line in TIMED_OUT.items() if re.search(words, log)), ""):
-        found.append(Clue(("worker-stuck-broadcast",), "a worker", f"log: {line}"))
+    for words, line in TIMED_OUT.items():
+        if re.search(words, log):
+            ids = LATE if "collective" in line else ("worker-stuck-broadcast",)
+            found.append(Clue(ids, "a worker", f"log: {line}"))
+            break
     if len(list(STATS.finditer(log))) >= ENOUGH and facts.get("progress") == "frozen":
         found.append(_frozen(facts))
     if stacks:
@@ -137,12 +143,6 @@ def _frozen(facts: Mapping[str, str]) -> Clue:
     return Clue(ids, "the engine", line)
 
 
-def tells(text: str) -> bool:
-    """Whether a text tells something of a hang, even without stacks."""
-    log = "".join(text.split())
-    return bool(clues(text, log) or weak(text, from_log(log), stacks=False))
-
-
 def compiles(text: str) -> bool:
     """Whether a table of processes in the text shows a compiler."""
     return re.search(COMPILERS, text) is not None
@@ -152,13 +152,27 @@ def gpu(text: str) -> str:
     """What nvidia-smi shows: ``spins`` (busy with few watts), ``idle``, ``works``, or nothing."""
     if "%" not in text or not any(words in text for words in ("W /", " W\n", "W  /")):
         return ""
-    rows = []
-    for row in re.finditer(SMI, text):
-        busy = int(row["busy"] or row["busy2"])
-        watts = float(row["watts"] or row["watts2"])
-        cold = watts < FEW_WATTS * float(row["limit"]) if row["limit"] else watts < COLD_W
-        rows.append("spins" if busy >= BUSY and cold else "idle" if busy <= IDLE else "works")
+    rows = {
+        _state(int(row["busy"]), watts < FEW_WATTS * float(row["limit"]))
+        for row in re.finditer(SMI, text)
+        if (watts := _before(row)) is not None
+    }
+    rows |= {
+        _state(busy, float(row["watts"]) < COLD_W)
+        for row in re.finditer(QUERY, text)
+        if (busy := _before(row)) is not None
+    }
     return next((state for state in ("spins", "works", "idle") if state in rows), "")
+
+
+def _before(row: re.Match[str]) -> float | None:
+    """The number just before a row that matches."""
+    found = NUMBER.search(row.string, max(row.start() - LONGEST, 0), row.start())
+    return float(found[0]) if found and found[0].count(".") < 2 else None
+
+
+def _state(busy: float, cold: bool) -> str:
+    return "spins" if busy >= BUSY and cold else "idle" if busy <= IDLE else "works"
 
 
 def _watchdog(_text: str, log: str) -> Iterator[Clue]:

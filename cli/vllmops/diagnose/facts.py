@@ -11,12 +11,15 @@ FACTS = ("running", "waiting", "deferred", "kv_usage", "still", *PACES)
 # A long prompt's tokens are counted when all of them are processed.
 FROZEN_S = 30.0
 # For a text without blanks, because the lines of a log may be wrapped anywhere.
+# It begins with what is searched fast.
 STATS = re.compile(
-    r"(?:Engine(?P<id>\d+):)?Avgpromptthroughput:(?P<prompt>[\d.]+)tokens/s,"
+    r"Avgpromptthroughput:(?P<prompt>[\d.]+)tokens/s,"
     r"Avggenerationthroughput:(?P<generation>[\d.]+)tokens/s,"
     r"Running:(?P<running>\d+)reqs,Waiting:(?P<waiting>\d+)reqs"
     r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?KVcacheusage:(?P<kv>[\d.]+)%"
 )
+ENGINE = re.compile(r"Engine(?P<id>\d+):$")
+LONGEST_ID = 16  # characters
 
 
 def from_log(log: str) -> dict[str, str]:
@@ -31,10 +34,16 @@ def from_log(log: str) -> dict[str, str]:
         facts["progress"] = "moving"
     else:
         # A request may have arrived just before one line; by the next it has made progress.
-        latest = [line for line in lines if line["id"] == last["id"]][-2:]
+        latest = [line for line in lines if _engine(line) == _engine(last)][-2:]
         if len(latest) == 2 and all(_is_still(line) and _is_pending(line) for line in latest):
             facts["progress"] = "frozen"
     return facts
+
+
+def _engine(line: re.Match[str]) -> str:
+    """The engine whose figures they are; empty if the line has none."""
+    found = ENGINE.search(line.string, max(line.start() - LONGEST_ID, 0), line.start())
+    return found["id"] if found else ""
 
 
 def _is_still(line: re.Match[str]) -> bool:

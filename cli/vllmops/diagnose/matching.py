@@ -10,7 +10,7 @@ from ..protocol.pasted import Pasted
 from ..protocol.place import headed
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .facts import agrees
-from .signatures import Case, Confidence, Signature, ThreadPattern, bare, functions, is_called
+from .signatures import Case, Confidence, Signature, ThreadPattern, functions, is_called, name_of
 
 RANKS: tuple[Confidence, ...] = ("possible", "likely", "sure")
 SHOWN_FRAMES = 6
@@ -31,6 +31,7 @@ class Scene:
 
     Attributes:
         functions: the functions of each thread; most threads have none of a pattern's.
+        everywhere: those of all threads together.
     """
 
     def __init__(self, pasted: Pasted, facts: Mapping[str, str], log: str) -> None:
@@ -39,6 +40,7 @@ class Scene:
         self.log = log
         threads = (t for s in pasted.samples for p in s.processes for t in p.threads)
         self.functions = {id(thread): frozenset(_functions(thread)) for thread in threads}
+        self.everywhere = frozenset[str]().union(*self.functions.values())
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,11 @@ def _lasting_spots(
     """The threads that match in all samples, as in the last one; None if a pattern fails."""
     kept: list[Spot] = []
     for pattern in case.threads:
-        found = [list(_spots(pattern, sample, scene)) for sample in samples]
+        found: list[list[Spot]] = []
+        for sample in samples:
+            found.append(list(_spots(pattern, sample, scene)))
+            if pattern.who == "some" and not found[-1]:
+                return None
         match pattern.who:
             case "none":
                 if any(found):
@@ -246,6 +252,8 @@ def places(thread: Thread) -> list[tuple[str, int | None]]:
 def _spots(pattern: ThreadPattern, sample: StacksSnapshot, scene: Scene) -> Iterator[Spot]:
     """The threads of a sample that match a pattern."""
     names = functions(pattern.frames)
+    if any(any_of.isdisjoint(scene.everywhere) for any_of in names):
+        return
     for process in sample.processes:
         if not _may_be(process, pattern.roles):
             continue
@@ -293,7 +301,7 @@ def _functions(thread: Thread) -> Iterator[str]:
     """The bare names of a thread's functions, and ``*``, which matches any."""
     yield "*"
     for frame in _frames(thread):
-        yield bare(frame.function).rpartition(".")[2]
+        yield name_of(frame.function)
 
 
 def _frames(thread: Thread) -> tuple[Frame, ...]:

@@ -11,7 +11,7 @@ import msgspec
 
 from ..protocol.stacks import Frame, ProcessStacks, Thread
 from . import toml
-from .signatures import CACHED, bare
+from .signatures import CACHED, name_of
 
 # Frames that say nothing of their own: what they wait for stands further out.
 GENERIC = re.compile(
@@ -46,6 +46,7 @@ MODEL = re.compile(
 )
 # Threads of the agent, and of Python's small HTTP servers: what they wait for tells no hang.
 ASIDE = re.compile(r"vllmops-|.*\(process_request_thread\)")
+LOCKS = {"acquire", "_acquire", "wait", "_acquire_restore"}
 SLEEPS = {"_process_engine_step", "step", "step_with_batch_queue", "run_busy_loop"}
 
 
@@ -137,46 +138,84 @@ def tables() -> Tables:
     return toml.read("frames.toml", Tables)
 
 
+APART = re.compile(r"\|(?![^(]*\))")  # between alternatives
+PLAIN = re.compile(r"\w+")
+# What need not be in a name that matches: groups, classes, escapes, and what may be missing.
+OPTIONAL = re.compile(r"\([^()]*\)[?*+]?|\[[^]]*\][?*+]?|\\.[?*+]?|.[?*]|\{[^}]*\}")
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A pattern for frames. It is compiled if a name needs it: that takes most of a short run.
+
+    Args:
+        row: of the table.
+        function: for a frame's bare function; empty for any.
+        file: for its file; empty for any.
+        words: one of them is in every name that matches; empty if that is not known.
+    """
+
+    row: int
+    function: str
+    file: str
+    words: tuple[str, ...]
+
+    def matches(self, function: str, file: str) -> bool:
+        lower = function.lower()
+        if self.words and not any(word in lower for word in self.words):
+            return False
+        return (not self.function or self._function.fullmatch(function) is not None) and (
+            not self.file or self._file.search(file) is not None
+        )
+
+    @functools.cached_property
+    def _function(self) -> re.Pattern[str]:
+        return re.compile(self.function)
+
+    @functools.cached_property
+    def _file(self) -> re.Pattern[str]:
+        return re.compile(self.file)
+
+
+def _word(alternative: str) -> str:
+    """The longest word that is in each name that an alternative matches; empty if it is short."""
+    left = OPTIONAL.sub(" ", alternative)
+    return "" if "(" in left else max(left.lower().split(), key=len, default="")
+
+
+def _pattern(row: int, functions: Sequence[str], file: str = "") -> _Pattern:
+    words = tuple(map(_word, functions))
+    return _Pattern(row, "|".join(functions), file, words if all(words) else ())
+
+
 @functools.cache
-def _patterns(kind: str) -> tuple[tuple[Phase | Wait, tuple[Pattern, ...]], ...]:
-    rows: tuple[Phase | Wait, ...] = tables().phase if kind == "phase" else tables().wait
-    return tuple((row, _merged(row.names)) for row in rows)
+def _index(kind: str) -> tuple[dict[str, set[int]], list[_Pattern]]:
+    """A table to look frames up in: the rows of names that need no pattern, and patterns."""
+    plain: dict[str, set[int]] = {}
+    patterns: list[_Pattern] = []
+    for row, names in enumerate(row.names for row in _table(kind)):
+        functions = [w for n in names if not n.file for w in APART.split(n.function)]
+        for word in filter(PLAIN.fullmatch, functions):
+            plain.setdefault(word, set()).add(row)
+        others = [word for word in functions if not PLAIN.fullmatch(word)]
+        known = [word for word in others if _word(word)]
+        patterns += [_pattern(row, some) for some in (known, sorted({*others} - {*known})) if some]
+        patterns += [_pattern(row, APART.split(n.function), n.file) for n in names if n.file]
+    return plain, patterns
 
 
-Pattern = tuple[re.Pattern[str] | None, re.Pattern[str] | None]
-
-
-def _merged(names: Sequence[Name]) -> tuple[Pattern, ...]:
-    """The names' patterns; those of functions alone, and of files alone, are one each."""
-    found: list[Pattern] = []
-    functions = "|".join(name.function for name in names if not name.file)
-    files = "|".join(name.file for name in names if not name.function)
-    if functions:
-        found.append((re.compile(functions), None))
-    if files:
-        found.append((None, re.compile(files)))
-    both = (name for name in names if name.function and name.file)
-    return (*found, *((re.compile(name.function), re.compile(name.file)) for name in both))
-
-
-def matches(pattern: Pattern, function: str, file: str) -> bool:
-    """Whether a pattern matches a frame's bare function and file."""
-    by_function, by_file = pattern
-    return (by_function is None or by_function.fullmatch(function) is not None) and (
-        by_file is None or by_file.search(file) is not None
-    )
+def _table(kind: str) -> Sequence[Phase | Wait]:
+    return tables().phase if kind == "phase" else tables().wait
 
 
 @functools.lru_cache(CACHED)
 def _rows(kind: str, function: str, path: str) -> tuple[str, ...]:
     """The ids of the rows that match a frame, in the order of the file."""
-    name = bare(function).rpartition(".")[2]
+    name = name_of(function)
     file = f"{path} {function}" if "::" in function else path
-    return tuple(
-        row.id
-        for row, patterns in _patterns(kind)
-        if any(matches(pattern, name, file) for pattern in patterns)
-    )
+    plain, patterns = _index(kind)
+    rows = plain.get(name, set()) | {p.row for p in patterns if p.matches(name, file)}
+    return tuple(_table(kind)[row].id for row in sorted(rows))
 
 
 @functools.cache
@@ -192,11 +231,6 @@ def phases_of(frame: Frame) -> tuple[str, ...]:
 def waits_of(frame: Frame) -> tuple[str, ...]:
     """The waits that a frame shows, the first in the file first."""
     return _rows("wait", frame.function, frame.short_file)
-
-
-def name_of(frame: Frame) -> str:
-    """A function's bare name."""
-    return bare(frame.function).rpartition(".")[2]
 
 
 @functools.cache
@@ -235,7 +269,9 @@ def place_of(process: ProcessStacks, thread: Thread) -> Position:
 
 def own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """The frames of a process's own; below them a fork still has those of its parent."""
-    start = next((at for at, f in enumerate(frames) if name_of(f) == "_bootstrap"), len(frames))
+    start = next(
+        (at for at, f in enumerate(frames) if name_of(f.function) == "_bootstrap"), len(frames)
+    )
     return tuple(frames[: start + 1])
 
 
@@ -257,7 +293,7 @@ def _phase(shown: Sequence[str]) -> Phase:
 
 
 def _is_silent(frame: Frame) -> bool:
-    name = name_of(frame)
+    name = name_of(frame.function)
     return bool(GENERIC.fullmatch(name) or WRAPPERS.fullmatch(name))
 
 
@@ -269,19 +305,19 @@ def _rests(
     frames: Sequence[Frame],
 ) -> bool:
     """Whether a thread only waits for work."""
-    names = {name_of(frame) for frame in inner}
-    if "_process_input_queue" in {name_of(frame) for frame in frames[:8]}:
+    names = {name_of(frame.function) for frame in inner}
+    if "_process_input_queue" in {name_of(frame.function) for frame in frames[:8]}:
         return "_handle_client_request" not in names
     waits = [waits_of(frame)[0] for frame in inner if waits_of(frame)]
     if phase.id in {"worker", "step"} and "ipc-read" in waits and "collective" not in waits:
         # A worker reads its next call; SGLang's loop reads requests.
         return phase.id == "worker" or "recv_requests" in names
     if not is_main(process, thread) and (
-        PLUMBING.search(frames[0].short_file) or GENERIC.fullmatch(name_of(frames[0]))
+        PLUMBING.search(frames[0].short_file) or GENERIC.fullmatch(name_of(frames[0].function))
     ):
         return thread.state == "idle" or not any(map(waits_of, frames))
     return phase.id in {"", "api"} and all(
-        PLUMBING.search(frame.short_file) or _is_silent(frame) or name_of(frame) in ENTRIES
+        PLUMBING.search(frame.short_file) or _is_silent(frame) or name_of(frame.function) in ENTRIES
         for frame in frames
     )
 
@@ -296,10 +332,10 @@ def _unnamed(thread: Thread, frames: Sequence[Frame], telling: Frame) -> str:
     first = frames[0]
     if DRIVERS.search(first.short_file):
         return "device-sync"
-    name = name_of(first)
+    name = name_of(first.function)
     if name in SLEEPS and thread.state == "idle":
         return "sleep"
-    if telling is not first and name in {"acquire", "_acquire", "wait", "_acquire_restore"}:
+    if telling is not first and name in LOCKS:
         return "lock"
     return "call"
 

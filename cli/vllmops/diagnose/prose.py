@@ -6,34 +6,24 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from ..protocol.place import MOST_WRITTEN, NUMBERS, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
-from .places import phases_of, waits_of
+from . import toml
+from .places import LOCKS, phases_of, waits_of
 from .waiting import Chain, chain
 
-STUCK = re.compile(
-    r"(?i)\b(?:hang(?:s|ing)?|hung|stuck|dead-?lock\w*|live-?lock\w*|froz?en|freezes?|wedged|stall\w*"
-    r"|never (?:return|come|finish|complete)s?|nothing moves|no progress|unresponsive"
-    r"|stop(?:s|ped) responding|wait(?:s|ing)? for ?ever|block(?:s|ed) for ?ever)\b"
-)
-# A wish, a question or a change is no report.
-QUIET = re.compile(
-    r"(?i)\[(?:feature|rfc|doc)\w*\]|\bfeature request|\bproposal\b|\bRFC\b"
-    r"|\bwould be (?:nice|great)|\bthis (?:PR|patch)\b"
-    r"|\bprofil(?:e|er|ing)\b|\bflame ?graph|\brelease notes"
-)
 MOST_READ = 1 << 15  # characters: what people write is short, and a log ends with what counts
+LONGEST = 2000  # characters of a sentence
+MARKUP = re.compile(r"[`*]")
 SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\s+$")
-DENIED = re.compile(
-    r"(?i)(?:\b(?:no|not|never|without)|n't|no longer)(?: any| a)?(?: more)? "
-    r"(?:hang|stuck|dead-?lock|stall|freez|froz)"
-)
 SUBJECT = (
     r"(?i:\b(?P<kind>ranks?|workers?|tp|pp|dp|gpus?|nodes?)[ _#-]?(?P<numbers>" + NUMBERS + r")\b"
     r"|\b(?:the )?(?P<others>others?|remaining|rest of the)(?: (?P<left>\d+))?"
     r" (?:ranks?|workers?|gpus?|processes)\b"
     r"|\b(?P<every>all|both|every|each)(?: of)?(?: the)?(?: (?P<count>\d+))?"
-    r" (?:ranks?|workers?|gpus?|processes)\b"
+    r"(?: [\w-]+)? (?:ranks?|workers?|gpus?|processes)\b"
     r"|\b(?P<role>engine ?core|engine|scheduler|api ?server|worker)\b)"
 )
 SUBJECTS = re.compile(SUBJECT)
@@ -47,6 +37,49 @@ IN = re.compile(r"(?i)\b(?:in|at|on|inside|within|under|calls?|calling|from|for)
 ROLES = {"engine": "engine", "scheduler": "engine", "api": "api", "worker": "worker"}
 
 
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Words of a report; see the head of the file."""
+
+    words: str
+    example: str
+
+
+class Sign(Row, frozen=True, forbid_unknown_fields=True):
+    """Words that tell what is stuck.
+
+    Args:
+        ids: of the catalogue, the most probable first.
+        proof: whether the words alone say that something is stuck.
+        part: whether they only name a part of the server.
+    """
+
+    ids: tuple[str, ...]
+    proof: bool = False
+    part: bool = False
+
+
+class Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of the file."""
+
+    text: tuple[Row, ...]
+    sentence: tuple[Row, ...]
+    stuck: tuple[Row, ...]
+    sign: tuple[Sign, ...]
+
+
+@functools.cache
+def table() -> Words:
+    """The words, in the order of the file."""
+    return toml.read("signs.toml", Words)
+
+
+@functools.cache
+def _pattern(kind: str) -> re.Pattern[str]:
+    """The patterns of all rows of a kind."""
+    rows: tuple[Row, ...] = getattr(table(), kind)
+    return re.compile("|".join(f"(?:{row.words})" for row in rows), re.IGNORECASE | re.MULTILINE)
+
+
 def chain_of(text: str, facts: Mapping[str, str]) -> Chain | None:
     """What is stuck by a report in sentences; None if it is none, or nothing known is named.
 
@@ -55,7 +88,7 @@ def chain_of(text: str, facts: Mapping[str, str]) -> Chain | None:
         facts: as of `chain`.
     """
     text = reported(text)
-    if not STUCK.search(text):
+    if not is_stuck(text):
         return None
     found: dict[str, ProcessStacks] = {}
     for clause in CLAUSE.split(text):
@@ -77,10 +110,22 @@ def reported(text: str) -> str:
     """The sentences that say what happens: no question, no wish, no hang that is denied."""
     if len(text) > MOST_READ:
         text = f"{text[: MOST_READ // 2]}\n\n{text[-MOST_READ // 2 :]}"
-    if QUIET.search(text):
+    if _pattern("text").search(text):
         return ""
-    sentences = SENTENCE.split(text)
-    return "\n\n".join(s for s in sentences if not s.endswith("?") and not DENIED.search(s))
+    silent = _pattern("sentence").search
+    return "\n\n".join(
+        part for part in SENTENCE.split(text) if not part.endswith("?") and not silent(plain(part))
+    )
+
+
+def plain(sentence: str) -> str:
+    """A sentence in lower case, with one blank between words and no markup."""
+    return " ".join(MARKUP.sub("", sentence).split())[:LONGEST].lower()
+
+
+def is_stuck(report: str) -> bool:
+    """Whether a report says that something is stuck."""
+    return any(_pattern("stuck").search(plain(part)) for part in report.split("\n\n"))
 
 
 def _names(clause: str) -> Iterator[Frame]:
@@ -89,7 +134,7 @@ def _names(clause: str) -> Iterator[Frame]:
         name = (match["tick"] or match["bare"]).replace("::", ".").rpartition(".")[2]
         frame = Frame(name, "", "")
         if (match["tick"] or IN.search(clause[: match.start()])) and (
-            waits_of(frame) or phases_of(frame)
+            waits_of(frame) or phases_of(frame) or name in LOCKS
         ):
             yield frame
 

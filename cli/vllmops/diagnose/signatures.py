@@ -170,6 +170,12 @@ def bare(function: str) -> str:
     return words[-1].rpartition("::")[2] if words else function
 
 
+@functools.lru_cache(CACHED)
+def name_of(function: str) -> str:
+    """A function's own name, without class and module."""
+    return bare(function).rpartition(".")[2]
+
+
 def _ends(path: str, end: str) -> bool:
     """Whether a path ends so, as far as it is shown: ``…/core.py`` may end with ``a/core.py``."""
     have = [part for part in path.replace("\\", "/").split("/") if part]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import tomllib
-from importlib.resources import files
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +22,6 @@ def read(name: str, kind: type[T]) -> T:
         name: of its TOML file.
         kind: what it contains.
     """
-    content = tomllib.loads(files(__package__).joinpath(name).read_text("utf-8"))
+    content = tomllib.loads(Path(__file__).with_name(name).read_text("utf-8"))
     with _alone:
         return msgspec.convert(content, kind)

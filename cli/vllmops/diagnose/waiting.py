@@ -13,7 +13,8 @@ from ..protocol.pasted import Crash
 from ..protocol.stacks import ProcessStacks, StacksSnapshot
 from . import toml
 from .facts import agrees
-from .places import NOWHERE, Position, is_main, name_of, own, place_of, waits_of
+from .places import NOWHERE, Position, is_main, own, place_of, waits_of
+from .signatures import name_of
 
 COLLECTIVES = {"collective", "dp-collective", "expert-exchange"}
 SERVING = {"engine", "worker", "other"}
@@ -67,7 +68,7 @@ def hang_of(crash: Crash) -> str:
     """The id of the hang that a traceback tells; empty if it is of a crash."""
     for row in answers().crash:
         named = not row.function or any(
-            re.fullmatch(row.function, name_of(frame)) for frame in crash.frames
+            re.fullmatch(row.function, name_of(frame.function)) for frame in crash.frames
         )
         if named and (not row.error or re.search(row.error, crash.error)):
             return row.id
@@ -154,7 +155,7 @@ def _unanswered(
     ]
     if not engines:
         return None
-    names = {name_of(frame) for place in engines for frame in place.thread.frames}
+    names = {name_of(frame.function) for place in engines for frame in place.thread.frames}
     remote = "recv" in names or any(
         "ray" in frame.short_file.split("/")[0] for p in engines for frame in p.thread.frames
     )
@@ -189,7 +190,7 @@ def _name(place: Position) -> str:
     """The collective that a thread is in, by the outermost frame that names it."""
     frames = [frame for frame in own(place.thread.frames) if place.wait in waits_of(frame)]
     found = frames[-1] if frames else place.frame
-    return name_of(found) if found else ""
+    return name_of(found.function) if found else ""
 
 
 def _step(place: Position) -> str:

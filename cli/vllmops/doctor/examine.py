@@ -21,7 +21,8 @@ from ..errors import VllmopsError
 from ..home import home, user
 from ..host import kmsg, proc, processes, ras, shm
 from ..host.gpu import AmdGpus, Gpus
-from ..host.processes import ROLES, Process, Role
+from ..host.processes import ROLES, Process
+from ..host.roles import Role, titled
 from ..host.states import compilers, state
 from ..instances.record import State
 from ..instances.servers import Server
@@ -516,7 +517,7 @@ def orphans(table: processes.Table) -> Iterator[ProcessState]:
     """Processes of dead servers: those of a live one have a Python process above them."""
     for tree in membership.groups(table)[1]:
         seen = table[tree[0].pid]
-        role = processes.titled(seen.words)
+        role = titled(seen.words)
         above = table.get(seen.ppid)
         if role and not (above and any("python" in word for word in above.words[:1])):
             yield state(tree[0])

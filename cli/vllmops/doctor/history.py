@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from ..errors import Exit, VllmopsError
 from ..files import read_private
 from ..home import home
-from ..host.processes import ROLES, Process, Role, alive
+from ..host.processes import ROLES, Process, alive
+from ..host.roles import Role
 from ..instances.record import Record
 from ..instances.servers import Server, find, resolve
 from ..protocol import steps

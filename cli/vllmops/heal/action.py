@@ -9,7 +9,8 @@ from itertools import pairwise
 import msgspec
 
 from ..errors import VllmopsError
-from ..host.processes import Process, Role
+from ..host.processes import Process
+from ..host.roles import Role
 from ..host.states import state
 from ..instances.servers import Server
 from ..protocol.heal import Healing, HealRequest, Proof

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from .processes import Process, Role
+from .processes import Process
+from .roles import Role
 
 MAPPED = "::ffff:"  # IPv4 as a socket of IPv6 shows it
 ESTABLISHED = "01"

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 import psutil
@@ -19,36 +18,13 @@ from ..protocol import identity
 from ..protocol.identity import Identity, age_s, boot_id
 from ..protocol.place import Place, of_title
 from . import proc
+from .roles import Role, titled
 from .shape import shape
-
-
-class Role(StrEnum):
-    """What a process does in a server."""
-
-    LAUNCHER = "launcher"  # the parent of several API servers, or of engines alone
-    API = "api"
-    ENGINE = "engine"
-    WORKER = "worker"
-    COORDINATOR = "coordinator"
-    OTHER = "other"
-
 
 # vLLM loads no plug-in into other processes; the launcher of several API servers has no caches.
 ROLES = (Role.API, Role.ENGINE, Role.WORKER)
 # When one of these dies the server is broken, whether or not the others notice.
 VITAL = {Role.LAUNCHER, Role.API, Role.ENGINE, Role.WORKER, Role.COORDINATOR}
-# Titles as vLLM sets them with setproctitle; on the kernel's side they are cut to 15 characters.
-TITLES = {
-    "VLLM::APIServer": Role.API,
-    "VLLM::EngineCore": Role.ENGINE,
-    "VLLM::Worker": Role.WORKER,
-    "VLLM::DPCoordinator": Role.COORDINATOR,
-    # Ray's, of vLLM's actors; while one works, its method follows.
-    "ray::RayWorkerProc": Role.WORKER,
-    "ray::RayWorkerWrapper": Role.WORKER,
-    "ray::EngineCoreActor": Role.ENGINE,
-    "ray::DPMoEEngineCoreActor": Role.ENGINE,
-}
 # What `python -m` starts a server with; newer code of vLLM is below `frontend`.
 ENTRIES = r"vllm\.(?:frontend\.)?entrypoints"
 API_SERVER = re.compile(rf"{ENTRIES}\.(?:openai\.api_server|launchers\.api_server\.entry)")
@@ -163,12 +139,6 @@ def alive(process: Process) -> bool:
         return False
     same = process.identity == Identity(process.pid, int(fields[19]), boot_id())
     return same and fields[0] not in {"Z", "X"}
-
-
-def titled(words: Sequence[str]) -> Role | None:
-    """The role in a process title, None for a command line without a title."""
-    first = words[0] if words else ""
-    return next((role for title, role in TITLES.items() if first.startswith(title)), None)
 
 
 def serve_arguments(words: Sequence[str]) -> Sequence[str] | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..errors import VllmopsError
 from ..host import proc
-from ..host.processes import Process, Role
+from ..host.processes import Process
+from ..host.roles import Role
 from ..keys.file import PLACE
 from ..keys.ring import CARRIER_TTL_S
 from ..protocol.caches import Silent

@@ -16,7 +16,7 @@ from typing import IO
 
 from ..errors import Exit, VllmopsError
 from ..files import ANYBODY, open_plain
-from ..host.processes import Role
+from ..host.roles import Role
 from ..numbers import whole
 from .record import Failure
 

@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 
 from ..errors import VllmopsError
 from ..host import processes
-from ..host.processes import Process, Role
+from ..host.processes import Process
+from ..host.roles import Role
 from ..rpc import agent
 from ..vllm_api import http as client_http
 from . import logs

@@ -13,7 +13,8 @@ from ..errors import Exit, VllmopsError
 from ..host import processes
 from ..host.listeners import here
 from ..host.nodes import unanswered
-from ..host.processes import Process, Role
+from ..host.processes import Process
+from ..host.roles import Role
 from ..host.shape import option, shape, unix_path
 from ..protocol.identity import Identity, boot_id
 from ..rpc import membership

@@ -31,7 +31,8 @@ from ..background import ErrorReporter, attempt, repeat
 from ..errors import VllmopsError
 from ..files import peer
 from ..host import ports, processes, shape, shm
-from ..host.processes import VITAL, Process, Role, alive
+from ..host.processes import VITAL, Process, alive
+from ..host.roles import Role
 from ..protocol import identity
 from ..protocol.identity import boot_id
 from ..protocol.place import named

@@ -15,7 +15,8 @@ from typing import TypeVar
 from ..errors import VllmopsError
 from ..home import home
 from ..host import processes, shm
-from ..host.processes import VITAL, Process, Role, alive
+from ..host.processes import VITAL, Process, alive
+from ..host.roles import Role
 from ..protocol.socket import DIRECTORY
 from ..rpc import agent
 from ..vllm_api import http as client_http

@@ -41,7 +41,7 @@ class ProcessState(Place, frozen=True, kw_only=True):
     """A process as the kernel sees it.
 
     Args:
-        role: as `vllmops.host.processes.Role`.
+        role: as `vllmops.host.roles.Role`.
         pid: process id.
         create_time: seconds since the epoch.
         title: the title vLLM gave it, such as ``VLLM::Worker_TP1``; empty without one.

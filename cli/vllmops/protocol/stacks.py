@@ -74,7 +74,7 @@ class ProcessStacks(Place, frozen=True, kw_only=True):
     """The threads of one process, or why they could not be read.
 
     Args:
-        role: as `vllmops.host.processes.Role`.
+        role: as `vllmops.host.roles.Role`.
         pid: process id.
         create_time: seconds since the epoch; with the pid it is the process's identity.
         title: the title vLLM gave it, such as ``VLLM::Worker_TP1``; empty for a plain command
@@ -82,7 +82,8 @@ class ProcessStacks(Place, frozen=True, kw_only=True):
         seconds: how long it took.
         note: what a reader must know about the capture; empty if all went as requested.
         source: what read the stacks: ``py-spy`` from outside, or the process's own ``agent``,
-            which sees Python frames alone and does not know who holds the GIL.
+            which sees Python frames alone and does not know who holds the GIL, or ``pystack``
+            from a core file.
         instead: why py-spy did not read them, if the agent did in its place.
         threads: the most informative first: holder of the GIL, active, idle.
         stopped: whether a signal had stopped it.
@@ -95,7 +96,7 @@ class ProcessStacks(Place, frozen=True, kw_only=True):
     title: str = ""
     seconds: float = 0.0
     note: str = ""
-    source: Literal["py-spy", "agent"] = "py-spy"
+    source: Literal["py-spy", "agent", "pystack"] = "py-spy"
     instead: Problem | None = None
     threads: tuple[Thread, ...] = ()
     stopped: bool = False

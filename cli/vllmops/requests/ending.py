@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..host.processes import Process, Role
+from ..host.processes import Process
+from ..host.roles import Role
 from ..instances.servers import Server
 from ..protocol.requests import Abort, Aborted, ProcessRequests
 from ..rpc import agent

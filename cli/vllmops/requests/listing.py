@@ -12,7 +12,8 @@ import msgspec
 from ..diagnose.findings import Finding
 from ..diagnose.requests import one_sided, zombies
 from ..errors import Exit, VllmopsError
-from ..host.processes import Process, Role
+from ..host.processes import Process
+from ..host.roles import Role
 from ..instances.servers import Server
 from ..protocol.caches import Silent
 from ..protocol.place import key, named

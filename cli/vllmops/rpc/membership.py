@@ -17,7 +17,8 @@ from pathlib import Path
 from ..errors import VllmopsError
 from ..home import home
 from ..host import processes
-from ..host.processes import Process, Role, Table
+from ..host.processes import Process, Table
+from ..host.roles import Role, titled
 from ..host.shape import option
 from ..protocol.place import Standing, place
 from . import agent
@@ -33,7 +34,7 @@ def roots(table: Table) -> set[int]:
         pid
         for pid, seen in table.items()
         if not seen.zombie
-        and (processes.serve_arguments(seen.words) is not None or processes.titled(seen.words))
+        and (processes.serve_arguments(seen.words) is not None or titled(seen.words))
     }
     found = set()
     for pid in vllm:

@@ -6,10 +6,11 @@ split.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 
-from .lines import FRAME_END, HEADS, LOCAL, PROCESS, complete
+from .lines import CACHED, FRAME_END, HEADS, LOCAL, PROCESS, complete
 
 ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
@@ -78,18 +79,26 @@ def streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
         text = text.replace("\\r", "").replace("\\n", "\n").replace('\\"', '"').replace("\\t", " ")
     streams: dict[tuple[str, int], list[str]] = {}
     for line in text.splitlines():
-        key = ("", 0)
-        if prefix := PREFIX.match(line):
-            line = line[prefix.end() :]  # noqa: PLW2901
-            if prefix["title"]:
-                key = (prefix["title"], int(prefix["pid"]))
-        if "`" in line or "~" in line:
-            if FENCE.match(line):
-                continue
-            line = line.strip("`")  # noqa: PLW2901
-        streams.setdefault(key, []).append(line.rstrip())
-        cleaned.append(line.rstrip())
+        key, rest = _unprefixed(line)
+        if rest is not None:
+            streams.setdefault(key, []).append(rest)
+            cleaned.append(rest)
     return streams
+
+
+@functools.lru_cache(CACHED)
+def _unprefixed(line: str) -> tuple[tuple[str, int], str | None]:
+    """The process that a line's prefix names, and the rest; None for a fence of Markdown."""
+    key = ("", 0)
+    if prefix := PREFIX.match(line):
+        line = line[prefix.end() :]
+        if prefix["title"]:
+            key = (prefix["title"], int(prefix["pid"]))
+    if "`" in line or "~" in line:
+        if FENCE.match(line):
+            return key, None
+        line = line.strip("`")
+    return key, line.rstrip()
 
 
 def joined(lines: list[str]) -> Iterator[str]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from ..errors import VllmopsError
-from ..host.processes import Role, titled
+from ..host.roles import Role, titled
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.place import MOST_WRITTEN, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
@@ -202,7 +202,7 @@ def _is_stack(crash: _Crash) -> bool:
     """
     if crash.error.startswith("KeyboardInterrupt"):
         return bool(crash.frames)
-    return not crash.error and _waits(crash.frames[::-1][:1])
+    return not crash.error and waits(crash.frames[::-1][:1])
 
 
 def _json(text: str) -> Pasted | None:
@@ -439,7 +439,7 @@ HEADERS: tuple[tuple[re.Pattern[str], Callable[[_Reader, re.Match[str]], None]],
 
 
 def _frame(function: str, file: str, line: str) -> Frame:
-    return Frame(function, file, _short(file), int(line) if line.isdigit() else None)
+    return Frame(function, file, shortened(file), int(line) if line.isdigit() else None)
 
 
 def _same(one: Frame, other: Frame) -> bool:
@@ -453,7 +453,7 @@ def _thread(found: re.Match[str]) -> _Thread:
     return _Thread(found["name"] or "", tid, found["state"], bool(found["gil"]))
 
 
-def _short(file: str) -> str:
+def shortened(file: str) -> str:
     """A path from the package down, as py-spy shortens it."""
     for folder in ("site-packages/", "dist-packages/"):
         if folder in file:
@@ -485,10 +485,10 @@ def _samples(processes: list[_Process]) -> tuple[StacksSnapshot, ...]:
         known = bool(process.parsed) or any(thread.state for thread in process.threads)
         samples[index].append(
             ProcessStacks(
-                role=str(_role(process.title, threads)),
+                role=str(role_of(process.title, threads)),
                 pid=process.pid,
                 create_time=0.0,
-                title=_title(process.title),
+                title=title_of(process.title),
                 note="" if known else GUESSED,
                 threads=threads,
             )
@@ -511,7 +511,7 @@ def _drop_cut(samples: list[list[ProcessStacks]]) -> None:
 
 
 def _finished(thread: _Thread) -> Thread:
-    state: Literal["active", "idle"] = "idle" if _waits(thread.frames) else "active"
+    state: Literal["active", "idle"] = "idle" if waits(thread.frames) else "active"
     if thread.state:
         state = "active" if thread.state == "active" else "idle"
     name = thread.name or (f"thread {thread.tid}" if thread.tid is not None else "thread")
@@ -524,7 +524,8 @@ def _innermost_first(frames: list[Frame]) -> list[Frame]:
     return frames[::-1] if len(known) > 1 and known[0] < known[-1] else frames
 
 
-def _waits(frames: list[Frame]) -> bool:
+def waits(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost frames are those of a thread that waits."""
     if not frames:
         return True
     first = frames[0]
@@ -534,7 +535,7 @@ def _waits(frames: list[Frame]) -> bool:
     return NATIVE_WAITS.search(bare) is not None
 
 
-def _title(title: str) -> str:
+def title_of(title: str) -> str:
     """The title that vLLM gives the process; empty if it can't be known."""
     word = next((word for word in title.split() if word.startswith("VLLM::")), "")
     if found := RANK.match(title):
@@ -544,7 +545,8 @@ def _title(title: str) -> str:
     return f"VLLM::{title}" if titled([f"VLLM::{title}"]) else ""
 
 
-def _role(title: str, threads: tuple[Thread, ...]) -> Role:
+def role_of(title: str, threads: tuple[Thread, ...]) -> Role:
+    """What a process does in a server, by its title or else by the functions of its threads."""
     for words in (title.split(), [f"VLLM::{title}"]):
         if role := titled(words):
             return role

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..host.processes import Role
+from ..host.roles import Role
 from ..protocol.files import DAMAGE
 from ..protocol.place import Place
 from ..protocol.remote import PROCESSES, TIMEOUT, Members

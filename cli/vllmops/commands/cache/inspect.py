@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ... import output
-from ...bundle import archive
 from ...caches import inspect as caches
 from ...diagnose import caches as judge
 from ...diagnose.findings import Finding, Severity
 from ...errors import Exit, VllmopsError
+from ...files import is_gzip
 from ...host.processes import alive
 from ...instances.servers import resolve
 from ...output import Result
@@ -121,7 +121,7 @@ def saved(file: Path) -> CacheSnapshot:
     Raises:
         VllmopsError: as `files.load` and `bundle.load` do, or ``bundle.no-caches``.
     """
-    if not archive.is_one(file):
+    if not is_gzip(file):
         return files.load(file, CacheSnapshot)
     from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
 

@@ -11,7 +11,8 @@ import typer
 from ... import output
 from ...codes import ErrorCode, known
 from ...errors import Exit, VllmopsError
-from ...host.processes import Process, Role
+from ...host.processes import Process
+from ...host.roles import Role
 from ...instances.servers import Server, resolve
 from ...instances.takedown import in_flight
 from ...keys.ring import in_seconds

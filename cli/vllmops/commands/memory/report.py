@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ...bundle import archive
 from ...diagnose.findings import Severity
 from ...errors import VllmopsError
+from ...files import is_gzip
 from ...memory import plot
 from ...memory.record import read
 from ...output import Json, Result, command
@@ -33,7 +33,7 @@ def report(
     """Judge a saved recording again; the verdict is that of `memory record`."""
     if plot_:
         plot.check(plot_)
-    recording = bundled(file) if archive.is_one(file) else read(file)
+    recording = bundled(file) if is_gzip(file) else read(file)
     if plot_:
         plot.draw(recording, plot_)
     return result(recording, tolerance, fail_on, plot_)

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from ...errors import Exit, VllmopsError
-from ...host.processes import Role
+from ...host.roles import Role
 from ...instances.servers import Server, resolve
 from ...output import Json, Result, Verbatim, span
 from ...protocol.requests import Prompt

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from ... import output
 from ...diagnose.findings import Severity
 from ...errors import Exit, VllmopsError
-from ...host.processes import Role
+from ...host.roles import Role
 from ...output import Folded, Line, Result
 from ...protocol.place import headed
 from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
@@ -23,9 +25,13 @@ from ..several import per_target
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ...host.cudacore import CudaDump
+    from ...instances.servers import Server
+
 SLOW_S = 1.0
 SAMPLES, INTERVAL_S = 3, 2.0
 CAPTURE, EXPLAIN = "Capture", "With --explain"
+INCLUDED = ", local variables included"
 
 ROLES: dict[str, str] = {
     Role.LAUNCHER: "Launcher",
@@ -86,6 +92,25 @@ def dump(
             rich_help_panel=CAPTURE,
         ),
     ] = False,
+    core: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            readable=False,
+            help="Read the stacks from this core file of a process, not from a server.",
+            show_default=False,
+            rich_help_panel=CAPTURE,
+        ),
+    ] = None,
+    cuda: Annotated[
+        bool,
+        typer.Option(
+            "--cuda",
+            help="Dump the GPUs, too, of a server that was started with --cuda-coredump; they stop "
+            "for seconds.",
+            rich_help_panel=CAPTURE,
+        ),
+    ] = False,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -114,20 +139,34 @@ def dump(
     shown, and the exit code is 1. With --explain there are several dumps, and the output says what
     is stuck.
     """
-    if native and nonblocking:
-        raise VllmopsError(
-            "usage",
+    for wrong, what, hint in (
+        (
+            native and nonblocking,
             "--native cannot be combined with --nonblocking: it needs the processes stopped",
             "leave one of these options out",
-            exit_code=Exit.USAGE,
-        )
-    if not explain_ and (samples is not None or interval is not None):
-        raise VllmopsError(
-            "usage",
-            "--samples and --interval need --explain",
+        ),
+        (
+            (samples is not None or interval is not None) and (core or not explain_),
+            "--samples and --interval need --explain, and a server",
             "vllmops stacks dump --explain",
-            exit_code=Exit.USAGE,
-        )
+        ),
+        (
+            core
+            and (cuda or nonblocking or target not in {None, os.environ.get("VLLMOPS_TARGET")}),
+            "--core reads a file: it cannot be combined with --target, --cuda or --nonblocking",
+            "vllmops stacks dump --core FILE",
+        ),
+        (
+            cuda and explain_,
+            "--cuda cannot be combined with --explain",
+            "vllmops stacks dump --cuda",
+        ),
+    ):
+        if wrong:
+            raise VllmopsError("usage", what, hint, exit_code=Exit.USAGE)
+    options = Options(locals=locals_, native=native, nonblocking=nonblocking)
+    if core:
+        return _of_core(core, options, timeout, save, fail_on, explain=explain_)
     from ...instances.servers import resolve  # noqa: PLC0415 - slow, and not needed to explain
     from ...stacks import pyspy  # noqa: PLC0415 - the same
 
@@ -144,7 +183,7 @@ def dump(
 
         return live(
             server,
-            Options(locals=locals_, native=native, nonblocking=nonblocking),
+            options,
             timeout_s=timeout,
             samples=samples or SAMPLES,
             interval_s=INTERVAL_S if interval is None else interval,
@@ -159,26 +198,102 @@ def dump(
     try:
         snapshot = pyspy.capture(
             server.processes,
-            Options(locals=locals_, native=native, nonblocking=nonblocking),
+            options,
             timeout_s=timeout,
             server=server.name,
         )
     finally:
         slow.cancel()
     failed = any(process.error for process in snapshot.processes)
-    if save:
-        from ...protocol import files  # noqa: PLC0415
+    _keep(save, snapshot, shown=not json_)
+    if not cuda:
+        return Result(snapshot, lambda: text(snapshot), Exit.FAILED if failed else Exit.OK)
+    return _with_cuda(server, snapshot, timeout, failed=failed, shown=not json_)
 
-        try:
-            files.save(save, snapshot)
-        except VllmopsError as error:
-            # These stacks can't be taken again, so they are shown in any case.
-            error.data = snapshot
-            if not json_:
-                output.show(*text(snapshot))
-            raise
-        output.say(f"saved to {save}" + (", local variables included" if locals_ else ""))
-    return Result(snapshot, lambda: text(snapshot), Exit.FAILED if failed else Exit.OK)
+
+def _of_core(
+    core: Path,
+    options: Options,
+    timeout_s: float,
+    save: Path | None,
+    fail_on: Severity,
+    *,
+    explain: bool,
+) -> Result:
+    """What is shown of a core file."""
+    from ...stacks.core import capture  # noqa: PLC0415 - rarely needed
+
+    snapshot = capture(core, options, timeout_s=timeout_s)
+    _keep(save, snapshot, shown=False)
+    if not explain:
+        return Result(snapshot, lambda: text(snapshot))
+    from .explanation import of_snapshot  # noqa: PLC0415 - slow to import
+
+    return of_snapshot(snapshot, fail_on)
+
+
+def _keep(save: Path | None, snapshot: StacksSnapshot, *, shown: bool) -> None:
+    """Write a snapshot to ``--save``; if that fails, a live one is ``shown``.
+
+    Raises:
+        VllmopsError: ``file.not-written``.
+    """
+    if not save:
+        return
+    from ...protocol import files  # noqa: PLC0415
+
+    try:
+        files.save(save, snapshot)
+    except VllmopsError as error:
+        # These stacks can't be taken again, so they are shown in any case.
+        error.data = snapshot
+        if shown:
+            output.show(*text(snapshot))
+        raise
+    output.say(f"saved to {save}" + (INCLUDED if snapshot.options.locals else ""))
+
+
+def _with_cuda(
+    server: Server, snapshot: StacksSnapshot, timeout_s: float, *, failed: bool, shown: bool
+) -> Result:
+    """The stacks, and the core dumps of the GPUs.
+
+    Raises:
+        VllmopsError: as `cudacore.capture` does; the stacks are its data.
+    """
+    from ...host import cudacore  # noqa: PLC0415 - rarely needed
+
+    try:
+        if server.fleet:
+            raise VllmopsError(
+                "cuda.remote",
+                "--cuda works on the machine of the server",
+                "vllmops stacks dump --cuda there",
+            )
+        dumps = cudacore.capture(server.processes, timeout_s=timeout_s)
+    except VllmopsError as error:
+        error.data = snapshot
+        if shown:
+            output.show(*text(snapshot))
+        raise
+    failed = failed or any(dump.error for dump in dumps)
+    return Result(
+        {**msgspec.structs.asdict(snapshot), "cuda": dumps},
+        lambda: [*text(snapshot), Folded(tuple(_cuda_lines(dumps)))],
+        Exit.FAILED if failed else Exit.OK,
+    )
+
+
+def _cuda_lines(dumps: Sequence[CudaDump]) -> Iterator[Line]:
+    yield Line(0, "")
+    yield Line(0, "GPU core dumps", "bold")
+    for dump in dumps:
+        what = f"{dump.role} {dump.pid}"
+        if dump.error:
+            yield Line(2, f"{what}: {dump.error.message}", "bold red")
+            continue
+        yield Line(2, f"{what}: {dump.file}, {dump.bytes:,} bytes, {dump.seconds:.1f} s")
+        yield Line(2, f"next: cuda-gdb -batch -ex 'target cudacore {dump.file}'")
 
 
 def text(snapshot: StacksSnapshot) -> Sequence[RenderableType]:

@@ -6,21 +6,19 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from ... import output
-from ...bundle import archive
 from ...diagnose import stacks as judge
-from ...diagnose.clues import tells
 from ...diagnose.facts import FACTS, PACES
 from ...diagnose.findings import Severity
 from ...diagnose.matching import ARROW
-from ...diagnose.progress import PATIENCE_S
 from ...errors import Exit, VllmopsError
-from ...files import STDIN, read, spelt
+from ...files import STDIN, is_gzip, read, spelt
 from ...numbers import MOST, number
 from ...output import Folded, Line, Result
 from ...protocol import files
@@ -53,12 +51,18 @@ def of_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result
         fail_on: the command fails if a finding has this severity or a higher one.
 
     Raises:
-        VllmopsError: as `facts`, `load` and `bundled` do.
+        VllmopsError: as `facts`, `load` and `bundled` do; ``stacks.not-found`` if the file tells
+            nothing.
     """
     known = facts(fact)
-    if file is not None and archive.is_one(file):
+    if file is not None and is_gzip(file):
         return result(bundled(file, known), fail_on)
-    return result(judge.explain(load(file), known), fail_on)
+    pasted = load(file)
+    found = judge.explain(pasted, known)
+    if not pasted.samples and not pasted.crashes and not found.findings:
+        where = spelt(file or Path(STDIN))
+        raise VllmopsError("stacks.not-found", f"{where} contains no stacks", HINT)
+    return result(found, fail_on)
 
 
 def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
@@ -73,6 +77,7 @@ def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
     """
     from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
     from ...diagnose import doctor  # noqa: PLC0415 - the same
+    from ...diagnose.progress import PATIENCE_S  # noqa: PLC0415 - the same
 
     snapshot = bundle.load(file)
     found = doctor.explanation(snapshot)
@@ -139,6 +144,13 @@ def live(
     return Result(data, answer.text, answer.exit_code)
 
 
+def of_snapshot(snapshot: StacksSnapshot, fail_on: Severity) -> Result:
+    """What `stacks dump --explain` shows of stacks from a core file."""
+    found = judge.explain(Pasted((snapshot,)))
+    data = {**msgspec.structs.asdict(found), "processes": snapshot.processes}
+    return replace(result(found, fail_on), data=data)
+
+
 def facts(words: Sequence[str]) -> dict[str, str]:
     """The values of ``--fact`` by name.
 
@@ -173,7 +185,7 @@ def load(file: Path | None) -> Pasted:
 
     Raises:
         VllmopsError: as `read` does; ``usage`` if standard input is a terminal; ``stacks.empty``,
-            ``stacks.binary``, ``file.too-large``, or ``stacks.not-found`` for no stacks.
+            ``stacks.binary`` or ``file.too-large``.
     """
     if file is None and sys.stdin is not None and sys.stdin.isatty():
         raise VllmopsError(
@@ -191,10 +203,7 @@ def load(file: Path | None) -> Pasted:
         raise VllmopsError("stacks.binary", f"{where} is binary, not text", HINT)
     if text.count("\n") > MOST_LINES:
         raise VllmopsError("file.too-large", f"{where} has more than {MOST_LINES:,} lines", HINT)
-    pasted = paste.read(text, file.name if file else "")
-    if not pasted.samples and not pasted.crashes and not tells(pasted.text):
-        raise VllmopsError("stacks.not-found", f"{where} contains no stacks", HINT)
-    return pasted
+    return paste.read(text, file.name if file else "")
 
 
 def decoded(content: bytes) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import VllmopsError
-from ...host.processes import Process, Role
+from ...host.processes import Process
+from ...host.roles import Role
 from ...instances.servers import Server
 from ...instances.takedown import kill
 from ...protocol.heal import Proof

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...host.processes import Role
+from ...host.roles import Role
 from ...instances.servers import Server
 from ...protocol.heal import HealRequest
 from ...requests.ending import end

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ...errors import VllmopsError
-from ...host.processes import Role
+from ...host.roles import Role
 from ...instances.servers import Server
 from ...protocol.heal import HealRequest
 from ..action import Case, InAgents, ask, asked

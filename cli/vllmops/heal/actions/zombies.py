@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...diagnose.requests import one_sided
-from ...host.processes import Role
+from ...host.roles import Role
 from ...instances.servers import Server
 from ...protocol.heal import Proof
 from ...requests import listing

@@ -1,0 +1,128 @@
+"""The process that reads a core file: ``python -m vllmops.stacks.coreprocess FILE OPTIONS``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from pystack.engine import CoreFileAnalyzer, NativeReportingMode, get_process_threads_for_core
+from pystack.errors import PystackError
+from pystack.process import is_elf
+from pystack.types import NativeFrame, PyFrame, PyThread, frame_type
+
+from ..protocol.place import of_title
+from ..protocol.stacks import Frame, Local, Options, Problem, ProcessStacks, Thread
+from .paste import GUESSED, role_of, shortened, title_of, waits
+
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+
+
+def read(path: Path, options: Options) -> ProcessStacks:
+    """The stacks in a core file; with an error if there are none."""
+    try:
+        core = CoreFileAnalyzer(path)
+        program = _program(core)
+        info = core.extract_ps_info()
+        title = str(info["psargs"]).strip()
+        if not program.exists():
+            return _problem("core.no-program", str(program))
+        core = CoreFileAnalyzer(path, program)
+        mode = NativeReportingMode.PYTHON if options.native else NativeReportingMode.OFF
+        found = get_process_threads_for_core(path, program, None, mode, locals=options.locals)
+        failure = core.extract_failure_info()
+    except (PystackError, RuntimeError, OSError) as error:
+        if "determine python version" in str(error):
+            return _problem("core.not-python", title)
+        return _problem("core.unreadable", str(error))
+    pid = int(info["pid"])
+    threads = [_thread(thread, pid, options) for thread in found if thread.tid]
+    if not threads:
+        return _problem("core.unreadable", "Python had ended")
+    threads.sort(key=lambda t: (not t.owns_gil, t.state != "active", t.tid))
+    return ProcessStacks(
+        role=str(role_of(title, tuple(threads))),
+        pid=pid,
+        create_time=0.0,
+        title=title_of(title),
+        **msgspec.structs.asdict(of_title(title)),
+        note="; ".join(filter(None, (_end(failure), GUESSED))),
+        source="pystack",
+        threads=tuple(threads),
+    )
+
+
+def _problem(code: str, message: str) -> ProcessStacks:
+    return ProcessStacks(role="other", pid=0, create_time=0.0, error=Problem(code, message))
+
+
+def _program(core: CoreFileAnalyzer) -> Path:
+    """The file of the program: a process that changed its title hides it from pystack."""
+    program = Path(core.extract_executable())
+    if is_elf(program):
+        return program
+    return next((Path(part.path) for part in core.extract_maps() if part.path), program)
+
+
+def _end(failure: dict[str, int]) -> str:
+    """What ended the process; empty if it lived on, as with gcore."""
+    number, sender = failure.get("si_signo", 0), failure.get("sender_pid", 0)
+    if number not in CRASHES:
+        return ""
+    by = f", sent by pid {sender}" if sender else ""
+    return f"{signal.Signals(number).name} ended the process{by}"
+
+
+def _thread(thread: PyThread, pid: int, options: Options) -> Thread:
+    frames = tuple(_frames(thread, options))[::-1]
+    idle = not thread.holds_the_gil > 0 and waits(frames[:1])
+    return Thread(
+        name=thread.name or ("MainThread" if thread.tid == pid else f"thread {thread.tid}"),
+        state="idle" if idle else "active",
+        owns_gil=thread.holds_the_gil > 0,
+        tid=thread.tid,
+        frames=frames,
+    )
+
+
+def _frames(thread: PyThread, options: Options) -> Iterator[Frame]:
+    """A thread's frames, outermost first: a native call of the interpreter starts Python ones."""
+    python = list(thread.all_frames)
+    kinds = [frame_type(frame, thread.python_version) for frame in thread.native_frames]
+    if kinds.count(NativeFrame.FrameType.EVAL) != sum(frame.is_entry for frame in python):
+        kinds = []  # some native frames are missing
+    for kind, native in zip(kinds, thread.native_frames, strict=False):
+        if kind is NativeFrame.FrameType.EVAL:
+            inner = next((at for at, f in enumerate(python[1:], 1) if f.is_entry), len(python))
+            yield from _python(python[:inner], options)
+            python = python[inner:]
+        elif kind is NativeFrame.FrameType.OTHER:
+            file = native.path if native.linenumber else native.library
+            yield Frame(native.symbol, file, shortened(file), native.linenumber or None)
+    yield from _python(python, options)
+
+
+def _python(frames: list[PyFrame], options: Options) -> Iterator[Frame]:
+    for frame in frames:
+        if frame.is_shim:  # the interpreter's own
+            continue
+        code = frame.code
+        values = (
+            Local(name, value, argument)
+            for names, argument in ((frame.arguments, True), (frame.locals, False))
+            for name, value in names.items()
+        )
+        yield Frame(
+            code.scope,
+            code.filename,
+            shortened(code.filename),
+            code.location.lineno or None,
+            tuple(values) if options.locals else None,
+        )
+
+
+if __name__ == "__main__":
+    found = read(Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Options))
+    sys.stdout.buffer.write(msgspec.json.encode(found))

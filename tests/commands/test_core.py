@@ -1,0 +1,370 @@
+"""``vllmops stacks dump`` of a core file, which is real, and of a GPU, up to CUDA's pipe."""
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.diagnose import stacks as judge
+from vllmops.host import processes
+from vllmops.host.cudacore import FLAGS, armed
+from vllmops.protocol import files
+from vllmops.protocol.pasted import Pasted
+from vllmops.protocol.stacks import StacksSnapshot
+from vllmops.stacks import core as cores
+
+from ..support.commands import Vllmops
+from ..support.waiting import until
+
+TABLE = processes.table  # the fixture `home` hides what is not its own
+MOST_CORE = 1 << 30
+NOBODY = 65534
+TITLE = "VLLM::Worker_TP1"
+# Two threads of a worker: one is in a collective, the other one waits.
+WORKER = """
+import ctypes, threading
+
+ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))  # readable under Yama's ptrace_scope 1
+event = threading.Event()
+
+def all_reduce(secret="a-secret-prompt"):
+    event.wait()
+
+def execute_model():
+    all_reduce()
+
+def worker_busy_loop():
+    execute_model()
+
+def async_output_busy_loop():
+    event.wait()
+
+threading.Thread(target=async_output_busy_loop, daemon=True).start()
+print("up", flush=True)
+worker_busy_loop()
+"""
+
+
+@contextlib.contextmanager
+def running(folder: Path, title: str, *words: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process with a title, which may leave a core file in its folder."""
+    process = subprocess.Popen(
+        [title, *words],
+        executable=sys.executable,
+        # A title in place of the program's name hides its library from the interpreter.
+        env={**os.environ, "PYTHONHOME": sys.base_prefix, **env},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    resource.prlimit(process.pid, resource.RLIMIT_CORE, (MOST_CORE, MOST_CORE))
+    try:
+        assert process.stdout.readline() == b"up\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def left_by(process: subprocess.Popen[bytes], folder: Path) -> Path:
+    """The core file of a process that is aborted; of gdb where the kernel pipes cores away."""
+    if Path("/proc/sys/kernel/core_pattern").read_text()[0] in "|/":
+        subprocess.run(["gcore", "-o", folder / "core", str(process.pid)], check=True)
+    else:
+        process.send_signal(signal.SIGABRT)
+        process.wait()
+    (found,) = folder.glob("core*")
+    return found
+
+
+Kept = tuple[Path, StacksSnapshot]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    """The core file of a worker, and the stacks that it had while it lived."""
+    folder = tmp_path_factory.mktemp("core")
+    script, saved = folder / "worker.py", folder / "live.json"
+    script.write_text(WORKER)
+    with running(folder, TITLE, str(script)) as process:
+        dump = (sys.executable, "-m", "vllmops", "stacks", "dump", "-t", str(process.pid))
+        subprocess.run([*dump, "--save", saved], check=True, capture_output=True)
+        return left_by(process, folder), files.load(saved, StacksSnapshot)
+
+
+def threads(process: Any) -> dict[int, list[tuple[str, int]]]:
+    """The places of each thread, as py-spy and pystack both name them."""
+    return {
+        thread["tid"]: [
+            (frame["function"].rpartition(".")[2], frame["line"]) for frame in thread["frames"]
+        ]
+        for thread in process["threads"]
+    }
+
+
+def test_a_core_shows_what_a_live_dump_showed(vllmops: Vllmops, kept: Kept, home: Path) -> None:
+    path, live = kept
+    saved = home / "saved.json"
+    told = vllmops("stacks", "dump", "--core", str(path), "--json", "--save", str(saved))
+    assert told.code == 0, told.out
+    (found,) = told.data["processes"]
+    (before,) = live.processes
+    assert (found["role"], found["pid"], found["title"]) == ("worker", before.pid, TITLE)
+    assert (found["tp_rank"], found["source"], found["error"]) == (1, "pystack", None)
+    assert threads(found) == {
+        thread.tid: [(f.function.rpartition(".")[2], f.line) for f in thread.frames]
+        for thread in before.threads
+    }
+    assert "secret" not in told.out
+    assert files.load(saved, StacksSnapshot).processes[0].pid == before.pid
+    text = vllmops("stacks", "dump", "--core", str(path)).out
+    assert text.startswith(f"Worker_TP1 pid {before.pid}\n")
+    assert "    execute_model (" in text
+
+
+def test_a_core_is_explained_as_a_live_dump_is(vllmops: Vllmops, kept: Kept) -> None:
+    path, live = kept
+    told = vllmops("stacks", "dump", "--core", str(path), "--explain", "--json")
+    expected = judge.explain(Pasted((live,)))
+    assert [f["code"] for f in told.data["findings"]] == [f.code for f in expected.findings]
+    assert told.data["findings"][0]["subject"] == expected.findings[0].subject
+    assert told.data["verdict"] == expected.verdict == "maybe"
+    assert told.data["processes"][0]["title"] == TITLE
+
+
+def test_locals_and_native_frames_of_a_core(vllmops: Vllmops, kept: Kept) -> None:
+    dump = ("stacks", "dump", "--core", str(kept[0]))
+    assert 'secret = "a-secret-prompt"' in vllmops(*dump, "--locals").out
+    native = vllmops(*dump, "--native", "--json").data["processes"][0]
+    plain = vllmops(*dump, "--json").data["processes"][0]
+    for tid, places in threads(plain).items():
+        deeper = threads(native)[tid]
+        assert [place for place in deeper if place in places] == places
+        assert len(deeper) > len(places)
+
+
+def cut(core: Path, to: Path) -> None:
+    to.write_bytes(core.read_bytes()[: core.stat().st_size // 2])
+
+
+def header(core: Path, to: Path) -> None:
+    to.write_bytes(core.read_bytes()[:100])
+
+
+def zeros(core: Path, to: Path) -> None:
+    """A sparse file of 20 GB."""
+    with to.open("wb") as file:
+        file.truncate(20 << 30)
+
+
+def damaged(core: Path, to: Path) -> None:
+    """A core whose memory is all zeros."""
+    to.write_bytes(core.read_bytes()[: 1 << 14])
+    os.truncate(to, core.stat().st_size)
+
+
+def program(core: Path, to: Path) -> None:
+    shutil.copy(sys.executable, to)
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (lambda _, __: None, "file.unreadable"),
+        (lambda _, to: to.mkdir(), "file.unreadable"),
+        (lambda _, to: os.mkfifo(to), "file.unreadable"),
+        (lambda _, to: to.write_text("no core"), "core.not-a-core"),
+        (zeros, "core.not-a-core"),
+        (program, "core.not-a-core"),
+        (cut, "core.truncated"),
+        (header, "core.truncated"),
+        (damaged, "core.unreadable"),
+    ],
+)
+def test_what_is_no_core_is_one_error(
+    make: Callable[[Path, Path], None],
+    code: str,
+    vllmops: Vllmops,
+    kept: Kept,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "given"
+    make(kept[0], path)
+    told = vllmops("stacks", "dump", "--core", str(path), "--json")
+    assert (told.code, told.error["code"]) == (1, code)
+    assert str(path) in told.error["message"]
+    assert told.error["hint"]
+
+
+def test_a_core_of_another_program(vllmops: Vllmops, tmp_path: Path) -> None:
+    script = "print('up', flush=True); import os; os.execvp('sleep', ['sleep', '1000'])"
+    with running(tmp_path, "sh", "-c", script) as process:
+        until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+        core = left_by(process, tmp_path)
+    told = vllmops("stacks", "dump", "--core", str(core), "--json")
+    assert (told.code, told.error["code"]) == (1, "core.not-python")
+    assert "sleep 1000" in told.error["message"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
+def test_a_core_that_one_may_not_read(vllmops: Vllmops, kept: Kept, home: Path) -> None:
+    theirs = home / "theirs"
+    theirs.mkdir(0o700)
+    shutil.chown(theirs, NOBODY)
+    home.chmod(0o711)
+    shutil.copy(kept[0], home / "core")
+    (home / "core").chmod(0o600)
+    told = vllmops(
+        *("stacks", "dump", "--core", str(home / "core"), "--json"),
+        uid=NOBODY,
+        env={"VLLMOPS_HOME": str(theirs)},
+    )
+    assert (told.code, told.error["code"]) == (4, "file.unreadable")
+
+
+def test_without_pystack(vllmops: Vllmops, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is installed here, so it is made not to be found.
+    monkeypatch.setattr(cores, "find_spec", lambda _: None)
+    told = vllmops("stacks", "dump", "--core", str(kept[0]), "--json")
+    assert (told.code, told.error["code"]) == (1, "core.no-pystack")
+    assert told.error["hint"] == "pip install 'vllmops-cli[core]'"
+
+
+def test_one_that_does_not_come_to_an_end(vllmops: Vllmops, kept: Kept) -> None:
+    told = vllmops("stacks", "dump", "--core", str(kept[0]), "--timeout", "0.1", "--json")
+    assert (told.code, told.error["code"]) == (1, "core.timeout")  # Python alone takes longer
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("-t", "demo"), ("--cuda",), ("--nonblocking",), ("--explain", "--samples", "2")],
+)
+def test_what_a_core_cannot_be_combined_with(words: tuple[str, ...], vllmops: Vllmops) -> None:
+    told = vllmops("stacks", "dump", "--core", "core", *words, "--json")
+    assert (told.code, told.error["code"]) == (2, "usage")
+
+
+# --- CUDA: the driver's side of the pipe ---------------------------------------------------------
+
+# What the driver does in a process that uses a GPU: no GPU is here. It makes the pipe that the
+# variables name, and writes a file slowly when something is written into the pipe.
+DRIVER = """
+import ctypes, os, socket, sys, time
+
+ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))
+
+def named(variable):
+    name = os.environ[variable].replace("%h", socket.gethostname())
+    return name.replace("%p", str(os.getpid())).replace("%t", str(int(time.time())))
+
+kind = sys.argv[1]
+pipe = named("CUDA_COREDUMP_PIPE")
+if kind == "file":
+    open(pipe, "w").close()
+elif kind != "no-gpu":
+    os.mkfifo(pipe)
+reader = os.open(pipe, os.O_RDWR) if kind in {"dumps", "silent"} else None
+print("up", flush=True)
+if kind == "dumps":
+    os.read(reader, 1)
+    with open(named("CUDA_COREDUMP_FILE"), "wb", buffering=0) as core:
+        core.write(b"first")
+        time.sleep(0.5)
+        core.write(b"second")
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def device(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., int]]:
+    """Starts a worker whose driver behaves in some way."""
+    monkeypatch.setattr(processes, "table", TABLE)
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    with contextlib.ExitStack() as stack:
+
+        def start(kind: str, **env: str) -> int:
+            environment = {**armed(tmp_path), **env}
+            place = running(tmp_path, TITLE, str(script), kind, **environment)
+            return stack.enter_context(place).pid
+
+        yield start
+
+
+def test_a_gpu_is_dumped_through_the_pipe(
+    vllmops: Vllmops, device: Callable[..., int], tmp_path: Path
+) -> None:
+    pid = device("dumps")
+    told = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--json")
+    assert told.code == 0, told.out
+    (dump,) = told.data["cuda"]
+    assert (dump["pid"], dump["role"], dump["error"]) == (pid, "worker", None)
+    # It is complete: the driver had closed it.
+    assert Path(dump["file"]).read_bytes() == b"firstsecond"
+    assert dump["bytes"] == 11
+    assert told.data["processes"][0]["threads"]
+
+
+def test_a_gpu_is_never_dumped_unasked(vllmops: Vllmops, device: Callable[..., int]) -> None:
+    pid = device("dumps")
+    for words in ((), ("--explain", "--samples", "1")):
+        assert vllmops("stacks", "dump", "-t", str(pid), *words, "--json").data["processes"]
+    told = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--json")
+    assert told.code == 0  # the one request that the driver takes is still open
+
+
+@pytest.mark.parametrize(
+    ("kind", "env", "code"),
+    [
+        ("dumps", {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "0"}, "cuda.not-armed"),
+        ("dumps", {FLAGS: "skip_global_memory"}, "cuda.would-abort"),
+        ("no-gpu", {}, "cuda.no-gpu"),
+    ],
+)
+def test_a_gpu_that_is_not_to_be_asked(
+    kind: str, env: dict[str, str], code: str, vllmops: Vllmops, device: Callable[..., int]
+) -> None:
+    told = vllmops("stacks", "dump", "-t", str(device(kind, **env)), "--cuda", "--json")
+    assert (told.code, told.error["code"]) == (1, code)
+    assert told.data["processes"][0]["threads"]  # the stacks are there, whatever the GPU says
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("silent", "has not finished it in time"),
+        ("deaf", "no process reads"),
+        ("file", "is not a FIFO"),
+    ],
+)
+def test_a_driver_that_gives_no_dump(
+    kind: str, why: str, vllmops: Vllmops, device: Callable[..., int]
+) -> None:
+    pid = device(kind)
+    told = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--timeout", "1", "--json")
+    assert told.code == 1
+    (dump,) = told.data["cuda"]
+    assert dump["error"]["code"] == "cuda.failed"
+    assert why in dump["error"]["message"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to be somebody else")
+def test_a_pipe_of_somebody_else_is_not_written(
+    vllmops: Vllmops, device: Callable[..., int], tmp_path: Path
+) -> None:
+    pid = device("silent")
+    (pipe,) = tmp_path.glob("*.pipe")
+    os.chown(pipe, NOBODY, NOBODY)
+    told = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--timeout", "1", "--json")
+    assert "another user" in told.data["cuda"][0]["error"]["message"]
