@@ -44,7 +44,7 @@ COMMANDS = {
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
     "restart": Entry("stop:restart_app", "Stop a server and start it again with the same command."),
     "doctor": Entry("doctor", "Show what is wrong with a server, and what to do next."),
-    "bundle": Entry("bundle", "Put the evidence for a bug report into one file, without secrets."),
+    "bundle": Entry("bundle", "Write evidence for a bug report to a file, without secrets."),
     "watch": Entry("watch", "Report when a server stalls, and keep the evidence."),
     "attach": Entry("attach", "Load the agent into a server that runs without it."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),

@@ -23,7 +23,8 @@ LOOKS_S = 3.0  # until the first look, some hundred milliseconds
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    entries, rounds = (500, 2) if setting.short else (20_000, 30)
+    entries, rounds = (200, 2) if setting.short else (20_000, 30)
+    block_of, tokens = (4, 100) if setting.short else (BLOCK, TOKENS)
     server = setting.vision
     look = (VLLMOPS, "cache", "inspect", "-t", str(server.pid))
     inspect = (*look, "--json")
@@ -45,8 +46,8 @@ def measure(setting: Setting) -> Iterator[Figure]:
     # Images that are cached, so that the caches keep their size; and answers of some length, as
     # people ask for: a look each second falls into each of them.
     choice = random.Random(1)
-    answer: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
-    images = [[choice.randrange(entries)] for _ in range(BLOCK)]
+    answer: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
+    images = [[choice.randrange(entries)] for _ in range(block_of)]
     bodies = [server.request(PATH, chat(each, **answer)) for each in images]
     taken: dict[str, list[float]] = {"without": [], "with": []}
     if not setting.short:

@@ -26,7 +26,7 @@ OFTEN_LIMIT = 1.05  # so 1.005 by default, which is less than two runs differ by
 
 def measure(setting: Setting) -> Iterator[Figure]:
     watch = (VLLMOPS, "watch", "-t", str(setting.vision.pid))
-    window_s = 10.0 if setting.short else 120.0
+    window_s = 5.0 if setting.short else 120.0
     with setting.meanwhile(*watch, warm_up_s=WARM_UP_S) as command:
         spent = cores([command.pid], window_s)
     yield Figure(
@@ -48,7 +48,7 @@ def felt(setting: Setting, pid: int) -> Figure:
     server, choice = setting.vision, random.Random(1)
     burst = [server.request(PATH, BODY)] * BURST
     values: dict[str, list[float]] = {name: [] for name in BLOCKS}
-    for number in range(15 if setting.short else 300):
+    for number in range(10 if setting.short else 300):
         for name in choice.sample(BLOCKS, len(BLOCKS)):
             os.kill(pid, signal.SIGCONT if name == WATCHED else signal.SIGSTOP)
             began = time.perf_counter()

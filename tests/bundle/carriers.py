@@ -377,6 +377,20 @@ self.token = '¤'
     client = OpenAI(api_key="¤")
 PermissionError: token ¤ rejected
 requests.exceptions.HTTPError: 401 Client Error: Unauthorized for url: https://h/x?api_key=¤
+auth token for project alpha = ¤
+the API key of the staging cluster is ¤
+password for db user svc on host a: ¤
+secret in vault path kv/x = ¤
+The secret you asked for: ¤
+Passwort: ¤
+mot de passe : ¤
+contraseña: ¤
+密码: ¤
+пароль = ¤
+api_tokens[eu]=¤
+curl -H 'X-Custom-Key: ¤' h
+key material: ¤
+vault kv put secret/x value=¤
 asyncpg.exceptions.InvalidPasswordError: password "¤" failed for user "bob"
 private_key: ¤
 signing-key: ¤

@@ -171,7 +171,7 @@ FOUND: dict[type[Careless], str] = {
     KnowsNoShares: "lets an owner have",
     EvictsFromWhoHasLeast: "evicts from the owner",
     NeverExpires: "expires",
-    WaitsForTheDead: "fails what nobody runs",
+    WaitsForTheDead: "fails runs whose server has gone",
     RunsOn: "stops a run",
     LosesEvents: "keeps a stream's events",
     KeepsEveryEvent: "keeps no more of a stream",

@@ -181,7 +181,7 @@ def abort(request: Abort) -> Aborted:
 
 
 def abort_in_engine(request: Abort) -> Aborted:
-    """End requests in this process's engine, as if their API server had said so."""
+    """End requests in this process's engine, as if their API server had asked for it."""
     scheduler, core = objects.latest("scheduler"), objects.latest("engine-core")
     if scheduler is None or core is None:
         return Aborted(pid=os.getpid(), ids=[])

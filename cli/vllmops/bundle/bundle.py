@@ -173,8 +173,8 @@ def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
         return joined(redacted_lines(name, content, redactor)) if redactor else content.encode()
     if name.endswith(".jsonl"):
         lines = map(msgspec.to_builtins, content)
-        told = (redactor.walk(line, log=True) if redactor else line for line in lines)
-        return joined(chain(map(msgspec.json.encode, told), [b""]))
+        redacted = (redactor.walk(line, log=True) if redactor else line for line in lines)
+        return joined(chain(map(msgspec.json.encode, redacted), [b""]))
     plain = msgspec.to_builtins(content)
     if redactor and name == "configuration.json":
         plain = configured(plain, redactor)

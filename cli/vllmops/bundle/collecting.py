@@ -1,7 +1,7 @@
 """Captures the parts of a bundle, within a time, whatever hangs.
 
 What changes comes first. Each part is captured in a thread of its own that is left behind when it
-is late; what is not there is told.
+is late; the index names what is missing.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def collect(
         server: as discovery found it; one that is over has a log, and no stacks.
         timeout_s: seconds for everything but vLLM's collect_env.
         collect_env_s: seconds for that, from the same start: it runs beside.
-        tell: is told what is waited for.
+        tell: takes what the capture waits for, in words.
         stop: once it is set nothing is waited for any more, and what there is is the content.
     """
     looking = examine.Examination(server, options(looking_s(timeout_s)), quietly)
@@ -162,7 +162,7 @@ class Collecting:
         looking: at the server.
         timeout_s: seconds for everything but vLLM's collect_env, from now on.
         collect_env_s: seconds for that.
-        tell: is told what is waited for.
+        tell: takes what the capture waits for, in words.
         stop: once it is set nothing is waited for any more.
     """
 
@@ -282,11 +282,11 @@ class Collecting:
         packages: dict[str, str] = {}
         found: dict[str, Any] = {"vllmops": __version__}
         try:
-            told = msgspec.json.decode(self.ask(["-c", PACKAGES], until))
+            answer = msgspec.json.decode(self.ask(["-c", PACKAGES], until))
             packages = dict(
-                sorted(told["packages"].items(), key=lambda package: package[0].lower())
+                sorted(answer["packages"].items(), key=lambda package: package[0].lower())
             )
-            found["python"] = told["python"]
+            found["python"] = answer["python"]
         except (VllmopsError, msgspec.MsgspecError) as error:
             found["problem"] = f"the server's own packages are not known: {error}"
         for name in ("vllm", "torch"):
@@ -379,7 +379,7 @@ class Collecting:
         if judging.result:
             found.findings = judging.result.findings
             found.pieces["doctor.json"] = Piece(judging.result, judging.seconds)
-            text = told(snapshot, found.findings)
+            text = in_words(snapshot, found.findings)
             found.pieces["doctor.txt"] = Piece(text, judging.seconds)
         else:
             found.missing.append(Missing("doctor.json", judging.error or self.why_late()))
@@ -450,7 +450,7 @@ def secrets_of_files(ring: str | None, token: str | None, configured: str | None
 
 
 def configuration_file(words: Sequence[str]) -> str | None:
-    """The file that vLLM is told to read its options from."""
+    """The file from which vLLM reads its options."""
     for number, word in enumerate(words):
         if word == "--config":
             return next(iter(words[number + 1 :]), None)
@@ -538,7 +538,7 @@ def configuration(server: Server) -> dict[str, Any]:
             printable(name): printable(value)
             for name, value in (proc.environment(server.pid) if server.pid else {}).items()
         },
-        # Its processes are told elsewhere, without their command lines.
+        # Its processes are in another file, without their command lines.
         "record": msgspec.to_builtins(
             server.record and msgspec.structs.replace(server.record, processes=())
         ),
@@ -598,7 +598,7 @@ def drivers() -> dict[str, str]:
     return found
 
 
-def told(snapshot: ServerSnapshot, found: Sequence[Finding]) -> str:
+def in_words(snapshot: ServerSnapshot, found: Sequence[Finding]) -> str:
     """Findings as text."""
     where = f" at {snapshot.url}" if snapshot.url else ""
     lines = [f"{snapshot.server}{where}, vLLM {snapshot.vllm_version or 'of unknown version'}", ""]

@@ -18,7 +18,7 @@ PEM_BODY = re.compile(
     r"(?:[A-Za-z0-9+/=]{0,100}|(?:Proc-Type|DEK-Info|Comment|Version|Private-MAC)\b.*)[\s\"',\\]*"
 )
 PEM_LINES, PAIR_LINES, LINES_BEFORE = 500, 3, 2
-BEGINS = (":", "|", ">", "-", "+", "[", "{", ",", '"', "'", "]", "\\")
+BEGINS = (":", "=", "|", ">", "-", "+", "[", "{", ",", '"', "'", "]", "\\")
 PARENT = re.compile(
     r"(?P<indent>[\s-]*)(?P<block>(?:variable|output)\s)?(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*(?:[:=]|(?=\{))\s*(?:[!&][\w./-]+\s+)?"
     r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|\{|)|\[(?P<section>[\w.-]+)\])\s*$"
@@ -30,7 +30,7 @@ COMMENT = re.compile(r"\s*(?:#|//)")
 # An option whose value is in the next line, as in a list or behind a backslash.
 LAST_NAME = re.compile(
     r"(?:^|[\s\"'])(?:(?P<option>--[\w.-]++)[\"']?,?\s*+\\?"
-    r"|(?P<field>[\w.-]++)\s?(?:=\s?\\|:\s*+)"
+    r"|(?P<field>[\w.-]++)\s?(?:=(?:\s?\\|\s*+)|:\s*+)"
     r"|(?:cat|echo|printenv|head|get)\s(?:\S*[/${])?(?P<shown>[\w.-]+)\}?[\"']?)$"
 )
 SHOWS = re.compile(r"ame|--|key|cat |echo |printenv |head |get ")

@@ -180,6 +180,7 @@ FORMS = (
     form("key of a call", "token(|secret(|key(|password(", r"(?P<keep>\b\w*(?:Token|Secret|ApiKey|APIKey|Password)\(.{0,40}?\b(?:value|key|raw)=[\"'])(?=[^\"']*\d)[^\"'\s]{6,}", "ApiKey(id='1', key='{w16}')", "Token(value=5)"),
     form("login", "openssl", r"(?P<keep>\bopenssl\b.{0,200}?\s-(?:k|K|pass|passin|passout)\s+(?:pass:)?)(?!\[redacted)\S+", "openssl enc -k {w12} -in x", "openssl version"),
     form("login", "--from-literal", r"(?P<keep>--from-literal[= ][\"']?[\w.-]{1,100}=)(?!\[redacted)[^\s\"']+", "kubectl create secret generic a --from-literal=a={w12}", "--from-literal"),
+    form("login", "kv put|kv patch", r"(?P<keep>\bkv (?:put|patch)\s.{0,200}?\s[\w.-]{1,60}=)(?!\[redacted|@)[^\s\"']+", "vault kv put secret/x value={w12}", "kv put failed"),
     # -- in sentences
     form("named after it", "key", r"(?P<keep>)(?<=[\"'`])[^\s\"'`]{6,}(?=[\"'`][)\]}]? (?:is|was|isn't|wasn't) (?:(?:not|an?|no|the|invalid|valid|wrong|incorrect|expired|revoked|unknown|your|my) ){0,4}(?i:api|access|secret|license|signing|auth)[ _-]?(?i:key))", "'{w16}' is not a valid API key", "'x' is not a valid key"),
     form("named after it", "password|token|secret|passphrase|credential", r"(?P<keep>)(?<=[\"'`])[^\s\"'`]{6,}(?=[\"'`][)\]}]? (?:is|was|isn't|wasn't) (?:(?:not|an?|no|the|invalid|valid|wrong|incorrect|expired|revoked|unknown|your|my|right|correct|access|api|auth|bearer) ){1,4}(?i:password|token|secret|passphrase|credential)\b)", "'{w16}' is not the password", "'x' is not a token"),

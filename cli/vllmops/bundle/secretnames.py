@@ -55,7 +55,7 @@ ENDINGS = (
     *("password", "passwd", "passphrase", "secret", "apikey", "apitoken", "authtoken", "sessid"),
     *("accesstoken", "refreshtoken", "secretkey", "accesskey", "privatekey", "sessionid", "dsn"),
 )
-# What a name is about that ends so is told of the secret, and is none.
+# A name with such an ending describes a secret, and is none.
 ABOUT = words(
     "file files path dir directory folder name names length len count min max ttl expiry expires "
     "expiration type types kind policy required enabled disabled manager provider source version "
@@ -70,7 +70,7 @@ OTHER_KEYS = words(
     "row column public pub lookup registry state_dict weight param parameter config query "
     "attention stale missing unexpected unknown duplicate object object json metric metrics "
     "label request "
-    "routing item entry feature sorted composite compile graph shape bucket kernel custom head "
+    "routing item entry feature sorted composite compile graph shape bucket kernel head "
     "value num n k arrow down up enter page answer image audio video modality tuple string prefix "
     "per hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree "
     "node quant activation arg first last"
@@ -107,7 +107,11 @@ PAIRS = frozenset(
         *(("otel", "headers"), ("mfa", "code"), ("otp", "code"), ("auth", "code")),
         *(("recovery", "code"), ("backup", "code"), ("seed", "phrase"), ("honeycomb", "team")),
         *(("verification", "code"), ("time", "code"), ("pass", "phrase"), ("wifi", "pass")),
-        *(("secret", "id"), ("input", "value")),  # what a validator was given, whatever its name
+        *(
+            ("secret", "id"),
+            ("key", "material"),
+            ("input", "value"),
+        ),  # what a validator was given, whatever its name
     }
 )
 OTHER_PINS = words("cpu core thread gpu gpio version memory mem process numa")
@@ -120,7 +124,7 @@ OTHER_PASSES = words(
 PASS_WORDS = words("bypass compass encompass surpass trespass overpass")
 AFTER = words(
     "value val plain plaintext raw base64 b64 hex str string data old new prev previous current "
-    "prod production staging dev test live main primary secondary header env"
+    "prod production staging dev test live main primary secondary header env material"
 )
 
 

@@ -49,11 +49,14 @@ SENTENCE = re.compile(
     r"(?:keys?|token|tokens(?= (?:are|were) )|secrets?|passwords?|passwd|pass[ -]?phrase|passcode"
     r"|pwd|cred(?:ential)?s?|pin|otp|access key id|community(?: string)?|(?:recovery|backup) code"
     r"|basic auth)))"
-    r"(?:\s+(?i:(?:must|to|should) be [\w -]{1,30}, (?:but )?(?:got|not)|has the value"
+    # for project alpha = …; of the cluster is …
+    r"(?:\s+(?:for|of|in|on|from|at|by|to|you|I|we)\s[^\s:=]{1,60}(?:\s[^\s:=]{1,40}){0,6}?"
+    r"(?=\s?[:=]\s|\s(?:is|was)\s)"
+    r"|\s+(?i:(?:must|to|should) be [\w -]{1,30}, (?:but )?(?:got|not)|has the value"
     r"|changed|do(?:es)? not match(?=:)"
     r"|is|are|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
-    r"|header|pair|(?:mismatch|rejected|refused|invalid|expired|wrong|incorrect|denied|revoked"
-    r"|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
+    r"|header|pair|now|(?:mismatch|accepted|rejected|refused|invalid|expired|wrong|incorrect|denied"
+    r"|revoked|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
     r")|\s\[(?:None|\*+\w*)\]|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
     rf"(?:\s*[:=]?\s+|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )

@@ -66,7 +66,7 @@ def bundle(
     ] = False,
     json_: Json = False,
 ) -> Result:
-    """Put the evidence for a bug report into one file, without secrets.
+    """Write evidence for a bug report to a file, without secrets.
 
     It holds stacks (three samples), caches, metrics, log, configuration, versions
     and more, and says what could not be captured. Nothing changes; each process

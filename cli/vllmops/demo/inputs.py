@@ -40,7 +40,7 @@ def url(image: bytes) -> str:
 
 
 def chat(seeds: list[int], text: str = "What is this?", **fields: Any) -> dict[str, Any]:
-    """A chat completion request about some images, one token long unless told otherwise."""
+    """A chat completion request about some images, one token long by default."""
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": url(png(seed))}} for seed in seeds
     ]

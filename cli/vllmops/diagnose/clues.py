@@ -98,12 +98,12 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
     """
     found: list[Clue] = []
     log = "".join(prose.reported(text).split())
-    if said := prose.told(text, facts):
-        line = "; ".join(_said(place) for place in (*said.roots, *said.victims))
+    if chain := prose.chain_of(text, facts):
+        line = "; ".join(_sentence(place) for place in (*chain.roots, *chain.victims))
         subject = ", ".join(
-            dict.fromkeys(place.process.title or "a process" for place in said.roots)
+            dict.fromkeys(place.process.title or "a process" for place in chain.roots)
         )
-        found.append(Clue(said.ids, subject, f"as the text says: {line}"))
+        found.append(Clue(chain.ids, subject, f"as the text says: {line}"))
     if line := next((line for words, line in TIMED_OUT.items() if re.search(words, log)), ""):
         found.append(Clue(("worker-stuck-broadcast",), "a worker", f"log: {line}"))
     if len(list(STATS.finditer(log))) >= ENOUGH and facts.get("progress") == "frozen":
@@ -117,7 +117,7 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
     return found
 
 
-def _said(place: Position) -> str:
+def _sentence(place: Position) -> str:
     names = " ← ".join(frame.function for frame in place.thread.frames)
     return f"{place.process.title or 'a process'} in {names}"
 

@@ -45,22 +45,22 @@ def hypotheses(scene: Scene) -> list[Hit]:
     """What may be stuck, the most probable first; nothing where tokens are produced."""
     if scene.facts.get("progress") == "moving":
         return []
-    told = [hit for clue in clues(scene.pasted.text, scene.log) for hit in _told(clue)]
+    hits = [hit for clue in clues(scene.pasted.text, scene.log) for hit in _hits_of(clue)]
     samples = scene.pasted.samples
     for sample in reversed(samples):
         if found := chain(sample, scene.facts):
             if found.roots[0].wait == "compile" and compiles(scene.pasted.text):
                 continue
-            told += _hits(found, samples, scene)
+            hits += _hits(found, samples, scene)
             break
-    if not told:
+    if not hits:
         stacks = bool(samples or scene.pasted.crashes)
-        said = weak(scene.pasted.text, scene.facts, stacks=stacks)
-        told += [hit for clue in said for hit in _told(clue)]
+        weaker = weak(scene.pasted.text, scene.facts, stacks=stacks)
+        hits += [hit for clue in weaker for hit in _hits_of(clue)]
     if scene.facts.get("progress") == "frozen":
-        told += [hit for clue in polled(scene.pasted.ras) for hit in _told(clue)]
+        hits += [hit for clue in polled(scene.pasted.ras) for hit in _hits_of(clue)]
     best: dict[str, Hit] = {}
-    for hit in told:
+    for hit in hits:
         name = hit.signature.id
         best[name] = _both(best[name], hit) if name in best else hit
     return list(best.values())
@@ -77,7 +77,7 @@ def _both(hit: Hit, other: Hit) -> Hit:
     )
 
 
-def _told(clue: Clue) -> Iterator[Hit]:
+def _hits_of(clue: Clue) -> Iterator[Hit]:
     """What a log line or a figure says of itself."""
     for index, name in enumerate(clue.ids):
         yield Hit(

@@ -104,8 +104,8 @@ def before(recording: StepsRecording) -> str:
 def evidence(recordings: Sequence[StepsRecording], subject: str) -> str:
     """The same for a finding about a process, as `who` names it; empty without a recording."""
     for recording in recordings:
-        if who(recording) == subject and (told := end(recording)):
-            return "; ".join(filter(None, (told, before(recording))))
+        if who(recording) == subject and (ending := end(recording)):
+            return "; ".join(filter(None, (ending, before(recording))))
     return ""
 
 

@@ -47,7 +47,7 @@ IN = re.compile(r"(?i)\b(?:in|at|on|inside|within|under|calls?|calling|from|for)
 ROLES = {"engine": "engine", "scheduler": "engine", "api": "api", "worker": "worker"}
 
 
-def told(text: str, facts: Mapping[str, str]) -> Chain | None:
+def chain_of(text: str, facts: Mapping[str, str]) -> Chain | None:
     """What is stuck by a report in sentences; None if it is none, or nothing known is named.
 
     Args:

@@ -38,7 +38,7 @@ def zombies(
 def one_sided(processes: Sequence[ProcessRequests], silent: Sequence[Silent]) -> dict[str, str]:
     """The ids that one side alone knows at this moment, and who it is.
 
-    Nothing is said of a side of which a process did not answer or could not be read.
+    There is no finding about a side of which a process did not answer or could not be read.
     """
     fronts = [process for process in processes if process.front is not None]
     engines = [process for process in processes if process.engine is not None]

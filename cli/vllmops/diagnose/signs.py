@@ -55,7 +55,7 @@ def read(text: str) -> dict[str, str]:
     report = reported(text)
     stuck = STUCK.search(report) is not None
     votes: Counter[str] = Counter()
-    said: dict[str, str] = {}
+    found: dict[str, str] = {}
     sentences = [" ".join(MARKUP.sub("", part).split())[:LONGEST] for part in report.split("\n\n")]
     lower = [sentence.lower() for sentence in sentences]
     for sign in table():
@@ -66,5 +66,5 @@ def read(text: str) -> dict[str, str]:
         if at is not None:
             for index, name in enumerate(sign.ids):
                 votes[name] += 1 if index else FIRST
-                said.setdefault(name, sentences[at][:SHOWN])
-    return {name: said[name] for name, _ in votes.most_common(MOST)}
+                found.setdefault(name, sentences[at][:SHOWN])
+    return {name: found[name] for name, _ in votes.most_common(MOST)}

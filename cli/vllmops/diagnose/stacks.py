@@ -142,8 +142,8 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     hits = [] if stopped else _best([hit for hit in matches if hit], hypotheses(scene))
     crashes = _distinct(pasted.crashes)
     ended = [*_ended(crashes, pasted.text)]
-    said = {hit.signature.id for hit in ended}
-    hits = ended + [hit for hit in hits if hit.signature.id not in said]
+    codes = {hit.signature.id for hit in ended}
+    hits = ended + [hit for hit in hits if hit.signature.id not in codes]
     others = [crash for crash in crashes if not hang_of(crash)]
     if ended:  # it ends the other processes, too
         others = [crash for crash in others if not AFTERMATH.search(crash.error)]
@@ -197,19 +197,19 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
     """
     by_id = {hit.signature.id: hit for hit in matches}
     joined = [_joined(hit, by_id.get(hit.signature.id)) for hit in general]
-    said = {hit.signature.id: hit for hit in joined}
-    matches = [said.get(hit.signature.id, hit) for hit in matches]
+    best = {hit.signature.id: hit for hit in joined}
+    matches = [best.get(hit.signature.id, hit) for hit in matches]
     strong = [hit for hit in matches if hit.confidence != "possible"]
     hangs = [hit for hit in strong if hit.signature.hang]
     hidden = {name for hit in hangs or strong or matches for name in hit.signature.hides}
     if not strong:
-        hidden -= said.keys()
+        hidden -= best.keys()
     elif not hangs:
         # A main thread at rest is no proof while another one of the process waits for something.
         # But a connector's threads live as long as the process, so a lost transfer looks idle.
         lost = [hit for hit in joined if hit.signature.id == CONNECTOR]
         strong = strong + lost if len(lost) == len(joined) else joined
-    shown = hangs or strong or [*joined, *(hit for hit in matches if hit.signature.id not in said)]
+    shown = hangs or strong or [*joined, *(hit for hit in matches if hit.signature.id not in best)]
     return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
 
 

@@ -219,7 +219,7 @@ def endpoint_of(asked: Url | Pod) -> Endpoint:
 
 
 def away(asked: str | Url | Pod | None) -> bool:
-    """Whether a target is on another machine, as far as can be told."""
+    """Whether a target is on another machine, as far as its name shows."""
     return isinstance(asked, Pod) or (isinstance(asked, Url) and not here(asked.host))
 
 
@@ -325,7 +325,7 @@ def over(record: Record) -> VllmopsError:
     elif record.state.over:
         what = f"{record.name!r} is not running: it is {record.state}"
     else:  # the disk was full, and so the end is not in the record
-        what = f"{record.name!r} is not running: it ended while its record said {record.state}"
+        what = f"{record.name!r} is not running: it ended while its record was still {record.state}"
     return VllmopsError(
         "target.over",
         what,

@@ -31,7 +31,7 @@ def check(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise VllmopsError(
             "plot.format",
-            f"{path} is neither {' nor '.join(SUFFIXES)}",
+            f"{path} does not end in {' or '.join(SUFFIXES)}",
             f"--plot {path.stem or 'memory'}.png",
             exit_code=Exit.USAGE,
         )

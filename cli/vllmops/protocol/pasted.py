@@ -37,7 +37,7 @@ class Pasted:
         complete: whether all processes of the server are known to be in it.
         sections: what each person wrote, where the text is an issue with several that tell
             something; the other fields are then of all of them together.
-        ras: what NCCL said of a live server, in its order.
+        ras: NCCL's reports of a live server, in its order.
     """
 
     samples: tuple[StacksSnapshot, ...]

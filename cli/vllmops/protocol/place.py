@@ -95,7 +95,7 @@ def headed(title: str, role: str, where: Place) -> str:
 
 
 class Ranked(Protocol):
-    """What is said of a process: its role, its pid and its place."""
+    """How messages name a process: its role, its pid and its place."""
 
     @property
     def role(self) -> str: ...

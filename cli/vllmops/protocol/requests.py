@@ -110,7 +110,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         ids: vLLM's own.
-        why: what the client is told.
+        why: the error message for the client.
         timeout_s: seconds to wait for the event loop; it ends them later, too.
     """
 

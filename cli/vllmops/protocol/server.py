@@ -258,7 +258,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RasCapture(msgspec.Struct, frozen=True, kw_only=True):
-    """What NCCL's RAS service said of its communicators.
+    """The report of NCCL's RAS service on its communicators.
 
     Args:
         at_s: seconds since the first look.
@@ -293,7 +293,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
             `caches` tell as much.
         patches: by process.
         stacks: samples, in their order.
-        ras: what NCCL said, in its order; empty without an NCCL that tells.
+        ras: NCCL's reports, in their order; empty if this NCCL gives none.
         memory: the newest recording of it, None without one.
         recordings: the last steps of its engines.
         guard: who can reach it.

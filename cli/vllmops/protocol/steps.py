@@ -214,7 +214,7 @@ def head(content: bytes) -> StepsHead | None:
 def recording(content: bytes, pid: int, role: str, *, alive: bool = True) -> StepsRecording:
     """What the content of a file says; of one that is none, nothing."""
     found = head(content)
-    told = steps(content) if found else ()
+    found_steps = steps(content) if found else ()
     return StepsRecording(
         **place_of(found),
         role=role,
@@ -222,7 +222,7 @@ def recording(content: bytes, pid: int, role: str, *, alive: bool = True) -> Ste
         head=found,
         alive=alive,
         read_at=time.time(),
-        steps=told,
+        steps=found_steps,
     )
 
 

@@ -43,7 +43,7 @@ def end(server: Server, rows: Sequence[Row], why: str) -> list[Ended]:
     Args:
         server: that has them.
         rows: the requests; those that are being rendered have no id yet, and are left.
-        why: what the clients are told; empty for a text of the agent's.
+        why: the error message for the clients; empty for a text of the agent's.
 
     Raises:
         VllmopsError: ``requests.no-agent``, if no process answers.
@@ -111,14 +111,14 @@ def remark(row: Row, where: dict[str, int], late: dict[int, str]) -> str:
         return "the engine does not have it yet: try again in a moment"
     if (pid := where.get(Role.ENGINE)) is not None:
         return (
-            f"engine {pid} has the abort, and has not acted on it within {GONE_S:g} s: its step "
+            f"engine {pid} received the abort but did not act on it within {GONE_S:g} s: its step "
             "is long, or it is stuck"
         )
     for pid, why in late.items():
-        # Of a request that only an engine tells, any API server may be the one.
+        # Of a request that only an engine reports, any API server may be the one.
         if row.api in {pid, None}:
             return (
-                f"the engine has freed it; API server {pid} {why}, and tells the client as soon as "
-                "it can"
+                f"the engine has freed it; API server {pid} {why}, and answers the client as soon "
+                "as it can"
             )
     return f"API server {where[Role.API]} still waits for it" if Role.API in where else ""

@@ -127,7 +127,7 @@ def look(server: Server) -> tuple[list[ProcessRequests], list[Silent]]:
     found, silent = agent.side_by_side(asked, one)
     if not found:
         raise agent.nobody(
-            "requests.no-agent", f"no process of {server.label} told its requests", silent
+            "requests.no-agent", f"no process of {server.label} reported its requests", silent
         )
     return found, silent
 

@@ -359,7 +359,7 @@ def side_by_side(
     processes = list(processes)
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
         answers = list(pool.map(one, processes))
-    return [answer for told, _ in answers for answer in told], [
+    return [answer for found, _ in answers for answer in found], [
         process for _, silent in answers for process in silent
     ]
 
@@ -656,7 +656,7 @@ def invalid(who: str, why: str) -> VllmopsError:
 
 
 def shown(process: Process) -> dict[str, Any]:
-    """Role and place of a process, as fields of what is said of it."""
+    """Role and place of a process, as fields of a row about it."""
     return {"role": process.role.value, **msgspec.structs.asdict(process.place)}
 
 

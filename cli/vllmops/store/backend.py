@@ -205,7 +205,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.statuses.values())
 
 
-class StoreUnavailable(VllmopsError):  # noqa: N818 - said as it is told: the store is unavailable
+class StoreUnavailable(VllmopsError):  # noqa: N818 - the state, as messages name it
     """The backend is down, or too slow; whether a write was done is not known.
 
     Args:
@@ -256,7 +256,7 @@ class Backend(ABC):
         limits: what is kept.
     """
 
-    # What the driver raises where the backend is down; told as StoreUnavailable.
+    # What the driver raises where the backend is down; it becomes StoreUnavailable.
     unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError,)
 
     def __init__(self, url: str, limits: Limits) -> None:
@@ -268,7 +268,7 @@ class Backend(ABC):
         return without(str(error) or type(error).__name__, self.url)
 
     async def there(self) -> bool:
-        """Whether somebody has made a store there, as far as can be told; makes none by asking."""
+        """Whether a store exists there, as far as can be seen; asking makes none."""
         return True
 
     @abstractmethod

@@ -250,7 +250,7 @@ async def compare_and_set(bench: Bench) -> None:
         *(stores[number % 2].set_status(ANN, made.id, "cancelled") for number in range(20))
     )
     same([swap.changed for swap in swaps].count(True), 1, "how many of twenty changed it")
-    same({swap.now and swap.now.status for swap in swaps}, {"cancelled"}, "what they were told")
+    same({swap.now and swap.now.status for swap in swaps}, {"cancelled"}, "their answers")
     same(await stores[1].put(replace(made, status="completed")), False, "completing it after that")
     found = await stores[1].get(ANN, made.id)
     same(
@@ -394,7 +394,7 @@ async def conversations(bench: Bench) -> None:
         except ConversationBroken as error:
             same(error.missing, "resp_50", "what is missing")
         else:
-            raise Failed("a turn is gone, and nobody said so")
+            raise Failed("a turn is gone, and no error was raised")
     same(ids(await store.conversation(ANN, "resp_49")), ids(turns[:50]), "what came before it")
     for name, before in (("resp_a", "resp_b"), ("resp_b", "resp_a")):
         await store.create(response(name, previous_id=before))
@@ -495,7 +495,7 @@ async def fullest(bench: Bench) -> None:
     )
 
 
-@check("expires what nobody used for long")
+@check("expires responses that were not used for long")
 async def expiry(bench: Bench) -> None:
     store = await bench.open(ttl_s=SHORT_S)
     old, used, running = response("old"), response("used"), response("running", status="queued")
@@ -507,7 +507,7 @@ async def expiry(bench: Bench) -> None:
     same(await left(store), ["used", "running"], "what is left")
 
 
-@check("fails what nobody runs any more")
+@check("fails runs whose server has gone")
 async def leases(bench: Bench) -> None:
     store = await bench.open(lease_s=SHORT_S)
     names = ("kept", "queued", "listed", "followed")
@@ -521,7 +521,7 @@ async def leases(bench: Bench) -> None:
     found = await store.get(ANN, "queued")
     same(found and (found.status, found.error), ("failed", GONE), "what nobody renewed")
     seen = found and msgspec.json.decode(document(found))
-    same(seen and seen["error"]["message"], GONE, "what a client is told")
+    same(seen and seen["error"]["message"], GONE, "the error that a client gets")
     failed = (await store.page(ANN, Query(status="failed"))).responses
     same(sorted(ids(failed)), ["followed", "listed", "queued"], "the list of what failed")
     same([event async for event in store.follow(ANN, "followed")], [], "its events end")
@@ -570,7 +570,7 @@ async def events(bench: Bench) -> None:
     here, there = await bench.open(), await bench.open()
     made = response(status="in_progress")
     await here.create(made)
-    said = [msgspec.json.encode({"sequence_number": number}) for number in range(100)]
+    events = [msgspec.json.encode({"sequence_number": number}) for number in range(100)]
 
     async def followed(store: ResponseStore, after: int) -> list[bytes]:
         return [event async for part in store.follow(ANN, made.id, after) for event in part.events]
@@ -579,15 +579,15 @@ async def events(bench: Bench) -> None:
         asyncio.create_task(followed(store, after)) for store in (here, there) for after in (-1, 6)
     ]
     for first in range(0, 100, 10):
-        same(await here.append(made, first, said[first : first + 10]), True, "adding")
-        same(await here.append(made, first, said[first : first + 10]), True, "adding again")
+        same(await here.append(made, first, events[first : first + 10]), True, "adding")
+        same(await here.append(made, first, events[first : first + 10]), True, "adding again")
         await asyncio.sleep(0.02)
     await here.put(replace(made, status="completed"))
     for task, after in zip(begun, (-1, 6) * 2, strict=True):
-        same(await task, said[after + 1 :], f"those behind {after}, followed")
+        same(await task, events[after + 1 :], f"those behind {after}, followed")
     for after in (-1, 0, 9, 10, 55, 98, 99, 1000, 2**40):
-        same(await followed(there, after), said[after + 1 :], f"those behind {after}, afterwards")
-    same(await followed(here, -1000), said, "those behind a number below all")
+        same(await followed(there, after), events[after + 1 :], f"those behind {after}, afterwards")
+    same(await followed(here, -1000), events, "those behind a number below all")
 
 
 @check("keeps no more of a stream than it should")
@@ -657,8 +657,8 @@ async def credentials(bench: Bench) -> None:
     body = msgspec.json.encode({"status": "in_progress", "tools": tools, "output": []})
     made = response(status="in_progress", body=body)
     await store.create(made)
-    told = b'{"type":"response.created","response":%s}' % body
-    await store.append(made, 0, [told])
+    event = b'{"type":"response.created","response":%s}' % body
+    await store.append(made, 0, [event])
     await store.put(made)
     kept = await store.backend.get(ANN, made.id)
     found = await store.get(ANN, made.id)

@@ -59,9 +59,9 @@ class Postgresql(Sql):
         self.pool: Any = None
         parts = parsed(url)
         self.hosts = [(host, port or PORT) for host, port in parts.hosts]
-        told = "target_session_attrs" in parts.query or "PGTARGETSESSIONATTRS" in os.environ
+        given = "target_session_attrs" in parts.query or "PGTARGETSESSIONATTRS" in os.environ
         # Of several hosts only one takes writes.
-        self.wanted = None if told or len(self.hosts) < 2 else "read-write"
+        self.wanted = None if given or len(self.hosts) < 2 else "read-write"
         self.finding = Gathered(self.find_all, lambda _: 0, at_once=True)
         self.adding = Gathered(
             self.add_all, lambda response: len(response.body) + len(response.input)
@@ -195,8 +195,8 @@ class Postgresql(Sql):
     async def writable(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
         """Run something on a server that takes writes.
 
-        No connection is used again to one that says that it does not; where that was all it said,
-        it has done nothing, and the next one is asked.
+        A connection to one that takes none is not used again. If it has done nothing yet, the next
+        server is asked.
         """
         try:
             async with self.lend() as connection:

@@ -137,11 +137,11 @@ class Redis(Backend):
         return found[: len(calls)]
 
     async def confirmed(self, connection: Connection, count: Any) -> bool:
-        """Whether a write was told to enough replicas, or there is none to tell.
+        """Whether a write has reached enough replicas, or there is none.
 
         Args:
             connection: on which it was written.
-            count: how many have said so.
+            count: how many have confirmed it.
         """
         glanced = self.source.alone
         self.source.alone = answered(count) < self.replicas
@@ -372,21 +372,21 @@ class Redis(Backend):
             found = await self.client.config_get("appendonly", "appendfsync", "maxmemory-policy")
         except RedisError:  # somebody else's, who says nothing of it
             return []
-        said = {str(key): str(value) for key, value in found.items()}
+        config = {str(key): str(value) for key, value in found.items()}
         caveats = []
-        if said.get("appendonly") == "no":
+        if config.get("appendonly") == "no":
             caveats.append("appendonly no: a crash may lose the last responses")
-        elif (when := said.get("appendfsync", "always")) != "always":
+        elif (when := config.get("appendfsync", "always")) != "always":
             caveats.append(
                 f"appendfsync {when}: a crash while the disk is slow may lose the last 2 s"
             )
         if self.replicas:
             many = f"{self.replicas} replica{'s' * (self.replicas > 1)}"
             caveats.append(
-                f"a write is acknowledged once {many} said to have it, and refused where "
+                f"a write is acknowledged once {many} confirmed it, and refused where "
                 "that is not so"
                 if self.strict
-                else f"a write is acknowledged once {many} said to have it; while none is "
+                else f"a write is acknowledged once {many} confirmed it; while none is "
                 "connected the primary alone has it: ?wait_replicas=1 refuses it then"
             )
         elif int((await self.client.info("replication")).get("connected_slaves", 0)):
@@ -394,13 +394,15 @@ class Redis(Backend):
                 "it has replicas, which are not waited for: when one takes over, the last "
                 "responses may be lost; ?wait_replicas=1 waits"
             )
-        if said.get("maxmemory-policy", "noeviction") != "noeviction":
-            caveats.append(f"maxmemory-policy {said['maxmemory-policy']}: it may drop any response")
+        if config.get("maxmemory-policy", "noeviction") != "noeviction":
+            caveats.append(
+                f"maxmemory-policy {config['maxmemory-policy']}: it may drop any response"
+            )
         return caveats
 
 
 async def asked(connection: Connection, calls: Collection[tuple[Any, ...]]) -> list[Any]:
-    """What the server answers to some commands, of which it is told at once.
+    """What the server answers to some commands, which are sent at once.
 
     A pipeline of redis-py's would give the connection back, and replicas confirm what came on one
     and the same; it would also ask for the script before each call: 0.26 ms, 2 % of a request.

@@ -214,10 +214,10 @@ class Sentinels(Source):
 
     async def confirms(self, connection: Connection) -> bool:
         """By most of the Sentinels, of which none says otherwise or is about to."""
-        told = await self.states()
-        states = [state for state in told if isinstance(state, dict)]
+        answers = await self.states()
+        states = [state for state in answers if isinstance(state, dict)]
         here = str(connection.host), int(connection.port)
-        return 2 * len(states) > len(told) and all(
+        return 2 * len(states) > len(answers) and all(
             (state["ip"], state["port"]) == here and "failover_in_progress" not in state["flags"]
             for state in states
         )

@@ -1,4 +1,4 @@
-"""What a server is told of its store and of carriers, by its environment."""
+"""A server's settings for its store and for carriers, from its environment."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def kept(environment: Mapping[str, str]) -> Limits:
 
 
 def shown(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment as it may be told: without the password of the store."""
-    told = dict(environment)
-    if STORE in told:
-        told[STORE] = urls.shown(told[STORE])
-    return told
+    """An environment without the password of the store."""
+    safe = dict(environment)
+    if STORE in safe:
+        safe[STORE] = urls.shown(safe[STORE])
+    return safe
 
 
 def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:

@@ -46,7 +46,7 @@ class Worker:
     def __init__(self, connect: Callable[[], sqlite3.Connection], name: str) -> None:
         self.connect = connect
         self.jobs: SimpleQueue[tuple[Job, asyncio.Future[Any]] | None] = SimpleQueue()
-        # What is done and not told yet: while the event loop is busy, one word is enough for many.
+        # Results not yet handed over: while the event loop is busy, one call is enough for many.
         self.done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self.telling = False
         self.thread = threading.Thread(target=self.work, name=name, daemon=True)
@@ -86,7 +86,7 @@ class Worker:
 
     def tell(self) -> None:
         """Give what is done to whoever waits for it, on the event loop."""
-        self.telling = False  # before the look: what comes after it is told by another call
+        self.telling = False  # before the look: what comes after it needs another call
         while self.done:
             settle(*self.done.popleft())
 

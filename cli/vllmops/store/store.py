@@ -30,7 +30,7 @@ and what was deleted never comes back, on whichever replica that happened. Keep 
 
 **Cancelling** is ``set_status(owner, id, "cancelled")``, on any replica: ``changed`` or already
 ``cancelled`` is success, another finished status is a 400, None a 404. Whoever attends the run has
-`BEAT_S` to notice. Deleting and evicting stop a run likewise. A run whose server dies is told as
+`BEAT_S` to notice. Deleting and evicting stop a run likewise. A run whose server dies becomes
 ``failed`` with `GONE` from `Limits.lease_s` after; so is one whose store was out of its reach for
 so long, until it puts how it ended.
 
@@ -178,8 +178,8 @@ class ResponseStore:
             (
                 self.beat,
                 BEAT_S,
-                "runs in the background can't be looked after: where that lasts longer than their "
-                "lease they are told as failed until they end",
+                "the leases of background runs can't be renewed: after a lease expires, its run "
+                "is reported as failed until it ends",
             ),
             (self.tidy, SWEEP_S, "the store is not swept, and may grow"),
         ):
@@ -378,7 +378,7 @@ class ResponseStore:
                 self.renewed = now
 
     async def tidy(self) -> None:
-        """Sweep, unless the store is unavailable, which whoever calls it is told."""
+        """Sweep, unless the store is unavailable, which the caller gets as an error."""
         with contextlib.suppress(StoreUnavailable):
             await self.sweep()
 

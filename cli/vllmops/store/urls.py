@@ -214,7 +214,7 @@ def host(text: str, who: str, form: str) -> tuple[str, int | None]:
 
 
 def refuse(message: str, hint: str) -> NoReturn:
-    # Not what the driver has said: that may be the password.
+    # Not the driver's own message: it may contain the password.
     raise VllmopsError("usage", message, hint, exit_code=Exit.USAGE) from None
 
 
@@ -296,7 +296,7 @@ def without(text: str, url: str) -> str:
 
 
 def secrets(url: str) -> set[str]:
-    """What must not be told of a URL, in each form that a message may have it."""
+    """What must not be shown of a URL, in each form that a message may have it."""
     safe = shown(url)
     if safe == url:
         return set()
@@ -304,11 +304,11 @@ def secrets(url: str) -> set[str]:
     pieces = {url}
     for cut in ("://", "@", ":", "?", "#", "&", "=", "/", None):
         pieces |= {half for piece in pieces for half in halves(piece, cut)}
-    told = set(re.split(r"[@:/?#&=,]", safe))
+    seen = set(re.split(r"[@:/?#&=,]", safe))
     forms = {form for piece in pieces for form in (piece, unquote(piece), unquote_plus(piece))}
     forms |= {form for piece in forms for form in (repr(piece)[1:-1], json.dumps(piece)[1:-1])}
     return {
-        piece for piece in forms if piece not in safe and piece not in told and HIDES.search(piece)
+        piece for piece in forms if piece not in safe and piece not in seen and HIDES.search(piece)
     }
 
 

@@ -47,8 +47,8 @@ class Admin:
                 "admin.plain",
                 f"{shown(endpoint.url)} is plain HTTP to another machine: anybody on the network "
                 "could read the admin token",
-                "use https:// or a tunnel, such as ssh -L; keys push has --plain for a network "
-                "that nobody can listen to",
+                "use https:// or a tunnel, such as ssh -L; on a private network, keys push takes "
+                "--plain",
                 exit_code=Exit.USAGE,
             )
         if why := distrust(endpoint.url):

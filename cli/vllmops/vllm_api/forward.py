@@ -61,7 +61,7 @@ class Forward:
             except config.ConfigException:
                 raise self.failed(error) from error
         self.core, self.forward = client.CoreV1Api(), stream.portforward
-        # At once, so that what is wrong is told; the first connection takes it.
+        # At once, so that a fault is reported here; the first connection takes it.
         self.ready = [self.opened()]
         folder = Path(tempfile.mkdtemp(prefix="vllmops-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -22,7 +22,7 @@ from . import http
 from .endpoint import Endpoint
 
 TIMEOUT_S = 5.0
-# Between two events of a run that goes on: what there is so far has been told by then.
+# Between two events of a run that goes on: all earlier events have arrived by then.
 SILENCE_S = 1.0
 # What the routes give at once.
 LIMIT = 100

@@ -62,7 +62,7 @@ def pins(scheduler: Any) -> dict[str, int]:
 
 
 def leaving(scheduler: Any) -> list[str]:
-    """The ids that the workers are told to forget with the next step."""
+    """The ids that the workers forget with the next step."""
     return list(scheduler.finished_req_ids)
 
 

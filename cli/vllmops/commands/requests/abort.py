@@ -62,7 +62,9 @@ def abort(
     reason: Annotated[
         str,
         typer.Option(
-            metavar="TEXT", help="What the clients are told.", show_default="an operator ended it"
+            metavar="TEXT",
+            help="Error message for the clients.",
+            show_default="an operator ended it",
         ),
     ] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -76,7 +78,7 @@ def abort(
     Give ids, or choose with --stuck, --older-than or --all. The API server
     and the engine both end the request. It also works where the engine
     schedules nothing, and where the API server's event loop is blocked:
-    the client is then told when the loop runs again. The exit code is 1 if
+    the client then gets the error when the loop runs again. The exit code is 1 if
     a request is still there afterwards.
     """
     chosen_by = [bool(ids), stuck, older_than is not None, every]

@@ -51,7 +51,7 @@ def list_(
         float,
         typer.Option(
             parser=seconds(0.1),
-            help="With --watch: seconds between looks.",
+            help="With --watch: seconds between updates.",
             rich_help_panel=OUTPUT,
         ),
     ] = 2.0,
@@ -61,9 +61,10 @@ def list_(
     """List the requests that a server works on, the oldest first.
 
     API servers, engines and workers are compared. A request that only one
-    of them knows is a finding: its client waits in vain, or it holds KV
-    blocks for nobody. Prompts are not shown. A server without the agent
-    tells only how many requests it has.
+    of them knows is a finding: its client waits for an answer that does not
+    come, or the request holds KV blocks although it has no client. Prompts
+    are not shown. For a server without the agent, only the number of
+    requests is known.
     """
     server = cache(partial(resolve, target))  # found once
     quiet = json_ or watch

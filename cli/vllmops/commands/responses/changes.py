@@ -40,11 +40,11 @@ class Found(NamedTuple):
     previous_id: str | None
 
 
-def over(outcome: ChangeResult, told: str) -> ChangeResult:
+def over(outcome: ChangeResult, result: str) -> ChangeResult:
     """The outcome for an unnamed response: that it ended or was deleted first is no failure."""
     if outcome.code not in {"responses.refused", "responses.unknown"}:
         return outcome
-    return replace(outcome, done=True, result=told, code="", exit_code=0)
+    return replace(outcome, done=True, result=result, code="", exit_code=0)
 
 
 async def gathered(responses: Any, selection: Selection, counting: Counting) -> list[Found]:
@@ -153,7 +153,7 @@ def report(
 
     def text() -> list[RenderableType]:
         counts = Counter(outcome.result for outcome in outcomes if outcome.done)
-        sums = [f"{count:,} {told}" for told, count in counts.most_common()] if brief else []
+        sums = [f"{count:,} {result}" for result, count in counts.most_common()] if brief else []
         shown = [outcome for outcome in outcomes if not (brief and outcome.done)]
         lines = [", ".join(sums)] if sums else []
         lines += [output.Verbatim(f"{outcome.id}  {outcome.result}") for outcome in shown]
