@@ -28,6 +28,7 @@ ACCESS = re.compile(
     r"(?i)(?:log-?[io]n|sign-?in|o?auth2?|oidc|sso|saml|unauthori[sz]ed|grant|refresh|vault|key(?:ring|chain|store|tab|vault|file))"
 )
 WORD = re.compile(r"(?:[A-Za-z0-9!@#$%^*+~_./-]|&(?![\w.-]+=)){8,200}={0,2}")
+BASE64 = re.compile(r"[A-Za-z0-9+/]{20,}={0,2}")
 PREFIX = re.compile(r"[A-Za-z_-]{2,40}[_-](?=.{8})")
 PART = re.compile(r"[^/]+")
 # What tells, before a word, that it is something else than a secret.
@@ -62,7 +63,7 @@ TURN = re.compile(r"[a-z][A-Z]|[A-Z]{2}[a-z]")
 CLASS = re.compile(r"(?:[A-Z]+[a-z]*\d{0,2})+")
 CLASS_PART = re.compile(r"[A-Z][a-z]{3,}")
 TURNS = 3  # between small letters and capitals, as hardly a name has them; digits count as one
-GROUPS = re.compile(r"(?=\S*[A-Za-z])(?:[A-Za-z0-9]{4,}-){2,}[A-Za-z0-9]{4,}")
+GROUPS = re.compile(r"(?=\S*[A-Za-z])(?!\S*\dGB$)(?:[A-Za-z0-9]{4,}-){2,}[A-Za-z0-9]{4,}")
 NUMBERED = re.compile(r"(?:[A-Za-z]{3,}-){2,}\d{1,4}")  # word-Word-12
 SHORTEST, LONG = 8, 12
 RIGHTS = re.compile(
@@ -112,7 +113,7 @@ def candidates(line: str) -> Iterator[tuple[int, int]]:
         start, word = match.start(), match[0].rstrip(".")
         if (prefixed := PREFIX.match(word)) and kind(prefixed[0]) >= Kind.LIKELY:
             start, word = start + prefixed.end(), word[prefixed.end() :]
-        if "/" not in word or (random(word.replace("/", "")) and word[0] != "/"):
+        if "/" not in word or (BASE64.fullmatch(word) and random(word.replace("/", ""))):
             if odd(word):
                 yield start, start + len(word)
             continue
@@ -147,10 +148,16 @@ def made(word: str) -> bool:
     )
 
 
+def ends(word: str) -> Iterator[int]:
+    """Where the parts of a word end that hyphens join."""
+    return (sign.end() for sign in re.finditer("-", word))
+
+
 def goes(line: str, start: int, word: str, around: Kind) -> bool:
     """Whether an odd word near a name is a secret, by what stands before it."""
     before = line[max(start - ELSE_BEFORE, 0) : start]
-    if ELSE.search(before):
+    # What it is may stand in the word itself: node-7f9b2c.
+    if any(ELSE.search(before + word[:end]) for end in (0, *ends(word))):
         return False
     if HASH.fullmatch(word) or UUID.fullmatch(word):
         if FAR_ELSE.search(before) or (around < Kind.LIKELY and OF_ANOTHER.search(before)):
