@@ -182,6 +182,18 @@ ALONE: dict[str, Callable[[str], str]] = {
 }
 # By the value alone, which stands in a sentence.
 SENTENCES = r"""
+auth token for project alpha = ¤
+audit: token owner=alpha scope=read material ¤
+10:00:01.123 [main] DEBUG c.e.AuthFilter - Credential presented by svc-a was ¤
+I1122 10:00:00.123456 1 auth.go:99] "Using static token" user="bob" value="¤"
+INSERT INTO api_tokens (id, name, value) VALUES (1, 'ci', '¤');
+ldap3: bind DN cn=a password length 20 text ¤
+RequestHeader set Authorization "Custom ¤"
+{"event":"login_failed","attempt":{"password":{"sent":"¤"}}}
+my pw was ¤ but I changed it, can you delete it from the log
+das Passwort für den Dienst lautet ¤
+パスワード: ¤
+api_key[openai]=¤
 Invalid token '¤'
 Invalid token: ¤
 invalid API key: ¤

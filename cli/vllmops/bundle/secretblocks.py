@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable
 
 from .secretnames import Kind, kind
 from .secretplaces import BELOW, PAIR, mixed
 from .secretvalues import inside
+from .secretwords import alone
 
 PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|^Private-Lines: \d+\s*$")
 PEM_END = re.compile(r"-----END [A-Z0-9 ]{0,40}KEY")
@@ -15,7 +17,7 @@ PEM_BODY = re.compile(
     r"(?:\([\w.-]+ pid=\d+\) ?)?[\s|>\"']*"
     r"(?:[A-Za-z0-9+/=]{0,100}|(?:Proc-Type|DEK-Info|Comment|Version|Private-MAC)\b.*)[\s\"',\\]*"
 )
-PEM_LINES, PAIR_LINES = 500, 3
+PEM_LINES, PAIR_LINES, LINES_BEFORE = 500, 3, 2
 BEGINS = (":", "=", "|", ">", "-", "+", "[", "{", ",", '"', "'", "]", "\\")
 PARENT = re.compile(
     r"(?P<indent>[\s-]*)(?P<block>(?:variable|output)\s)?(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*(?:[:=]|(?=\{))\s*(?:[!&][\w./-]+\s+)?"
@@ -65,6 +67,7 @@ class Blocks:
         self.all = False  # of that block, also what looks like another name
         self.fields: tuple[int, re.Pattern[str]] | None = None  # indent above, and how they look
         self.pair = 0  # lines that may still hold the value of a name
+        self.before: deque[str] = deque(maxlen=LINES_BEFORE)
         self.last: str | None = None  # what the line before ended with: an option, a field
 
     def hidden(self, line: str) -> int | None:
@@ -76,6 +79,9 @@ class Blocks:
                 self.until = None
             return 0
         start = self.below(line)
+        if start is None:
+            start = alone(line, self.before)
+        self.before.append(line)
         return self.indented(line) if start is None and line.strip() else start
 
     def in_key(self, line: str) -> bool:

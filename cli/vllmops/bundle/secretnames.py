@@ -14,31 +14,16 @@ STEMS = (
     *("key", "tok", "secret", "pass", "pwd", "cred", "auth", "cookie", "bearer", "dsn", "sig"),
     *("pat", "jwt", "salt", "otp", "sas", "hook", "conn", "sess", "x-amz", "dockerc", "kubec"),
     *("pin", "pw", "community", "otlp", "otel", "code", "psk", "phrase", "honeycomb", "input_v"),
-    *(
-        "kennwort",
-        "schlüssel",
-        "mdp",
-        "contrase",
-        "clave",
-        "senha",
-        "chave",
-        "wachtw",
-        "hasł",
-        "haslo",
-    ),
-    *(
-        "hesl",
-        "lösen",
-        "adgang",
-        "salas",
-        "jelsz",
-        "парол",
-        "ключ",
-        "密",
-        "口令",
-        "パスワード",
-        "비밀",
-    ),
+    *("kennwort", "schlüssel", "mdp", "contrase", "clave", "senha", "chave", "wachtw", "hasł"),
+    *("haslo", "hesl", "lösen", "adgang", "salas", "jelsz", "парол", "ключ", "密", "口令"),
+    *("パスワード", "비밀", "mot de passe", "login", "logon"),
+    *("sign-in", "signin", "oidc", "sso", "saml", "grant", "refresh", "vault"),
+)
+# What a password or a key is called in other languages.
+FOREIGN = re.compile(
+    r"passwort|kennwort|schlüssel|\bmdp\b|passe\b|contraseña|contrasena|\bclave\b|secreta|\bsenha\b"
+    r"|\bchave\b|wachtwoord|\bhas[lł]o\b|\bheslo\b|lösenord|adgangskode|passord|salasana|jelszó"
+    r"|парол|\bключ|密码|密碼|口令|密钥|パスワード|비밀번호"
 )
 SOURCE = re.compile(
     r"\.(?:py|pyx|cc?|cpp|cu|cuh|h|hpp|go|rs|js|ts|java)$"
@@ -59,12 +44,6 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What a password or a key is called in other languages.
-FOREIGN = words(
-    "passwort kennwort schlüssel passe mdp contraseña contrasena clave secreta senha chave "
-    "wachtwoord hasło haslo heslo lösenord adgangskode passord salasana jelszó пароль ключ "
-    "密码 密碼 口令 密钥 パスワード 비밀번호"
-)
 # Whatever else is in the name.
 STRONG = words(
     "password passwords passwd passphrase passcode secret secrets credential credentials creds "
@@ -242,7 +221,7 @@ def kind(name: str, before: str = "") -> Kind:
         before: the words before it in a sentence.
     """
     name = name.strip("-_.$")[-100:]
-    if name.lower() in FOREIGN:
+    if FOREIGN.search(name.lower()):
         return Kind.SECRET
     if not any(stem in f"{before} {name}".lower() for stem in STEMS) or SOURCE.search(name):
         return Kind.NONE

@@ -9,17 +9,15 @@ from .secretnames import Kind, kind
 from .secretvalues import (
     CLOSING,
     CODE,
-    HASH,
     OPENING,
     QUOTE,
     QUOTES,
-    generated,
     inside,
     looks_secret,
     value_end,
 )
 
-__all__ = ["BELOW", "PAIR", "PLACES", "mixed", "near"]
+__all__ = ["BELOW", "PAIR", "PLACES", "mixed"]
 
 SEEN = 300  # characters of a value whose name says little
 
@@ -67,18 +65,6 @@ RIGHTS = re.compile(
     r"|s3|sign)(?:s|ed|ing|ion|enticat\w+)?(?![a-z])"
 )
 AROUND = 100  # characters
-NAME = re.compile(r"[A-Za-z][\w-]*+")
-# A token that is none of a model's: its hash would be named.
-TOKEN = re.compile(
-    r"(?i)\b(?<!next )(?<!per )(?<!last )token(?![\w.-])"
-    r"(?:(?!hash|sha|digest|block|cache|commit|revision|request)[^,;])*$"
-)
-TOKEN_BEFORE = 60  # characters
-FREE_WORD = re.compile(
-    r"(?:(?<=[\s\"'`(\[<>/|])|(?<=\S\.\.\.)|^)(?:[A-Za-z0-9!@#$%^*+~_-]|&(?!#?\w{1,8};)){8,200}={0,2}(?=[.:!?]?(?:[\s\"'`)\]<>,;|]|\\[rn]|$))"
-)
-# The value of another name.
-OF_ANOTHER = re.compile(r"(?:=|[\"']\s?:\s?)[bru]?[\"'(\[{<]{0,3}$")
 # What follows a secret, and may be one more: a key in a list, a word behind an option.
 ANOTHER = re.compile(r"(?:,? (?:and|or|to|but got|got|instead of|!=|->|/|vs\.?) |\s?,\s?)(?=\S)")
 ANOTHER_WORD = re.compile(r"[ \t]+(?=[^\s|&;>\\-])")
@@ -204,31 +190,6 @@ def paired_back(line: str) -> Iterator[tuple[int, int]]:
             name = NAME_BEHIND.match(line, end)
             if name and kind(name["name"]) >= Kind.LIKELY:
                 yield match.end(), end
-
-
-def near(line: str) -> Iterator[tuple[int, int]]:
-    """Generated words around a name: ``secret set NAME -b …``, ``NAME exported as …``."""
-    found = (
-        (match, BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start()))
-        for match in NAME.finditer(line)
-    )
-    kinds = {match.span(): kind(match[0], before[1] if before else "") for match, before in found}
-    names = [(*span, what) for span, what in kinds.items() if what >= Kind.LIKELY]
-    for word in FREE_WORD.finditer(line) if names else ():
-        start, end = word.span()
-        if bare_token(line, start, word[0]):
-            yield start, end
-        if not generated(word[0]) or OF_ANOTHER.search(line, max(start - 8, 0), start):
-            continue
-        around = {what for first, last, what in names if first - AROUND <= start <= last + AROUND}
-        if Kind.SECRET in around or (around and generated(word[0], strict=True)):
-            yield start, end
-
-
-def bare_token(line: str, start: int, word: str) -> bool:
-    """Whether a word is a hash by its form, and what stands before it speaks of a token."""
-    before = line[max(start - TOKEN_BEFORE, 0) : start]
-    return bool(HASH.fullmatch(word) and TOKEN.search(before))
 
 
 def tagged(line: str) -> Iterator[tuple[int, int]]:

@@ -62,6 +62,7 @@ HASH = re.compile(
     r"(?:\w{1,12}[-_:])?(?:[0-9a-f]{12}|[0-9a-f]{32}|[0-9a-f]{40}|[0-9a-f]{64}"
     r"|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})"
 )
+UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 # Letters and digits in one word as people don't write them.
 RUN = re.compile(r"[A-Za-z0-9_+=~-]{20,}+")
 HEXLIKE = re.compile(r"[0-9a-f-]+|[0-9A-F-]+")
@@ -73,7 +74,7 @@ CLASS_NAME = 0.6  # of the name of a class, what such parts are at least
 CHANGES = 0.35  # of the places between two characters, those where their kind changes
 LEAST_STRICT = 16
 # Names with numbers, dates, sizes, ids: node-12, fp8_e4m3, 2026-11-22T10, 4096MiB, chatcmpl-….
-SEPARATOR = re.compile(r"[-_=+]")
+SEPARATOR = re.compile(r"[-_=+./]")
 PIECE = re.compile(
     r"[A-Za-z]*\d{0,4}[A-Za-z]{0,3}|[a-z]{1,3}\d{1,2}[a-z]{1,3}\d{0,2}|\d+[A-Za-z]{0,6}"
 )

@@ -1,0 +1,183 @@
+"""Words that nobody made up by hand, in lines that speak of a secret, however the line is written.
+
+Whoever writes a line may put its name and its secret anywhere. So the form of a line doesn't count
+here: a word that looks generated goes if the name of a secret stands near it, unless the words
+before it tell that it is something else: a hash, an id, a path.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+
+from .secretnames import STEMS, STRONG, Kind, kind
+from .secretnames import WORD as PARTS
+from .secretvalues import HASH, USUAL, UUID, generated, random
+
+__all__ = ["alone", "near"]
+
+AROUND = 200  # characters
+BEFORE_LENGTH = 42
+BEFORE = re.compile(r"(?<![\w.-])((?:[A-Za-z]{1,20}[ -]){1,2})$")
+NAME = re.compile(
+    rf"(?<![^\W_])(?=[\w-]{{0,100}}?(?i:{'|'.join(STEMS)}))[^\W\d_][\w-]*+(?!\.(?:py|json|ya?ml|toml|log)\b)"
+)
+# Of an access, which something secret gives.
+ACCESS = re.compile(
+    r"(?i)(?:log-?[io]n|sign-?in|o?auth2?|oidc|sso|saml|unauthori[sz]ed|grant|refresh|vault|key(?:ring|chain|store|tab|vault|file))"
+)
+WORD = re.compile(r"(?:[A-Za-z0-9!@#$%^*+~_./-]|&(?![\w.-]+=)){8,200}={0,2}")
+BASE64 = re.compile(r"[A-Za-z0-9+/]{20,}={0,2}")
+PREFIX = re.compile(r"[A-Za-z_-]{2,40}[_-](?=.{8})")
+PART = re.compile(r"[^/]+")
+# What tells, before a word, that it is something else than a secret.
+ELSE = re.compile(
+    r"(?i)(?:(?<![A-Za-z])|(?-i:(?=[A-Z])))(?:hash|sha-?\d*|md5|digest|etag|checksum|fingerprint|block|cache|commit|revision|rev"
+    r"|snapshot|ids?|uuid|guid|request|req|response|resp|trace|span|parent|session|container|image"
+    r"|pod|node|gpu|mig|device|host|hostname|server|engine|model|tokenizer|version|file|path|url"
+    r"|layer|tensor|weights?|dtype|backend|time|date|created|expires|at|user|username|owner|group"
+    r"|region|name|branch|tag|build|address|addr|pid|thread|rank|job|run|task|worker|shape"
+    r"|machine|arch|os|kernel|package|wheel|public[ _-]key|pubkey|metric|label|bucket)s?\W{0,4}$"
+)
+FAR_ELSE = re.compile(
+    r"(?i)(?<![A-Za-z])(?:hash|sha\d|md5|digest|checksum|fingerprint|block|cache|commit|revision|request"
+    r"|snapshot|trace|uuid|chatcmpl|resp)(?![a-z])[^,;]*$"
+)
+ELSE_BEFORE = 60  # characters
+# The value of a name of its own: ``name=``, ``"name": ``.
+OF_ANOTHER = re.compile(
+    r"(?<![\w.-])(?!(?i:val(?:ue)?|v|k|data|string|text|content|body|raw|plain|literal|material)\b)"
+    r"[\w.-]+(?:=|[\"']\s?:\s?)[bru]?[\"'`(\[{<]{0,3}$"
+)
+# What people make up is a secret where it is said to be one.
+SAID = re.compile(
+    r"(?i)(?:[:>\uff1a]|(?:^|\s)=|\b(?:is|was|be|to|as|with|using|now|ist|lautet|war|est|es|era|\u00e9|e))"
+    r"[\s\"'`(\[*]{1,4}$"
+)
+MADE_UP = re.compile(
+    r"(?=\S*\d)(?=\S*[a-z])(?=\S*[A-Z])\S{8,}|(?=\S*[A-Za-z])(?=\S*[!@#$%^*&~])\S{8,}"
+    r"|[A-Za-z]+(?:-[A-Za-z]+){2,}-\d+|[a-z]{3,}(?:-[a-z]{3,}){3,}"
+)
+TURN = re.compile(r"[a-z][A-Z]|[A-Z]{2}[a-z]")
+CLASS = re.compile(r"(?:[A-Z]+[a-z]*\d{0,2})+")
+CLASS_PART = re.compile(r"[A-Z][a-z]{3,}")
+TURNS = 3  # between small letters and capitals, as hardly a name has them; digits count as one
+GROUPS = re.compile(r"(?=\S*[A-Za-z])(?!\S*\dGB$)(?:[A-Za-z0-9]{4,}-){2,}[A-Za-z0-9]{4,}")
+NUMBERED = re.compile(r"(?:[A-Za-z]{3,}-){2,}\d{1,4}")  # word-Word-12
+SHORTEST, LONG = 8, 12
+RIGHTS = re.compile(
+    r"(?i)(?<![a-z])(?:api|secret|password|credential|(?:en|de)crypt|(?:un)?auth(?!or)|log ?in"
+    r"|s3|sign|leak|rotat|revok)(?:s|e|ed|ing|ion|enticat\w+)?(?![a-z])"
+)
+ALONE = re.compile(
+    r"\s*(?:[>*#$-]\s+)?[\"'`(]?(?P<word>[^\s\"'`<>,;|()\[\]{}]{8,200})[\"'`),;.]*\s*$"
+)
+
+
+def near(line: str) -> Iterator[tuple[int, int]]:
+    """Where the words stand that look generated, and have the name of a secret near them."""
+    found = [(start, end, line[start:end]) for start, end in candidates(line)]
+    if not found:
+        return
+    names = [(*name.span(), what) for name in NAME.finditer(line) if (what := named(line, name))]
+    for start, end, word in found if names else ():
+        around = max(
+            (
+                what
+                for first, last, what in names
+                if first - AROUND <= start <= last + AROUND and start != first
+            ),
+            default=Kind.NONE,
+        )
+        if around and goes(line, start, word, around):
+            yield start, end
+
+
+def named(line: str, match: re.Match[str]) -> Kind:
+    """What a name says; of several tokens and keys a model's are meant, or a cache's."""
+    name = match[0]
+    parts = {part.lower() for part in PARTS.findall(name)}
+    if parts & STRONG:
+        return Kind.SECRET
+    if any(map(ACCESS.fullmatch, parts)):
+        return Kind.LIKELY
+    before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
+    what = kind(name, before[1] if before else "")
+    return Kind.NONE if what < Kind.SECRET and name.endswith("s") else what
+
+
+def candidates(line: str) -> Iterator[tuple[int, int]]:
+    """The words of a line that may be secrets, of a path its parts."""
+    for match in WORD.finditer(line):
+        start, word = match.start(), match[0].rstrip(".")
+        if (prefixed := PREFIX.match(word)) and kind(prefixed[0]) >= Kind.LIKELY:
+            start, word = start + prefixed.end(), word[prefixed.end() :]
+        if "/" not in word or (BASE64.fullmatch(word) and random(word.replace("/", ""))):
+            if odd(word):
+                yield start, start + len(word)
+            continue
+        before = ""
+        for part in PART.finditer(word):
+            if (kind(before) >= Kind.LIKELY or ACCESS.fullmatch(before)) and odd(part[0]):
+                yield start + part.start(), start + part.end()
+            before = part[0]
+
+
+@functools.lru_cache(4096)
+def odd(word: str) -> bool:
+    """Whether a word is none of a language, nor a name that people give."""
+    if len(word) < SHORTEST or (USUAL.fullmatch(word) and not UUID.fullmatch(word)):
+        return False
+    if CLASS.fullmatch(word) and sum(map(len, CLASS_PART.findall(word))) >= len(word) / 2:
+        return False
+    return bool(
+        made(word) or HASH.fullmatch(word) or UUID.fullmatch(word) or MADE_UP.fullmatch(word)
+    )
+
+
+@functools.lru_cache(4096)
+def made(word: str) -> bool:
+    """Whether a word looks generated: by its letters, or by groups of the same length."""
+    digit, capital = bool(re.search(r"\d", word)), word != word.lower()
+    return (
+        generated(word)
+        or len(TURN.findall(word)) + digit >= TURNS
+        or (capital and bool(NUMBERED.fullmatch(word)))
+        or (digit and bool(GROUPS.fullmatch(word)) and len(set(map(len, word.split("-")))) == 1)
+    )
+
+
+def ends(word: str) -> Iterator[int]:
+    """Where the parts of a word end that hyphens join."""
+    return (sign.end() for sign in re.finditer("-", word))
+
+
+def goes(line: str, start: int, word: str, around: Kind) -> bool:
+    """Whether an odd word near a name is a secret, by what stands before it."""
+    before = line[max(start - ELSE_BEFORE, 0) : start]
+    # What it is may stand in the word itself: node-7f9b2c.
+    if any(ELSE.search(before + word[:end]) for end in (0, *ends(word))):
+        return False
+    if HASH.fullmatch(word) or UUID.fullmatch(word):
+        if FAR_ELSE.search(before) or (around < Kind.LIKELY and OF_ANOTHER.search(before)):
+            return False
+        return around >= Kind.LIKELY or bool(RIGHTS.search(line))
+    if made(word):
+        return around >= Kind.LIKELY or len(word) >= LONG or bool(RIGHTS.search(line))
+    if around is Kind.SECRET and NUMBERED.fullmatch(word):
+        return True
+    quoted = before[-1:] in set("\"'`(>") and not OF_ANOTHER.search(before)
+    return around is Kind.SECRET and (quoted or bool(SAID.search(before)))
+
+
+def alone(line: str, before: Sequence[str]) -> int | None:
+    """Where a secret begins that stands alone in a line below one that names it."""
+    match = ALONE.match(line)
+    if not match or not odd(match["word"]):
+        return None
+    for earlier in before:
+        kinds = [named(earlier, name) for name in NAME.finditer(earlier)]
+        if max(kinds, default=Kind.NONE) >= Kind.LIKELY and not FAR_ELSE.search(earlier):
+            return match.start("word")
+    return None
