@@ -37,7 +37,7 @@ assert importlib.readers
 
 TURNS = 2  # commands, or places in them, for each bad input
 TIMEOUT_S = 10.0
-IMPORT_S = 30.0  # of `patches` without a target: the import of vLLM takes 10 s of CPU by itself
+IMPORT_S = 90.0  # of `patches` without a target: the import of vLLM takes 10 s of CPU by itself
 NOBODY = 65534
 FAR = f"/{'x' * 200}" * 30  # more than the 4096 characters that Linux takes
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\u202eevil\u2028\rover\x7f"

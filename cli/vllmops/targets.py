@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Of an instance; a pid has this form, too.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+LONGEST_HOST, LONGEST_PART = 253, 63  # characters of a host name, and between its dots
 HOST = re.compile(r"[A-Za-z0-9._-]+")
 SCHEMES = {"http": 80, "https": 443}
 POD = re.compile(r"k8s:([a-z0-9-]{1,63})/([a-z0-9.-]{1,253})(?::([0-9]{1,5}))?")
@@ -120,6 +121,8 @@ def split(text: str) -> SplitResult:
             import idna  # noqa: PLC0415 - it comes with httpx, which would raise no error of its own
 
             host = idna.encode(idna.decode(host)).decode()
+        if len(host) > LONGEST_HOST or any(len(part) > LONGEST_PART for part in host.split(".")):
+            raise ValueError("its host name is too long")
         address = parts.netloc.rpartition("@")[2]
         if not host or not (HOST.fullmatch(host) or address.startswith("[")):
             raise ValueError(f"{host!r} is not a host name")
