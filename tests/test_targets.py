@@ -34,6 +34,8 @@ NONE = (
     "http://h\\x",
     "http://xn--/",
     "http://\N{LATIN SMALL LETTER U WITH DIAERESIS}..de",
+    f"http://{'a' * 64}.example/",
+    f"http://{'a.' * 130}example/",
     "ftp://h",
     "file:///etc/passwd",
     "://",
