@@ -106,7 +106,7 @@ def asleep(server: Live) -> Iterator[None]:
 
 
 def no_hang(ran: Ran) -> None:
-    assert ran.data["verdict"] != "hang", ran.out
+    assert ran.data["verdict"] != "hang", ran.data["findings"]
     assert not [f for f in ran.data["findings"] if f["hang"] and f["confidence"] != "possible"]
 
 
