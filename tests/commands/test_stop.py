@@ -37,12 +37,12 @@ def test_what_a_person_sees(lab: Any) -> None:
 def test_requests_in_flight_finish(lab: Any) -> None:
     record = lab.serve("a")
     done: list[bytes] = []
-    url = f"{record.url}/slow/1"
+    url = f"{record.url}/slow/5"
     request = threading.Thread(target=lambda: done.append(urllib.request.urlopen(url).read()))
     request.start()
     until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     answer = lab.vllmops("stop", "a")
-    request.join(5)
+    request.join(20)
     assert done == [b"done"]
     assert "requests in flight: 1" in answer.err
     assert "drained" in answer.out

@@ -86,8 +86,10 @@ def running(name: str, *words: str) -> Iterator[IO[str]]:
     command = ("ip", "netns", "exec", name, sys.executable, *words)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
-        yield program.stdout
-        program.kill()
+        try:
+            yield program.stdout
+        finally:
+            program.kill()
 
 
 @contextmanager

@@ -101,6 +101,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+# By `end`.
+ENDED = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
 class Receiver:
     """An HTTP server that answers as told, and keeps what it got."""
 
@@ -180,6 +184,7 @@ def test_a_url_that_is_none(url: str) -> None:
     assert (caught.value.code, caught.value.exit_code) == ("usage", Exit.USAGE)
 
 
+@ENDED
 def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
     order: list[int] = []
     trouble: list[str] = []
@@ -209,6 +214,7 @@ def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
     end(carrier)
 
 
+@ENDED
 def test_trouble_that_can_not_be_told_costs_no_later_event() -> None:
     got: list[Event] = []
 
