@@ -78,7 +78,7 @@ LIVE = {
     "vllmops ps --json": (0, ""),
     "vllmops cache inspect -t demo": (0, ""),
     "vllmops cache compare -t demo": (0, ""),
-    "vllmops cache repair": (0, ""),
+    "vllmops heal": (0, ""),
     "vllmops cache repair -t demo": (0, ""),
     "vllmops cache repair -t demo --dry-run": (0, ""),
     "vllmops cache reset -t demo": (0, ""),

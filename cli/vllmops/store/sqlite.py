@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
@@ -70,8 +71,8 @@ class Worker:
                 continue
             result, error = None, None
             try:
-                connection = connection or self.connect()
-                result = patiently(job, connection)
+                connection = connection or patiently(self.connect)
+                result = patiently(partial(job, connection))
             except BaseException as caught:
                 error = caught
             self.done.append((future, result, error))
@@ -91,12 +92,12 @@ class Worker:
             settle(*self.done.popleft())
 
 
-def patiently(job: Callable[[sqlite3.Connection], T], connection: sqlite3.Connection) -> T:
-    """Do a job once no other process holds the file; gives up after `BUSY_S`."""
+def patiently(job: Callable[[], T]) -> T:
+    """Do a job once nobody else holds the file; gives up after `BUSY_S`."""
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
-            return job(connection)
+            return job()
         except sqlite3.OperationalError as error:
             busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
             if not busy or time.monotonic() > deadline:
