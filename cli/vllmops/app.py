@@ -14,6 +14,9 @@ from . import __version__
 
 NO_THREAD = "can't start new thread"  # Python's RuntimeError where clone(2) fails
 NO_THREAD_STARTS = "no thread can be started: too little memory, or too many run"
+LEAST = 96 << 20  # bytes of address space: with less a command may end anywhere, or hang
+M_ARENA_MAX = -8  # of mallopt(3)
+STACK = 1 << 20  # bytes for a thread where memory is limited
 SPARE = 8 << 20  # bytes: with less of its address space left, a process has too little memory
 TYPE_CHECKING = False  # typing's, without the import
 if TYPE_CHECKING:
@@ -186,6 +189,7 @@ def run() -> int:
 
     invoked(typed())
     try:
+        save_memory()
         return build().main(prog_name="vllmops", standalone_mode=False) or Exit.OK
     except typer.TyperException as error:
         failure = wrong_usage(error)
@@ -224,20 +228,57 @@ def wrong_usage(error: Any) -> VllmopsError | None:
     return VllmopsError("usage", error.format_message(), hint, exit_code=Exit(error.exit_code))
 
 
+def memory_limit() -> int | None:
+    """The bytes of address space that this process may have; None where there is no limit."""
+    try:
+        import resource  # noqa: PLC0415
+    except ImportError:  # on Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def save_memory() -> None:
+    """Take little address space where it is limited.
+
+    Otherwise each thread reserves 64 MiB for what it allocates, and 8 MiB for its stack. Once
+    nothing is left, whoever starts a thread waits for ever: it ends before its Python begins.
+
+    Raises:
+        VllmopsError: ``system.refused`` where the limit is too low.
+    """
+    limit = memory_limit()
+    if limit is None:
+        return
+    if limit < LEAST:
+        from .errors import VllmopsError  # noqa: PLC0415
+
+        raise VllmopsError(
+            "system.refused",
+            f"memory is limited to {limit >> 20} MiB; a command needs {LEAST >> 20} MiB",
+            "ulimit -v unlimited",
+        )
+    import contextlib  # noqa: PLC0415
+    import ctypes  # noqa: PLC0415
+    import threading  # noqa: PLC0415
+
+    threading.stack_size(STACK)
+    with contextlib.suppress(AttributeError, OSError):  # another C library than GNU's
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+
+
 def exhausted() -> bool:
     """Whether this process has reached the limit of its memory.
 
     Then packages fail in any way: they take an import that fails for a module that is not there.
     """
+    limit = memory_limit()
     try:
-        import resource  # noqa: PLC0415
-
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         with open("/proc/self/statm", "rb") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-    except (ImportError, OSError):
+            used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
         return False
-    return limit != resource.RLIM_INFINITY and used > limit - SPARE
+    return limit is not None and used > limit - SPARE
 
 
 def unexpected(error: Exception) -> VllmopsError:

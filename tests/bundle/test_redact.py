@@ -351,6 +351,8 @@ def test_the_columns_of_tables(name: str, value: str) -> None:
         '- name: max-model-len\n  value: "8192"\n- name: tokenizer-mode\n  value: auto',
         "    offload_key: OffloadKey,\n    value: torch.Tensor,",
         "    hf_token,\n    **kwargs,",
+        "NAME  TYPE  DATA  AGE\nvllm-api-keys  Opaque  1  12d",
+        "tokens:\n  - <s>\n  - </s>\n",
     ],
 )
 def test_tables_without_secrets(text: str) -> None:

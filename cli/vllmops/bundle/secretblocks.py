@@ -28,7 +28,8 @@ NAME_LINE = re.compile(
     r"(?P<indent>\s*(?:[-#*] )?)(?:<\w+>)*[^\w\s]{0,4}"
     r"(?:(?i:[a-z_]{0,20}(?:name|key|id|type|var(?:iable)?|setting|parameter|field|option|property"
     r"|label|title)|k|td|dt|th)[\"']?\s{0,30}[:=>]+\s{0,4}[\"']?)?"
-    r"(?P<name>[A-Za-z_][\w.-]{2,100}+)(?!,\s*$)(?:[\"'\])`*_:,]|=>?|</\w+>){0,4}\s*$"
+    r"(?P<name>[A-Za-z_][\w.-]{2,100}+)(?!,\s*$)"
+    r"(?:[\"'\])`*_:,]|=>?|</\w+>){0,4}(?:\s\([\w ,.-]{1,40}\):?)?\s*$"
 )
 NAME_LINE_LENGTH = 160
 BLOCK = re.compile(r"[|>][+-]?\d?\s*$")
@@ -172,14 +173,15 @@ class Blocks:
         indent = -1 if match["section"] else len(match["indent"])
         if match["section"]:
             self.fields = None
-        if kind(name) >= Kind.LIKELY:
+        if (what := kind(name)) >= Kind.LIKELY:
             if style == "[":
                 self.until = re.compile(r"^\s*\]")
             elif style in {'"""', "'''"}:
                 self.until = re.compile(style)
             else:
                 self.fields = indent, DEFAULT if match["block"] else FIELD
-                if style != "{" and not match["section"]:
+                certain = bool(style) or what is Kind.SECRET  # or a model's tokens
+                if certain and style != "{" and not match["section"]:
                     self.indent = len(match["indent"].replace("-", " ").rstrip("\t"))
                     self.all = bool(style)
         elif name in {"data", "binaryData"} and not style:

@@ -23,7 +23,7 @@ MIXED = re.compile(r"(?=.*\d)(?=.*[a-z])(?=.*[A-Z]).{8,}")
 MOST_ROWS = 100_000
 # The columns of a table that has a name and its value in each row.
 OF_NAMES = {"name", "key", "variable", "parameter", "setting", "option", "property", "field"}
-OF_VALUES = {"value", "val", "content", "data"}
+OF_VALUES = {"value", "val", "content"}
 
 
 class Columns:

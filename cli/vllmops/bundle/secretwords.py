@@ -73,7 +73,7 @@ RIGHTS = re.compile(
 # A word that is all of a line, or all but a label: `data: X`, `<dd>X</dd>`, `string(20) "X"`.
 LABELLED = re.compile(
     r"\s*(?:[>*#$-]\s+)?"
-    r"(?P<label><?[\"']?[A-Za-z][\w .()-]{0,40}[\"']?\s{0,30}(?:[:=>]+|(?<=[)]))\s*)?"
+    r"(?P<label><?[\"']?[A-Za-z][\w .()\[\]-]{0,40}[\"']?\s{0,30}(?:[:=>]+|(?<=[)]))\s*)?"
     r"[\"'`(]?(?P<word>[^\s\"'`<>,;|()\[\]{}]{8,200})(?:</[\w:.-]+>|[\"'`),;.])*\s*$"
 )
 
