@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from ..errors import Exit, VllmopsError
 from ..files import STDIN
 from ..keys.admin_token import PLACE
 from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
+from ..output import ORDER
 from ..targets import parsed
 
 T = TypeVar("T")
@@ -132,12 +132,7 @@ def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Name
 
 def only_one(ctx: typer.Context, param: typer.CallbackParam, target: str) -> None:
     """Refuse several targets where one is taken: of options, the last one would win unnoticed."""
-    above: Any = ctx
-    words = sys.argv[1:]
-    while above := above.parent:
-        words = words[1:]
-    *_, order = ctx.command.make_parser(ctx).parse_args(words)
-    if order.count(param) > 1 or target.startswith("@"):
+    if ctx.meta[ORDER].count(param) > 1 or target.startswith("@"):
         raise VllmopsError(
             "usage",
             f"{ctx.info_name} works with one server, not with several",

@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
-from typer.core import TyperCommand
 
 from .. import demo as demos
 from ..agent.patches.registry import OFF, known
@@ -33,7 +32,7 @@ from ..instances.record import Failure, Folder, Record, State
 from ..keys import admin_token as admin
 from ..keys import file as keys
 from ..keys.ring import Key, Status, fresh
-from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
+from ..output import Command, Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..protocol.packages import distributions
 from ..store import settings
 from ..store.store import ResponseStore
@@ -49,7 +48,7 @@ LOG_POLL_S = 0.2
 STORE_TIMEOUT_S = 10.0
 
 
-class PassThrough(TyperCommand):
+class PassThrough(Command):
     """Keeps the arguments after ``--``, which are vLLM's, away from this parser."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
