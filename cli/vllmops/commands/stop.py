@@ -28,6 +28,9 @@ Timeout = Annotated[
     typer.Option(parser=seconds(), help="Seconds for requests in flight to finish."),
 ]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requests in flight.")]
+Rerun = Annotated[
+    bool, typer.Option("--rerun", help="Run background responses again that the restart ends.")
+]
 
 
 @stop_app.command(epilog="Example: vllmops stop demo --timeout 120")
@@ -86,22 +89,24 @@ def restart(
     target: Target = None,
     timeout: Timeout = STOP_TIMEOUT_S,
     force: Force = False,
+    rerun: Rerun = False,
     json_: Json = False,
 ) -> Result:
     """Stop a server and start it again with the same command.
 
     It stops the server as `stop` does, and uses the recorded command. An instance that has
-    stopped or failed is also started again, detached.
+    stopped or failed is also started again, detached. With --rerun, a background response that
+    ran when the server went is run again from its stored input, once.
     """
     record = recorded(name or target)
     folder = Folder(record.name)
     launch.ready_home()  # on a full disk a server that works would end, and none would start
     if record.state is State.STOPPING:
         record = settled(folder, record, quiet=json_)
-    fresh = started(folder, record)
+    fresh = started(folder, record, rerun=rerun)
     session = fresh or Session(folder, connect(folder))
     if fresh is None:
-        session.send(Request(restart=0.0 if force else timeout))
+        session.send(Request(restart=0.0 if force else timeout, rerun=rerun))
     before = record.started_at
     try:
         record = stay(session, record, detach=True, log=False, quiet=json_)
@@ -110,7 +115,7 @@ def restart(
         over = folder.read()
         if fresh or error.code != "serve.failed" or over is None or over.started_at != before:
             raise
-        fresh = started(folder, over)
+        fresh = started(folder, over, rerun=rerun)
         if fresh is None:
             raise
         record = stay(fresh, over, detach=True, log=False, quiet=json_)
@@ -131,7 +136,7 @@ def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
     return folder.read() or record
 
 
-def started(folder: Folder, record: Record) -> Session | None:
+def started(folder: Folder, record: Record, *, rerun: bool) -> Session | None:
     """Start an instance that has no process; None if it has one, or if another command holds it.
 
     Raises:
@@ -152,7 +157,7 @@ def started(folder: Folder, record: Record) -> Session | None:
             held.append(port)
         elif record.uds:
             launch.check_socket(record.uds)
-        folder.write(launch.again(record))
+        folder.write(launch.again(record, rerun=rerun))
     except (VllmopsError, OSError) as error:
         for descriptor in held:
             os.close(descriptor)
