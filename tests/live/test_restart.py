@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -99,10 +102,16 @@ def test_what_ran_when_a_server_died_runs_again_once(server: Live) -> None:
     assert ended(client, followed, 60).status == "failed"
 
 
-def test_without_the_option_nothing_runs_again(server: Live) -> None:
+def test_without_the_option_nothing_runs_again_and_a_hang_leaves_evidence(server: Live) -> None:
     client = connect(base(server))
     run = background(client)
-    assert server.cli("restart", server.name, "--force").code == 0
+    engine = server.pids()["engine"]
+    os.kill(engine, signal.SIGSTOP)
+    until(lambda: server.cli("heal", "-t", server.name, "--dry-run", "--json").data["stuck"], 40)
+    ran = server.cli("restart", server.name, "--force", "--json")
+    assert (ran.code, Path(ran.data["evidence"]).exists()) == (0, True)
     assert ended(client, run.id, 60).status == "failed"
-    assert server.cli("restart", server.name, "--force", "--rerun").code == 0  # an earlier start's
+    # It ran in an earlier start, and this one does not hang.
+    ran = server.cli("restart", server.name, "--force", "--rerun", "--json")
+    assert (ran.code, ran.data["evidence"]) == (0, None)
     assert ended(client, run.id).status == "failed"

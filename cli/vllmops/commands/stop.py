@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import suppress
 from typing import Annotated
@@ -10,13 +11,14 @@ from typing import Annotated
 import typer
 
 from ..errors import VllmopsError
+from ..home import home, own
 from ..host.processes import alive
 from ..instances import launch
 from ..instances.control import NOTHING, STOP_TIMEOUT_S, Request, Session, connect, start_supervisor
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find, resolve
 from ..instances.takedown import END_S, drain, take_down
-from ..output import Json, Progress, Result, command, typer_app
+from ..output import Json, Progress, Result, command, say, typer_app
 from .options import Target, TargetArgument, seconds
 from .serve import failed, instance, stay, summary
 
@@ -30,6 +32,10 @@ Timeout = Annotated[
 Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requests in flight.")]
 Rerun = Annotated[
     bool, typer.Option("--rerun", help="Run background responses again that the restart ends.")
+]
+Evidence = Annotated[
+    bool,
+    typer.Option("--evidence/--no-evidence", help="Keep the evidence of a server that hangs."),
 ]
 
 
@@ -90,17 +96,21 @@ def restart(
     timeout: Timeout = STOP_TIMEOUT_S,
     force: Force = False,
     rerun: Rerun = False,
+    evidence: Evidence = True,
     json_: Json = False,
 ) -> Result:
     """Stop a server and start it again with the same command.
 
     It stops the server as `stop` does, and uses the recorded command. An instance that has
-    stopped or failed is also started again, detached. With --rerun, a background response that
-    ran when the server went is run again from its stored input, once.
+    stopped or failed is also started again, detached. If a server hangs, a bundle with the
+    evidence is written first. With --rerun, a background response that ran when the server went
+    is run again from its stored input, once.
     """
     record = recorded(name or target)
     folder = Folder(record.name)
     launch.ready_home()  # on a full disk a server that works would end, and none would start
+    if kept := evidence and kept_of(record, quiet=json_):
+        say(f"evidence: {kept}")
     if record.state is State.STOPPING:
         record = settled(folder, record, quiet=json_)
     fresh = started(folder, record, rerun=rerun)
@@ -121,7 +131,31 @@ def restart(
         record = stay(fresh, over, detach=True, log=False, quiet=json_)
     if record.state is State.STOPPED:
         raise VllmopsError("restart.stopped", f"{record.name} was stopped while it started")
-    return Result(instance(record), lambda: summary(record))
+    return Result({**instance(record), "evidence": kept or None}, lambda: summary(record))
+
+
+def kept_of(record: Record, *, quiet: bool) -> str:
+    """Write a bundle of a server that hangs; returns where it is, nothing of one that does not."""
+    if record.state is not State.READY:
+        return ""
+    # Slow to import, and rarely needed.
+    from ..diagnose import progress  # noqa: PLC0415
+    from ..heal.beyond import looked  # noqa: PLC0415
+    from ..watch.watched import Watched  # noqa: PLC0415
+
+    server = resolve(record.name)
+    looks = looked(server)
+    if not progress.stalls(looks):
+        return ""
+    subject = Watched(server, follow=False)
+    with Progress(time.time(), quiet=quiet) as progress_:
+        progress_.update(f"{record.name} hangs: keeping the evidence")
+        subject.capture(looks, progress.PATIENCE_S, threading.Event(), sure=True)
+        try:
+            return str(subject.save(own(home() / "bundles")))
+        except VllmopsError as error:
+            progress_.update(f"no evidence: {error.message}")
+            return ""
 
 
 def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
