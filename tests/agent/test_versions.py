@@ -52,6 +52,7 @@ ELSEWHERE = {
     "vllm.v1.core.sched.scheduler": "vllm.v1.core.sched.steps",
     "vllm.v1.request": "vllm.v1.engine_request",
     "vllm.multimodal.cache": "vllm.multimodal.caching",
+    "vllm.distributed.device_communicators.shm_broadcast": "vllm.distributed.broadcast",
 }
 MOVED = {
     "vllm.utils.cache": "vllm.foundation.utilities.cache",

@@ -103,6 +103,7 @@ def serve(
     watch_repair: opts.WatchRepair = False,
     watch_heal: opts.WatchHeal = False,
     watch_restart: opts.WatchRestart = False,
+    watch_rerun: opts.WatchRerun = False,
     json_: Json = False,
 ) -> Result:
     """Launch a vLLM server and supervise all its processes.
@@ -129,6 +130,7 @@ def serve(
         repair=watch_repair,
         heal=watch_heal,
         restart=watch_restart,
+        rerun=watch_rerun,
     )
     order = dataclasses.replace(order, watch=watcher)
     if dry_run:

@@ -187,3 +187,6 @@ WatchHeal = Annotated[
 WatchRestart = Annotated[
     bool, typer.Option("--watch-restart", help="Watch with --restart.", rich_help_panel=WATCH)
 ]
+WatchRerun = Annotated[
+    bool, typer.Option("--watch-rerun", help="Watch with --rerun.", rich_help_panel=WATCH)
+]

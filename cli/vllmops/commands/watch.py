@@ -116,6 +116,14 @@ def watch(
             rich_help_panel="Actions",
         ),
     ] = False,
+    rerun: Annotated[
+        bool,
+        typer.Option(
+            "--rerun",
+            help="With --restart: run background responses again that it ends, each once.",
+            rich_help_panel="Actions",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -173,7 +181,7 @@ def watch(
     began = time.monotonic()
     log.write([beginning(server, plan)], "INFO")
     pinned = bool(target and target.isdigit() and not server.record)
-    subject = Watched(server, follow=not (supervised or pinned))
+    subject = Watched(server, follow=not (supervised or pinned), rerun=rerun)
     watching = Watch(subject, plan, tell, stop=stop, flush=messenger.flush)
     diary = watching.run()
     messenger.flush()

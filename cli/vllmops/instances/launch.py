@@ -486,8 +486,13 @@ def suggestion(order: Order) -> str:
     return name if NAME.fullmatch(name) else "vllm"
 
 
-def again(record: Record) -> Record:
-    """The record of the same instance before a new start, detached from now on."""
+def again(record: Record, *, rerun: bool = False) -> Record:
+    """The record of the same instance before a new start, detached from now on.
+
+    Args:
+        record: of an instance that has ended.
+        rerun: whether the background responses that ran when it ended are run again.
+    """
     now = time.time()
     return msgspec.structs.replace(
         record,
@@ -501,4 +506,5 @@ def again(record: Record) -> Record:
         segments=(),
         failure=None,
         ready_s=None,
+        rerun=record.run if rerun else "",
     )

@@ -49,11 +49,13 @@ class Watched:
         server: as discovery found it.
         follow: whether to watch its successor, too: the next start of an instance, or
             the next server at the same address.
+        rerun: whether a restart runs background responses again that it ends.
     """
 
-    def __init__(self, server: Server, *, follow: bool = True) -> None:
+    def __init__(self, server: Server, *, follow: bool = True, rerun: bool = False) -> None:
         self.server = server
         self.follow = follow
+        self.rerun = rerun
         self.began = time.monotonic()
         self.folder = Folder(server.name) if server.name else None
         self.created_at = server.record.created_at if server.record else 0.0
@@ -251,7 +253,7 @@ class Watched:
         if self.folder is None:
             raise stranger(self.server)
         connection = control.connect(self.folder)
-        connection.send(Request(restart=0.0))
+        connection.send(Request(restart=0.0, rerun=self.rerun))
         # A Unix socket that is closed before all is read takes what it has sent with it.
         next((r for r in connection.records() if r.state is not State.READY), None)
         connection.close()

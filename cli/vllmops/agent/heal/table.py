@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from ...protocol.heal import Healing, HealRequest, Proof
 from ..identity import here
 from ..log import log
-from . import admission, encoder_cache, io_threads, paused, transit
+from . import admission, broadcast, encoder_cache, io_threads, paused, transit
 
 
 class Action(NamedTuple):
@@ -27,6 +27,7 @@ class Action(NamedTuple):
 
 ACTIONS: Final = {
     "admission": Action(admission.look),
+    "broadcast": Action(broadcast.look, broadcast.act),
     "encoder-cache": Action(encoder_cache.look, encoder_cache.act),
     "io-threads": Action(io_threads.look, io_threads.act),
     "paused": Action(paused.look, paused.act),

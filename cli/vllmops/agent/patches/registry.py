@@ -16,6 +16,7 @@ from ..identity import role
 from ..imports import when_imported
 from ..objects import problems, report, unfit
 from . import (
+    broadcast_recheck,
     encoder_decoder_free_order,
     encoder_decoder_slots,
     mm_cache_reset_race,
@@ -36,6 +37,7 @@ PATCHES: dict[str, Patch] = {
         request_hash_cycle,
         encoder_decoder_slots,
         mm_cache_reset_race,
+        broadcast_recheck,
     )
 }
 

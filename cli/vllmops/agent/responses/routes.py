@@ -104,6 +104,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         return
     await serving.store.open()
+    await serving.take_up()
     try:
         yield
     finally:
