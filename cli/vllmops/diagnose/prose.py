@@ -17,7 +17,7 @@ from .waiting import Chain, chain
 MOST_READ = 1 << 15  # characters: what people write is short, and a log ends with what counts
 LONGEST = 2000  # characters of a sentence
 MARKUP = re.compile(r"[`*]")
-PAIRS = re.compile(r"(?:\w+ ?= ?[^\s,]+, ?){6,}")  # a configuration that is printed
+PAIRS = re.compile(r"(?:\b\w+ ?= ?[^\s,]+, ?){6,}")  # a configuration that is printed
 # A heading, an item of a list and a line of a log are sentences, too.
 SENTENCE = re.compile(
     r"(?<=[.!?])\s+|\n\s*\n|\s+$|\n(?=\s*(?:[-*|>]|\d+[.)])\s|[^\n]{0,60}\d\d:\d\d:\d\d)"
