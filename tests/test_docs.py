@@ -70,6 +70,8 @@ SERVED = {
     "vllmops doctor hang.tar.gz --history": 0,
     "vllmops stacks explain hang.tar.gz": 0,
     "vllmops restart demo": 0,
+    "vllmops probe --liveness -t demo": 0,
+    "vllmops probe --readiness -t demo --json": 0,
     "vllmops stop demo --timeout 120": 0,
     "vllmops stop demo": 5,  # it has ended already
 }
@@ -137,6 +139,7 @@ PARSED = {
     "vllmops doctor -t @fleet.txt --admin-token admin.key --json": "several servers elsewhere",
     "vllmops stacks dump --core core.4711 --explain": "a core file",
     "vllmops serve MODEL --cuda-coredump": "a GPU",
+    "vllmops probe --listen 8081 -t demo": "it does not end",
     "vllmops logs demo -f --process engine": "it does not end",
     "vllmops responses export --store sqlite:////srv/responses.db -o responses.jsonl": "a store",
     "vllmops responses import responses.jsonl --store postgresql://user@host/database": "a store",

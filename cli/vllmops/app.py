@@ -44,6 +44,7 @@ COMMANDS = {
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
     "drain": Entry("drain:drain_app", "Refuse new requests, and let those in flight finish."),
     "resume": Entry("drain:resume_app", "Have a drained server take requests again."),
+    "probe": Entry("probe", "Say whether a server lives, is ready, or has started."),
     "restart": Entry("stop:restart_app", "Stop a server and start it again with the same command."),
     "doctor": Entry("doctor", "Show what is wrong with a server, and what to do next."),
     "heal": Entry("heal", "Bring a server that hangs back, without a restart."),
@@ -178,6 +179,8 @@ def run() -> int:
     if sys.argv[1:] == ["--version"]:
         print_version()
         return 0
+    if (code := quick()) is not None:
+        return code
     import typer  # noqa: PLC0415
 
     from .errors import Exit, VllmopsError  # noqa: PLC0415
@@ -210,6 +213,18 @@ def run() -> int:
     except (ImportError, MemoryError, OSError):  # what reports it can't be imported any more
         os.write(2, f"error: {failure.message}\n  hint: {failure.hint}\n".encode())
         return failure.exit_code
+
+
+def quick() -> int | None:
+    """Answer a probe without Typer; returns the exit code, None where it takes the command."""
+    if sys.argv[1:2] != ["probe"]:
+        return None
+    from .quick_probe import quick  # noqa: PLC0415
+
+    try:
+        return quick(sys.argv[2:])
+    except Exception:  # the command says what is wrong
+        return None
 
 
 def wrong_usage(error: Any) -> VllmopsError | None:

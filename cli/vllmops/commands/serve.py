@@ -39,7 +39,7 @@ from ..store import settings
 from ..store.store import ResponseStore
 from . import serve_config
 from . import serve_options as opts
-from .options import duration
+from .options import duration, host_port
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -104,6 +104,7 @@ def serve(
     watch_repair: opts.WatchRepair = False,
     watch_heal: opts.WatchHeal = False,
     watch_restart: opts.WatchRestart = False,
+    probe_port: opts.ProbePort = None,
     json_: Json = False,
 ) -> Result:
     """Launch a vLLM server and supervise all its processes.
@@ -127,10 +128,13 @@ def serve(
         watch,
         watch_exec,
         watch_webhook,
+        probe_port,
         repair=watch_repair,
         heal=watch_heal,
         restart=watch_restart,
     )
+    if probe_port and host_port(probe_port)[1] == order.port:
+        raise usage(f"--port and --probe-port are both {order.port}: give two ports")
     order = dataclasses.replace(order, watch=watcher)
     if dry_run:
         settings.check({**os.environ, **order.environment})
@@ -140,6 +144,8 @@ def serve(
         text = serve_config.written(ctx, given, behind)
         return Result({**instance(planned), "config": text}, lambda: [Verbatim(text)])
     launch.check(order)
+    if probe_port:
+        launch.check_port(*host_port(probe_port))
     check_store(order)
     if line := namesake.warning():
         say(line, "yellow")
@@ -171,6 +177,7 @@ def watching(
     watch: bool,
     command: str | None,
     webhook: str | None,
+    listen: str | None = None,
     **acts: bool,
 ) -> tuple[str, ...] | None:
     """The arguments of `vllmops watch`, None if it is not to run.
@@ -179,6 +186,7 @@ def watching(
         watch: whether it is to run in any case.
         command: of ``--exec``.
         webhook: its URL.
+        listen: of ``--listen``.
         acts: its options without a value, by name.
 
     Raises:
@@ -194,6 +202,8 @@ def watching(
         if webhook:
             Webhook(webhook)
             words += ["--webhook", webhook]
+    if listen:
+        words += ["--listen", listen]
     words += [f"--{name}" for name, wanted in acts.items() if wanted]
     return tuple(words) if watch or words else None
 
