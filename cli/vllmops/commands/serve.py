@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -10,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,7 @@ from ..host import cudacore, namesake, ports
 from ..host.shape import option, shown
 from ..instances import launch, logs
 from ..instances.control import STOP_TIMEOUT_S, Request, Session, start_supervisor
+from ..instances.notify import Notifier
 from ..instances.record import Failure, Folder, Record, State
 from ..keys import admin_token as admin
 from ..keys import file as keys
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 BEHIND = "vllmops.behind"
 LOG_POLL_S = 0.2
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGABRT)
 STORE_TIMEOUT_S = 10.0
 
 
@@ -440,8 +443,14 @@ def stay(
     follower = None
     if not detach and not quiet and (log or before.watch is not None):
         follower = LogFollower(session.folder, all_lines=log)
-    with Display(follower, quiet=quiet) as display, Signals(session) as signals:
+    notifier = Notifier(session.folder, {} if detach else os.environ)
+    with (
+        contextlib.closing(notifier),
+        Display(follower, quiet=quiet) as display,
+        Signals(session, notifier.stopping) as signals,
+    ):
         for record in session.records():
+            notifier.follow(record)
             started = record.started_at != before.started_at
             if started:
                 display.started()
@@ -505,16 +514,19 @@ class Display:
 class Signals:
     """Turns Ctrl-C and SIGTERM into a stop with a drain, and a second one into an immediate stop.
 
+    So is SIGABRT, which systemd's watchdog sends to what hangs.
+
     A closed terminal (SIGHUP) is not caught: the supervisor sees that the holder has gone.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, tell: Callable[[], None]) -> None:
         self.session = session
+        self.tell = tell
         self.count = 0
         self.interrupted = False
 
     def __enter__(self) -> Self:
-        self.before = {n: signal.signal(n, self.on) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {n: signal.signal(n, self.on) for n in STOPS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -523,7 +535,9 @@ class Signals:
 
     def on(self, number: int, _: FrameType | None) -> None:
         self.interrupted |= number == signal.SIGINT
-        self.session.send(Request(stop=0.0 if self.count else STOP_TIMEOUT_S))
+        at_once = self.count or number == signal.SIGABRT
+        self.tell()
+        self.session.send(Request(stop=0.0 if at_once else STOP_TIMEOUT_S))
         self.count += 1
 
 
