@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,6 +15,8 @@ from vllmops.watch.watch import Plan, Watch
 from vllmops.watch.watched import Phase
 
 from .test_watch import FOLDER, Scene, beat, blind, idle, look, stuck, well
+
+SPIN = Path(__file__).parents[1] / "diagnose/stacks/mm-cache-eviction-spin.txt"
 
 
 class Said(NamedTuple):
@@ -84,6 +87,25 @@ def test_a_proven_stall_is_not_live_once_the_evidence_is_kept() -> None:
     assert red.verdict.evidence == "bundles/1.tar.gz"
     assert at(said, 78).live is False
     assert at(said, 90) == Verdict(live=True, ready=True, started=True)
+
+
+def test_what_computes_proves_nothing_by_its_stacks() -> None:
+    """A step of a long prompt stays at one place, too; a known defect is one all the same."""
+
+    def computing(at_s: float) -> Any:
+        seen = stuck(20.0)(at_s)
+        states = tuple(
+            msgspec.structs.replace(process, cpu_s=0.5 * at_s) for process in seen.processes
+        )
+        return msgspec.structs.replace(seen, processes=states)
+
+    said = published(Scene(computing, stacks=hangs()), for_s=20 + LONG_S + 40)
+    assert not at(said, 60).ready
+    assert at(said, 20 + LONG_S - 5).live
+    assert not at(said, 20 + LONG_S + 35).live
+    spins = read(SPIN.read_text()).samples * 3
+    said = published(Scene(computing, stacks=spins))
+    assert not at(said, 20 + 30).live
 
 
 def test_without_evidence_or_proof_it_stays_live() -> None:

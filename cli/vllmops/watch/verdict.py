@@ -2,26 +2,67 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from ..diagnose.doctor import Diagnosis
+from ..diagnose.doctor import Diagnosis, cause
+from ..diagnose.findings import Finding
 from ..diagnose.progress import ENDED, UNHEALTHY, Stall, living
 from ..instances.record import State
 from ..instances.servers import Server
 from ..protocol.probe import Verdict, judge
-from ..protocol.server import Observation
+from ..protocol.server import Observation, ServerSnapshot
 
-# Without another sign, so long without progress is no work: not a prompt of many tokens.
+# Whatever it is, so long without progress is no work: not a prompt of many tokens.
 LONG_S = 120.0
 CERTAIN = {ENDED.code, UNHEALTHY.code}
-HANGS = {"hang", "crash"}
+# No work ever looks like these, however busy the process is.
+PROOFS = {
+    *("engine.missing", "process.stopped", "stack.admission-deadlock", "stack.crash"),
+    *("stack.dp-collective-mismatch", "stack.engine-core-missing", "stack.input-thread-dead"),
+    *("stack.lost-broadcast", "stack.mm-cache-eviction-spin", "stack.schedule-livelock"),
+    "stack.tool-parser-regex",
+}
+BUSY = 0.1  # of a core, or of a GPU's time; one that is blocked still beats and is looked into
+WINDOW_S = 8.0
+NUMBER = re.compile(r"\d+")
 
 
-def is_sure(found: Sequence[Stall], diagnosis: Diagnosis) -> bool:
-    """Whether the evidence proves stalls, so that nothing else but a restart may help."""
+def is_sure(found: Sequence[Stall], snapshot: ServerSnapshot, diagnosis: Diagnosis) -> bool:
+    """Whether the evidence proves stalls, so that nobody needs to wait any longer.
+
+    A step of a long prompt keeps one place in the stacks for half a minute, as a hang does. What
+    tells it from a hang is that the processor or the GPU works.
+    """
+    if any(stall.code in CERTAIN for stall in found):
+        return True
+    why = cause(found, diagnosis)
+    if why.code in PROOFS:
+        return True
     explained = diagnosis.explanation
-    return any(stall.code in CERTAIN for stall in found) or (
-        explained is not None and explained.verdict in HANGS
+    return explained is not None and explained.verdict == "hang" and not works(snapshot, why)
+
+
+def works(snapshot: ServerSnapshot, why: Finding) -> bool:
+    """Whether the processes that a finding is about compute; all of them if it names none."""
+    pids = set(map(int, NUMBER.findall(why.subject)))
+    first, last = dict[int, tuple[float, float]](), dict[int, tuple[float, float]]()
+    for look in snapshot.looks:
+        if snapshot.looks[-1].at_s - look.at_s <= WINDOW_S:
+            for process in look.processes:
+                first.setdefault(process.pid, (look.at_s, process.cpu_s))
+                last[process.pid] = (look.at_s, process.cpu_s)
+    shares = {
+        pid: (cpu_s - first[pid][1]) / (at_s - first[pid][0])
+        for pid, (at_s, cpu_s) in last.items()
+        if at_s > first[pid][0]
+    }
+    named = {pid: share for pid, share in shares.items() if pid in pids} or shares
+    gpus = snapshot.machine.gpus
+    return (
+        not named
+        or max(named.values()) >= BUSY
+        or any(gpu.busy is None or gpu.busy >= BUSY for gpu in gpus)
     )
 
 

@@ -328,7 +328,11 @@ class Watch:
         kept = self.keep()
         number = self.diary.counts["stalled"] + 1
         self.ongoing = Ongoing(
-            number, began, kept, found[0].evidence, sure=verdicts.is_sure(found, diagnosis)
+            number,
+            began,
+            kept,
+            found[0].evidence,
+            sure=verdicts.is_sure(found, snapshot, diagnosis),
         )
         self.show()
         seconds = self.now() - began
