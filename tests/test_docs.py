@@ -54,6 +54,11 @@ RUN = {
     "vllmops stacks explain dump.txt --fact progress=frozen": 1,
     "vllmops serve Qwen/Qwen3-0.6B --dry-run -- --uds /run/vllm.sock": 0,
     "vllmops responses check-store sqlite:////tmp/responses.db": 0,
+    "vllmops integrate systemd > /etc/systemd/system/vllmops@.service": 0,
+    "vllmops integrate kubernetes --deployment vllm > patch.yaml": 0,
+    "vllmops integrate kubernetes --deployment vllm --debug registry.example/vllmops:1 --keyring"
+    " > patch.yaml": 0,
+    "vllmops integrate kubernetes --deployment vllm --secret keyring.json > secret.yaml": 0,
     "vllmops completions bash > completions/vllmops.bash": 0,
 }
 # In this order on one server, which is called demo.
@@ -70,6 +75,8 @@ SERVED = {
     "vllmops doctor hang.tar.gz --history": 0,
     "vllmops stacks explain hang.tar.gz": 0,
     "vllmops restart demo": 0,
+    "vllmops probe --liveness -t demo": 0,
+    "vllmops probe --readiness -t demo --json": 0,
     "vllmops stop demo --timeout 120": 0,
     "vllmops stop demo": 5,  # it has ended already
 }
@@ -137,6 +144,7 @@ PARSED = {
     "vllmops doctor -t @fleet.txt --admin-token admin.key --json": "several servers elsewhere",
     "vllmops stacks dump --core core.4711 --explain": "a core file",
     "vllmops serve MODEL --cuda-coredump": "a GPU",
+    "vllmops probe --listen 8081 -t demo": "it does not end",
     "vllmops logs demo -f --process engine": "it does not end",
     "vllmops responses export --store sqlite:////srv/responses.db -o responses.jsonl": "a store",
     "vllmops responses import responses.jsonl --store postgresql://user@host/database": "a store",
@@ -239,6 +247,8 @@ def prepare(vllmops: Any, line: str) -> None:
         assert vllmops("keys", "add").code == 0
         sealed = seal([], file.load(home.home() / "keyring.json"), model="m", owner="")
         Path("carrier.txt").write_text(sealed)
+    if "--secret keyring.json" in line:
+        assert vllmops("keys", "add", "--keyring", "keyring.json").code == 0
     if "memory.jsonl" in line:
         journal = files.Journal(Path("memory.jsonl"), RecordingHead(server="demo", started_at=0.0))
         for number in range(8):

@@ -53,6 +53,24 @@ def time_(value: object) -> str:
     return str(value)
 
 
+def listening(value: object) -> str:
+    """A parser for ``[HOST:]PORT``, where to listen; the host is 127.0.0.1 if none is given."""
+    return refused(lambda: "{}:{}".format(*host_port(str(value))))
+
+
+listening.__name__ = "[host:]port"
+
+
+def host_port(text: str) -> tuple[str, int]:
+    """Host and port of ``[HOST:]PORT``; an IPv6 address needs no brackets.
+
+    Raises:
+        ValueError: the port is none.
+    """
+    host, _, port = text.rpartition(":")
+    return host.strip("[]") or "127.0.0.1", whole(port, 1, 65535)
+
+
 def size_(value: object) -> int:
     """A parser for bytes: ``500K``, ``2M``, ``1G``, or plain."""
     text = str(value)

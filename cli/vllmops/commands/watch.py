@@ -24,10 +24,11 @@ from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, span, typer_app
 from ..protocol.watch import Event
+from ..watch.board import Board, Listener
 from ..watch.messenger import Hook, Messenger, Webhook
 from ..watch.watch import Diary, Plan, Watch
 from ..watch.watched import Watched, stranger
-from .options import YEAR_S, Target, count, seconds
+from .options import YEAR_S, Target, count, host_port, listening, seconds
 from .several import remote
 
 app = typer_app()
@@ -134,6 +135,14 @@ def watch(
             show_default=False,
         ),
     ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            parser=listening,
+            help="Answer /livez, /readyz and /startupz there, for probes.",
+            show_default=False,
+        ),
+    ] = None,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
     json_: Json = False,
 ) -> Result:
@@ -178,11 +187,14 @@ def watch(
         messenger.send(event)
         log.write(list(lines(event)), "WARNING" if event.event in LOUD else "INFO")
 
+    board = Board(Folder(server.name) if server.name and server.record else None, interval)
+    if listen:
+        Listener(host_port(listen), board.last)
     began = time.monotonic()
     log.write([beginning(server, plan)], "INFO")
     pinned = bool(target and target.isdigit() and not server.record)
     subject = Watched(server, follow=not (supervised or pinned), rerun=rerun)
-    watching = Watch(subject, plan, tell, stop=stop, flush=messenger.flush)
+    watching = Watch(subject, plan, tell, stop=stop, flush=messenger.flush, publish=board.show)
     diary = watching.run()
     messenger.flush()
     data = {

@@ -404,6 +404,8 @@ def reserve(order: Order) -> Reserved:
     assert gate is not None
     try:
         ours = {record.port for record in live_records() if record.port is not None}
+        if listen := option(order.watch or (), "--listen"):
+            ours.add(int(listen.rpartition(":")[2]))
         port: int | None = None
         held: int | None = None
         strangers: dict[int, str] = {}

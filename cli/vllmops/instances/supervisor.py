@@ -337,7 +337,7 @@ class Supervisor:
         await self.keep_house()
         if self.unsaved:
             self.publish()
-        if self.record.state is State.READY:
+        if self.record.state is State.READY or "--listen" in (self.record.watch or ()):
             self.watch()
         self.rotate()
         with contextlib.suppress(TimeoutError):

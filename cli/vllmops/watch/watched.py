@@ -29,9 +29,9 @@ from ..protocol.server import Observation, ServerSnapshot
 from ..rpc import membership
 
 FIND_S = 10.0  # the process table takes long to read
-CAPTURE_S = 18.0  # for evidence; it is judged and written in two more
+CAPTURE_S = 15.0  # for evidence; it is judged and written in two more
 # A lasting state needs less patience: somebody must be informed, and may restart.
-COLLECT_ENV_S = 15.0
+COLLECT_ENV_S = 12.0
 
 
 class Phase(StrEnum):
