@@ -5,19 +5,23 @@ A scrape shows what was gathered last and waits for nothing. Nobody scrapes, not
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ..background import ErrorReporter
 from ..errors import VllmopsError
 from ..host.roles import Role
 from ..protocol.server import Observation
-from ..protocol.view import View
-from . import objects
+from ..protocol.view import StoreUse, View
+from . import engine, objects
 from .adapters import metrics as adapter
 from .imports import when_imported
 from .log import log
@@ -27,12 +31,14 @@ if TYPE_CHECKING:
 
     from ..protocol.remote import Member
     from ..rpc.view import Viewer
+    from ..store.store import ResponseStore, Stats
 
 LOOK_S = 5.0  # from one look at the server to the next, for each API server
 IDLE_S = 120.0  # after the last scrape nothing is gathered
 OLD = 6  # so many pauses later, what was gathered shows no present
 SHARE = 0.005  # of a core that the thread takes at most
 TIMEOUT_S = 2.0
+STORE_S = 60.0  # from one count of the store to the next; it goes through many rows
 
 
 class Far:
@@ -118,6 +124,48 @@ class Gathering:
         self.pid = 0
 
 
+class Store:
+    """The store of this API server, counted now and then by its own event loop."""
+
+    def __init__(self) -> None:
+        self.counting: Future[Stats] | None = None
+        self.due = 0.0
+        self.began = 0.0
+        self.last: StoreUse | None = None
+
+    def use(self) -> StoreUse | None:
+        """What was counted last; never waits."""
+        store: Any = getattr(objects.latest("responses"), "store", None)
+        now = time.monotonic()
+        if self.counting and self.counting.done():
+            counting, self.counting = self.counting, None
+            self.due = now + max(STORE_S, (now - self.began) / SHARE)
+            failed = store is None or counting.exception()
+            self.last = None if failed else used(store, counting.result())
+        if store is not None and self.counting is None and now >= self.due:
+            from ..store.store import EVERYBODY, ResponseStore  # noqa: PLC0415
+
+            if not isinstance(store, ResponseStore):  # vLLM's own
+                return None
+            try:
+                _, loop = engine.front_end()
+            except RuntimeError:  # not up yet
+                return self.last
+            self.began = now
+            self.counting = asyncio.run_coroutine_threadsafe(store.stats(EVERYBODY), loop)
+        return self.last
+
+
+def used(store: ResponseStore, found: Stats) -> StoreUse:
+    return StoreUse(
+        backend=type(store.backend).__name__.lower(),
+        statuses=found.statuses,
+        bytes=found.bytes,
+        evictions=found.evictions,
+        capacity=store.backend.limits.max_size,
+    )
+
+
 def install() -> None:
     """Show the server's state in the ``/metrics`` of an API server."""
     collector = Gathering(server())
@@ -128,6 +176,7 @@ def install() -> None:
 def server() -> Callable[[], tuple[View, int]]:
     """Looks at the server of this process, again and again."""
     viewer: list[Viewer] = []
+    store = Store()
 
     def look() -> tuple[View, int]:
         from ..metrics.state import differ  # noqa: PLC0415
@@ -144,6 +193,6 @@ def server() -> Callable[[], tuple[View, int]]:
             compilers=found.compilers,
         )
         count = sum(process.role == Role.API for process in found.processes)
-        return viewer[0].view(seen), count
+        return replace(viewer[0].view(seen), store=store.use()), count
 
     return look
