@@ -102,7 +102,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "known_bad_versions": Family(
         "Installed versions that are known to hang", ("package", "version"), max
     ),
-    "view_age_seconds": Family("Age of what is shown here", ("node",), max),
 }
 
 
