@@ -39,6 +39,8 @@ RUN = {
     "vllmops ps": 0,
     "vllmops ps --json": 0,
     "vllmops doctor --list": 0,
+    "vllmops metrics --alerts prometheus > vllmops.rules.yml": 0,
+    "vllmops metrics --alerts kubernetes > vllmops.rule.yaml": 0,
     "vllmops heal --list": 0,
     "vllmops keys list": 5,
     "vllmops keys add": 0,
@@ -63,6 +65,7 @@ RUN = {
 }
 # In this order on one server, which is called demo.
 SERVED = {
+    "vllmops metrics -t demo": 0,
     "vllmops ps": 0,
     "vllmops status demo": 0,
     "vllmops wait demo --for ready": 0,
@@ -134,6 +137,7 @@ LIVE = {
 }
 # Only parsed.
 PARSED = {
+    "vllmops metrics -t demo --listen 9105": "it does not end",
     "vllmops doctor --clean-shm": "it acts on the whole machine",
     "vllmops keys push -t https://b.example --admin-token admin.key": "a server elsewhere",
     "vllmops status -t https://gpu7.example --admin-token admin.key": "the same",

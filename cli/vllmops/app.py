@@ -53,6 +53,7 @@ COMMANDS = {
     "heal": Entry("heal", "Bring a server that hangs back, without a restart."),
     "bundle": Entry("bundle", "Write evidence for a bug report to a file, without secrets."),
     "watch": Entry("watch", "Report when a server stalls, and keep the evidence."),
+    "metrics": Entry("metrics", "Show a server's state as metrics of Prometheus."),
     "attach": Entry("attach", "Load the agent into a server that runs without it."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
     "patches": Entry("patches", "Known vLLM defects and their patch status.", several=True),

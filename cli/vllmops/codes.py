@@ -138,6 +138,7 @@ ErrorCode = Literal[
     "memory.load-failed",
     "memory.no-process",
     "memory.process-gone",
+    "metrics.listen",
     "model.missing",
     "model.unreadable",
     "name.invalid",

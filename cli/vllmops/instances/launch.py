@@ -76,7 +76,7 @@ class Order:
         if path:
             # PyYAML comes with vLLM; of what its constructors raise not all is a YAMLError.
             with contextlib.suppress(Exception):
-                import yaml  # type: ignore[import-untyped]  # noqa: PLC0415
+                import yaml  # noqa: PLC0415
 
                 table = yaml.safe_load(read(Path(path), YAML_BYTES))
                 for key, value in table.items():

@@ -90,7 +90,10 @@ class Viewer:
         return View(
             processes=look.processes,
             pulses=look.pulses,
-            **{route: tuple(found) for route, found in answers.items()},
+            caches=tuple(answers["caches"]),
+            requests=tuple(answers["requests"]),
+            patches=tuple(answers["patches"]),
+            keys=tuple(answers["keys"]),
             stall=progress.certainty(self.looks),
             known_bad=tuple(bad),
         )

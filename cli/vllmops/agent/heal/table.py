@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ...protocol.heal import Healing, HealRequest, Proof
+from .. import account
 from ..identity import here
 from ..log import log
 from . import admission, broadcast, encoder_cache, io_threads, paused, transit
@@ -45,6 +46,7 @@ def heal(request: HealRequest) -> Healing:
             proofs = action.look()
         elif action.act:
             left = action.act(request.subjects)
+            account.repairs[request.action] += len(set(request.subjects) - left.keys())
     if request.note:
         log.warning("vllmops: heal: %s", " ".join(request.note.split()))
     return Healing(pid=os.getpid(), **here(), proofs=tuple(proofs), left=left)

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from ...errors import Exit, VllmopsError
 from ...protocol.patches import ProcessPatches, State, Verdict
+from .. import account
 from ..adapters import features, places
 from ..identity import role
 from ..imports import when_imported
@@ -142,6 +143,8 @@ def states(*, verify: bool = False) -> ProcessPatches:
         patches=[merged(verdicts[name]) for name in PATCHES if name in verdicts],
         seconds=_spent_s,
         problems=tuple(problems),
+        cpu_s=account.cpu_s(),
+        repairs=dict(account.repairs),
     )
 
 
