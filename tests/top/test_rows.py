@@ -116,6 +116,13 @@ def test_a_server_that_starts_fails_or_is_not_reached() -> None:
     assert rows.server("x", [], 1.0).state == "not seen yet"
 
 
+@pytest.mark.parametrize(("state", "text"), [("?", "not reached"), ("", "ended")])
+def test_a_server_whose_processes_are_all_lost_is_not_up(state: str, text: str) -> None:
+    lost = seen(1.0, processes=(process("api", state), process("engine", state)))
+    row = rows.server("x", [one(1.0, state="", seen=lost)], 1.0)
+    assert (row.state, row.severity) == (text, Severity.ERROR)
+
+
 @pytest.mark.parametrize("colour", ["", "1"])
 def test_the_screen_fits_a_small_terminal_and_obeys_no_escape(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, colour: str

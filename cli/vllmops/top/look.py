@@ -110,6 +110,7 @@ class Follower:
         self.server = server
         self.watched: Watched | None = None
         self.vigil = Vigil(LOOK_S)
+        self.stalls: tuple[Stall, ...] = ()
         self.phase: Phase | None = None
         self.looks: tuple[Look, ...] = ()
         self.failure: VllmopsError | None = None
@@ -155,11 +156,14 @@ class Follower:
         late = bool(self.looks) and now - self.looks[-1].at_s > LOOK_S + SLIP_S
         if self.phase is not before or late:
             self.vigil.begin()
-        seen, stalls = None, []
+            self.stalls = ()
+        seen = None
         if self.phase is not Phase.OVER and watched.server.processes:
-            seen = watched.look(ask=self.phase is Phase.UP and self.due(now))
-            if self.phase is Phase.UP:
-                stalls = self.vigil.see(seen)
+            asks = self.phase is Phase.UP and self.due(now)
+            seen = watched.look(ask=asks)
+            # Without heartbeats only metrics and health show a stall: other looks are no sign.
+            if self.phase is Phase.UP and (asks or has_heartbeat(seen)):
+                self.stalls = tuple(self.vigil.see(seen))
         server, record = watched.server, watched.server.record
         return Look(
             target=self.target,
@@ -170,16 +174,18 @@ class Follower:
             model=server.model,
             why="" if self.phase is Phase.UP else watched.why,
             seen=seen,
-            stalls=tuple(stalls),
+            stalls=self.stalls,
             asked=self.asked if self.phase is Phase.UP else Asked(),
         )
 
     def due(self, now: float) -> bool:
-        """Whether to ask for metrics and health now."""
-        asks = now - self.asked_s >= METRICS_S or not self.vigil.looks or self.vigil.step().ask
-        if asks:
+        """Whether to ask for metrics and health now: sooner if something has stopped."""
+        last = self.vigil.looks[-1] if self.vigil.looks else None
+        soon = last is None or (has_heartbeat(last) and self.vigil.step().ask)
+        if soon or now - self.asked_s >= METRICS_S:
             self.asked_s = now
-        return asks
+            return True
+        return False
 
     # -- asking ------------------------------------------------------------------------------
 
@@ -215,6 +221,11 @@ class Follower:
         added = self.tail[1].lines()
         self.log = (*self.log, *added)[-LOG_LINES:]
         self.lines_read += len(added)
+
+
+def has_heartbeat(seen: Observation) -> bool:
+    """Whether heartbeats show if an engine makes progress."""
+    return any(pulse.beat.still_s is not None for pulse in seen.pulses)
 
 
 def busy(seen: Observation) -> bool:

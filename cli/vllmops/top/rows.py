@@ -173,6 +173,8 @@ def condition(look: Look) -> tuple[str, Severity | None]:
     if look.why:
         bad = Severity.ERROR if look.state in {"", "failed"} else Severity.WARNING
         return (look.state or "ended"), bad
+    if look.seen and (lost := {p.state for p in look.seen.processes}) and lost <= {*DEAD, "?"}:
+        return ("not reached" if "?" in lost else "ended"), Severity.ERROR
     sure = [stall for stall in look.stalls if not stall.doubt]
     if sure or look.stalls:
         seconds = max(stall.since_s for stall in sure or look.stalls)
