@@ -15,7 +15,8 @@ from textual.pilot import Pilot
 from vllmops.top.app import Top
 from vllmops.top.look import Board, Look
 
-from .looks import board, one, seen, stalled
+from .looks import board, one, stalled
+from .looks import seen as observed
 
 CELL = re.compile(r'<text class="[^"]*" x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
 WIDTH = 12.2  # of a character in Rich's pictures
@@ -55,7 +56,7 @@ def lively() -> Iterator[Look]:
     for at_s in range(31):
         wave = (1 + math.sin(at_s / 3)) / 2
         tokens += 400 + 2000 * wave
-        load = seen(at_s, running=round(8 * wave), kv=0.2 + 0.6 * wave, tokens=tokens)
+        load = observed(at_s, running=round(8 * wave), kv=0.2 + 0.6 * wave, tokens=tokens)
         yield one(float(at_s), "chat", seen=load)
 
 
@@ -66,6 +67,16 @@ async def shown() -> str:
         async with app.run_test(size=(80, 24)) as pilot:
             await settled(app, pilot)
             return app.export_screenshot(title="vllmops top")
+
+
+async def seen(app: Top, pilot: Pilot[None], *texts: str) -> None:
+    """Wait until the screen has these texts; it may go on to change."""
+    for _ in range(200):
+        await pilot.pause(0.2)
+        text = "\n".join(lines(app))
+        if all(part in text for part in texts):
+            return
+    raise AssertionError(f"no {texts} in\n{text}")
 
 
 async def settled(app: Top, pilot: Pilot[None], *texts: str) -> list[str]:

@@ -112,7 +112,8 @@ def test_a_server_that_starts_fails_or_is_not_reached() -> None:
     away = rows.server("x", [unreachable()], 40.0)
     assert (away.state, away.severity) == ("not seen", Severity.ERROR)
     assert away.unseen[0].code == "admin.unreachable"
-    assert screen.state(away) == "not seen (seen 10s ago)"
+    late = rows.server("x", working(), 40.0)
+    assert screen.state(late) == "ready (seen 10s ago)"
     assert rows.server("x", [], 1.0).state == "not seen yet"
 
 

@@ -95,9 +95,10 @@ def check() -> None:
             "the full screen needs Textual, which is not installed",
             "pip install 'vllmops-cli[top]'; vllmops top --once works without it",
         )
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    # Textual writes to standard error.
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise VllmopsError(
             "top.no-terminal",
-            "the full screen needs a terminal, and standard input or output is none",
+            "the full screen needs a terminal, and standard input, output or error is none",
             "vllmops top --once",
         )

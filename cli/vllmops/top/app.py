@@ -44,6 +44,7 @@ from .look import Board, Follower
 from .rows import ProcessRow, ServerRow
 
 REFRESH_S = 1.0
+SPARKS = 25  # values of a sparkline, one for each column
 MOST_REQUESTS = 200
 COLUMNS = ("request", "state", "age", "prompt", "output")
 FIGURES = {"tokens_per_s": "tokens/s", "running": "running", "waiting": "waiting", "kv": "KV"}
@@ -310,8 +311,8 @@ class Top(App[None]):
         for name, label in FIGURES.items():
             self.say(f"#{name}-now", plain(f"{label} {shown[name]}"))
             line = self.part(f"#{name}", Sparkline)
-            if line.data != values[name]:
-                line.data = values[name]
+            if line.data != (last := scaled(values[name])):
+                line.data = last
         shares = (("prefix hits", figures.prefix_hits), ("multimodal hits", figures.mm_hits))
         lines = [Line(0, f"{name} {value:.0%}") for name, value in shares if value is not None]
         lines += [Line(0, screen.cache(each)) for each in row.caches]
@@ -484,6 +485,11 @@ def told(event: Event) -> Iterable[Line]:
     yield Line(0, f"{began} {event.target}: {title.text.strip()}", title.style)
     for line in rest:
         yield Line(2, line.text, line.style)
+
+
+def scaled(values: Sequence[float]) -> list[float]:
+    """The last values, the newest on the right; a sparkline begins at its least: zero."""
+    return [0.0, *([0.0] * SPARKS + list(values))[1 - SPARKS :]]
 
 
 def number(value: float | None) -> str:

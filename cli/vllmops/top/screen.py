@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..diagnose.findings import Finding, Severity
+from ..diagnose.progress import LATE_S
 from ..host.shape import shown
 from ..output import Folded, Line, size, span, table
 from ..protocol.place import named
@@ -47,7 +48,7 @@ def screen(rows: Sequence[ServerRow]) -> Iterator[RenderableType]:
 def state(row: ServerRow) -> str:
     """A server's state and stage."""
     text = f"{row.state}: {row.stage}" if row.stage else row.state
-    late = row.age_s is not None and row.age_s >= 3.0
+    late = bool(row.nodes) and row.age_s is not None and row.age_s >= LATE_S
     return f"{text} (seen {span(row.age_s)} ago)" if late else text
 
 
