@@ -42,6 +42,8 @@ RUN = {
     "vllmops metrics --alerts prometheus > vllmops.rules.yml": 0,
     "vllmops metrics --alerts kubernetes > vllmops.rule.yaml": 0,
     "vllmops heal --list": 0,
+    "vllmops top --once": 0,
+    "vllmops top --once --json": 0,
     "vllmops keys list": 5,
     "vllmops keys add": 0,
     "vllmops keys rotate": 0,
@@ -150,6 +152,8 @@ PARSED = {
     "vllmops serve MODEL --cuda-coredump": "a GPU",
     "vllmops probe --listen 8081 -t demo": "it does not end",
     "vllmops logs demo -f --process engine": "it does not end",
+    "vllmops top": "a terminal; tests/top has it",
+    "vllmops top -t demo -t 29914": "the same",
     "vllmops responses export --store sqlite:////srv/responses.db -o responses.jsonl": "a store",
     "vllmops responses import responses.jsonl --store postgresql://user@host/database": "a store",
 }
@@ -293,9 +297,12 @@ def test_examples_that_need_no_vllm_work(
         assert answer.code == code, (line, answer)
 
 
-def test_the_picture_is_what_its_command_draws() -> None:
-    assert picture.PICTURE.read_text() == picture.draw(), "python -m tests.support.picture"
-    assert picture.PICTURE.name in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("drawn", picture.PICTURES, ids=lambda path: str(path.name))
+def test_a_picture_is_what_its_command_draws(drawn: Path) -> None:
+    if drawn.name == "top.svg":
+        pytest.importorskip("textual")
+    assert drawn.read_text() == picture.PICTURES[drawn](), "python -m tests.support.picture"
+    assert drawn.name in (ROOT / "README.md").read_text()
 
 
 def test_the_licence_is_in_the_clone_and_named_by_the_package() -> None:

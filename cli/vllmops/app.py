@@ -42,6 +42,7 @@ COMMANDS = {
     "serve": Entry("serve", "Launch a vLLM server and supervise all its processes."),
     "ps": Entry("ps", "List every vLLM server on this machine."),
     "status": Entry("status", "Show one server on one screen."),
+    "top": Entry("top", "Show servers on a full screen that stays up to date."),
     "logs": Entry("logs", "Show a server's log, also after it has ended."),
     "wait": Entry("wait", "Wait until a server is ready or has stopped."),
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),

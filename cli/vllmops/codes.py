@@ -216,6 +216,8 @@ ErrorCode = Literal[
     "target.over",
     "target.remote",
     "target.unknown",
+    "top.no-terminal",
+    "top.no-textual",
     "uds.unusable",
     "unconfirmed",
     "usage",
