@@ -56,7 +56,7 @@ def test_one_screen_has_what_the_server_does(
 ) -> None:
     def at_work() -> bool:
         (row,) = server.cli("top", "--once", "--json", "-t", server.name).data["servers"]
-        return row["figures"]["tokens_per_s"] and row["requests"]
+        return bool(row["figures"]["tokens_per_s"] and row["requests"])
 
     until(at_work)
     (row,) = server.cli("top", "--once", "--json", "-t", server.name).data["servers"]
