@@ -255,6 +255,39 @@ def test_a_clock_that_is_set_does_not_lose_the_server(lab: Any, hours: int) -> N
     lab.nothing_left(record)
 
 
+STEPPED = """
+import os, time
+real, step = time.time, float(os.environ["CLOCK_STEP_S"])
+time.time = lambda: real() + step
+time.time_ns = lambda: int(time.time() * 1e9)
+import psutil._pslinux as linux
+booted = linux.boot_time
+linux.boot_time = lambda: booted() + step
+"""
+
+
+@pytest.mark.parametrize("step_s", [-3600, -3, 3, 3600])
+def test_a_clock_that_steps_after_the_start_does_not_lose_the_server(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: int
+) -> None:
+    """Who looks later has another clock, and another boot time, as the kernel would tell it."""
+    record = lab.serve("a", stray=True)
+    lab.kill_supervisor("a")
+    (tmp_path / "sitecustomize.py").write_text(STEPPED)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("CLOCK_STEP_S", str(step_s))
+    told = subprocess.run(
+        [sys.executable, "-c", "import time; print(time.time())"], capture_output=True, check=True
+    )
+    assert float(told.stdout) - time.time() == pytest.approx(step_s, abs=2)
+    (row,) = lab.vllmops("ps", "--json").data["instances"]
+    assert {each["pid"] for each in row["processes"]} >= {each.pid for each in record.processes}
+    lab.kill(record.session)
+    assert lab.vllmops("ps").code == 0
+    until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+
+
 def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
