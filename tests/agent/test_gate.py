@@ -116,6 +116,35 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
     asyncio.run(go())
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "new"),
+    [
+        ("POST", "/v1/responses", True),
+        ("GET", "/v1/responses", False),
+        ("GET", "/v1/responses/resp_1", False),
+        ("HEAD", "/v1/responses/resp_1", False),
+        ("DELETE", "/v1/responses/resp_1", False),
+        ("GET", "/v1/responses/resp_1/input_items", False),
+        ("POST", "/v1/responses/resp_1/cancel", False),
+        ("POST", "/v1/responses/compact", True),
+        ("POST", "/v1/chat/completions", True),
+        ("GET", "/health", True),
+        ("GET", "/metrics", False),
+        ("GET", "/v1/models", True),
+        ("POST", "/v1/completions/cancel", True),
+    ],
+)
+def test_a_drain_refuses_new_work_alone(gate: Gate, method: str, path: str, new: bool) -> None:
+    async def go() -> None:
+        app = App()
+        app.go.set()
+        gate.draining = True
+        sent = await answer(app, {**scope(path), "method": method})
+        assert ([each["status"] for each in sent[:1]], not app.seen) == ([503] * new, new)
+
+    asyncio.run(go())
+
+
 def test_lifespan_passes(gate: Gate) -> None:
     async def go() -> None:
         app = App()

@@ -29,6 +29,7 @@ MARK = "vllmops.counted"
 PAUSES = frozenset({"/pause", "/sleep"})
 # Probes and scrapes: a drain does not wait for them.
 UNCOUNTED = frozenset({"/health", "/ping", "/metrics"})
+RESPONSES = "/v1/responses"
 
 
 class Arrival:
@@ -170,7 +171,7 @@ def install(module: ModuleType) -> None:
             await call(self, scope, receive, send)
             return
         path = scope["path"]
-        if gate.closed and path != "/metrics":
+        if gate.closed and is_new(scope):
             await refuse(scope, send)
             return
         if path in UNCOUNTED:
@@ -225,6 +226,17 @@ async def end(arrival: Arrival, send: Send) -> None:
         await send(
             {"type": "http.response.body", "body": b"data: %b\n\n" % BODY, "more_body": False}
         )
+
+
+def is_new(scope: Scope) -> bool:
+    """Whether a request is for new work; a health check counts, so that no work is sent here.
+
+    Who reads, deletes or cancels a response waits for work that was taken before.
+    """
+    path = scope["path"]
+    if scope["type"] != "http" or not path.startswith(RESPONSES):
+        return bool(path != "/metrics")
+    return scope["method"] not in {"GET", "HEAD", "DELETE"} and not path.endswith("/cancel")
 
 
 async def refuse(scope: Scope, send: Send) -> None:

@@ -300,6 +300,7 @@ def beat(sequence: int, now: float) -> Beat:
         rendering_s=engine.rendering(now),
         loop_s=turns.look(now),
         interrupt=event_loop.number(),
+        unready=engine.unready(),
     )
 
 
