@@ -18,6 +18,7 @@ from .setting import HOST, Setting
 from .setting import Server as Bench
 
 REQUESTS = 5000
+PROMPTS = 500  # of an HTTP request, which may have 1,024
 PATH = "/v1/completions"
 WATCH_S = 2.0  # between two lists of ``--watch``
 STUCK_S = 30.0
@@ -42,11 +43,14 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
 @contextlib.contextmanager
 def waiting(bench: Bench) -> Iterator[Server]:
-    """A server with that many requests: the prompts of one HTTP request."""
+    """A server with that many requests: the prompts of a few HTTP requests."""
     server = Server(name=None, processes=bench.processes())
-    body = {"model": "demo-text", "prompt": [[1, 2, 3]] * REQUESTS, "max_tokens": 2000}
-    with socket.create_connection((HOST, bench.port)) as connection:
-        connection.sendall(bench.request(PATH, {**body, "ignore_eos": True}))
+    body = {"model": "demo-text", "prompt": [[1, 2, 3]] * PROMPTS, "max_tokens": 2000}
+    asked = bench.request(PATH, {**body, "ignore_eos": True})
+    with contextlib.ExitStack() as stack:
+        for _ in range(REQUESTS // PROMPTS):
+            connection = stack.enter_context(socket.create_connection((HOST, bench.port)))
+            connection.sendall(asked)
         until(lambda: len(listing.take(server, STUCK_S).rows) >= REQUESTS, 120)
         yield server
     until(lambda: not listing.take(server, STUCK_S).rows, 120)

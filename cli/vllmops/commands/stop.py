@@ -33,9 +33,8 @@ Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requ
 Rerun = Annotated[
     bool, typer.Option("--rerun", help="Run background responses again that the restart ends.")
 ]
-Evidence = Annotated[
-    bool,
-    typer.Option("--evidence/--no-evidence", help="Keep the evidence of a server that hangs."),
+NoEvidence = Annotated[
+    bool, typer.Option("--no-evidence", help="Do not keep the evidence of a server that hangs.")
 ]
 
 
@@ -96,7 +95,7 @@ def restart(
     timeout: Timeout = STOP_TIMEOUT_S,
     force: Force = False,
     rerun: Rerun = False,
-    evidence: Evidence = True,
+    no_evidence: NoEvidence = False,
     json_: Json = False,
 ) -> Result:
     """Stop a server and start it again with the same command.
@@ -109,7 +108,7 @@ def restart(
     record = recorded(name or target)
     folder = Folder(record.name)
     launch.ready_home()  # on a full disk a server that works would end, and none would start
-    if kept := evidence and kept_of(record, quiet=json_):
+    if kept := not no_evidence and kept_of(record, quiet=json_):
         say(f"evidence: {kept}")
     if record.state is State.STOPPING:
         record = settled(folder, record, quiet=json_)

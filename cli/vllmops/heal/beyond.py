@@ -82,5 +82,7 @@ def brought_back(server: Server) -> str:
     if server.name is None:
         return "vllmops did not start this server: restart it as you started it"
     store = proc.environment(server.pid).get(STORE, "") if server.pid else ""
-    kept = "kept" if store and not store.startswith("memory:") else "lost"
+    kept = "lost"
+    if store and not store.startswith("memory:"):
+        kept = "kept, and with --rerun background responses run again"
     return f"vllmops restart {server.name} runs the same command; stored responses are {kept}"

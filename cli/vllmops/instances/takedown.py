@@ -92,7 +92,7 @@ def settled(
     return left
 
 
-def close_gates(tree: Sequence[Process], *, cut: bool, rerun: bool) -> bool:
+def close_gates(tree: Sequence[Process], *, cut: bool = False, rerun: bool = False) -> bool:
     """Make every API server refuse new requests with 503; False if one can't be reached.
 
     Args:

@@ -46,10 +46,10 @@ def kept(body: bytes, request: bytes) -> bytes:
         request: as JSON.
     """
     asked: dict[str, Any] = msgspec.json.decode(request)
-    run = os.environ.get(RUN)
-    if not run or redaction.clean(asked.get("tools")) != asked.get("tools"):
-        return body
     asked.pop("input", None)
+    run = os.environ.get(RUN)
+    if not run or redaction.clean(asked) != asked:
+        return body
     return ENCODE({**msgspec.json.decode(body), ASKED: Asked(run=run, request=asked)})
 
 
@@ -76,19 +76,22 @@ async def taken_up(store: ResponseStore) -> AsyncIterator[tuple[Response, dict[s
         StoreUnavailable: the store is down.
     """
     before = os.environ.get(RERUN)
-    # Held until this process ends.
-    if not before or take(own_directory() / f"rerun-{os.environ.get(RUN, '')[:8]}.lock") is None:
+    path = own_directory() / f"rerun-{before}.lock"
+    if not before or (lock := take(path)) is None:
         return
-    for run in await ran(store, before):
-        _, request, metadata = asked(run)
-        if MARK in metadata:
-            continue
-        request["metadata"] = {**metadata, MARK: AGAIN}
-        body = {**msgspec.json.decode(run.body), "metadata": request["metadata"]}
-        again = replace(run, status="queued", error="", body=ENCODE(body))
-        unless = FINISHED - {run.status}
-        if await store.put(again, unless_status=unless):
-            yield again, request
+    try:
+        for run in await ran(store, before):
+            _, request, metadata = asked(run)
+            if MARK in metadata:
+                continue
+            request["metadata"] = {**metadata, MARK: AGAIN}
+            body = {**msgspec.json.decode(run.body), "metadata": request["metadata"]}
+            again = replace(run, status="queued", error="", body=ENCODE(body))
+            if await store.put(again, unless_status=FINISHED - {run.status}):
+                yield again, request
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 async def ran(store: ResponseStore, before: str) -> list[Response]:
