@@ -481,7 +481,7 @@ class Supervisor:
         was_ready = self.record.state is State.READY
         self.publish(state=State.STOPPING, note="stopping")
         note = ""
-        if ending.drain_s and was_ready:
+        if was_ready:
             try:
                 note = await self.drain(ending.drain_s)
             except Exception as error:  # to stop comes first
