@@ -39,20 +39,27 @@ def drain(
 ) -> str:
     """Refuse new requests and wait for those in flight; returns what happened to them.
 
+    Those that are in flight at the end get 503 rather than a reset.
+
     Args:
         tree: the server's processes.
         url: asked for vLLM's own counts where an agent does not answer.
-        seconds: how long to wait at most.
+        seconds: how long to wait at most; 0 cuts off at once, and returns nothing.
         tell: called with a line about the progress.
         hurry: whether to wait no longer.
     """
-    refusing = close_gates(tree)
+    refusing = close_gates(tree, cut=not seconds)
+    if not seconds:
+        return ""
     how = "draining" if refusing else "draining (no agent: new requests are still accepted)"
     if not of(tree, Role.API):
         how = "draining (no API server here: new requests still arrive)"
     told = url or refusing or of(tree, Role.API)  # else nobody can: no agent, no API server
     left = settled(tree, url, seconds if told else 0.0, lambda text: tell(f"{how}, {text}"), hurry)
-    return "drained" if left == 0 else f"requests cut off: {'unknown' if left is None else left}"
+    if left == 0:
+        return "drained"
+    close_gates(tree, cut=True)
+    return f"requests cut off: {'unknown' if left is None else left}"
 
 
 def settled(
@@ -82,9 +89,14 @@ def settled(
     return left
 
 
-def close_gates(tree: Sequence[Process]) -> bool:
-    """Make every API server refuse new requests with 503; False if one can't be reached."""
-    gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True))
+def close_gates(tree: Sequence[Process], *, cut: bool = False) -> bool:
+    """Make every API server refuse new requests with 503; False if one can't be reached.
+
+    Args:
+        tree: the server's processes.
+        cut: whether those in flight get 503, too.
+    """
+    gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True, cut=cut))
     return bool(gates) and None not in gates
 
 
