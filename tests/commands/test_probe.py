@@ -257,3 +257,12 @@ def test_a_probe_port_that_is_taken(lab: Any) -> None:
         *lab.words("b", "--detach", "--port", "8999", "--probe-port", "8999", "--json")
     )
     assert (answer.code, answer.error["code"]) == (2, "usage")
+
+
+def test_a_server_that_vllmops_did_not_start(engine: Any, vllmops: Any) -> None:
+    target = ("-t", str(engine.process.pid))
+    assert answers(vllmops, *target) == [0, 1, 1]
+    engine.run(SCHEDULER)
+    until(lambda: answers(vllmops, *target) == [0, 0, 0])
+    engine.run("scheduler.pause_state = Made(name='PAUSED_NEW')")
+    until(lambda: answers(vllmops, *target) == [0, 1, 0])

@@ -73,11 +73,10 @@ def likely(found: Sequence[Stall]) -> str:
 
 def has_begun(look: Observation) -> bool:
     """Whether a server that has no record is up: its front end runs, or its engines schedule."""
-    beats = [pulse.beat for pulse in look.pulses]
-    engines = [beat for beat in beats if beat.role == "engine"]
+    engines = [pulse.beat for pulse in look.pulses if pulse.role == "engine"]
     return (
         look.health == 200
-        or any(beat.loop_s is not None for beat in beats)
+        or any(pulse.beat.loop_s is not None for pulse in look.pulses)
         or (bool(engines) and all(beat.current_step is not None for beat in engines))
     )
 
