@@ -40,6 +40,8 @@ RUN = {
     "vllmops ps --json": 0,
     "vllmops doctor --list": 0,
     "vllmops metrics --alerts prometheus > vllmops.rules.yml": 0,
+    "vllmops metrics --board overview > overview.json": 0,
+    "vllmops metrics --board incident > incident.json": 0,
     "vllmops metrics --alerts kubernetes > vllmops.rule.yaml": 0,
     "vllmops heal --list": 0,
     "vllmops top --once": 0,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllmops.metrics.boards import BOARDS
 from vllmops.metrics.families import PREFIX
 
 from ..support.extent import long
+from ..support.prometheus import program
 from ..support.waiting import until
+from .conftest import free_port
 
 if TYPE_CHECKING:
     from .conftest import Live
@@ -72,6 +80,60 @@ def test_one_api_server(vision_server: Live) -> None:
     check(vision_server, {"api": 1, "engine": 1, "worker": 1})
     found = scraped(vision_server)
     assert sum(found["mm_cache_one_sided_keys"].values()) == 0
+
+
+@pytest.fixture
+def prometheus(vision_server: Live, tmp_path: Path) -> Iterator[str]:
+    """The URL of a Prometheus that scrapes the server each second."""
+    program_, port = program("prometheus"), free_port()
+    (tmp_path / "prometheus.yml").write_text(
+        json.dumps(
+            {
+                "global": {"scrape_interval": "1s"},
+                "scrape_configs": [
+                    {
+                        "job_name": "vllm",
+                        "static_configs": [{"targets": [urlsplit(vision_server.url).netloc]}],
+                    }
+                ],
+            }
+        )
+    )
+    words = ("--config.file=prometheus.yml", "--storage.tsdb.path=data")
+    running = subprocess.Popen(
+        [program_, *words, f"--web.listen-address=127.0.0.1:{port}"],
+        cwd=tmp_path,
+        stderr=subprocess.DEVNULL,
+    )
+    yield f"http://127.0.0.1:{port}"
+    running.kill()
+    running.wait()
+
+
+def test_no_panel_of_a_board_is_without_data(vision_server: Live, prometheus: str) -> None:
+    queries = [
+        expr.replace("$instance", ".*").replace("$__rate_interval", "20s")
+        for panels in BOARDS.values()
+        for panel in panels
+        for expr, _ in panel.queries
+    ]
+
+    def value(query: str) -> list[Any]:
+        answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=10)
+        answer.raise_for_status()
+        found: list[Any] = answer.json()["data"]["result"]
+        return [one for one in found if one["value"][1] != "NaN"]
+
+    def without() -> list[str]:
+        ask(vision_server)
+        stored = {"model": "demo-vision", "input": "hi", "max_output_tokens": 1}
+        httpx.post(f"{vision_server.url}/v1/responses", json=stored, timeout=60)
+        try:
+            return [query for query in queries if not value(query)]
+        except httpx.TransportError:
+            return queries
+
+    until(lambda: not without(), 60, without)
 
 
 @long

@@ -21,6 +21,7 @@ from ..protocol.server import Observation
 from ..protocol.view import StoreUse, View
 from . import engine, objects
 from .adapters import metrics as adapter
+from .adapters import places
 from .imports import when_imported
 from .log import log
 
@@ -101,6 +102,10 @@ def used(store: ResponseStore, found: Stats) -> StoreUse:
 
 def install() -> None:
     """Show the server's state in the ``/metrics`` of an API server."""
+    if places.where("metrics") is None:
+        lacks = places.PLACES["metrics"].name
+        objects.unfit(f"the server's state is not in /metrics: there is no {lacks}")
+        return
     collector = Gathering(server(), log.warning)
     for module, show in adapter.SHOWN.items():
         when_imported(module, objects.guarded(partial(show, collector)))

@@ -1,7 +1,8 @@
-"""``vllmops metrics``: a server's state as metrics of Prometheus, and the rules that alert."""
+"""``vllmops metrics``: a server's state as metrics of Prometheus, with alert rules and boards."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -14,7 +15,7 @@ from ..doctor.examine import look
 from ..errors import Exit, VllmopsError
 from ..host.roles import Role
 from ..instances.servers import Server, resolve
-from ..output import Json, Result, Verbatim, say, typer_app
+from ..output import Json, JsonText, Result, Verbatim, say, typer_app
 from ..protocol.place import key
 from ..protocol.view import View
 from ..rpc import agent
@@ -40,6 +41,11 @@ class Form(StrEnum):
     KUBERNETES = "kubernetes"
 
 
+class Board(StrEnum):
+    OVERVIEW = "overview"
+    INCIDENT = "incident"
+
+
 Listen = Annotated[
     str | None,
     typer.Option(
@@ -50,6 +56,9 @@ Alerts = Annotated[
     Form | None,
     typer.Option(help="Print alert rules: a file of Prometheus, or a PrometheusRule."),
 ]
+BoardOption = Annotated[
+    Board | None, typer.Option("--board", help="Print a dashboard for Grafana, as JSON.")
+]
 
 
 @app.command(epilog="Example: vllmops metrics -t demo --listen 9105")
@@ -58,6 +67,7 @@ def metrics(
     target: Target = None,
     listen: Listen = None,
     alerts: Alerts = None,
+    board: BoardOption = None,
     json_: Json = False,
 ) -> Result:
     """Show a server's state as metrics of Prometheus.
@@ -67,6 +77,11 @@ def metrics(
     if alerts:
         text = rules(alerts)
         return Result({"form": alerts, "rules": text}, lambda: [Verbatim(text.rstrip())])
+    if board:
+        from ..metrics.boards import board as made  # noqa: PLC0415 - of all commands, for this one
+
+        dashboard = made(board)
+        return Result(dashboard, lambda: [JsonText(json.dumps(dashboard, indent=1))])
     server = resolve(target)
     if listen:
         serve(server, target, *address(listen))

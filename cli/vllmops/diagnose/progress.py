@@ -141,10 +141,22 @@ def stalls(looks: Sequence[Observation], patience_s: float = PATIENCE_S) -> list
     return found
 
 
-def certainty(looks: Sequence[Observation]) -> Certainty:
-    """How sure it is that the server has stalled, by what it says of itself and without stacks."""
+def certainty(looks: Sequence[Observation], answers: Callable[[str], bool]) -> Certainty:
+    """How sure it is that the server has stalled, by what it says of itself and without stacks.
+
+    Args:
+        looks: oldest first.
+        answers: whether the agent of a process answers, named as `process_name` does; only asked
+            where that decides.
+    """
+
+    def is_sure(stall: Stall) -> bool:
+        if stall.since_s < SURE_S:
+            return False
+        return not stall.doubt or (stall.doubt == "writing" and not answers(stall.subject))
+
     found = stalls(looks)
-    if any(stall.since_s >= SURE_S and not stall.doubt for stall in found):
+    if any(map(is_sure, found)):
         return "sure"
     return "likely" if found else ""
 

@@ -15,7 +15,7 @@ STORE_SECONDS: Final = Histogram(
     f"{PREFIX}store_operation_seconds",
     "Time of an operation of the store",
     ("backend", "operation"),
-    buckets=(0.001, 0.005, 0.025, 0.1, 0.5, 2.0),
+    buckets=(0.002, 0.01, 0.05, 0.25, 1.0),
 )
 STORE_FAILURES: Final = Counter(
     f"{PREFIX}store_failures",

@@ -33,7 +33,7 @@ def systemd(
     """Print a systemd unit for servers that `vllmops serve` runs.
 
     It is a template: vllmops@NAME runs /etc/vllmops/NAME.toml, which `vllmops
-    serve … --dry-run --toml` writes. systemd is told when the server is ready,
+    serve MODEL --dry-run --toml` writes. systemd is told when the server is ready,
     and restarts it if it fails or if a stall is sure; after 6 starts in an hour
     it gives up.
     """
