@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from vllmops.bundle import collecting
+from vllmops.commands import serve
 from vllmops.errors import Exit, VllmopsError
 from vllmops.files import read_private
 from vllmops.home import home as state_home
@@ -31,7 +32,7 @@ from vllmops.host import listeners, ports, shm
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances import endpoint as endpoints
-from vllmops.instances import interpreter
+from vllmops.instances import interpreter, launch
 from vllmops.instances import keys as instance_keys
 from vllmops.instances.record import Folder, Record, State, folders
 from vllmops.instances.servers import Server
@@ -590,7 +591,38 @@ def test_a_name_that_another_user_claims_keeps_no_port(
             held = ports.claim(port)
             assert held is not None
             os.close(held)
-        assert f"holds the name that protects port {port}:" in ports.unclaimed(port)
+        # Whose queue is full can't be asked who it is.
+        assert ports.stranger(port) in {"user nobody", "another user"}
+
+
+@pytest.mark.usefixtures("home")
+def test_a_port_that_another_user_claims_is_passed_over(
+    as_nobody: Callable[..., "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = launch.free_port("127.0.0.1", set())
+    second = launch.free_port("127.0.0.1", {first})
+    squat = SQUAT.replace("listen(0)", "listen(9)")
+    as_nobody(squat, "listen", *(f"vllmops-port-{port}-of-0" for port in (first, second)))
+    monkeypatch.setattr(launch, "FIRST_PORT", first)
+    reserved = launch.reserve(launch.Order("M", name="a"))
+    lines = list(serve.claims(reserved))
+    own = reserved.record.port
+    assert own not in {first, second}
+    which = f"2 ports from {first} to {second} are claimed by user nobody"
+    assert lines == [f"{which}; using {own}"]
+    # Of one alone its number is said.
+    monkeypatch.setattr(launch, "FIRST_PORT", second)
+    reserved = launch.reserve(launch.Order("M", name="d"))
+    [line] = serve.claims(reserved)
+    assert line == f"port {second} is claimed by user nobody; using {reserved.record.port}"
+    monkeypatch.setattr(launch, "FIRST_PORT", first)
+    # Asked for by its number it is used, and where there is no other.
+    monkeypatch.setattr(launch, "LAST_PORT", first)
+    for order in (launch.Order("M", name="b"), launch.Order("M", name="c", port=second)):
+        reserved = launch.reserve(order)
+        assert reserved.record.port == (order.port or first)
+        [line] = serve.claims(reserved)
+        assert line.startswith(f"port {reserved.record.port} is claimed by user nobody, and used")
 
 
 def test_a_process_of_another_user_that_cannot_read_a_keyring_follows_none(
@@ -610,7 +642,7 @@ def test_a_process_of_another_user_that_cannot_read_a_keyring_follows_none(
 def test_a_claim_of_ones_own_is_found_however_often_it_is_asked_for(port: int) -> None:
     held = ports.claim(port)
     assert held is not None
-    assert not ports.unclaimed(port)
+    assert not ports.stranger(port)
     for _ in range(200):
         assert ports.claim(port) is None
     os.close(held)

@@ -43,6 +43,8 @@ COMMANDS = {
     "logs": Entry("logs", "Show a server's log, also after it has ended."),
     "wait": Entry("wait", "Wait until a server is ready or has stopped."),
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
+    "drain": Entry("drain:drain_app", "Refuse new requests, and let those in flight finish."),
+    "resume": Entry("drain:resume_app", "Have a drained server take requests again."),
     "restart": Entry("stop:restart_app", "Stop a server and start it again with the same command."),
     "doctor": Entry("doctor", "Show what is wrong with a server, and what to do next."),
     "heal": Entry("heal", "Bring a server that hangs back, without a restart."),

@@ -1,6 +1,7 @@
 """The gate around the HTTP application; a stand-in for FastAPI, real asyncio."""
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -115,6 +116,35 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
     asyncio.run(go())
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "new"),
+    [
+        ("POST", "/v1/responses", True),
+        ("GET", "/v1/responses", False),
+        ("GET", "/v1/responses/resp_1", False),
+        ("HEAD", "/v1/responses/resp_1", False),
+        ("DELETE", "/v1/responses/resp_1", False),
+        ("GET", "/v1/responses/resp_1/input_items", False),
+        ("POST", "/v1/responses/resp_1/cancel", False),
+        ("POST", "/v1/responses/compact", True),
+        ("POST", "/v1/chat/completions", True),
+        ("GET", "/health", True),
+        ("GET", "/metrics", False),
+        ("GET", "/v1/models", True),
+        ("POST", "/v1/completions/cancel", True),
+    ],
+)
+def test_a_drain_refuses_new_work_alone(gate: Gate, method: str, path: str, new: bool) -> None:
+    async def go() -> None:
+        app = App()
+        app.go.set()
+        gate.draining = True
+        sent = await answer(app, {**scope(path), "method": method})
+        assert ([each["status"] for each in sent[:1]], not app.seen) == ([503] * new, new)
+
+    asyncio.run(go())
+
+
 def test_lifespan_passes(gate: Gate) -> None:
     async def go() -> None:
         app = App()
@@ -174,3 +204,42 @@ def test_who_holds_it_for_a_while_changes_nothing_for_others(gate: Gate) -> None
     with gate.held():
         gate.draining = True
     assert gate.closed
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_what_is_cut_off_gets_a_503_and_a_stream_an_error(gate: Gate, swallows: bool) -> None:
+    """Also where the application takes the cancellation for an answer, as vLLM does."""
+
+    class Streaming(App):
+        async def __call__(self, _: Any, __: Any, send: Any) -> None:
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            begun = {"type": "http.response.start", "status": 200, "headers": headers}
+            if self.inner is None:
+                await send(begun)
+                await send({"type": "http.response.body", "body": b"a", "more_body": True})
+            try:
+                await self.go.wait()
+            except asyncio.CancelledError:
+                if not swallows:
+                    raise
+                await send({**begun, "status": 500})
+
+    async def go() -> None:
+        outer, plain, streaming = App(), Streaming(), Streaming()
+        plain.inner = App()
+        outer.inner = plain
+        asked = asyncio.ensure_future(answer(outer, scope()))
+        await asyncio.sleep(0.01)
+        outer.inner = streaming
+        followed = asyncio.ensure_future(answer(outer, scope()))
+        await asyncio.sleep(0.01)
+        outer.go.set()
+        assert await asyncio.to_thread(gate.cut, 5.0)
+        start, _ = await asked
+        assert (start["status"], dict(start["headers"])[b"retry-after"]) == (503, b"5")
+        began, _, last = await followed
+        assert (began["status"], last["more_body"]) == (200, False)
+        assert json.loads(last["body"].removeprefix(b"data: "))["error"]["code"] == 503
+        assert gate.in_flight == 0
+
+    asyncio.run(go())

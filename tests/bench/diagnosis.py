@@ -54,6 +54,11 @@ class Case:
     def is_false_alarm(self) -> bool:
         return self.label in HEALTHY and self.found.verdict == "hang"
 
+    @property
+    def is_wrong_hang(self) -> bool:
+        """Whether it is called a hang, of another cause."""
+        return self.label not in HEALTHY and self.found.verdict == "hang" and not self.is_within(1)
+
 
 @dataclass
 class Tally:
@@ -118,7 +123,10 @@ def report(folder: Path, say: Callable[[str], None] = output.say) -> bool:
     say(f"{len(found)} texts: {len(hangs)} hangs, {len(found) - len(hangs)} others")
     say(f"first: {count(case.is_within(1) for case in hangs)}")
     say(f"within two: {count(case.is_within(2) for case in hangs)}")
+    say(f"wrong, and called a hang: {count(case.is_wrong_hang for case in hangs)}")
     say(f"false alarms: {len(alarms)} of {len(found) - len(hangs)}")
+    quiet = [case.found.verdict == "maybe" for case in found if case.label in HEALTHY]
+    say(f"others that may be a hang: {count(quiet)}")
     classes(found)
     calibration(found)
     return not alarms

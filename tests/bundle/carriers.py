@@ -147,6 +147,20 @@ NAMED: dict[str, Callable[[str, str], str]] = {
     "Kubernetes env": lambda n, v: f"env:\n- name: {n}\n  value: {v}\n- name: B\n  value: x",
     "Kubernetes env, value first": lambda n, v: f"env:\n- value: {v}\n  name: {n}\n- name: B",
     "JSON, value first": lambda n, v: json.dumps([{"value": v, "name": n}], indent=2),
+    "YAML, described": lambda n, v: (
+        f"- name: {n}\n  type: string\n  description: for the gateway\n  sensitive: true\n"
+        f"  scope: all\n  value: {v}"
+    ),
+    "list of fields": lambda n, v: f"Name                 : {n}\nValue                : {v}",
+    "table of names": lambda n, v: f"NAME    VALUE\nREPLICAS    3\n{n}    {v}",
+    "table of names, tabs": lambda n, v: f"KEY\tVALUE\n{n}\t{v}",
+    "row of a database": lambda n, v: f"*** 1. row ***\n  name: {n}\n value: {v}",
+    "JSON, described": lambda n, v: json.dumps(
+        {"Key": n, "Type": "x", "Version": 3, "Tier": "y", "Value": v}, indent=2
+    ),
+    "JSON, nested": lambda n, v: json.dumps({"id": n, "attributes": {"content": v}}, indent=2),
+    "LDIF": lambda n, v: f"userPassword:: {b64(v)}\n# {n}",
+    "reported type": lambda n, v: f'array(1) {{\n  ["{n}"]=>\n  string({len(v)}) "{v}"\n}}',
     "XML, elements": lambda n, v: f"<name>{n}</name>\n<value>{escape(v)}</value>",
     "XML, value first": lambda n, v: f"<value>{escape(v)}</value>\n<name>{n}</name>",
     "XML, attributes": lambda n, v: f'<add value="{escape(v)}" key="{n}"/>',

@@ -346,6 +346,11 @@ def test_the_columns_of_tables(name: str, value: str) -> None:
         "NAME    READY   AGE\nvllm-0  1/1     5d",
         "name,password,role\nthe end of the table\na,bcdefg7h,c",
         "cache_key,hits\n4dfb04f3173c1f2e4dfb04f3173c1f2e,5",
+        "NAME  VALUE\nmax_tokens  4096\nmodel  meta-llama/Llama-3.1-8B",
+        "Key  Value\n---  -----\nblock_hash  9f86d081884c7d659a2feaa0c55ad015",
+        '- name: max-model-len\n  value: "8192"\n- name: tokenizer-mode\n  value: auto',
+        "    offload_key: OffloadKey,\n    value: torch.Tensor,",
+        "    hf_token,\n    **kwargs,",
     ],
 )
 def test_tables_without_secrets(text: str) -> None:

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+from vllmops.commands.status import CacheUse, cache_rows
 from vllmops.instances import takedown
 
 from ..support.waiting import until
@@ -59,3 +60,10 @@ def test_targets_that_are_none(lab: Any) -> None:
     answer = lab.vllmops("status", "a", "--json")
     assert (answer.code, answer.error["code"]) == (5, "target.over")
     assert "SIGKILL" in answer.error["message"]
+
+
+def test_caches_of_several_api_servers_are_told_apart() -> None:
+    engine = CacheUse("engine 3", "P1", "mm-lru", 1, 10, 100)
+    front = [CacheUse(f"api {pid}", "P0", "mm-lru", 1, 10, 100) for pid in (1, 2)]
+    labels = [label for label, _ in cache_rows([*front, engine])]
+    assert labels == ["mm-lru P0, api 1", "mm-lru P0, api 2", "mm-lru P1"]

@@ -83,6 +83,15 @@ def test_one_of_several_api_servers_killed(lab: Any) -> None:
     lab.nothing_left(record)
 
 
+def test_the_launcher_of_several_api_servers_killed(lab: Any) -> None:
+    record = lab.serve("a", api_servers=2)
+    lab.kill(record.session)
+    until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+    expected = f"launcher (pid {record.session}) was killed by SIGKILL"
+    assert lab.record("a").failure.cause == expected
+
+
 def test_told_to_stop_by_somebody_else(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill(record.session, signal.SIGTERM)

@@ -156,7 +156,7 @@ def seen_whole(machines: Machines, expected: set[str], folder: Path) -> None:
     assert (inspected.code, inspected.data["silent"]) == (0, []), inspected
     dumped = machines.ask("stacks", "dump").data["processes"]
     shown = {f"{p['role']} {p['ranks']} {p['node']}" for p in dumped if p["threads"]}
-    assert expected <= shown
+    assert expected <= shown, dumped
     examined = machines.ask("doctor")
     unseen = examined.data["unseen"]
     assert {part["code"] for part in unseen} <= {"remote"}, unseen

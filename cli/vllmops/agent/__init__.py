@@ -53,12 +53,13 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
 
 
 def serve() -> None:
-    """Add the keys, the stored responses and the admin routes to a server that starts."""
+    """Add keys, stored responses, admin routes and metrics to a server that starts."""
     from ..store import settings  # noqa: PLC0415
-    from . import admin, identity, keys  # noqa: PLC0415
+    from . import admin, identity, keys, metrics  # noqa: PLC0415
     from .responses import hook  # noqa: PLC0415
 
     if identity.role() == "api":
+        metrics.install()
         hook.install(keys.ring)
     admin.install(partial(keys.accept, carriers=settings.carriers))
     keys.start()

@@ -114,7 +114,12 @@ class Turns:
 def rests(scheduler: Any) -> bool:
     """Whether no progress is expected, because the engine is paused or asleep."""
     paused = attempt(lambda: str(scheduler.pause_state.name)) not in {None, "UNPAUSED"}
-    return paused or bool(attempt(lambda: objects.latest("executor").is_sleeping))  # type: ignore[union-attr]
+    return paused or sleeps()
+
+
+def sleeps() -> bool:
+    """Whether this process's engine is asleep."""
+    return bool(attempt(lambda: objects.latest("executor").is_sleeping))  # type: ignore[union-attr]
 
 
 def tokens_of(scheduler: Any) -> dict[str, int]:
@@ -133,6 +138,17 @@ def handed() -> int | None:
 def rendering(now: float) -> float | None:
     """The age in seconds of the oldest request before the engine; None outside API servers."""
     return gate.longest(now) if gate.installed and role() == "api" else None
+
+
+def unready() -> str:
+    """Why new requests had better go to another server; empty if this process knows no reason."""
+    scheduler = objects.latest("scheduler")
+    if scheduler is not None and rests(scheduler):
+        return "asleep" if sleeps() else "paused"
+    if gate.closed:
+        return "draining"
+    refuses = attempt(lambda: objects.latest("responses").store.refuses)  # type: ignore[union-attr]
+    return "its store is unavailable" if refuses else ""
 
 
 def traffic() -> Traffic:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic
@@ -14,14 +16,19 @@ from types import ModuleType
 from typing import Any
 
 Scope = MutableMapping[str, Any]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 
 RETRY_AFTER_S = 5
+POLL_S = 0.01
+BODY = b'{"error":{"message":"the server is draining","type":"unavailable","code":503}}'
+STREAM = b"text/event-stream"
 MARK = "vllmops.counted"
 # vLLM's routes that stop an engine until somebody calls another one.
 PAUSES = frozenset({"/pause", "/sleep"})
 # Probes and scrapes: a drain does not wait for them.
 UNCOUNTED = frozenset({"/health", "/ping", "/metrics"})
+RESPONSES = "/v1/responses"
 
 
 class Arrival:
@@ -31,14 +38,20 @@ class Arrival:
         at: when it arrived, monotonic, in seconds.
         rendering: whether it has not reached the engine yet.
         scope: of ASGI; None if unknown.
+        task: that answers it; None if unknown.
+        answer: the message with which its answer began; None before.
+        cut: whether nothing else that the application says reaches the client.
     """
 
-    __slots__ = ("at", "rendering", "scope")
+    __slots__ = ("answer", "at", "cut", "rendering", "scope", "task")
 
     def __init__(self, at: float, *, rendering: bool, scope: Scope | None = None) -> None:
         self.at = at
         self.rendering = rendering
         self.scope = scope
+        self.task: asyncio.Task[Any] | None = None
+        self.answer: Message | None = None
+        self.cut = False
 
     @property
     def timed(self) -> bool:
@@ -95,6 +108,23 @@ class Gate:
             with self.lock:
                 self.holds -= 1
 
+    def cut(self, timeout_s: float) -> bool:
+        """Answer every request in flight with 503, from another thread; whether that was done.
+
+        A stream that has begun ends with an error event.
+
+        Args:
+            timeout_s: seconds to wait for the event loop.
+        """
+        for arrival in list(self.arrivals):
+            if arrival.task is not None:
+                with suppress(RuntimeError):  # the loop is closed
+                    arrival.task.get_loop().call_soon_threadsafe(cut, arrival)
+        until = monotonic() + timeout_s
+        while self.arrivals and monotonic() < until:
+            time.sleep(POLL_S)
+        return not self.arrivals
+
     @property
     def in_flight(self) -> int:
         """How many requests are in flight."""
@@ -133,7 +163,7 @@ def install(module: ModuleType) -> None:
             await call(self, scope, receive, send)
             return
         path = scope["path"]
-        if gate.closed and path != "/metrics":
+        if gate.closed and is_new(scope):
             await refuse(scope, send)
             return
         if path in UNCOUNTED:
@@ -148,15 +178,57 @@ def install(module: ModuleType) -> None:
         else:
             # How long a message on a WebSocket has waited is unknown.
             arrival = Arrival(math.inf, rendering=True, scope=scope)
+
+        async def sent(message: Message) -> None:
+            if not arrival.cut:
+                arrival.answer = arrival.answer or message
+                await send(message)
+
+        arrival.task = asyncio.current_task()
         gate.started += 1
         gate.arrivals.add(arrival)
         try:
-            await call(self, scope, receive, send)
+            await call(self, scope, receive, sent)
+        except BaseException:
+            if not arrival.cut:
+                raise
         finally:
+            if arrival.cut:
+                await end(arrival, send)
             gate.arrivals.discard(arrival)
 
     module.FastAPI.__call__ = __call__
     gate.installed = True
+
+
+def cut(arrival: Arrival) -> None:
+    """Have a request end now; on its event loop."""
+    if arrival.task is not None and not arrival.cut:
+        arrival.cut = True
+        arrival.task.cancel()
+
+
+async def end(arrival: Arrival, send: Send) -> None:
+    """Tell a client that its request was cut off."""
+    if arrival.task is not None:
+        arrival.task.uncancel()
+    if arrival.answer is None:
+        await refuse(arrival.scope or {"type": "http"}, send)
+    elif STREAM in dict(arrival.answer.get("headers", ())).get(b"content-type", b""):
+        await send(
+            {"type": "http.response.body", "body": b"data: %b\n\n" % BODY, "more_body": False}
+        )
+
+
+def is_new(scope: Scope) -> bool:
+    """Whether a request is for new work; a health check counts, so that no work is sent here.
+
+    Who reads, deletes or cancels a response waits for work that was taken before.
+    """
+    path = scope["path"]
+    if scope["type"] != "http" or not path.startswith(RESPONSES):
+        return bool(path != "/metrics")
+    return scope["method"] not in {"GET", "HEAD", "DELETE"} and not path.endswith("/cancel")
 
 
 async def refuse(scope: Scope, send: Send) -> None:
@@ -164,12 +236,11 @@ async def refuse(scope: Scope, send: Send) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1013, "reason": "the server is draining"})
         return
-    body = b'{"error":{"message":"the server is draining","type":"unavailable","code":503}}'
     headers = [
         (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
+        (b"content-length", str(len(BODY)).encode()),
         (b"retry-after", str(RETRY_AFTER_S).encode()),
         (b"connection", b"close"),
     ]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": BODY})

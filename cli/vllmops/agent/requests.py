@@ -7,12 +7,13 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from ..protocol.requests import (
     PROMPT_TOKENS,
     Abort,
     Aborted,
+    Cause,
     EngineRequest,
     FrontRequest,
     ProcessRequests,
@@ -111,20 +112,23 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
     passed_over = attempt(lambda: adapter.deferred(scheduler)) or set()
     blocks = attempt(lambda: adapter.blocks(scheduler))
     pins = attempt(lambda: adapter.pins(scheduler)) or {}
-    now, at, limit = time.monotonic(), time.time(), bottleneck(scheduler)
+    now, at = time.monotonic(), time.time()
+    queue, limit = bottleneck(scheduler)
     found = []
     for request in adapter.scheduled(scheduler):
         state, reason = adapter.state(request)
+        cause = ""
         if state is State.WAITING and id(request) in passed_over:
             state = State.DEFERRED
         elif state is State.WAITING:
-            reason = reason or limit
+            reason, cause = (reason, "") if reason else (limit, queue)
         name = request.request_id
         found.append(
             EngineRequest(
                 id=name,
                 state=state,
                 reason=reason,
+                cause=cause,
                 age_s=at - request.arrival_time,
                 still_s=engine.progress.still_s(request, now) if state is State.RUNNING else None,
                 prompt_tokens=request.num_prompt_tokens,
@@ -139,16 +143,17 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
     return found
 
 
-def bottleneck(scheduler: Any) -> str:
-    """What a scheduler's queue waits for, as far as its own figures tell."""
+def bottleneck(scheduler: Any) -> tuple[Cause | Literal[""], str]:
+    """What a scheduler's queue waits for, as far as its own figures tell; and in words."""
     found = engine.state()
     if engine.rests(scheduler):
-        return "the engine is paused or asleep"
+        return Cause.PAUSED, "the engine is paused or asleep"
     if found.max_running is not None and (found.running or 0) >= found.max_running:
-        return f"{found.running} requests run, as many as --max-num-seqs allows"
+        words = f"{found.running} requests run, as many as --max-num-seqs allows"
+        return Cause.MAX_NUM_SEQS, words
     if (found.kv_cache_usage or 0) >= NEARLY_FULL:
-        return f"{found.kv_cache_usage:.0%} of the KV cache is in use"
-    return ""
+        return Cause.KV_CACHE, f"{found.kv_cache_usage:.0%} of the KV cache is in use"
+    return "", ""
 
 
 def prompt(request: Reveal) -> Prompt:

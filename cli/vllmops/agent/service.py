@@ -56,6 +56,7 @@ from .listening import Threads
 from .log import log
 from .patches import registry
 
+CUT_S = 1.0  # for the event loop to answer what is cut off
 FEATURES = (
     *("engine", "caches", "traffic", "requests", "abort", "drain", "heartbeat"),
     *("patches", "repair", "reset", "memory", "compare", "keys", "stacks", "steps", "heal"),
@@ -125,9 +126,15 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """The body of ``POST /drain``."""
+    """The body of ``POST /drain``.
+
+    Args:
+        on: whether to refuse new requests.
+        cut: whether to answer those in flight with 503, too.
+    """
 
     on: bool
+    cut: bool = False
 
 
 class Running:
@@ -291,6 +298,7 @@ def beat(sequence: int, now: float) -> Beat:
         rendering_s=engine.rendering(now),
         loop_s=turns.look(now),
         interrupt=event_loop.number(),
+        unready=engine.unready(),
     )
 
 
@@ -311,6 +319,8 @@ def hello() -> Hello:
 def drain(request: Drain) -> Traffic:
     """``POST /drain``."""
     gate.draining = request.on
+    if request.cut:
+        gate.cut(CUT_S)
     return engine.traffic()
 
 

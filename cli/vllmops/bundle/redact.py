@@ -45,7 +45,7 @@ CODED = 2  # how often what is coded in URLs or in base64 is decoded again
 TEXT = 1 << 20  # characters of a text that is looked through for values
 
 # Where in the table a form stands, by what a line with it has, by the rarest letter of that.
-RARE = "~^#?&;$@*%!+=|zjqx893764521_0/-:. kvw(,bygphfumclsdoainrte"
+RARE = "~^{}<>#?&;$@*%!+=|zjqx893764521_0/-:. kvw(,bygphfumclsdoainrte"
 HINTS: dict[str, list[tuple[str, int]]] = {}
 for number, form in enumerate(FORMS):
     for has in form.has:

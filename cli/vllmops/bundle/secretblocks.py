@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from .secretnames import Kind, kind
-from .secretplaces import BELOW, PAIR, mixed
+from .secretplaces import BELOW, mixed
 from .secretvalues import inside
-from .secretwords import alone
+from .secretwords import alone, labelled
 
 PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|^Private-Lines: \d+\s*$")
 PEM_END = re.compile(r"-----END [A-Z0-9 ]{0,40}KEY")
@@ -17,13 +17,22 @@ PEM_BODY = re.compile(
     r"(?:\([\w.-]+ pid=\d+\) ?)?[\s|>\"']*"
     r"(?:[A-Za-z0-9+/=]{0,100}|(?:Proc-Type|DEK-Info|Comment|Version|Private-MAC)\b.*)[\s\"',\\]*"
 )
-PEM_LINES, PAIR_LINES, LINES_BEFORE = 500, 3, 2
+PEM_LINES, PAIR_LINES, LINES_BEFORE, RECORD_LINES = 500, 3, 2, 20
 BEGINS = (":", "=", "|", ">", "-", "+", "[", "{", ",", '"', "'", "]", "\\")
 PARENT = re.compile(
     r"(?P<indent>[\s-]*)(?P<block>(?:variable|output)\s)?(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*(?:[:=]|(?=\{))\s*(?:[!&][\w./-]+\s+)?"
     r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|\{|)|\[(?P<section>[\w.-]+)\])\s*$"
 )
-FIELD = re.compile(r"\s*[\"']?[\w.-]+[\"']?\s*[:=]\s*([^\s{\[|>][^\n]*?),?\s*$")
+# A line that ends with a name, behind a label at most: `- name: X`, `"Key": "X",`, `<dt>X</dt>`.
+NAME_LINE = re.compile(
+    r"(?P<indent>\s*(?:[-#*] )?)(?:<\w+>)*[^\w\s]{0,4}"
+    r"(?:(?i:[a-z_]{0,20}(?:name|key|id|type|var(?:iable)?|setting|parameter|field|option|property"
+    r"|label|title)|k|td|dt|th)[\"']?\s{0,30}[:=>]+\s{0,4}[\"']?)?"
+    r"(?P<name>[A-Za-z_][\w.-]{2,100}+)(?!,\s*$)(?:[\"'\])`*_:,]|=>?|</\w+>){0,4}\s*$"
+)
+NAME_LINE_LENGTH = 160
+BLOCK = re.compile(r"[|>][+-]?\d?\s*$")
+FIELD = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*[:=]\s*([^\s{\[|>][^\n]*?),?\s*$")
 DEFAULT = re.compile(r"\s*(?:default|value)\s*=\s*([^\s{\[][^\n]*?)\s*$")  # of Terraform's blocks
 ANY_FIELD = re.compile(r"\s*[\"']?[\w.-]+[\"']?:\s+([^\s|>].*)$")
 COMMENT = re.compile(r"\s*(?:#|//)")
@@ -33,7 +42,7 @@ LAST_NAME = re.compile(
     r"|(?P<field>[\w.-]++)\s?(?:=(?:\s?\\|\s*+)|:\s*+)"
     r"|(?:cat|echo|printenv|head|get)\s(?:\S*[/${])?(?P<shown>[\w.-]+)\}?[\"']?)$"
 )
-SHOWS = re.compile(r"ame|--|key|cat |echo |printenv |head |get ")
+SHOWS = re.compile(r"--|cat |echo |printenv |head |get ")
 ITEM = re.compile(r"\s*(?:- )?[\"']?(?P<value>[^\s\"'-][^\s\"']*)")
 KEY_BELOW = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*:(?:\s|$)")
 # In a list of names and values, where the value stands first.
@@ -66,7 +75,8 @@ class Blocks:
         self.indent: int | None = None  # of the name whose value is a block below it
         self.all = False  # of that block, also what looks like another name
         self.fields: tuple[int, re.Pattern[str]] | None = None  # indent above, and how they look
-        self.pair = 0  # lines that may still hold the value of a name
+        self.record = 0  # lines that may still be of what a line has named
+        self.named = 0, Kind.NONE  # the indent of that line's fields, and what the name says
         self.before: deque[str] = deque(maxlen=LINES_BEFORE)
         self.last: str | None = None  # what the line before ended with: an option, a field
 
@@ -79,6 +89,8 @@ class Blocks:
                 self.until = None
             return 0
         start = self.below(line)
+        if start is None:
+            start = self.in_record(line)
         if start is None:
             start = alone(line, self.before)
         self.before.append(line)
@@ -94,10 +106,6 @@ class Blocks:
 
     def below(self, line: str) -> int | None:
         """Where the value of a name in the line before begins."""
-        if self.pair and not COMMENT.match(line):
-            self.pair -= 1
-            if match := BELOW.match(line):
-                return match.end()
         if self.last:
             match = ITEM.match(line)
             field = self.last == "field" or (self.last == "shown" and len(line.split()) > 1)
@@ -106,6 +114,18 @@ class Blocks:
             if match and (not field or mixed(match["value"])):
                 return match.start("value")
         return None
+
+    def in_record(self, line: str) -> int | None:
+        """Where a value begins in a line of what has been named: a thing's fields, a definition."""
+        if not self.record or COMMENT.match(line):
+            return None
+        value = BELOW.match(line)
+        indent, what = self.named
+        ends = not line.strip() or (not value and len(line) - len(line.lstrip()) < indent)
+        self.record = 0 if ends else self.record - 1
+        if value and not BLOCK.match(line, value.end()):
+            return value.end()
+        return None if ends else labelled(line, what)
 
     def indented(self, line: str) -> int | None:
         """Where what stands in a block begins."""
@@ -132,6 +152,12 @@ class Blocks:
             if begin and not PEM_END.search(line, begin.end()) and "\\n" not in line:
                 self.pem = PEM_LINES
                 return
+        if self.record and (match := BELOW.match(line)) and BLOCK.match(line, match.end()):
+            self.indent, self.all = len(line) - len(line.lstrip()), True
+            return
+        name = NAME_LINE.match(line) if len(line) <= NAME_LINE_LENGTH else None
+        if name and (what := kind(name["name"])) >= Kind.LIKELY:
+            self.record, self.named = RECORD_LINES, (len(name["indent"]), what)
         if not line.rstrip().endswith(BEGINS) and not SHOWS.search(line):
             return
         last = LAST_NAME.search(line)
@@ -139,8 +165,6 @@ class Blocks:
             self.last = last.lastgroup if what is Kind.SECRET else "field"
         if match := PARENT.match(line):
             self.parent(match)
-        elif (pair := PAIR.search(line)) and pair["below"] is not None:
-            self.pair = PAIR_LINES if kind(pair["name"]) >= Kind.LIKELY else 0
 
     def parent(self, match: re.Match[str]) -> None:
         """Look whether what stands below a name is secret."""

@@ -1,4 +1,4 @@
-"""Secrets in tables, whose names stand in a line above them: CSV, Markdown, a database's."""
+"""Secrets in tables, named by a line above them or in each row: CSV, Markdown, a database's."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ NAME = re.compile(r"(?:# ?)?[\"']?[A-Za-z][\w.-]*(?: [\w.-]+){0,2}[\"']?")
 RULE = re.compile(r"[\s|+:=-]+")
 MIXED = re.compile(r"(?=.*\d)(?=.*[a-z])(?=.*[A-Z]).{8,}")
 MOST_ROWS = 100_000
+# The columns of a table that has a name and its value in each row.
+OF_NAMES = {"name", "key", "variable", "parameter", "setting", "option", "property", "field"}
+OF_VALUES = {"value", "val", "content", "data"}
 
 
 class Columns:
@@ -30,23 +33,32 @@ class Columns:
         self.sign = ""
         self.count = 0
         self.secret: dict[int, Kind] = {}
+        self.pair: tuple[int, int] | None = None  # the columns of names and of their values
         self.rows = 0
 
     def secrets(self, line: str) -> Iterator[tuple[int, int]]:
         """The places of the secrets in a line."""
-        if self.secret and not RULE.fullmatch(line):
+        if (self.secret or self.pair) and not RULE.fullmatch(line):
             found = fields(line, self.sign)
             if len(found) == self.count and self.rows:
                 self.rows -= 1
-                for number, what in self.secret.items():
+                for number, what in (self.secret or self.named(line, found)).items():
                     start, end = found[number]
                     value = inside(line, start, end)
                     if what is Kind.SECRET or odd(value):
                         yield start, end
                 return
-            self.secret = {}
-        if not self.secret and HEADER.fullmatch(line):
+            self.secret, self.pair = {}, None
+        if not (self.secret or self.pair) and HEADER.fullmatch(line):
             self.begin(line)
+
+    def named(self, line: str, found: list[tuple[int, int]]) -> dict[int, Kind]:
+        """The column of a row that holds a secret, by the name in the row."""
+        if not self.pair:
+            return {}
+        name, value = self.pair
+        what = kind(inside(line, *found[name]))
+        return {value: what} if what >= Kind.LIKELY else {}
 
     def begin(self, line: str) -> None:
         """Take a line for the names of columns, if it can be."""
@@ -56,11 +68,23 @@ class Columns:
             found = fields(line, sign)
             names = [line[start:end] for start, end in found]
             if len(names) > 1 and all(NAME.fullmatch(name) for name in names if name):
-                kinds = [kind(name.strip("#\"' ").replace(" ", "_")) for name in names]
+                names = [name.strip("#\"' ") for name in names]
+                kinds = [kind(name.replace(" ", "_")) for name in names]
                 secret = {n: what for n, what in enumerate(kinds) if what >= Kind.LIKELY}
-                self.sign, self.count, self.secret = sign, len(names), secret
+                self.pair = pair([name.lower() for name in names])
+                self.sign, self.count, self.secret = sign, len(names), {} if self.pair else secret
                 self.rows = MOST_ROWS
                 return
+
+
+def pair(names: list[str]) -> tuple[int, int] | None:
+    """Which column is of names, and which of their values, by the names of all columns."""
+    for number, name in enumerate(names):
+        if name in OF_NAMES:
+            for other in range(number + 1, len(names)):
+                if names[other] in OF_VALUES:
+                    return number, other
+    return None
 
 
 def odd(value: str) -> bool:

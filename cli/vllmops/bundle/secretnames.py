@@ -17,7 +17,7 @@ STEMS = (
     *("kennwort", "schlüssel", "mdp", "contrase", "clave", "senha", "chave", "wachtw", "hasł"),
     *("haslo", "hesl", "lösen", "adgang", "salas", "jelsz", "парол", "ключ", "密", "口令"),
     *("パスワード", "비밀", "mot de passe", "login", "logon"),
-    *("sign-in", "signin", "oidc", "sso", "saml", "grant", "refresh", "vault"),
+    *("sign-in", "signin", "oidc", "sso", "saml", "sasl", "ldap", "grant", "refresh", "vault"),
 )
 # What a password or a key is called in other languages.
 FOREIGN = re.compile(
@@ -53,7 +53,16 @@ STRONG = words(
 )
 ENDINGS = (
     *("password", "passwd", "passphrase", "secret", "apikey", "apitoken", "authtoken", "sessid"),
-    *("accesstoken", "refreshtoken", "secretkey", "accesskey", "privatekey", "sessionid", "dsn"),
+    *(
+        "accesstoken",
+        "refreshtoken",
+        "secretkey",
+        "accesskey",
+        "privatekey",
+        "sessionid",
+        "dsn",
+        "pw",
+    ),
 )
 # A name with such an ending describes a secret, and is none.
 ABOUT = words(
@@ -97,7 +106,7 @@ RIGHTS = words(
 RIGHTS_OF_KEYS = RIGHTS | words(
     "private signing encryption master shared storage sas license client hmac ssh rsa subscription "
     "apikey openai anthropic deploy host function developer root user your my recovery "
-    "unseal serial"
+    "unseal serial fernet tacacs radius"
 )
 # What names end with that are secrets, though their last word says nothing alone.
 PAIRS = frozenset(
@@ -135,6 +144,8 @@ def of_words(name: str, before: str) -> Kind:
     if name.isdigit() and earlier:  # Unseal Key 1
         found = [earlier.pop()]
     last = (earlier + found)[-2:]
+    if last[-1:] == ["codes"]:
+        last[-1] = "code"
     if tuple(last) in PAIRS or (last[-1:] == ["headers"] and {"otlp", "otel"} & set(found)):
         return Kind.SECRET
     while len(found) > 1 and (found[-1].isdigit() or found[-1] in AFTER):

@@ -17,7 +17,7 @@ from .secretvalues import (
     value_end,
 )
 
-__all__ = ["BELOW", "PAIR", "PLACES", "mixed"]
+__all__ = ["BELOW", "PLACES", "mixed"]
 
 SEEN = 300  # characters of a value whose name says little
 
@@ -27,7 +27,7 @@ NAMED = re.compile(
     rf"(?P<sign>{QUOTE}?\]?[ \t]{{0,4}}(?::\s?&?[A-Za-z][\w.\[\]| ]{{0,30}}=\s(?=[bru]?{QUOTE})"
     rf"|=>|:=|<-|<<<|=(?!=)"
     rf"|(?<!\s)==(?![\s=]|\d+(?:\.\w+)+(?:[\s,;\"']|$))"
-    rf"|\uff1a|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+|\(string\) (?:\(len=\d+\) )?)?"
+    rf"|\uff1a|::(?=\s)|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+|\(string\) (?:\(len=\d+\) )?)?"
     rf"|{QUOTE}\]?\)\s+or\s+(?=[bru]?{QUOTE})"
     rf"|{QUOTE}(?P<pair>\s?,\s?|\s(?:a\d+=)?)(?=[bru]?{QUOTE})"
     r"|[ \t]{1,40}(?:[|\u2502\u2192]|->)[ \t]{1,4}|\t+)(?=\S)"
@@ -57,7 +57,8 @@ SENTENCE = re.compile(
     r"|is|are|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
     r"|header|pair|now|(?:mismatch|accepted|rejected|refused|invalid|expired|wrong|incorrect|denied"
     r"|revoked|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
-    r")|\s\[(?:None|\*+\w*)\]|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
+    r")|\s?\[[\w*. -]{1,20}\](?=\s?[:=]|\s*$)|\s\([a-z ]{2,30}\)(?=\s?[:=-])"
+    r"|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
     rf"(?:\s*[:=]?\s+|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
 RIGHTS = re.compile(
@@ -81,7 +82,7 @@ NEXT = r"(?:</[\w:.-]{1,40}>)?\s{0,4},?\s{0,4}<?"
 VALUE = rf"{QUOTE}?(?:(?:parameter)?val(?:ue)?|string|content|v){IS}(?=\S)"
 PAIR = re.compile(
     rf"(?i)(?:\b|parameter)(?:name|key|type|k){IS}{QUOTE}?(?P<name>[\w.-]++){QUOTE}?{NEXT}"
-    rf"(?:{VALUE}|(?P<below>$))"
+    rf"{VALUE}"
 )
 HAS_PAIR = re.compile(r"(?i)val|string|content|\bv\b")
 PAIR_BACK = re.compile(rf"(?i)\b{VALUE}")
@@ -93,12 +94,16 @@ TAG = re.compile(
     r"(?:\s[^<>]{0,200})?>(?=[^<\s])"
 )
 BELOW = re.compile(
-    rf"^\s*(?:- )?<?{QUOTE}?(?:value|string){QUOTE}?\s*[:=>]\s*(?=\S)", re.IGNORECASE
+    rf"^\s*(?:- )?<?{QUOTE}?(?:\w*value|val|v|string|content|data|text|plain(?:text)?){QUOTE}?"
+    r"\s*(?:[:=>]|\(\d+\))\s*(?=[^\s{\[])",
+    re.IGNORECASE,
 )
 # A word as people write it unquoted; what may end it is part of it, where nothing follows.
 BARE = re.compile(
     r"(?:[^\s\"'<>`&,;\\]|,(?!\s|$)|&(?![\w.-]+=|$)|;(?!\s|$|[\w ]{1,40}=)|\\(?![\"'nrt\\]))+"
 )
+TURN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+VARIABLE = re.compile(r"[\"']?(?P<name>[A-Z]+(?:_[A-Z]+)+)(?:[\"',)\]}\s]|$)")
 LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
 
 
@@ -178,7 +183,7 @@ def paired(line: str) -> Iterator[tuple[int, int]]:
     """Values in ``name: NAME, value: …``."""
     if HAS_PAIR.search(line):
         for match in PAIR.finditer(line):
-            if match["below"] is None and kind(match["name"]) >= Kind.LIKELY:
+            if kind(match["name"]) >= Kind.LIKELY:
                 yield match.end(), value_end(line, match.end())
 
 
@@ -239,7 +244,7 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             goes = looks_secret(value, hashes=hashes) and (
                 not SIGN.search(value) or (name.startswith(("cred", "auth")) and ":" in value)
             )
-            goes = goes and bool(odd or refused) and not code(line, start)
+            goes = goes and bool(odd or refused) and not code(line, start) and value[:2] != "--"
             goes |= what is Kind.SECRET and bool(re.fullmatch(r"\d{4,}", value))
         if goes:
             yield from several(line, start, end)
@@ -261,9 +266,14 @@ def code(line: str, start: int) -> bool:
 
 
 def same(line: str, start: int, name: str) -> bool:
-    """Whether the value is a variable of the same name: ``password=password``."""
+    """Whether the value is the name of a variable: ``password=password``, ``key='API_KEY'``."""
+    if (variable := VARIABLE.match(line, start)) and kind(variable["name"]) >= Kind.LIKELY:
+        return True
     word = re.match(r"\w+(?=[,)\s]|$)", line[start : start + len(name) + 2])
-    return bool(word) and bool(re.search(rf"(?:^|[._-]){word[0]}$", name)) if word else False
+    if not word:
+        return False
+    snake = TURN.sub("_", word[0]).lower()  # of a class: offload_key: OffloadKey
+    return bool(re.search(rf"(?:^|[._-])(?:{word[0]}|{snake})$", name))
 
 
 def maybe(line: str, start: int, *, hashes: bool) -> bool:

@@ -56,6 +56,7 @@ ORDINARY = re.compile(
 )
 SEVERAL_WORDS = re.compile(
     r"[A-Za-z][\w.-]*/[\w.-]+|cuda:\d+|[a-z_]+(?:\.[a-z_]\w*)+"  # models, devices, dtypes
+    r"|[a-z_]+(?:\.[A-Z]?[a-z_]+)+|(?:[A-Z][a-z]{2,}){2,}"  # types
     r"|[a-z]{1,20}(?:-[a-z]{1,20}){0,9}|[A-Za-z_]\w*(?:\.\w+){2,}|(?:\{[\w.\[\]!:]+\}\W*)+"
 )
 HASH = re.compile(

@@ -15,7 +15,7 @@ from .secretnames import STEMS, STRONG, Kind, kind
 from .secretnames import WORD as PARTS
 from .secretvalues import HASH, USUAL, UUID, generated, random
 
-__all__ = ["alone", "near"]
+__all__ = ["alone", "labelled", "near"]
 
 AROUND = 200  # characters
 BEFORE_LENGTH = 42
@@ -25,9 +25,9 @@ NAME = re.compile(
 )
 # Of an access, which something secret gives.
 ACCESS = re.compile(
-    r"(?i)(?:log-?[io]n|sign-?in|o?auth2?|oidc|sso|saml|unauthori[sz]ed|grant|refresh|vault|key(?:ring|chain|store|tab|vault|file))"
+    r"(?i)(?:log-?[io]n|sign-?in|o?auth2?|oidc|sso|saml|sasl|ldap|unauthori[sz]ed|grant|refresh|vault|key(?:ring|chain|store|tab|vault|file))"
 )
-WORD = re.compile(r"(?:[A-Za-z0-9!@#$%^*+~_./-]|&(?![\w.-]+=)){8,200}={0,2}")
+WORD = re.compile(r"(?:[A-Za-z0-9!?@#$%^*+~_./-]|&(?![\w.-]+=)){8,200}={0,2}")
 BASE64 = re.compile(r"[A-Za-z0-9+/]{20,}={0,2}")
 PREFIX = re.compile(r"[A-Za-z_-]{2,40}[_-](?=.{8})")
 PART = re.compile(r"[^/]+")
@@ -56,7 +56,7 @@ SAID = re.compile(
     r"[\s\"'`(\[*]{1,4}$"
 )
 MADE_UP = re.compile(
-    r"(?=\S*\d)(?=\S*[a-z])(?=\S*[A-Z])\S{8,}|(?=\S*[A-Za-z])(?=\S*[!@#$%^*&~])\S{8,}"
+    r"(?=\S*\d)(?=\S*[a-z])(?=\S*[A-Z])\S{8,}|(?=\S*[A-Za-z])(?=\S*\w[!@#$%^*&~])\S{8,}"
     r"|[A-Za-z]+(?:-[A-Za-z]+){2,}-\d+|[a-z]{3,}(?:-[a-z]{3,}){3,}"
 )
 TURN = re.compile(r"[a-z][A-Z]|[A-Z]{2}[a-z]")
@@ -70,8 +70,11 @@ RIGHTS = re.compile(
     r"(?i)(?<![a-z])(?:api|secret|password|credential|(?:en|de)crypt|(?:un)?auth(?!or)|log ?in"
     r"|s3|sign|leak|rotat|revok)(?:s|e|ed|ing|ion|enticat\w+)?(?![a-z])"
 )
-ALONE = re.compile(
-    r"\s*(?:[>*#$-]\s+)?[\"'`(]?(?P<word>[^\s\"'`<>,;|()\[\]{}]{8,200})[\"'`),;.]*\s*$"
+# A word that is all of a line, or all but a label: `data: X`, `<dd>X</dd>`, `string(20) "X"`.
+LABELLED = re.compile(
+    r"\s*(?:[>*#$-]\s+)?"
+    r"(?P<label><?[\"']?[A-Za-z][\w .()-]{0,40}[\"']?\s{0,30}(?:[:=>]+|(?<=[)]))\s*)?"
+    r"[\"'`(]?(?P<word>[^\s\"'`<>,;|()\[\]{}]{8,200})(?:</[\w:.-]+>|[\"'`),;.])*\s*$"
 )
 
 
@@ -90,7 +93,11 @@ def near(line: str) -> Iterator[tuple[int, int]]:
             ),
             default=Kind.NONE,
         )
-        if around and goes(line, start, word, around):
+        # What stands before a secret's name tells nothing of what follows it.
+        since = max(
+            (last for _, last, what in names if last <= start and what is Kind.SECRET), default=0
+        )
+        if around and goes(line, start, word, around, since):
             yield start, end
 
 
@@ -100,20 +107,21 @@ def named(line: str, match: re.Match[str]) -> Kind:
     parts = {part.lower() for part in PARTS.findall(name)}
     if parts & STRONG:
         return Kind.SECRET
-    if any(map(ACCESS.fullmatch, parts)):
-        return Kind.LIKELY
     before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
     what = kind(name, before[1] if before else "")
+    if what < Kind.LIKELY and any(map(ACCESS.fullmatch, parts)):
+        return Kind.LIKELY
     return Kind.NONE if what < Kind.SECRET and name.endswith("s") else what
 
 
 def candidates(line: str) -> Iterator[tuple[int, int]]:
     """The words of a line that may be secrets, of a path its parts."""
     for match in WORD.finditer(line):
-        start, word = match.start(), match[0].rstrip(".")
+        start, word = match.start(), match[0].rstrip(".?")
         if (prefixed := PREFIX.match(word)) and kind(prefixed[0]) >= Kind.LIKELY:
             start, word = start + prefixed.end(), word[prefixed.end() :]
-        if "/" not in word or (BASE64.fullmatch(word) and random(word.replace("/", ""))):
+        whole = BASE64.fullmatch(word) and not kind(word.partition("/")[0])
+        if "/" not in word or (whole and random(word.replace("/", ""))):
             if odd(word):
                 yield start, start + len(word)
             continue
@@ -153,9 +161,9 @@ def ends(word: str) -> Iterator[int]:
     return (sign.end() for sign in re.finditer("-", word))
 
 
-def goes(line: str, start: int, word: str, around: Kind) -> bool:
-    """Whether an odd word near a name is a secret, by what stands before it."""
-    before = line[max(start - ELSE_BEFORE, 0) : start]
+def goes(line: str, start: int, word: str, around: Kind, since: int = 0) -> bool:
+    """Whether an odd word near a name is a secret, by what stands before it, ``since`` there."""
+    before = line[max(start - ELSE_BEFORE, since) : start]
     # What it is may stand in the word itself: node-7f9b2c.
     if any(ELSE.search(before + word[:end]) for end in (0, *ends(word))):
         return False
@@ -173,11 +181,21 @@ def goes(line: str, start: int, word: str, around: Kind) -> bool:
 
 def alone(line: str, before: Sequence[str]) -> int | None:
     """Where a secret begins that stands alone in a line below one that names it."""
-    match = ALONE.match(line)
-    if not match or not odd(match["word"]):
+    match = LABELLED.match(line)
+    if not match or match["label"] or not odd(match["word"]):
         return None
     for earlier in before:
         kinds = [named(earlier, name) for name in NAME.finditer(earlier)]
         if max(kinds, default=Kind.NONE) >= Kind.LIKELY and not FAR_ELSE.search(earlier):
             return match.start("word")
     return None
+
+
+def labelled(line: str, what: Kind) -> int | None:
+    """Where a secret begins in a line of what has the name of one; ``what`` that says."""
+    match = LABELLED.match(line)
+    if not match or not odd(match["word"]):
+        return None
+    start = match.start("word")
+    made_up = what is Kind.SECRET and MADE_UP.fullmatch(match["word"])
+    return start if made_up or goes(line, start, match["word"], what) else None

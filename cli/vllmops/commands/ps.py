@@ -15,6 +15,7 @@ from rich.text import Text
 from ..errors import VllmopsError
 from ..host.roles import Role
 from ..host.shape import shown
+from ..instances.draining import unready
 from ..instances.readiness import engines_up
 from ..instances.record import State, folders
 from ..instances.servers import Server, find, pending, reclaim, resolve
@@ -48,7 +49,8 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     """One server.
 
     ``supervised``: None for one that vllmops did not start. ``note``: what its supervisor says,
-    and which nodes do not answer.
+    and which nodes do not answer. ``unready``: why it is no place for new requests, such as
+    ``draining``.
     """
 
     name: str | None
@@ -65,6 +67,7 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     processes: list[ProcessRow]
     failure: str | None = None
     note: str = ""
+    unready: str = ""
     uds: str | None = None
     headless: bool = False
     remote: bool = False
@@ -151,6 +154,7 @@ def row(server: Server) -> InstanceRow:
         ],
         failure=record.failure.cause if record and record.failure else None,
         note=server.note(),
+        unready=unready(server),
         uds=server.uds,
         headless=server.headless,
         remote=server.fleet is not None,
@@ -199,7 +203,8 @@ def listing(rows: Sequence[InstanceRow]) -> list[RenderableType]:
     """A few lines for each server, and below them one for each of its processes."""
     shown: list[RenderableType] = []
     for one in rows:
-        state = one.state + (", unsupervised" if one.supervised is False else "")
+        lone = "unsupervised" if one.supervised is False else ""
+        state = ", ".join(filter(None, (one.state, one.unready, lone)))
         head = Text()
         head.append(one.name or (address(one) if one.remote else f"pid {one.pid}"), style="bold")
         head.append(f"  {state}", style="red" if one.state in BAD else "green")

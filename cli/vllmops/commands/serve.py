@@ -25,7 +25,7 @@ from ..diagnose import packages
 from ..errors import Exit, VllmopsError
 from ..files import check, not_written
 from ..home import home
-from ..host import cudacore, namesake, ports
+from ..host import cudacore, namesake
 from ..host.shape import option, shown
 from ..instances import launch, logs
 from ..instances.control import STOP_TIMEOUT_S, Request, Session, start_supervisor
@@ -150,7 +150,7 @@ def serve(
         say(f"{row.package} {row.versions} is installed: {row.title}; {row.next}", "yellow")
     provide_key(order.environment, quiet=json_)
     reserved = launch.reserve(order)
-    if (port := reserved.record.port) is not None and (line := ports.unclaimed(port)):
+    for line in claims(reserved):
         say(line, "yellow")
     request = Request(hold=not detach)
     control = start_supervisor(
@@ -165,6 +165,23 @@ def serve(
             f"vllmops restart {record.name} starts it again",
         )
     return Result(instance(record), lambda: summary(record) if detach else ())
+
+
+def claims(reserved: launch.Reserved) -> Iterator[str]:
+    """What to know of ports that other users have claimed: a line for each of these users."""
+    using = reserved.record.port
+    if (user := reserved.strangers.get(using or 0)) is not None:
+        yield (
+            f"port {using} is claimed by {user}, and used all the same: until this server listens,"
+            " another instance may be given the same port"
+        )
+        return
+    for user in sorted(set(reserved.strangers.values())):
+        passed = [port for port, whose in reserved.strangers.items() if whose == user]
+        which = f"port {passed[0]} is"
+        if len(passed) > 1:
+            which = f"{len(passed)} ports from {passed[0]} to {passed[-1]} are"
+        yield f"{which} claimed by {user}; using {using}"
 
 
 def watching(

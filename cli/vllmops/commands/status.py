@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from ..protocol.caches import LruCache, ProcessCaches, ShmCache
 from ..protocol.engine import EngineState
 from ..protocol.metrics import Metrics
 from ..protocol.patches import ProcessPatches, State
+from ..protocol.place import who
 from ..rpc import agent
 from ..rpc.agent import Agent
 from ..vllm_api import http as client_http
@@ -32,6 +34,7 @@ app = typer_app()
 class CacheUse(msgspec.Struct, frozen=True):
     """How full one multimodal cache is; bytes."""
 
+    process: str
     side: str
     kind: str
     entries: int
@@ -91,7 +94,8 @@ def uses(answers: Iterable[ProcessCaches]) -> list[CacheUse]:
                 used = (len(cache.keys), cache.bytes or 0)
             else:
                 continue
-            found.append(CacheUse(cache.side, cache.kind, *used, cache.capacity_bytes))
+            where = who(answer)
+            found.append(CacheUse(where, cache.side, cache.kind, *used, cache.capacity_bytes))
     return found
 
 
@@ -116,11 +120,8 @@ def screen(
             "prefix cache",
             f"{(metrics.prefix_hits or 0) / metrics.prefix_queries:.0%} of tokens hit",
         )
-    for cache in caches:
-        facts.add_row(
-            f"{cache.kind} {cache.side}",
-            f"{cache.entries} entries, {size(cache.bytes)} of {size(cache.capacity_bytes)}",
-        )
+    for cells in cache_rows(caches):
+        facts.add_row(*cells)
     facts.add_row("patches", patches(patched))
     if seen.supervised is False:
         facts.add_row("supervision", "its supervisor had died; a new one has started")
@@ -130,6 +131,15 @@ def screen(
         running = Folder(record.name).watched()
         facts.add_row("watch", "on" if running else "not running")
     return [*listing([seen]), "", facts]
+
+
+def cache_rows(caches: list[CacheUse]) -> Iterator[tuple[str, str]]:
+    """A label and its content for each cache; of several alike the label names the process."""
+    alike = Counter((cache.kind, cache.side) for cache in caches)
+    for cache in caches:
+        where = f", {cache.process}" if alike[cache.kind, cache.side] > 1 else ""
+        full = f"{size(cache.bytes)} of {size(cache.capacity_bytes)}"
+        yield f"{cache.kind} {cache.side}{where}", f"{cache.entries} entries, {full}"
 
 
 def requests(engines: list[EngineState], metrics: Metrics | None) -> str:

@@ -70,7 +70,7 @@ def stop_stranger(server: Server, wait_s: float, progress: Progress) -> str:
     def tell(text: str) -> None:
         progress.update(f"{server.label}: {text}")
 
-    note = drain(server.processes, server.url, wait_s, tell) if wait_s else ""
+    note = drain(server.processes, server.url, wait_s, tell)
     remains = take_down(server.processes)
     return ", ".join(filter(None, (note, str(remains))))
 

@@ -47,6 +47,7 @@ TIMED_OUT = {
     "".join(line.split()): line.replace(r"to \w+ ", "")
     for line in (
         r"RPC call to \w+ timed out",
+        "RayChannelTimeoutError",
         "Watchdog caught collective operation timeout",
         "No available shared memory broadcast block found",
     )

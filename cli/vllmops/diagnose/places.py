@@ -228,6 +228,11 @@ def phases_of(frame: Frame) -> tuple[str, ...]:
     return _rows("phase", frame.function, frame.short_file)
 
 
+def starts(frame: Frame) -> bool:
+    """Whether a frame shows a phase of a start."""
+    return any(_phases()[phase].stage == "start" for phase in phases_of(frame))
+
+
 def waits_of(frame: Frame) -> tuple[str, ...]:
     """The waits that a frame shows, the first in the file first."""
     return _rows("wait", frame.function, frame.short_file)

@@ -13,10 +13,13 @@ import msgspec
 
 from ..protocol.place import key, who
 from ..protocol.server import AgentReport, Observation, Pulse
+from ..protocol.view import Certainty
 from .findings import Rule, Severity
 
 # The longest time that a healthy server makes no progress with requests pending: a step, and more.
 PATIENCE_S = 10.0
+# Longer than any step but that of a machine that has no memory left.
+SURE_S = 60.0
 # Metrics count a prompt's tokens when all of them are processed, so they need more patience.
 METRICS_FACTOR = 3.0
 # A beat is due every second, and a busy machine may be late with it.
@@ -136,6 +139,14 @@ def stalls(looks: Sequence[Observation], patience_s: float = PATIENCE_S) -> list
     if not any(pulse.beat.still_s is not None for pulse in looks[-1].pulses):
         found += counted(looks, patience_s * METRICS_FACTOR)
     return found
+
+
+def certainty(looks: Sequence[Observation]) -> Certainty:
+    """How sure it is that the server has stalled, by what it says of itself and without stacks."""
+    found = stalls(looks)
+    if any(stall.since_s >= SURE_S and not stall.doubt for stall in found):
+        return "sure"
+    return "likely" if found else ""
 
 
 def suspicious(looks: Sequence[Observation]) -> bool:

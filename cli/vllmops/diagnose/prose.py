@@ -11,13 +11,17 @@ import msgspec
 from ..protocol.place import MOST_WRITTEN, NUMBERS, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from . import toml
-from .places import LOCKS, phases_of, waits_of
+from .places import LOCKS, phases_of, starts, waits_of
 from .waiting import Chain, chain
 
 MOST_READ = 1 << 15  # characters: what people write is short, and a log ends with what counts
 LONGEST = 2000  # characters of a sentence
 MARKUP = re.compile(r"[`*]")
-SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\s+$")
+# A heading, an item of a list and a line of a log are sentences, too.
+SENTENCE = re.compile(
+    r"(?<=[.!?])\s+|\n\s*\n|\s+$|\n(?=\s*(?:[-*|>]|\d+[.)])\s|[^\n]{0,60}\d\d:\d\d:\d\d)"
+)
+HEADING = re.compile(r"(?m)^#+ .*$")
 SUBJECT = (
     r"(?i:\b(?P<kind>ranks?|workers?|tp|pp|dp|gpus?|nodes?)[ _#-]?(?P<numbers>" + NUMBERS + r")\b"
     r"|\b(?:the )?(?P<others>others?|remaining|rest of the)(?: (?P<left>\d+))?"
@@ -97,7 +101,9 @@ def chain_of(text: str, facts: Mapping[str, str]) -> Chain | None:
             continue
         for title, role in dict.fromkeys(_subjects(clause)) or {("", "worker"): None}:
             found.setdefault(title, _process(title, role, names))
-    if not found:
+    named = [frame for process in found.values() for frame in process.threads[0].frames]
+    # A step of a start is a place to be stuck in; of one that serves, it takes more to tell.
+    if not any(map(_tells, named)):
         return None
     sample = StacksSnapshot(
         captured_at=0.0, seconds=0.0, options=Options(), processes=tuple(found.values())
@@ -113,6 +119,7 @@ def reported(text: str) -> str:
     if _pattern("text").search(text):
         return ""
     silent = _pattern("sentence").search
+    text = HEADING.sub(r"\g<0>\n\n", text)
     return "\n\n".join(
         part for part in SENTENCE.split(text) if not part.endswith("?") and not silent(plain(part))
     )
@@ -137,6 +144,11 @@ def _names(clause: str) -> Iterator[Frame]:
             waits_of(frame) or phases_of(frame) or name in LOCKS
         ):
             yield frame
+
+
+def _tells(frame: Frame) -> bool:
+    """Whether a name says what somebody waits for, or a step of a start."""
+    return starts(frame) or bool(waits_of(frame)) or frame.function in LOCKS
 
 
 def _subjects(clause: str) -> Iterator[tuple[str, str]]:

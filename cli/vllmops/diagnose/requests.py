@@ -19,19 +19,16 @@ ZOMBIE = Rule(
 RULES = (ZOMBIE,)
 
 
-def zombies(
-    looks: Sequence[tuple[Sequence[ProcessRequests], Sequence[Silent]]],
-) -> list[Finding]:
+def zombies(looks: Sequence[dict[str, str]]) -> list[Finding]:
     """Requests that one side alone knows in every look.
 
     Args:
-        looks: some hundred milliseconds apart: a request or its end is on its way for less.
+        looks: by id who has it; between them, nothing was on its way.
     """
-    found = [one_sided(*look) for look in looks]
     return [
         ZOMBIE.at(name, f"{why}, in {len(looks)} looks")
-        for name, why in found[-1].items()
-        if all(name in look for look in found)
+        for name, why in looks[-1].items()
+        if all(name in look for look in looks)
     ]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from .prose import is_stuck, plain, reported, table
+from .prose import HEADING, is_stuck, plain, reported, table
 
 MOST = 3  # ids: more help nobody
 FIRST = 10  # votes of a sign for the first of its ids; one for the others
+STUCK, TITLE = 2, 3  # times as many in a sentence that says that something is stuck; in the title
+COUNTED = 2  # sentences with a sign; one with a part's name
 SHOWN = 200  # characters of a sentence
 
 
@@ -18,19 +20,26 @@ def read(text: str) -> dict[str, str]:
     Args:
         text: a report without stacks.
     """
-    report = reported(text)
-    stuck = is_stuck(report)
-    sentences = {plain(part): part for part in report.split("\n\n")}
+    sentences = {plain(part): part for part in reported(text).split("\n\n")}
+    weights = {
+        words: 1 if not is_stuck(part) else TITLE if HEADING.match(part) else STUCK
+        for words, part in sentences.items()
+    }
+    stuck = max(weights.values()) > 1
     votes: Counter[str] = Counter()
     found: dict[str, str] = {}
     weak = True  # as long as only names of parts were found
     for sign in table().sign:
         if not (stuck or sign.proof) or (sign.part and votes and not weak):
             continue
-        search = re.compile(sign.words).search
-        if match := next(filter(search, sentences), ""):
+        matching = filter(re.compile(sign.words).search, sentences)
+        best = sorted(matching, key=weights.__getitem__, reverse=True)[
+            : 1 if sign.part else COUNTED
+        ]
+        if best:
             weak = sign.part
+            weight = sum(map(weights.__getitem__, best))
             for index, name in enumerate(sign.ids):
-                votes[name] += 1 if index else FIRST
-                found.setdefault(name, " ".join(sentences[match].split())[:SHOWN])
+                votes[name] += weight * (1 if index else FIRST)
+                found.setdefault(name, " ".join(sentences[best[0]].split())[:SHOWN])
     return {name: found[name] for name, _ in votes.most_common(MOST)}

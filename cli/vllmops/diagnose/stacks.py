@@ -14,7 +14,7 @@ from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .clues import gpu
 from .facts import from_log
 from .findings import Finding, Rule, Severity
-from .general import hypotheses, known
+from .general import TIMED_OUT_LINE, hypotheses, known
 from .matching import (
     ARROW,
     RANKS,
@@ -147,6 +147,9 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     others = [crash for crash in crashes if not hang_of(crash)]
     if ended:  # it ends the other processes, too
         others = [crash for crash in others if not AFTERMATH.search(crash.error)]
+    elif hits and any(not crash.error for crash in others) and _waited(scene):
+        # What ended the wait is cut off: the traceback shows where it was, and no crash.
+        others = [crash for crash in others if crash.error]
     found = [*map(_crashed, others), *map(_stopped, stopped)]
     found += map(_finding, hits)
     found.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
@@ -250,6 +253,14 @@ def _finding(hit: Hit) -> StackFinding:
         fixed_in=signature.fixed_in,
         hang=signature.hang,
     )
+
+
+def _waited(scene: Scene) -> bool:
+    """Whether a text says that something was stuck or timed out."""
+    from . import prose  # noqa: PLC0415 - slow to import, and not needed for most stacks
+
+    told = prose.is_stuck(prose.reported(scene.pasted.text))
+    return told or TIMED_OUT_LINE.search(scene.log) is not None
 
 
 def _distinct(crashes: Sequence[Crash]) -> list[Crash]:

@@ -2,7 +2,8 @@
 
 Binding shows whether somebody listens on a port. But a server listens only once its model is
 loaded, and two servers that share a port (SO_REUSEPORT, with several API servers) get no error even
-then. Claims of other users do not count: they could block ports with them.
+then. Any user can take the name of any claim. Such a port is passed over where there is another; it
+is not refused, or other users could block ports.
 """
 
 from __future__ import annotations
@@ -16,16 +17,12 @@ from ..home import user
 ASKING = 4096  # connections that ask for the owner of a claim; the kernel allows fewer
 
 
-def unclaimed(port: int) -> str:
-    """Why a port that was just claimed is not protected, in words; empty if it is."""
+def stranger(port: int) -> str:
+    """The other user who holds the name of a port that was just claimed; empty if none does."""
     uid = holder(name_of(port))
     if uid == os.geteuid():
         return ""
-    who = "another user" if uid is None else user(uid)
-    return (
-        f"{who} holds the name that protects port {port}: until this server listens, another"
-        " instance may be given the same port"
-    )
+    return "another user" if uid is None else f"user {user(uid)}"
 
 
 def name_of(port: int) -> str:

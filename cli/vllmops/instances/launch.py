@@ -92,12 +92,22 @@ class Order:
 
 @dataclass(frozen=True)
 class Reserved:
-    """An instance whose name and port are reserved: its record is written, both are held."""
+    """An instance whose name and port are reserved: its record is written, both are held.
+
+    Args:
+        folder: the instance's.
+        record: what is written there.
+        lock: an open file that holds the name.
+        port: one that holds the port.
+        strangers: by port, who else has claimed it: of the ports that were passed over, and of the
+            instance's own if it was asked for, or if there was no other.
+    """
 
     folder: Folder
     record: Record
     lock: int
     port: int | None
+    strangers: Mapping[int, str]
 
 
 def check(order: Order) -> None:
@@ -274,13 +284,15 @@ def holder(port: int) -> str:
 
 def free_port(host: str, claimed: set[int]) -> int:
     """A port that is free now; raises as `take_port`."""
-    port, held = take_port(host, claimed)
+    port, held, _ = take_port(host, claimed)
     os.close(held)
     return port
 
 
-def take_port(host: str, claimed: set[int]) -> tuple[int, int]:
-    """A free port, and an open file that holds it.
+def take_port(host: str, claimed: set[int]) -> tuple[int, int, dict[int, str]]:
+    """A free port, an open file that holds it, and the ports whose claim another user holds.
+
+    Those are passed over. Where there are no others, the first of them is taken.
 
     Args:
         host: the address.
@@ -289,12 +301,22 @@ def take_port(host: str, claimed: set[int]) -> tuple[int, int]:
     Raises:
         VllmopsError: ``port.none``.
     """
+    strangers: dict[int, str] = {}
     for port in range(FIRST_PORT, LAST_PORT + 1):
         if port in claimed or bind(host, port, strict=True) is not None:
             continue
         held = ports.claim(port)
+        if held is None:
+            continue
+        if stranger := ports.stranger(port):
+            os.close(held)
+            strangers[port] = stranger
+            continue
+        return port, held, strangers
+    for port in strangers:
+        held = ports.claim(port)
         if held is not None:
-            return port, held
+            return port, held, strangers
     raise VllmopsError(
         "port.none", f"no port from {FIRST_PORT} to {LAST_PORT} is free on {host}", "--port N"
     )
@@ -384,14 +406,17 @@ def reserve(order: Order) -> Reserved:
         ours = {record.port for record in live_records() if record.port is not None}
         port: int | None = None
         held: int | None = None
+        strangers: dict[int, str] = {}
         if order.shape != Shape():
             pass
         elif order.port is None:
-            port, held = take_port(order.host, ours)
+            port, held, strangers = take_port(order.host, ours)
         elif order.port in ours:
             raise another(order.host, order.port, ours)
         else:
             port, held = order.port, claimed(order.host, order.port)
+            if stranger := ports.stranger(port):
+                strangers[port] = stranger
         try:
             folder, lock = folder_for(order)
         except VllmopsError:
@@ -406,7 +431,7 @@ def reserve(order: Order) -> Reserved:
             if held is not None:
                 os.close(held)
             raise full(error) from error
-        return Reserved(folder, record, lock, held)
+        return Reserved(folder, record, lock, held, strangers)
     finally:
         os.close(gate)
 

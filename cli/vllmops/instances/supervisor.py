@@ -427,16 +427,23 @@ class Supervisor:
         starting = self.record.state is State.STARTING
         since = 0.0 if starting else time.monotonic() - LAST_WORDS_S
         code = self.child.poll() if self.child else None  # before we signal it ourselves
+        root = next((p for p in self.record.processes if p.pid == self.record.session), None)
         self.look()
         asked = any("API server: shutdown triggered" in line for _, line in self.recent)
         self.publish(state=State.STOPPING, note="a process has died")
         await self.take_down()
         self.look()
         lines = [line for moment, line in self.recent if moment >= since]
-        self.end(State.FAILED, self.why(lines, dead, code, asked=asked))
+        self.end(State.FAILED, self.why(lines, dead, root, code, asked=asked))
 
     def why(
-        self, lines: Sequence[str], dead: Sequence[Process], code: int | None, *, asked: bool
+        self,
+        lines: Sequence[str],
+        dead: Sequence[Process],
+        root: Process | None,
+        code: int | None,
+        *,
+        asked: bool,
     ) -> Failure:
         """The cause, by a node that is gone, the root's exit code, the log, the missing process."""
         for raylet, node in self.raylets.items():
@@ -452,7 +459,8 @@ class Supervisor:
             )
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            return Failure(f"{Role.API} (pid {self.record.session}) was killed by {name}")
+            victim = named(root.role, root.place) if root else Role.API
+            return Failure(f"{victim} (pid {self.record.session}) was killed by {name}")
         if asked and not any("EngineDeadError" in line for line in lines):
             return Failure("vLLM was stopped by a signal that vllmops did not send", "APIServer")
         if failure := logs.failure(lines):
@@ -473,7 +481,7 @@ class Supervisor:
         was_ready = self.record.state is State.READY
         self.publish(state=State.STOPPING, note="stopping")
         note = ""
-        if ending.drain_s and was_ready:
+        if was_ready:
             try:
                 note = await self.drain(ending.drain_s)
             except Exception as error:  # to stop comes first

@@ -39,34 +39,64 @@ def drain(
 ) -> str:
     """Refuse new requests and wait for those in flight; returns what happened to them.
 
+    Those that are in flight at the end get 503 rather than a reset.
+
     Args:
         tree: the server's processes.
         url: asked for vLLM's own counts where an agent does not answer.
-        seconds: how long to wait at most.
+        seconds: how long to wait at most; 0 cuts off at once, and returns nothing.
         tell: called with a line about the progress.
         hurry: whether to wait no longer.
     """
-    refusing = close_gates(tree)
+    refusing = close_gates(tree, cut=not seconds)
+    if not seconds:
+        return ""
     how = "draining" if refusing else "draining (no agent: new requests are still accepted)"
     if not of(tree, Role.API):
         how = "draining (no API server here: new requests still arrive)"
-    vital = [process for process in tree if process.role in VITAL]
-    deadline = time.monotonic() + seconds
-    left: int | None = None
-    while time.monotonic() < deadline and not hurry() and all(map(alive, vital)):
-        left = in_flight(tree, url)
-        if left == 0:
-            return "drained"
-        if left is None and not (url or refusing or of(tree, Role.API)):
-            break  # nobody here can ever tell: no agent, and no API server
-        tell(f"{how}, requests in flight: {'unknown' if left is None else left}")
-        time.sleep(POLL_S)
+    told = url or refusing or of(tree, Role.API)  # else nobody can: no agent, no API server
+    left = settled(tree, url, seconds if told else 0.0, lambda text: tell(f"{how}, {text}"), hurry)
+    if left == 0:
+        return "drained"
+    close_gates(tree, cut=True)
     return f"requests cut off: {'unknown' if left is None else left}"
 
 
-def close_gates(tree: Sequence[Process]) -> bool:
-    """Make every API server refuse new requests with 503; False if one can't be reached."""
-    gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True))
+def settled(
+    tree: Sequence[Process],
+    url: str | None,
+    seconds: float,
+    tell: Callable[[str], None],
+    hurry: Callable[[], bool] = lambda: False,
+) -> int | None:
+    """Wait for the requests in flight; returns how many are left, None if unknown.
+
+    Args:
+        tree: as in `drain`, like the others.
+        url: as there.
+        seconds: as there.
+        tell: as there.
+        hurry: as there.
+    """
+    here = [process for process in tree if not isinstance(process, agent.Distant)]
+    vital = [process for process in here if process.role in VITAL]
+    deadline = time.monotonic() + seconds
+    left = in_flight(tree, url)
+    while left != 0 and time.monotonic() < deadline and not hurry() and all(map(alive, vital)):
+        tell(f"requests in flight: {'unknown' if left is None else left}")
+        time.sleep(POLL_S)
+        left = in_flight(tree, url)
+    return left
+
+
+def close_gates(tree: Sequence[Process], *, cut: bool = False) -> bool:
+    """Make every API server refuse new requests with 503; False if one can't be reached.
+
+    Args:
+        tree: the server's processes.
+        cut: whether those in flight get 503, too.
+    """
+    gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True, cut=cut))
     return bool(gates) and None not in gates
 
 

@@ -79,6 +79,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
         loop_s: seconds for which an API server's event loop has run nothing; None if the process
             is none, or is not up yet.
         interrupt: the signal that ends a parser on an API server's event loop; 0 for none.
+        unready: why new requests had better go to another server: it drains, is paused or asleep,
+            or its store is unavailable; empty without a reason.
     """
 
     schema: int = SCHEMA
@@ -97,6 +99,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     rendering_s: float | None = None
     loop_s: float | None = None
     interrupt: int = 0
+    unready: str = ""
 
     @property
     def identity(self) -> Identity:

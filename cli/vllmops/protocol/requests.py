@@ -24,6 +24,14 @@ class State(StrEnum):
     FINISHED = "finished, not freed"
 
 
+class Cause(StrEnum):
+    """What a scheduler's queue waits for."""
+
+    PAUSED = "paused"
+    MAX_NUM_SEQS = "max-num-seqs"
+    KV_CACHE = "kv-cache"
+
+
 class FrontRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as an API server knows it.
 
@@ -57,6 +65,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         id: vLLM's own.
         state: one of `State`.
         reason: why it waits; empty if it does not, or if nothing is known.
+        cause: the same as one of `Cause`, or empty.
         age_s: seconds since it arrived at the API server, by the clock of that machine.
         still_s: seconds since it last got a token or had one computed; None if unknown.
         prompt_tokens, output_tokens: so far.
@@ -70,6 +79,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     state: str
     reason: str = ""
+    cause: str = ""
     age_s: float | None = None
     still_s: float | None = None
     prompt_tokens: int | None = None

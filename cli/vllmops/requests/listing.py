@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..diagnose.findings import Finding
-from ..diagnose.requests import one_sided, zombies
+from ..diagnose.requests import zombies
 from ..errors import Exit, VllmopsError
 from ..host.processes import Process
 from ..host.roles import Role
@@ -19,6 +19,7 @@ from ..protocol.caches import Silent
 from ..protocol.place import key, named
 from ..protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
 from ..rpc import agent
+from .lost import lost
 
 LOOKS, APART_S = 3, 0.4
 TIMEOUT_S = 5.0
@@ -94,12 +95,14 @@ def take(server: Server, stuck_s: float) -> Listing:
     Raises:
         VllmopsError: ``requests.no-agent``, ``requests.no-process``.
     """
-    looks = [look(server)]
-    while len(looks) < LOOKS and one_sided(*looks[-1]):
+    seen: list[dict[str, str]] = []
+    while True:
+        processes, silent = look(server)
+        seen.append(lost(server, processes, silent))
+        if not seen[-1] or len(seen) == LOOKS:
+            break
         time.sleep(APART_S)
-        looks.append(look(server))
-    processes, silent = looks[-1]
-    lone = zombies(looks) if len(looks) == LOOKS else []
+    lone = zombies(seen)
     return Listing(
         rows=joined(processes, stuck_s, {finding.subject: finding.evidence for finding in lone}),
         findings=lone,

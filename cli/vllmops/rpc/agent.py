@@ -156,9 +156,9 @@ class Agent:
         """End requests."""
         return self.ask("POST", "/abort", Aborted, msgspec.json.encode(request))
 
-    def drain(self, on: bool = True) -> Traffic:
-        """Refuse new HTTP requests from now on, or take them again."""
-        return self.ask("POST", "/drain", Traffic, msgspec.json.encode({"on": on}))
+    def drain(self, on: bool = True, *, cut: bool = False) -> Traffic:
+        """Refuse new HTTP requests from now on, or take them again; `cut`: also those in flight."""
+        return self.ask("POST", "/drain", Traffic, msgspec.json.encode({"on": on, "cut": cut}))
 
     def repair(self, request: RepairRequest) -> ProcessRepair:
         """Repair its caches."""

@@ -155,6 +155,7 @@ class ResponseStore:
         self.opening = asyncio.Lock()
         self.paused_until = 0.0
         self.problem = ""
+        self.refuses = False  # its last call failed
         self.attended: dict[str, tuple[Response, Callable[[], object]]] = {}
         self.news: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
         self.renewed = 0.0
@@ -452,8 +453,11 @@ class Bounded:
             raise self.unavailable("it took too long") from late
         if isinstance(error, self.store.backend.unavailable):
             raise self.unavailable(self.store.backend.why(error)) from error
+        if error is None:
+            self.store.refuses = False
 
     def unavailable(self, why: str) -> StoreUnavailable:
+        self.store.refuses = True
         self.store.paused_until = time.monotonic() + PAUSE_S
         self.store.problem = f"the store is unavailable: {why}"
         return StoreUnavailable(self.store.problem, PAUSE_S)

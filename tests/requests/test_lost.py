@@ -6,18 +6,15 @@ The processes are made up: a busy queue lasts for milliseconds, a second node is
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from vllmops.heal.action import Case
-from vllmops.heal.actions import zombies
+from vllmops.heal.actions.zombies import Zombies
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
-from vllmops.protocol.heal import Proof
 from vllmops.protocol.requests import FrontRequest, ProcessRequests
-from vllmops.requests import listing
+from vllmops.requests import listing, lost
 from vllmops.rpc import agent
 
 API, ENGINE = Process(Role.API, 11, 1), Process(Role.ENGINE, 12, 1)
@@ -29,7 +26,7 @@ LOST = [
 
 
 @pytest.mark.parametrize(
-    ("quiet", "ranks", "lost"),
+    ("quiet", "ranks", "lost_"),
     [
         ([API, ENGINE], 1, ["a"]),
         ([API], 1, []),  # the engine still takes messages in
@@ -38,14 +35,12 @@ LOST = [
     ],
 )
 def test_only_what_nobody_can_still_bring_is_lost(
-    monkeypatch: pytest.MonkeyPatch, quiet: list[Process], ranks: int, lost: list[str]
+    monkeypatch: pytest.MonkeyPatch, quiet: list[Process], ranks: int, lost_: list[str]
 ) -> None:
-    def asked(*_: Any) -> list[Case]:
-        return [Case(process, Proof(subject="transit", what="")) for process in quiet]
-
     beat = SimpleNamespace(beat=SimpleNamespace(standing=SimpleNamespace(sizes={"DP": ranks})))
-    monkeypatch.setattr(zombies, "asked", asked)
+    monkeypatch.setattr(lost, "at_rest", lambda process: process in quiet)
     monkeypatch.setattr(listing, "look", lambda _: (LOST, []))
     monkeypatch.setattr(agent, "beat", lambda _: beat)
-    found = zombies.Zombies().look(SERVER)
-    assert [(case.process, case.proof.subject) for case in found] == [(API, one) for one in lost]
+    found = Zombies().look(SERVER)
+    assert [(case.process, case.proof.subject) for case in found] == [(API, one) for one in lost_]
+    assert [finding.subject for finding in listing.take(SERVER, 30).findings] == lost_

@@ -1,0 +1,52 @@
+"""Take a server out of service without a stop, and put it back."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ..errors import Exit, VllmopsError
+from ..host.processes import ROLES
+from ..host.roles import Role
+from ..protocol.engine import Traffic
+from ..rpc import agent
+from .servers import Server
+
+
+def set_draining(server: Server, *, on: bool) -> list[Traffic]:
+    """Make every API server refuse new requests with 503, or take them again.
+
+    Args:
+        server: on this machine or another one.
+        on: whether to refuse.
+
+    Returns:
+        The traffic of each API server.
+
+    Raises:
+        VllmopsError: ``drain.no-api-server``, or ``drain.no-agent`` if one could not be told; the
+            others were.
+    """
+    apis = server.of(Role.API)
+    if not apis:
+        raise VllmopsError(
+            "drain.no-api-server",
+            f"{server.label} has no API server here that could be told",
+            "drain the server whose API server takes its requests; vllmops ps shows it",
+            exit_code=Exit.NOT_FOUND,
+        )
+    told, silent = agent.side_by_side(apis, lambda process: agent.reach(process).drain(on))
+    if silent:
+        what = f"{len(silent)} of {len(apis)} API servers of {server.label} could not be told"
+        raise agent.nobody("drain.no-agent", what, silent)
+    return told
+
+
+def unready(server: Server) -> str:
+    """Why new requests had better go to another server, by its heartbeats; empty without reason."""
+    found: dict[str, None] = {}
+    for process in server.of(*ROLES):
+        with suppress(VllmopsError):
+            pulse = agent.beat(process)
+            if pulse and pulse.beat.unready:
+                found[pulse.beat.unready] = None
+    return ", ".join(found)

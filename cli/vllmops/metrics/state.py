@@ -1,0 +1,209 @@
+"""The values of `families`, from what the agents of a server say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final, get_args
+
+from ..protocol.caches import (
+    EncoderCache,
+    EncoderDecoderCache,
+    LruCache,
+    ProcessCaches,
+    ShmCache,
+    WorkerEncoderCache,
+)
+from ..protocol.place import Ranked
+from ..protocol.requests import ProcessRequests, State
+from ..protocol.view import Certainty, View
+from .families import Sample
+
+LATE_S: Final = 5.0  # a heartbeat comes every second
+GONE: Final = {"", "Z"}
+MOST_KEYS: Final = 32  # of a keyring, the newest: each is a label
+FRONT: Final = (State.RENDERING, State.SENT)
+MIRRORED: Final = "mm-lru"
+SIDES: Final = ("P0", "P1")
+
+
+def samples(view: View) -> Iterator[Sample]:
+    """All values that a view gives."""
+    for certainty in filter(None, get_args(Certainty)):
+        yield Sample("stalled", float(view.stall == certainty), {"certainty": certainty})
+    yield from of_processes(view)
+    yield from of_requests(view.requests)
+    for process in view.caches:
+        yield from of_caches(process)
+    yield from of_drift(view.caches)
+    yield from of_keys(view)
+    for patched in view.patches:
+        yield Sample("agent_problems", len(patched.problems), place(patched))
+        for verdict in patched.patches:
+            yield Sample("patch_processes", 1, {"patch": verdict.id, "state": verdict.state})
+    for bad in view.known_bad:
+        yield Sample("known_bad_versions", 1, {"package": bad.package, "version": bad.version})
+
+
+def place(process: Ranked) -> dict[str, str]:
+    """The labels of a process."""
+    ranks = {name: getattr(process, name) for name in ("dp_rank", "tp_rank", "pp_rank")}
+    return {
+        "role": process.role,
+        "node": process.node,
+        **{name: str(rank) for name, rank in ranks.items() if rank is not None},
+    }
+
+
+def of_processes(view: View) -> Iterator[Sample]:
+    for process in view.processes:
+        if process.state in GONE:
+            continue
+        where = place(process)
+        yield Sample("processes", 1, where)
+        yield Sample("agents", 0, where)
+        yield Sample("process_cpu_seconds_total", process.cpu_s, where)
+        if process.rss_bytes is not None:
+            yield Sample("process_resident_memory_bytes", process.rss_bytes, where)
+    for pulse in view.pulses:
+        where, beat = place(pulse), pulse.beat
+        yield Sample("heartbeat_age_seconds", pulse.age_s, where)
+        yield Sample("agents", float(pulse.age_s < LATE_S), where)
+        if beat.still_s is not None:
+            # A heartbeat that is late shows no present; `heartbeat_age_seconds` shows that.
+            still_s = beat.still_s + pulse.age_s if beat.still_s else 0.0
+            yield Sample("no_progress_seconds", still_s, where)
+        if beat.loop_s is not None:
+            yield Sample("event_loop_blocked_seconds", beat.loop_s, where)
+        if beat.rendering_s is not None:
+            yield Sample("rendering_seconds", beat.rendering_s, where)
+
+
+def of_requests(processes: Sequence[ProcessRequests]) -> Iterator[Sample]:
+    """A request is counted where it is: at the API server until a scheduler knows it."""
+    known = {request.id for process in processes for request in process.engine or ()}
+    for process in processes:
+        count: Counter[tuple[str, str]] = Counter()
+        if process.front is not None:
+            count.update({(state, ""): 0 for state in FRONT})
+            for front in process.front:
+                if front.id not in known:
+                    count[State.SENT if front.id else State.RENDERING, ""] += 1
+        if process.engine is not None:
+            count.update({(state, ""): 0 for state in State if state not in FRONT})
+            count.update((request.state, request.cause) for request in process.engine)
+        for (state, cause), number in count.items():
+            yield Sample("requests", number, {**place(process), "state": state, "cause": cause})
+
+
+def of_caches(process: ProcessCaches) -> Iterator[Sample]:
+    where = place(process)
+    for cache in process.caches:
+        match cache:
+            case LruCache() | ShmCache():
+                labels = {**where, "kind": cache.kind, "side": cache.side}
+                values = of_lru(cache) if isinstance(cache, LruCache) else of_shm(cache)
+                for name, value in values.items():
+                    if value is not None:
+                        yield Sample(f"mm_cache_{name}", value, labels)
+            case EncoderCache():
+                yield Sample(
+                    "encoder_cache_entries", len(cache.cached), {**where, "side": "scheduler"}
+                )
+                yield Sample("encoder_cache_slots", cache.slots, where)
+                yield Sample("encoder_cache_free_slots", cache.free_slots, where)
+                yield Sample("encoder_cache_stray_requests", len(cache.strangers), where)
+            case EncoderDecoderCache():
+                yield Sample("encoder_cache_slots", cache.slots, where)
+                yield Sample("encoder_cache_free_slots", cache.free_slots, where)
+            case WorkerEncoderCache():
+                yield Sample("encoder_cache_entries", len(cache.keys), {**where, "side": "worker"})
+                yield Sample("encoder_cache_bytes", cache.bytes, where)
+
+
+def of_lru(cache: LruCache) -> dict[str, float | None]:
+    differing = (
+        *(cache.order_only, cache.data_only, cache.unsized, cache.sized_only),
+        cache.pinned_only,
+    )
+    return {
+        "entries": cache.entries,
+        "bytes": cache.bytes,
+        "capacity_bytes": cache.capacity_bytes,
+        "queries_total": cache.queries,
+        "hits_total": cache.hits,
+        "ghost_keys": len(cache.order_only),
+        "inconsistent_keys": len(set().union(*differing)),
+    }
+
+
+def of_shm(cache: ShmCache) -> dict[str, float | None]:
+    if not cache.writer:  # a reader has no index
+        return {"capacity_bytes": cache.capacity_bytes}
+    differing = (cache.unpaired, cache.unflagged, cache.unmapped, cache.without_updates)
+    return {
+        "entries": len(cache.keys),
+        "bytes": cache.bytes,
+        "capacity_bytes": cache.capacity_bytes,
+        "queries_total": cache.queries,
+        "hits_total": cache.hits,
+        "inconsistent_keys": sum(len(each) for each in differing),
+    }
+
+
+def mirrored(processes: Sequence[ProcessCaches]) -> dict[str, list[tuple[ProcessCaches, LruCache]]]:
+    """The caches that have another side, by side."""
+    found: dict[str, list[tuple[ProcessCaches, LruCache]]] = {side: [] for side in SIDES}
+    for process in processes:
+        for cache in process.caches:
+            if isinstance(cache, LruCache) and cache.kind == MIRRORED and cache.side in found:
+                found[cache.side].append((process, cache))
+    return found
+
+
+def differ(processes: Sequence[ProcessCaches]) -> bool:
+    """Whether the sides of a cache hold other keys, so that their keys are worth asking for."""
+    digests = {cache.digest for side in mirrored(processes).values() for _, cache in side}
+    return "" not in digests and len(digests) > 1
+
+
+def of_drift(processes: Sequence[ProcessCaches]) -> Iterator[Sample]:
+    """Nothing while requests are in flight: their items are on one side first."""
+    fronts, engines = mirrored(processes).values()
+    if len(fronts) != 1:  # each of several has items of its own
+        return
+    ((front_process, front),) = fronts
+    for engine_process, engine in engines:
+        if not front.digest or not engine.digest:
+            continue
+        both = [
+            *((front_process, front, engine), (engine_process, engine, front)),
+        ]
+        for process, own, other in both:
+            if own.digest == other.digest:
+                alone = 0
+            elif own.order is None or other.order is None:
+                continue
+            else:
+                alone = len(set(own.order) - set(other.order))
+            labels = {**place(process), "kind": own.kind, "side": own.side}
+            yield Sample("mm_cache_one_sided_keys", alone, labels)
+
+
+def of_keys(view: View) -> Iterator[Sample]:
+    holders = [process for process in view.keys if process.keys]
+    kids = {key.kid: key.created_at or 0 for process in holders for key in process.keys}
+    newest = set(sorted(kids, key=lambda kid: -kids[kid])[:MOST_KEYS])
+    for process in holders:
+        if process.loaded_at is not None:
+            yield Sample("keys_loaded_timestamp_seconds", process.loaded_at, place(process))
+        yield Sample("key_problems", float(bool(process.problem)), place(process))
+        for key in process.keys:
+            if key.kid not in newest:
+                continue
+            labels = {"kid": key.kid, "status": key.status}
+            yield Sample("key_processes", 1, labels)
+            if key.created_at is not None:
+                yield Sample("key_created_timestamp_seconds", key.created_at, labels)
+            if key.not_after is not None:
+                yield Sample("key_not_after_timestamp_seconds", key.not_after, labels)

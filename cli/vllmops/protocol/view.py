@@ -1,0 +1,43 @@
+"""A server as metrics show it: what is cheap to ask of its agents again and again."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .caches import ProcessCaches
+from .keys import ProcessKeys
+from .patches import ProcessPatches
+from .requests import ProcessRequests
+from .server import ProcessState, Pulse
+
+Certainty = Literal["", "likely", "sure"]
+
+
+class KnownBad(msgspec.Struct, frozen=True):
+    """An installed version that is known to hang."""
+
+    package: str
+    version: str
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """A server at about one moment.
+
+    Args:
+        processes: as the kernel sees them.
+        pulses: the heartbeats of those that have one.
+        caches, requests, patches, keys: of the agents that answered.
+        stall: whether the server makes no progress; empty if it does.
+        known_bad: what the processes run with.
+    """
+
+    processes: tuple[ProcessState, ...] = ()
+    pulses: tuple[Pulse, ...] = ()
+    caches: tuple[ProcessCaches, ...] = ()
+    requests: tuple[ProcessRequests, ...] = ()
+    patches: tuple[ProcessPatches, ...] = ()
+    keys: tuple[ProcessKeys, ...] = ()
+    stall: Certainty = ""
+    known_bad: tuple[KnownBad, ...] = ()

@@ -1,0 +1,144 @@
+"""The server's state in the registries that vLLM scrapes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.agent import metrics
+from vllmops.agent.metrics import Gathering
+from vllmops.protocol.view import View
+
+from ..support.waiting import until
+
+
+def names(gathering: Gathering) -> set[str]:
+    return {metric.name for metric in gathering.collect()}
+
+
+@pytest.fixture
+def over() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_scrape_waits_for_nothing_and_shows_what_was_gathered(over: threading.Event) -> None:
+    go = threading.Event()
+
+    def slow() -> tuple[View, int]:
+        go.wait(20)
+        return View(stall="likely"), 1
+
+    gathering = Gathering(slow, over.wait)
+    began = time.monotonic()
+    assert not gathering.describe()
+    assert not names(gathering)
+    assert time.monotonic() - began < 0.1
+    go.set()
+    until(lambda: names(gathering) == {"vllmops:stalled"})
+    gathering.gathered -= metrics.OLD * metrics.LOOK_S
+    assert not names(gathering)  # it shows no present
+
+
+def test_nobody_scrapes_nothing_is_gathered(
+    over: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 0
+
+    def look() -> tuple[View, int]:
+        nonlocal count
+        count += 1
+        return View(), 1
+
+    monkeypatch.setattr(metrics, "LOOK_S", 0.01)
+    monkeypatch.setattr(metrics, "SHARE", 100.0)
+    monkeypatch.setattr(metrics, "IDLE_S", 0.3)
+    gathering = Gathering(look, over.wait)
+    assert count == 0
+    gathering.collect()
+    until(lambda: count > 2)
+    until(lambda: gathering.pid == 0)
+    ended = count
+    time.sleep(0.1)
+    assert count == ended
+    gathering.collect()
+    until(lambda: count > ended and bool(names(gathering)))
+
+
+def test_an_error_is_reported_once_and_the_next_look_works(
+    over: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics, "LOOK_S", 0.01)
+    looks = 0
+
+    def look() -> tuple[View, int]:
+        nonlocal looks
+        looks += 1
+        if looks < 4:
+            raise KeyError("odd")
+        return View(), 1
+
+    gathering = Gathering(look, over.wait)
+    gathering.pause_s = 0.01
+    until(lambda: names(gathering) == {"vllmops:stalled"})
+    assert [record.message for record in caplog.records if "odd" in record.message][1:] == []
+
+
+def test_its_pause_follows_what_it_costs(
+    over: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> tuple[View, int]:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.05:
+            pass
+        return View(), 4
+
+    gathering = Gathering(look, over.wait)
+    gathering.collect()
+    until(lambda: gathering.gathered > 0)
+    assert gathering.pause_s == pytest.approx(4 * metrics.LOOK_S, rel=0.2)
+    monkeypatch.setattr(metrics, "LOOK_S", 0.1)
+    other = Gathering(look, over.wait)
+    other.collect()
+    until(lambda: other.gathered > 0)
+    assert other.pause_s == pytest.approx(0.05 / metrics.SHARE, rel=0.5)
+
+
+SCRAPE = """
+import os, prometheus_client, prometheus_client.multiprocess
+from prometheus_client import CollectorRegistry, REGISTRY, generate_latest
+def scrape():
+    registry = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # as vLLM and its instrumentator do
+        registry = CollectorRegistry()
+        prometheus_client.multiprocess.MultiProcessCollector(registry)
+    return generate_latest(registry).decode()
+"""
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_in_the_registries_that_vllm_scrapes(
+    spawn: Callable[..., Any], tmp_path: Path, several: bool
+) -> None:
+    more = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)} if several else {}
+    child = spawn("VLLM::APIServer_0", **more)
+    child.run(SCRAPE)
+
+    def shown() -> bool:
+        child.run("out = scrape()")
+        text = child.run("out = scrape()")
+        return "vllmops:agents{" in text
+
+    until(shown)
+    text = child.run("out = scrape()")
+    assert text.count("# TYPE vllmops:processes gauge") == 1
+    assert 'vllmops:stalled{certainty="sure"} 0.0' in text
+    # Nothing is imported before vLLM imports it.
+    fresh = spawn("VLLM::APIServer_1", **more)
+    assert fresh.run("import sys; out = 'prometheus_client' in sys.modules") == "False"

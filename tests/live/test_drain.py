@@ -1,0 +1,68 @@
+"""A real server that is drained without a stop, and put back."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import httpx
+
+from ..support.waiting import until
+
+if TYPE_CHECKING:
+    from .conftest import Live
+
+
+def test_a_drain_lets_finish_what_runs_and_resume_ends_it(vision_server: Live) -> None:
+    server, url = vision_server, vision_server.url
+
+    def respond(tokens: int) -> httpx.Response:
+        body = {
+            "model": "demo-vision",
+            "input": "Hello",
+            "max_output_tokens": tokens,
+            "background": True,
+            "ignore_eos": True,
+        }
+        return httpx.post(f"{url}/v1/responses", json=body, timeout=60)
+
+    def unready() -> str:
+        return str(server.row["unready"])
+
+    long, short = respond(1500).json()["id"], respond(200).json()["id"]
+    asked: list[int] = []
+    body = {
+        "model": "demo-vision",
+        "prompt": "The",
+        "max_tokens": 300,
+        "ignore_eos": True,
+    }
+    request = threading.Thread(
+        target=lambda: asked.append(
+            httpx.post(f"{url}/v1/completions", json=body, timeout=120).status_code
+        )
+    )
+    request.start()
+    try:
+        until(lambda: server.cli("requests", "list", "-t", server.name).out.count("cmpl") >= 1)
+        drained = server.cli("drain", server.name, "--json")
+        assert drained.code == 0, drained
+        assert drained.data["in_flight"] >= 2
+        refused = respond(1)
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+        until(lambda: unready() == "draining")
+        # Who has asked before gets the answers.
+        path = f"{url}/v1/responses"
+        assert httpx.get(f"{path}/{long}").status_code == 200
+        assert httpx.post(f"{path}/{long}/cancel").json()["status"] == "cancelled"
+        assert httpx.delete(f"{path}/{long}").is_success
+        waited = server.cli("drain", server.name, "--wait", "--timeout", "100", "--json")
+        assert (waited.code, waited.data["in_flight"]) == (0, 0), waited
+        assert httpx.get(f"{path}/{short}").json()["status"] in {"completed", "incomplete"}
+        request.join(60)
+        assert asked == [200]
+    finally:
+        assert server.cli("resume", server.name, "--json").data["draining"] is False
+        request.join()
+    until(lambda: not unready())
+    assert respond(1).is_success
