@@ -94,7 +94,7 @@ def test_the_full_screen_shows_and_ends_a_request(server: Live, held: list[httpx
         async with app.run_test(size=(80, 24)) as pilot:
             await seen(app, pilot, f"{server.name}  ready", "nobody  not seen")
             await pilot.press("r")
-            await seen(app, pilot, "at work, 1 running", "cmpl-")
+            await seen(app, pilot, "paused, 1 running", "cmpl-")
             await pilot.press("a")
             await seen(app, pilot, "requests abort", "y runs it")
             await pilot.press("y")
