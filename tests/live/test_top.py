@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -18,9 +19,11 @@ from .conftest import Live
 
 pytest.importorskip("textual")
 
+from vllmops.protocol.metrics import Metrics
 from vllmops.top import rows
 from vllmops.top.app import Top
 from vllmops.top.look import METRICS_S, Board, Follower
+from vllmops.vllm_api.http import metrics
 
 from ..top.screens import seen
 
@@ -36,58 +39,68 @@ def server(vision_server: Live, monkeypatch: pytest.MonkeyPatch) -> Live:
     return vision_server
 
 
+def ask(server: Live) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=120)
+
+
 @pytest.fixture
-def request_in_flight(server: Live) -> Iterator[list[httpx.Response]]:
-    """A long request, and its answer once it has one."""
-    answers: list[httpx.Response] = []
+def load(server: Live) -> Iterator[None]:
+    """One request after the other."""
+    over = threading.Event()
 
-    def ask() -> None:
-        answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=120))
+    def work() -> None:
+        while not over.is_set():
+            ask(server)
 
-    asking = threading.Thread(target=ask)
+    asking = threading.Thread(target=work)
     asking.start()
-    yield answers
-    server.cli("requests", "abort", "--all", "--yes", "-t", server.name)
+    yield
+    over.set()
     asking.join()
 
 
-def test_one_screen_has_what_the_server_does(
-    server: Live, request_in_flight: list[httpx.Response]
-) -> None:
-    def at_work() -> bool:
-        (row,) = server.cli("top", "--once", "--json", "-t", server.name).data["servers"]
-        return bool(row["figures"]["tokens_per_s"] and row["requests"])
+@pytest.fixture
+def held(server: Live) -> Iterator[list[httpx.Response]]:
+    """A request in flight, which the engine holds; its answer, once it has one."""
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(server)))
+    asking.start()
+    until(lambda: (metrics(server.url) or Metrics()).running)
+    httpx.post(f"{server.url}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
+    yield answers
+    httpx.post(f"{server.url}/resume", timeout=30).raise_for_status()
+    asking.join()
 
-    until(at_work)
-    (row,) = server.cli("top", "--once", "--json", "-t", server.name).data["servers"]
-    assert row["state"] == "ready"
-    assert row["figures"]["running"] == 1
-    assert row["findings"] == []
-    (node,) = row["nodes"]
+
+def test_one_screen_has_what_the_server_does(server: Live, load: None) -> None:
+    def row() -> Any:
+        (found,) = server.cli("top", "--once", "--json", "-t", server.name).data["servers"]
+        return found if found["figures"]["tokens_per_s"] and found["requests"] else None
+
+    found = until(row)
+    assert found["state"] == "ready"
+    assert found["findings"] == []
+    (node,) = found["nodes"]
     states = {process["role"]: process["state"] for process in node["processes"]}
-    assert states["engine"] == "at work"
-    assert {"mm-lru P0", "mm-lru P1"} <= {cache["name"] for cache in row["caches"]}
-    shown = server.cli("top", "--once", "-t", server.name).out
-    assert "tokens/s" in shown
-    assert row["requests"][0]["http_id"] in shown
+    assert states["engine"] in {"at work", "idle"}
+    assert {"mm-lru P0", "mm-lru P1"} <= {cache["name"] for cache in found["caches"]}
+    assert found["requests"][0]["id"].startswith("cmpl-")
+    assert "tokens/s" in server.cli("top", "--once", "-t", server.name).out
 
 
-def test_the_full_screen_shows_and_ends_a_request(
-    server: Live, request_in_flight: list[httpx.Response]
-) -> None:
+def test_the_full_screen_shows_and_ends_a_request(server: Live, held: list[httpx.Response]) -> None:
     async def script() -> None:
         app = Top(Board([server.name, "nobody"]))
         async with app.run_test(size=(80, 24)) as pilot:
             await seen(app, pilot, f"{server.name}  ready", "nobody  not seen")
             await pilot.press("r")
-            await seen(app, pilot, "at work, 1 running", "cmpl-")
+            await seen(app, pilot, "paused, 1 running", "cmpl-")
             await pilot.press("a")
             await seen(app, pilot, "requests abort", "y runs it")
             await pilot.press("y")
             await seen(app, pilot, "ended 1 requests", "exit code 0")
-            await pilot.press("q", "down")
-            await pilot.press("f", "down", "s")
-            await seen(app, pilot, "MainThread", "core.py")
+            await pilot.press("q", "f", "down", "s")
+            await seen(app, pilot, "MainThread", ".py:")
             await pilot.press("l")
             await seen(app, pilot, "INFO")
             await pilot.press("d", "y")
@@ -95,8 +108,8 @@ def test_the_full_screen_shows_and_ends_a_request(
             await pilot.press("q", "q")
 
     asyncio.run(script())
-    until(lambda: request_in_flight)
-    assert request_in_flight[0].status_code >= 400
+    until(lambda: held)
+    assert not held[0].is_success or "an operator ended it" in held[0].text
 
 
 def test_a_stopped_process_is_a_finding_and_its_end_is_seen(server: Live) -> None:

@@ -135,6 +135,8 @@ def test_an_action_runs_once_it_is_confirmed(ran: list[tuple[str, ...]]) -> None
             ("d", "doctor -t demo"),
             ("h", "heal -t demo"),
             ("b", "bundle -t demo -o "),
+            ("x", "drain -t demo"),
+            ("u", "resume -t demo"),
             ("a", "requests abort -t demo --yes -- cmpl-a"),
         ):
             await pilot.press(key)

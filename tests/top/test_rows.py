@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from vllmops.diagnose.findings import Severity
@@ -82,14 +84,25 @@ def test_what_only_stacks_can_decide_is_a_warning() -> None:
         ("S", {"loop_s": 8.0}, "event loop blocked for 8 s", Severity.ERROR),
         ("S", {"still_s": 4.0, "running": 1}, "no token for 4 s", Severity.WARNING),
         ("S", {"still_s": 1.0, "running": 1}, "at work", None),
+        ("S", {"unready": "draining"}, "draining", Severity.WARNING),
         ("S", {}, "idle", None),
     ],
 )
 def test_what_a_process_does(
-    state: str, fields: dict[str, float] | None, text: str, severity: Severity | None
+    state: str, fields: dict[str, Any] | None, text: str, severity: Severity | None
 ) -> None:
     told = None if fields is None else pulse("engine", **fields)
     assert rows.words(process("engine", state), told) == (text, severity)
+
+
+def test_a_server_that_drains_says_so() -> None:
+    drains = seen(1.0, health=503, pulses=(pulse("api", handed=1, unready="draining"),))
+    row = rows.server("demo", [one(1.0, seen=drains)], 1.0)
+    assert (row.state, row.severity, row.findings) == (
+        "ready, draining",
+        Severity.WARNING,
+        (),
+    )
 
 
 def test_nodes_and_ranks_make_a_tree() -> None:

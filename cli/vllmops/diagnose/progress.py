@@ -271,11 +271,17 @@ def silent(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
 def unhealthy(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """API servers that report a dead engine."""
     asked = [look for look in looks if look.health is not None]
-    since_s = lasting(asked, lambda look: look.health == 503 or None) if asked else None
+    since_s = lasting(asked, dead_engine) if asked else None
     if since_s is not None and since_s >= min(patience_s, UNHEALTHY_S):
         apis = [process for process in looks[-1].processes if process.role == "api"]
         subject = ", ".join(f"api {process.pid}" for process in apis) or "the server"
         yield Stall(UNHEALTHY.code, subject, since_s, "/health answers 503")
+
+
+def dead_engine(look: Observation) -> object:
+    """Whether ``/health`` says that the engine is dead; a server that drains answers the same."""
+    drains = any(pulse.beat.unready == "draining" for pulse in look.pulses)
+    return (look.health == 503 and not drains) or None
 
 
 def ended(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:

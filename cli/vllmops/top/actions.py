@@ -43,6 +43,14 @@ def heal(target: str) -> Action:
     return Action("Heal what is proven to be stuck", ("heal", *reach(target)))
 
 
+def drain(target: str) -> Action:
+    return Action("Refuse new requests; those in flight finish", ("drain", *reach(target)))
+
+
+def resume(target: str) -> Action:
+    return Action("Take requests again", ("resume", *reach(target)))
+
+
 def bundle(target: str) -> Action:
     """Raises VllmopsError ``home.unsafe``, and OSError where the folder can't be made."""
     folder = own(home() / "bundles")

@@ -101,13 +101,13 @@ class Output(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="box"):
             yield Static(wrapped([Line(0, f"$ {self.command.line}", "bold")]), markup=False)
-            yield Static("it runs; q closes this window, and does not end it", id="told")
+            yield Static("it runs; q closes this window, and does not end it", id="state")
+            yield Static(id="printed", markup=False)
 
     def told(self, code: int, text: str) -> None:
         """Show what the command printed."""
-        self.query_one("#told", Static).update(
-            Text(f"{plain_log(text)}\nexit code {code}; q closes this window")
-        )
+        self.query_one("#state", Static).update(f"exit code {code}; q closes this window")
+        self.query_one("#printed", Static).update(Text(plain_log(text)))
 
 
 class Top(App[None]):
@@ -143,6 +143,8 @@ class Top(App[None]):
         Binding("d", "doctor", "Doctor"),
         Binding("b", "bundle", "Bundle"),
         Binding("h", "heal", "Heal"),
+        Binding("x", "drain", "Drain"),
+        Binding("u", "resume", "Resume", show=False),
         Binding("a", "abort", "Abort"),
         Binding("s", "stacks", "Stacks"),
         Binding("f", "tab('findings')", "Findings", show=False),
@@ -398,6 +400,12 @@ class Top(App[None]):
 
     def action_bundle(self) -> None:
         self.offer(actions.bundle)
+
+    def action_drain(self) -> None:
+        self.offer(actions.drain)
+
+    def action_resume(self) -> None:
+        self.offer(actions.resume)
 
     def action_abort(self) -> None:
         if not (chosen := self.request_id):

@@ -182,7 +182,9 @@ def condition(look: Look) -> tuple[str, Severity | None]:
             f"{'stalled' if sure else 'perhaps stalled'} for {seconds:.0f} s",
             Severity.ERROR if sure else Severity.WARNING,
         )
-    return look.state or "up", None
+    beats = [pulse.beat for pulse in look.seen.pulses] if look.seen else []
+    unready = {beat.unready: None for beat in beats if beat.unready}
+    return ", ".join((look.state or "up", *unready)), Severity.WARNING if unready else None
 
 
 def findings(look: Look) -> Iterator[Finding]:
@@ -281,6 +283,8 @@ def words(state: ProcessState, pulse: Pulse | None) -> tuple[str, Severity | Non
         return f"event loop blocked for {beat.loop_s:.0f} s", Severity.ERROR
     if (beat.still_s or 0.0) >= STILL_S:
         return f"no token for {beat.still_s:.0f} s", Severity.WARNING
+    if beat.unready:
+        return beat.unready, Severity.WARNING
     if beat.running or beat.waiting or beat.handed or beat.rendering_s:
         return "at work", None
     return "idle" if state.role != Role.WORKER else "", None
