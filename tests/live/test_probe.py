@@ -17,7 +17,7 @@ from vllmops.rpc import agent
 from ..support.extent import EVERYTHING, long
 from ..support.waiting import until
 from .conftest import Cli, PlugIn, free_port, launch
-from .hangs import ARGUMENTS, ENVIRONMENT, HANGS, PLACE, PLUG_IN, Hang, Prone
+from .hangs import ARGUMENTS, ENVIRONMENT, HANGS, PLACE, PLUG_IN, Hang, Prone, livelock
 
 RED_S = 30.0
 SATURATED_S = 300.0 if EVERYTHING else 40.0
@@ -149,6 +149,7 @@ def test_a_saturated_server_lives(probed: Probed) -> None:
     assert bundles(probed.server) == set()
 
 
+@long
 def test_one_step_that_takes_long_is_no_stall(probed: Probed) -> None:
     with probed.never_red():
         (probed.server.place / "long-step").write_text(str(STEP_S))
@@ -159,6 +160,7 @@ def test_one_step_that_takes_long_is_no_stall(probed: Probed) -> None:
         until(lambda: probed.green("readyz"))
 
 
+@long
 def test_a_paused_server_lives_and_is_not_ready(probed: Probed) -> None:
     url = probed.server.url
 
@@ -178,7 +180,10 @@ def test_a_paused_server_lives_and_is_not_ready(probed: Probed) -> None:
 
 @pytest.mark.parametrize(
     "hang",
-    [pytest.param(hang, marks=() if hang.short else long, id=hang.name) for hang in HANGS],
+    [
+        pytest.param(hang, marks=() if hang.made is livelock else long, id=hang.name)
+        for hang in HANGS
+    ],
 )
 def test_a_hang_is_dead_in_time_and_its_evidence_is_there(probed: Probed, hang: Hang) -> None:
     """The last one ends the server."""
