@@ -18,6 +18,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import urllib.request
 import venv
 from collections.abc import Iterator
@@ -54,14 +55,21 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def beside(*words: str) -> Iterator[None]:
-    """Run a command until the end of the block; nobody looks at what it says."""
-    null = subprocess.DEVNULL
-    process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=null, stderr=null)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
+    """Run a command during the block; if it fails, print at the end what it said, and exit."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=said, stderr=said)
+        try:
+            yield
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
+        finally:
+            code = process.wait()
+            said.seek(0)
+            shown = f"failed:\n{said.read().decode()}" if code else "passed"
+            print(f"$ {shlex.join(words)}\n{shown}", flush=True)
+    if code:
+        sys.exit(code)
 
 
 def install() -> None:
@@ -126,21 +134,15 @@ def test(*, everything: bool) -> None:
     if everything:
         os.environ["VLLMOPS_TEST_ALL"] = "1"
     # Compiles the tests, as else every worker would do, on the core that the linters leave idle.
-    with beside("pytest", "--collect-only", "-qq"):
+    with beside("pytest", "--collect-only", "-qqq"):
         run("ruff", "format", "--check", ".")
         run("ruff", "check", ".")
         run("lint-imports")
-        run("mypy")
-    # Tests wait about half of their time, for processes above all. Of live tests, those of a file
-    # share servers, each of which takes 1 GB and, at work, one core.
-    for workers, way, which in (
-        ("6", "worksteal", ("--ignore", "tests/live")),
-        ("3", "loadgroup", ("tests/live",)),
-    ):
-        if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
-            # Some tests still depend on a machine that does nothing else: what failed runs alone,
-            # distributed as before, because that is part of a test's id.
-            run("pytest", "--numprocesses", "1", "--dist", way, "--last-failed", *which)
+    # Tests wait about half of their time, for processes above all; the type checker uses the rest.
+    with beside("mypy"):
+        run("pytest", "--numprocesses", "6", "--dist", "worksteal", "--ignore", "tests/live")
+    # Those of a file share servers, each of which takes 1 GB and, at work, one core.
+    run("pytest", "--numprocesses", "3", "--dist", "loadgroup", "tests/live")
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 
 

@@ -48,6 +48,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_sessionstart() -> None:
+    """Make what forks commands, while no test's threads run."""
+    commands.forking()
+
+
+def pytest_sessionfinish() -> None:
+    commands.forking().close()
+
+
 START = detached.start
 STANDIN = Path(__file__).with_name("instances") / "standin.py"
 
@@ -88,6 +97,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A state directory with a short path; what was started with it is gone at the end."""
     with tempfile.TemporaryDirectory(prefix="vo-", dir="/tmp", ignore_cleanup_errors=True) as name:
         place = Path(name)
+        others = set(psutil.pids())  # hundreds, and none of them has this directory
         for variable in ("VLLMOPS_TARGET", "VLLMOPS_DEBUG", "VLLM_PLUGINS", "COLUMNS"):
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setenv("VLLMOPS_HOME", name)
@@ -98,7 +108,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(launch, "LAST_PORT", first + 99)
         monkeypatch.setattr(detached, "start", commands.detached)
         yield place
-        while left := [pid for pid in psutil.pids() if in_home(pid, place)]:
+        while left := [pid for pid in set(psutil.pids()) - others if in_home(pid, place)]:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -127,15 +137,23 @@ def code(pytestconfig: pytest.Config) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def standin() -> Iterator[Path]:
     """A directory for PYTHONPATH whose package ``vllm`` is `instances/standin.py`."""
-    place = tmp_path_factory.mktemp("standin")
+    # Not pytest's own: a command of another user would not find it there, and take the real vLLM.
+    with tempfile.TemporaryDirectory(prefix="vo-standin-") as name:
+        place = Path(name)
+        place.chmod(0o755)
+        write_standin(place)
+        yield place
+
+
+def write_standin(place: Path) -> None:
+    """Make a package ``vllm`` of the stand-in."""
     package = place / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
     for folder in (package, package.parent, package.parent.parent):
         (folder / "__init__.py").touch()
     shutil.copy(STANDIN, package / "main.py")
-    return place
 
 
 @pytest.fixture

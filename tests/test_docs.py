@@ -39,7 +39,13 @@ RUN = {
     "vllmops ps": 0,
     "vllmops ps --json": 0,
     "vllmops doctor --list": 0,
+    "vllmops metrics --alerts prometheus > vllmops.rules.yml": 0,
+    "vllmops metrics --board overview > overview.json": 0,
+    "vllmops metrics --board incident > incident.json": 0,
+    "vllmops metrics --alerts kubernetes > vllmops.rule.yaml": 0,
     "vllmops heal --list": 0,
+    "vllmops top --once": 0,
+    "vllmops top --once --json": 0,
     "vllmops keys list": 5,
     "vllmops keys add": 0,
     "vllmops keys rotate": 0,
@@ -54,10 +60,16 @@ RUN = {
     "vllmops stacks explain dump.txt --fact progress=frozen": 1,
     "vllmops serve Qwen/Qwen3-0.6B --dry-run -- --uds /run/vllm.sock": 0,
     "vllmops responses check-store sqlite:////tmp/responses.db": 0,
+    "vllmops integrate systemd > /etc/systemd/system/vllmops@.service": 0,
+    "vllmops integrate kubernetes --deployment vllm > patch.yaml": 0,
+    "vllmops integrate kubernetes --deployment vllm --debug registry.example/vllmops:1 --keyring"
+    " > patch.yaml": 0,
+    "vllmops integrate kubernetes --deployment vllm --secret keyring.json > secret.yaml": 0,
     "vllmops completions bash > completions/vllmops.bash": 0,
 }
 # In this order on one server, which is called demo.
 SERVED = {
+    "vllmops metrics -t demo": 0,
     "vllmops ps": 0,
     "vllmops status demo": 0,
     "vllmops wait demo --for ready": 0,
@@ -70,6 +82,8 @@ SERVED = {
     "vllmops doctor hang.tar.gz --history": 0,
     "vllmops stacks explain hang.tar.gz": 0,
     "vllmops restart demo": 0,
+    "vllmops probe --liveness -t demo": 0,
+    "vllmops probe --readiness -t demo --json": 0,
     "vllmops stop demo --timeout 120": 0,
     "vllmops stop demo": 5,  # it has ended already
 }
@@ -127,6 +141,7 @@ LIVE = {
 }
 # Only parsed.
 PARSED = {
+    "vllmops metrics -t demo --listen 9105": "it does not end",
     "vllmops doctor --clean-shm": "it acts on the whole machine",
     "vllmops keys push -t https://b.example --admin-token admin.key": "a server elsewhere",
     "vllmops status -t https://gpu7.example --admin-token admin.key": "the same",
@@ -137,7 +152,10 @@ PARSED = {
     "vllmops doctor -t @fleet.txt --admin-token admin.key --json": "several servers elsewhere",
     "vllmops stacks dump --core core.4711 --explain": "a core file",
     "vllmops serve MODEL --cuda-coredump": "a GPU",
+    "vllmops probe --listen 8081 -t demo": "it does not end",
     "vllmops logs demo -f --process engine": "it does not end",
+    "vllmops top": "a terminal; tests/top has it",
+    "vllmops top -t demo -t 29914": "the same",
     "vllmops responses export --store sqlite:////srv/responses.db -o responses.jsonl": "a store",
     "vllmops responses import responses.jsonl --store postgresql://user@host/database": "a store",
 }
@@ -239,6 +257,8 @@ def prepare(vllmops: Any, line: str) -> None:
         assert vllmops("keys", "add").code == 0
         sealed = seal([], file.load(home.home() / "keyring.json"), model="m", owner="")
         Path("carrier.txt").write_text(sealed)
+    if "--secret keyring.json" in line:
+        assert vllmops("keys", "add", "--keyring", "keyring.json").code == 0
     if "memory.jsonl" in line:
         journal = files.Journal(Path("memory.jsonl"), RecordingHead(server="demo", started_at=0.0))
         for number in range(8):
@@ -279,9 +299,12 @@ def test_examples_that_need_no_vllm_work(
         assert answer.code == code, (line, answer)
 
 
-def test_the_picture_is_what_its_command_draws() -> None:
-    assert picture.PICTURE.read_text() == picture.draw(), "python -m tests.support.picture"
-    assert picture.PICTURE.name in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("drawn", picture.PICTURES, ids=lambda path: str(path.name))
+def test_a_picture_is_what_its_command_draws(drawn: Path) -> None:
+    if drawn.name == "top.svg":
+        pytest.importorskip("textual")
+    assert drawn.read_text() == picture.PICTURES[drawn](), "python -m tests.support.picture"
+    assert drawn.name in (ROOT / "README.md").read_text()
 
 
 def test_the_licence_is_in_the_clone_and_named_by_the_package() -> None:

@@ -42,16 +42,19 @@ COMMANDS = {
     "serve": Entry("serve", "Launch a vLLM server and supervise all its processes."),
     "ps": Entry("ps", "List every vLLM server on this machine."),
     "status": Entry("status", "Show one server on one screen."),
+    "top": Entry("top", "Show servers on a full screen that stays up to date."),
     "logs": Entry("logs", "Show a server's log, also after it has ended."),
     "wait": Entry("wait", "Wait until a server is ready or has stopped."),
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
     "drain": Entry("drain:drain_app", "Refuse new requests, and let those in flight finish."),
     "resume": Entry("drain:resume_app", "Have a drained server take requests again."),
+    "probe": Entry("probe", "Say whether a server lives, is ready, or has started."),
     "restart": Entry("stop:restart_app", "Stop a server and start it again with the same command."),
     "doctor": Entry("doctor", "Show what is wrong with a server, and what to do next."),
     "heal": Entry("heal", "Bring a server that hangs back, without a restart."),
     "bundle": Entry("bundle", "Write evidence for a bug report to a file, without secrets."),
     "watch": Entry("watch", "Report when a server stalls, and keep the evidence."),
+    "metrics": Entry("metrics", "Show a server's state as metrics of Prometheus."),
     "attach": Entry("attach", "Load the agent into a server that runs without it."),
     "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
     "patches": Entry("patches", "Known vLLM defects and their patch status.", several=True),
@@ -59,6 +62,7 @@ COMMANDS = {
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
     "requests": Entry("requests", "Requests that a server works on.", several=True),
     "responses": Entry("responses", "Stored responses.", several=True),
+    "integrate": Entry("integrate", "What systemd and Kubernetes need.", several=True),
     "keygen": Entry("keygen", "Print a fresh random key."),
     "keys": Entry("keys", "Keys that protect client-held conversation state.", several=True),
     "help": Entry("help", "Show a page of the manual."),
@@ -181,6 +185,8 @@ def run() -> int:
     if sys.argv[1:] == ["--version"]:
         print_version()
         return 0
+    if (code := quick()) is not None:
+        return code
     import typer  # noqa: PLC0415
 
     from .errors import Exit, VllmopsError  # noqa: PLC0415
@@ -214,6 +220,18 @@ def run() -> int:
     except (ImportError, MemoryError, OSError):  # what reports it can't be imported any more
         os.write(2, f"error: {failure.message}\n  hint: {failure.hint}\n".encode())
         return failure.exit_code
+
+
+def quick() -> int | None:
+    """Answer a probe without Typer; returns the exit code, None where it takes the command."""
+    if sys.argv[1:2] != ["probe"]:
+        return None
+    from .quick_probe import quick  # noqa: PLC0415
+
+    try:
+        return quick(sys.argv[2:])
+    except Exception:  # the command says what is wrong
+        return None
 
 
 def wrong_usage(error: Any) -> VllmopsError | None:

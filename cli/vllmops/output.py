@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
 
 import typer
+from typer.core import TyperCommand
 
 from .errors import Exit, VllmopsError
 from .numbers import CENTURY_S
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 ENVELOPE_VERSION = 1
+ORDER = "vllmops.order"
 PIPE_WIDTH = 200
 MOST_SHOWN = 1 << 64  # bytes: no machine has more
 _invoked = ""
@@ -72,9 +74,32 @@ class Result:
     errors: tuple[VllmopsError, ...] = ()
 
 
+class Command(TyperCommand):
+    """Keeps in ``ctx.meta[ORDER]`` which options were given, each as often as it was."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        parser: Any = super().make_parser(ctx)
+        parse = parser.parse_args
+
+        def kept(args: list[str]) -> tuple[Any, list[str], list[Any]]:
+            values, rest, order = parse(args)
+            ctx.meta[ORDER] = order
+            return values, rest, order
+
+        parser.parse_args = kept
+        return parser
+
+
+class App(typer.Typer):
+    """Its commands are of class `Command`, unless they say otherwise."""
+
+    def command(self, *names: Any, **options: Any) -> Any:
+        return super().command(*names, **{"cls": Command, **options})
+
+
 def typer_app() -> typer.Typer:
     """A Typer app for a command, or for the commands of a noun."""
-    return typer.Typer(
+    return App(
         add_completion=False,
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},

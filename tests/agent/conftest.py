@@ -20,8 +20,9 @@ def lru_module(code: Callable[[str], Path]) -> Callable[[str], ModuleType]:
     return lambda version: modules.lru_module(code(version))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def process() -> Iterator[Vllm]:
+    """One for all tests of a worker: its imports take 6 s of CPU."""
     made = Vllm()
     yield made
     os.killpg(made.popen.pid, signal.SIGKILL)

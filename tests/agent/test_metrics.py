@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent import metrics
-from vllmops.agent.metrics import Gathering
+from vllmops.agent.log import log
+from vllmops.metrics import gathering as metrics
+from vllmops.metrics.gathering import Gathering
 from vllmops.protocol.view import View
 
 from ..support.waiting import until
@@ -35,7 +36,7 @@ def test_a_scrape_waits_for_nothing_and_shows_what_was_gathered(over: threading.
         go.wait(20)
         return View(stall="likely"), 1
 
-    gathering = Gathering(slow, over.wait)
+    gathering = Gathering(slow, log.warning, over.wait)
     began = time.monotonic()
     assert not gathering.describe()
     assert not names(gathering)
@@ -59,7 +60,7 @@ def test_nobody_scrapes_nothing_is_gathered(
     monkeypatch.setattr(metrics, "LOOK_S", 0.01)
     monkeypatch.setattr(metrics, "SHARE", 100.0)
     monkeypatch.setattr(metrics, "IDLE_S", 0.3)
-    gathering = Gathering(look, over.wait)
+    gathering = Gathering(look, log.warning, over.wait)
     assert count == 0
     gathering.collect()
     until(lambda: count > 2)
@@ -84,7 +85,7 @@ def test_an_error_is_reported_once_and_the_next_look_works(
             raise KeyError("odd")
         return View(), 1
 
-    gathering = Gathering(look, over.wait)
+    gathering = Gathering(look, log.warning, over.wait)
     gathering.pause_s = 0.01
     until(lambda: names(gathering) == {"vllmops:stalled"})
     assert [record.message for record in caplog.records if "odd" in record.message][1:] == []
@@ -99,12 +100,12 @@ def test_its_pause_follows_what_it_costs(
             pass
         return View(), 4
 
-    gathering = Gathering(look, over.wait)
+    gathering = Gathering(look, log.warning, over.wait)
     gathering.collect()
     until(lambda: gathering.gathered > 0)
     assert gathering.pause_s == pytest.approx(4 * metrics.LOOK_S, rel=0.2)
     monkeypatch.setattr(metrics, "LOOK_S", 0.1)
-    other = Gathering(look, over.wait)
+    other = Gathering(look, log.warning, over.wait)
     other.collect()
     until(lambda: other.gathered > 0)
     assert other.pause_s == pytest.approx(0.05 / metrics.SHARE, rel=0.5)

@@ -46,12 +46,42 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
     assert process.run("out = objects.problems") == []
 
 
+SCRAPE = """
+import importlib, os, tempfile, time
+if several:
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
+from vllmops.agent import metrics as ours, objects
+ours.install()
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+app = FastAPI()
+importlib.import_module("vllm.entrypoints.serve.instrumentator.metrics").attach_router(app)
+client = TestClient(app)
+out, end = "", time.monotonic() + 30
+while "vllmops:stalled" not in out and time.monotonic() < end:
+    out = client.get("/metrics").text
+    time.sleep(0.1)
+out = out.count("# TYPE vllmops:stalled gauge"), objects.problems
+"""
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("version", [*(MINORS if EVERYTHING else ENDS), INSTALLED])
+def test_what_it_scrapes_has_the_servers_state(
+    vllm: Callable[[str], Vllm], version: str, several: bool
+) -> None:
+    process = vllm(version)
+    process.run(f"several = {several}")
+    assert process.run(SCRAPE) == (1, [])
+
+
 # Modules of what the agent hooks, where a later version could have them.
 ELSEWHERE = {
     "vllm.utils.cache": "vllm.utils.caching",
     "vllm.v1.core.sched.scheduler": "vllm.v1.core.sched.steps",
     "vllm.v1.request": "vllm.v1.engine_request",
     "vllm.multimodal.cache": "vllm.multimodal.caching",
+    "vllm.distributed.device_communicators.shm_broadcast": "vllm.distributed.broadcast",
 }
 MOVED = {
     "vllm.utils.cache": "vllm.foundation.utilities.cache",

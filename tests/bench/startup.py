@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import resource
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -44,6 +47,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
             n,
             control=of["again"],
         )
+    yield from probed(setting)
     yield Figure(
         "modules of vLLM, torch, transformers imported by --help, ps, cache inspect FILE",
         "modules",
@@ -52,6 +56,37 @@ def measure(setting: Setting) -> Iterator[Figure]:
         0,
         Limit(),
         1,
+    )
+
+
+def probed(setting: Setting) -> Iterator[Figure]:
+    """What a probe costs, which runs every few seconds: CPU time, for a machine is busy then."""
+    folder = setting.home / "instances" / "probed"
+    folder.mkdir(0o700, parents=True)
+    record = {"state": "ready", "stage": "ready", "note": "", "started_at": 1.0, "processes": []}
+    with os.fdopen(os.open(folder / "instance.json", os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+        json.dump(record, file)
+
+    def cpu_s(*words: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        setting.run(*words)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    typer, probe = (PYTHON, "-c", "import typer"), (VLLMOPS, "probe", "--liveness", "-t", "probed")
+    values = interleaved(
+        6 if setting.short else 40,
+        {"probe": partial(cpu_s, *probe), "typer": partial(cpu_s, *typer)},
+    )
+    of = medians(values)
+    yield Figure(
+        "vllmops probe --liveness, CPU time",
+        "s",
+        of["probe"],
+        RIVAL,
+        of["typer"],
+        Limit(1.5 if setting.short else 1.0),
+        len(values["probe"]),
     )
 
 

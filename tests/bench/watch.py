@@ -6,11 +6,15 @@ import math
 import os
 import random
 import signal
+import socket
 import statistics
+import threading
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from .figure import Figure, Limit, ratio
+from .figure import Figure, Limit, interleaved, ratio
 from .memory import cores
 from .setting import VLLMOPS, Setting
 
@@ -38,9 +42,54 @@ def measure(setting: Setting) -> Iterator[Figure]:
         Limit(0.1) if setting.short else Limit(0.005),
         1,
     )
+    yield probed(setting, watch)
     words = (*watch, "--interval", str(OFTEN_S))
     with setting.meanwhile(*words, warm_up_s=WARM_UP_S) as command:
         yield felt(setting, command.pid)
+
+
+def probed(setting: Setting, watch: Sequence[str]) -> Figure:
+    """How long a probe takes over HTTP while the server has more requests than it can work on."""
+    server, over = setting.vision, threading.Event()
+    burst = [server.request(PATH, {**BODY, "max_tokens": 50, "ignore_eos": True})] * BURST
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def load() -> None:
+        while not over.is_set():
+            server.load(burst, 4 * CONNECTIONS)
+
+    def seconds(to: int, path: str) -> float:
+        began = time.perf_counter()
+        with urllib.request.urlopen(f"http://127.0.0.1:{to}{path}", timeout=60) as answer:
+            answer.read()
+        return time.perf_counter() - began
+
+    loading = threading.Thread(target=load)
+    with setting.meanwhile(*watch, "--listen", str(port), warm_up_s=WARM_UP_S):
+        loading.start()
+        try:
+            time.sleep(2)
+            values = interleaved(
+                100 if setting.short else 2000,
+                {
+                    "probe": partial(seconds, port, "/readyz"),
+                    "health": partial(seconds, server.port, "/health"),
+                },
+            )
+        finally:
+            over.set()
+            loading.join()
+    worst = {name: statistics.quantiles(each, n=100)[98] for name, each in values.items()}
+    return Figure(
+        "GET /readyz of a watch, 99th percentile, server saturated",
+        "s",
+        worst["probe"],
+        "GET /health of the server",
+        worst["health"],
+        Limit(0, 0.1 if setting.short else 0.02),
+        len(values["probe"]),
+    )
 
 
 def felt(setting: Setting, pid: int) -> Figure:

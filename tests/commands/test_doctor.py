@@ -7,13 +7,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from vllmops.commands.doctor import paragraph
 from vllmops.diagnose.doctor import checks
+from vllmops.diagnose.stacks import explain
 from vllmops.host.shm import SHM
+from vllmops.stacks.paste import read
 
 from ..support.waiting import until
 
 # What a machine that runs tests has in /dev/shm is none of a server's business.
 OWN = ("--skip", "machine")
+STACKS = Path(__file__).parents[1] / "diagnose/stacks"
 
 
 def codes(answer: Any) -> list[str]:
@@ -50,6 +54,13 @@ def test_a_stopped_process_is_named(lab: Any) -> None:
         assert "1. error: a signal stopped a process [process.stopped]" in shown
     finally:
         lab.kill(worker, signal.SIGCONT)
+
+
+def test_who_waits_is_listed_beside_the_root() -> None:
+    text = (STACKS / "worker-stuck-broadcast.cpu.txt").read_text()
+    finding = explain(read(text)).findings[0]
+    lines = [line.text for line in paragraph(1, finding)]
+    assert lines[1:3] == ["where: Worker 4200", "waiting for it: EngineCore 4120"]
 
 
 def test_whoever_reaches_it_is_told(lab: Any) -> None:

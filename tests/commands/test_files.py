@@ -117,7 +117,7 @@ def run(*words: str, home: Path, **options: Any) -> Any:
         [sys.executable, "-m", "vllmops", *words, "--json"],
         env={**os.environ, "VLLMOPS_HOME": str(home)},
         stdout=subprocess.PIPE,
-        timeout=30,
+        timeout=120,
         check=False,
         **options,
     )

@@ -329,7 +329,7 @@ def test_a_full_disk_does_not_fail_a_recording_that_nobody_asked_to_save(
 ) -> None:
     engine = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
     # A file that has more than a page of memory.
-    words = ("-t", engine.process.pid, "--interval", "0.1", "--duration", "5")
+    words = ("-t", engine.process.pid, "--interval", "0.1", "--duration", "8")
     recording = begin("record", *words)
     path = home / "memory" / f"{engine.process.pid}.jsonl"
     until(lambda: lines(path) > 4)

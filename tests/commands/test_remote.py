@@ -228,7 +228,7 @@ def test_the_last_steps_of_an_engine(vllmops: Vllmops, fleet: Fleet) -> None:
 
 def test_a_bundle_of_what_can_be_had(vllmops: Vllmops, fleet: Fleet, tmp_path: Path) -> None:
     file = tmp_path / "bundle.tar.gz"
-    answer = vllmops("bundle", *fleet.words(), "-o", str(file), "--timeout", "5", "--json")
+    answer = vllmops("bundle", *fleet.words(), "-o", str(file), "--timeout", "30", "--json")
     assert answer.code == 0, answer
     names = {part["name"] for part in answer.data["parts"]}
     assert {"stacks.jsonl", "caches.json", "server.json"} <= names

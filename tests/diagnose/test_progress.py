@@ -275,3 +275,12 @@ def test_what_no_longer_look_can_show_is_not_waited_for() -> None:
     assert decidable(over(4, pulses=beats(engine=engine(3.0))), 15.0)
     assert decidable(over(4, pulses=(), metrics=BUSY, health=0), 15.0)
     assert not decidable(over(0, pulses=(), health=0), 15.0)
+
+
+def test_a_server_that_drains_has_no_dead_engine() -> None:
+    def looks(unready: str) -> list[Observation]:
+        api = pulse("api", unready=unready)
+        return [look(float(at_s), health=503, pulses=(api,)) for at_s in range(6)]
+
+    assert [stall.code for stall in stalls(looks(""))] == ["api.unhealthy"]
+    assert stalls(looks("draining")) == []

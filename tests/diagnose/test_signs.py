@@ -72,7 +72,19 @@ def test_words_beside_a_report_do_not_silence_it(text: str) -> None:
     assert next(iter(read(text))) == "collective-stall"
 
 
-@pytest.mark.parametrize("text", ["It hangs at 100 % of the KV cache. ", "stuck 100% gpu ", "a_b("])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It hangs at 100 % of the KV cache. ",
+        "stuck 100% gpu ",
+        "a_b(",
+        "a",
+        "a=b, ",
+        "\n- a",
+        "#",
+        "- ",
+    ],
+)
 def test_a_megabyte_of_words_takes_no_longer_than_its_part_that_counts(text: str) -> None:
     begun = time.process_time()
     read(text * (1_000_000 // len(text)))

@@ -43,6 +43,7 @@ from .test_cache import ask, found, load, look, settled, side
 
 WATCHED_S = 15.0  # until a stall is sure, a start of the command included
 CAPTURED_S = 25.0
+NAMED_S = 20.0  # from the call of a command that looks at a live server to its answer
 REQUESTS = 60  # of a round, whose memory is to show
 SPINNING = "stack.mm-cache-eviction-spin"
 
@@ -157,10 +158,20 @@ def prove(server: Prone, code: str, told: str = "", *, captured: bool) -> None:
         asked += [("doctor", bundle, "--json"), ("stacks", "explain", bundle, "--json")]
     else:
         asked += [("stacks", "dump", "--explain", *target)]
-    *doctors, explained = [codes(server.cli(*words)) for words in asked]
+    *doctors, explained = [answered(server, code, *words) for words in asked]
     assert explained == [code]
     for named in doctors:
         assert {code, told or code} & set(named), named
+
+
+def answered(server: Prone, code: str, *words: str) -> list[str]:
+    """What a command names, in time."""
+    began = time.monotonic()
+    ran = server.cli(*words)
+    took_s = time.monotonic() - began
+    print(f"{code}: {' '.join(words[:2])} took {took_s:.1f} s")  # pytest -rP shows it
+    assert took_s < NAMED_S
+    return codes(ran)
 
 
 def caught(server: Prone, place: str) -> str:

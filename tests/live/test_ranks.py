@@ -6,6 +6,7 @@ The servers are shared: each starts two or more workers, and needs two cores for
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from .test_cache import ask
 TP = ("--env", "VLLM_CPU_OMP_THREADS_BIND=0|1", "--", "--tensor-parallel-size", "2")
 PP = ("--env", "VLLM_CPU_OMP_THREADS_BIND=0|1", "--", "--pipeline-parallel-size", "2")
 TOLD_S = 10  # the death of a process is told within
+NAMED_S = 20.0  # from the call of a command that looks at a live server to its answer
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,11 @@ def test_every_command_names_the_rank(tensor: Ranks) -> None:
 
 def test_the_rank_that_is_stuck_is_found(tensor: Ranks) -> None:
     with tensor.stuck("worker TP1"):
+        began = time.monotonic()
         ran = tensor.server.cli("doctor", "-t", "tensor", "--json")
+        took_s = time.monotonic() - began
+        print(f"rank stuck: doctor took {took_s:.1f} s")  # pytest -rP shows it
+        assert took_s < NAMED_S
         assert ran.code == 1, ran.out
         names = tensor.named()
         (found,) = (f for f in ran.data["findings"] if f["code"].startswith("stack."))

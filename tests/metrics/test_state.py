@@ -1,6 +1,7 @@
 """What agents say, as Prometheus reads it."""
 
 import re
+from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllmops.metrics.counters import COUNTERS
 from vllmops.metrics.families import FAMILIES, PREFIX, metrics
 from vllmops.metrics.state import MOST_KEYS, differ, samples
 from vllmops.protocol.caches import (
@@ -96,6 +98,28 @@ def test_names_and_units() -> None:
         assert not {"pid", "id", "owner", "user"} & set(family.labels)
         assert family.help[0].isupper() or family.help[0] == "1"
         assert not family.help.endswith(".")
+
+
+def test_each_is_in_the_manual() -> None:
+    page = files("vllmops").joinpath("docs/metrics.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    told = {
+        name if not name.startswith("_") else first.rpartition(shortest(first))[0] + name
+        for row in rows
+        for names in [[word.partition("{")[0] for word in re.findall(r"`([^`]+)`", row)]]
+        for first in names[:1]
+        for name in names
+    }
+    counted = {counter._name for counter in COUNTERS}
+    assert told == set(FAMILIES) | {
+        name.removeprefix(PREFIX) + ("" if name.endswith("seconds") else "_total")
+        for name in counted
+    }
+
+
+def shortest(name: str) -> str:
+    """What other names of a row have in place of it."""
+    return "_" + name.rpartition("_")[2]
 
 
 def test_processes_with_the_same_labels_are_one_row() -> None:

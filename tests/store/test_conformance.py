@@ -130,6 +130,11 @@ class WaitsForTheDead(Careless):
         return False
 
 
+class EndsWhatLapsed(Careless):
+    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
+        return not response.running and await super().put(response, unless_status=unless_status)
+
+
 class RunsOn(Careless):
     async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
         return set(ids)
@@ -172,6 +177,7 @@ FOUND: dict[type[Careless], str] = {
     EvictsFromWhoHasLeast: "evicts from the owner",
     NeverExpires: "expires",
     WaitsForTheDead: "fails runs whose server has gone",
+    EndsWhatLapsed: "takes up again",
     RunsOn: "stops a run",
     LosesEvents: "keeps a stream's events",
     KeepsEveryEvent: "keeps no more of a stream",

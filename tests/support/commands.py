@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import IO, Any, Final, NoReturn, TypeAlias
 
 import typer.main
@@ -32,6 +33,7 @@ from vllmops.host import processes
 from vllmops.instances import supervisor
 
 from . import own
+from .forking import Forking
 
 # What commands import late: a fork that has it starts in a third of the time. And a user who may
 # not read this Python's library would not find it.
@@ -80,6 +82,11 @@ class Answer:
 THREADS = threading.active_count()  # of pytest's
 TABLE = processes.table
 Vllmops: TypeAlias = Callable[..., Answer]
+End: TypeAlias = Callable[[], int]  # waits for a command; its exit code
+
+
+def nothing() -> None:
+    """Change nothing before a command."""
 
 
 def answered(
@@ -87,8 +94,8 @@ def answered(
     columns: int | None = None,
     uid: int | None = None,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 60,
-    before: Callable[[], object] = lambda: None,
+    timeout_s: float = 180,
+    before: Callable[[], object] = nothing,
 ) -> Answer:
     """Run a command.
 
@@ -108,49 +115,99 @@ def answered(
         else:
             out, theirs = os.pipe()
 
-        main = command(words)
-
-        def program() -> None:
-            if uid is not None:
-                os.setgroups([])
-                os.setresgid(uid, uid, uid)
-                os.setresuid(uid, uid, uid)
-            os.environ.update(env or {})
-            before()
-            main()
-
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(theirs, 1)
-            os.dup2(err.fileno() if columns is None else theirs, 2)
-            become(program, ["vllmops", *words])
+        files = theirs, err.fileno() if columns is None else theirs
+        environment = {**os.environ, **(env or {})}
+        simple = uid is None and before is nothing
+        # What is imported already was found by this process's path.
+        if threaded() and simple and not any(name.startswith("PYTHON") for name in env or {}):
+            hidden = processes.table is not TABLE
+            pid, end = forking().start(*files, words, environment, os.getcwd(), hidden)
+        else:
+            pid, end = started(words, files, environment, uid, before)
         os.close(theirs)
-        said = read(out, pid, timeout_s)
-        _, status = os.waitpid(pid, 0)
+        said = read(out, pid, end, timeout_s)
+        code = end()
         os.close(out)
         err.seek(0)
-        code = os.waitstatus_to_exitcode(status)
         text = said.decode(errors="replace")
         if columns is not None:  # in a pipe there must be none
             text = STYLE.sub("", text.replace("\r\n", "\n"))
         return Answer(code, text, err.read().decode(errors="replace"))
 
 
-def command(words: Sequence[str]) -> Callable[[], object]:
-    """What a fork calls to be a command: a program of its own where a test's threads run.
+def started(
+    words: Sequence[str],
+    files: tuple[int, int],
+    environment: Mapping[str, str],
+    uid: int | None,
+    before: Callable[[], object],
+) -> tuple[int, End]:
+    """Start a command as a fork of this process, with the arguments of `answered`."""
+    main = command(words)
+
+    def program() -> None:
+        if uid is not None:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        os.environ.update(environment)
+        before()
+        main()
+
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(files[0], 1)
+        os.dup2(files[1], 2)
+        become(program, ["vllmops", *words])
+    return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def threaded() -> bool:
+    """Whether a test's threads run.
 
     A fork has the locks of other threads, and nobody who would release them.
     """
-    if threading.active_count() == THREADS:
+    return threading.active_count() != THREADS
+
+
+@cache
+def forking() -> Forking:
+    """What forks commands while a test's threads run; a test run makes it before its first test."""
+    assert not threaded()
+    return Forking(alone)
+
+
+def alone(words: Sequence[str], environment: Mapping[str, str], folder: str, hidden: bool) -> None:
+    """Be a command as it is where no test has changed anything.
+
+    Args:
+        words: its command line.
+        environment: all of it.
+        folder: where it runs.
+        hidden: whether it sees no servers but those of its state directory.
+    """
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    added = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [place for place in added if place and place not in sys.path]
+    if hidden:
+        processes.table = own.table_of(Path(environment["VLLMOPS_HOME"]))
+    become(app.main, ["vllmops", *words])
+
+
+def command(words: Sequence[str]) -> Callable[[], object]:
+    """What a fork calls to be a command: a program of its own where a test's threads run."""
+    if not threaded():
         return app.main
     # Where this process hides other tests' servers, the program does, too.
     file = ("-m", "vllmops") if processes.table is TABLE else (own.__file__,)
     return lambda: os.execv(sys.executable, [sys.executable, *file, *words])
 
 
-def read(descriptor: int, pid: int, timeout_s: float) -> bytes:
+def read(descriptor: int, pid: int, end: End, timeout_s: float) -> bytes:
     """All it writes; one that takes too long is killed, and the test fails."""
     deadline = time.monotonic() + timeout_s
     said = b""
@@ -165,7 +222,7 @@ def read(descriptor: int, pid: int, timeout_s: float) -> bytes:
             return said
         said += added
     os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    end()
     raise AssertionError(f"no end after {timeout_s} s; so far: {said.decode()}")
 
 

@@ -1,12 +1,15 @@
-"""Draws ``vllmops doctor`` as a terminal shows it: ``python -m tests.support.picture``.
+"""Draws what ``vllmops doctor`` and ``top`` show: ``python -m tests.support.picture``.
 
-The server in it is made of a stored dump of stacks, so the picture is the same on every machine.
+The server of ``doctor`` is made of a stored dump of stacks, those of ``top`` are made up, so the
+pictures are the same on every machine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -49,5 +52,18 @@ def draw() -> str:
     return FONT.sub("", picture)
 
 
+def draw_top() -> str:
+    """The picture of ``top``, as SVG."""
+    from ..top.screens import shown  # Textual may be absent
+
+    return FONT.sub("", asyncio.run(shown()))
+
+
+PICTURES: dict[Path, Callable[[], str]] = {
+    PICTURE: draw,
+    ROOT / "cli/vllmops/docs/top.svg": draw_top,
+}
+
 if __name__ == "__main__":
-    PICTURE.write_text(draw())
+    for place, drawing in PICTURES.items():
+        place.write_text(drawing())

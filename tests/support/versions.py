@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.util import resolve_name
+from importlib.util import cache_from_source, resolve_name
 from pathlib import Path
 
 from vllmops.agent import objects
@@ -192,6 +192,11 @@ def rewritten(place: Path, names: dict[str, str], moved: dict[str, str], *, shim
         changed = pattern.sub(lambda found: changes[found[0]], changed)
         if text == changed:
             made.symlink_to(file)
+            compiled = Path(cache_from_source(file))
+            if compiled.exists():  # of that very file, as far as Python can tell
+                link = Path(cache_from_source(made))
+                link.parent.mkdir(exist_ok=True)
+                link.symlink_to(compiled)
         else:
             made.write_text(changed, "utf-8")
     for kernel in installed.glob("vllm/*.so"):

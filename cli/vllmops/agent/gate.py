@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -79,7 +80,9 @@ class Gate:
         arrivals: requests in flight.
         started: requests so far.
         draining: whether new requests are refused until an operator resumes the server.
+        rerun: whether the server is about to start again, and then runs its background responses.
         holds: how many callers of `held` refuse new requests for a while.
+        ending: ends background responses, from another thread; None where there are none.
         installed: whether requests are counted.
         pause: the last HTTP request that stopped the engine; None without one.
     """
@@ -87,7 +90,9 @@ class Gate:
     arrivals: set[Arrival] = field(default_factory=set)
     started: int = 0
     draining: bool = False
+    rerun: bool = False
     holds: int = 0
+    ending: Callable[[], Future[None]] | None = None
     installed: bool = False
     pause: Arrival | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -111,16 +116,19 @@ class Gate:
     def cut(self, timeout_s: float) -> bool:
         """Answer every request in flight with 503, from another thread; whether that was done.
 
-        A stream that has begun ends with an error event.
+        Background responses end, too. A stream that has begun ends with an error event.
 
         Args:
             timeout_s: seconds to wait for the event loop.
         """
+        until = monotonic() + timeout_s
+        if self.ending is not None:
+            with suppress(Exception):  # the loop is closed or blocked, or the store is down
+                self.ending().result(timeout_s)
         for arrival in list(self.arrivals):
             if arrival.task is not None:
                 with suppress(RuntimeError):  # the loop is closed
                     arrival.task.get_loop().call_soon_threadsafe(cut, arrival)
-        until = monotonic() + timeout_s
         while self.arrivals and monotonic() < until:
             time.sleep(POLL_S)
         return not self.arrivals

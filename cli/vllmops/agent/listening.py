@@ -9,6 +9,7 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 
 from ..background import ErrorReporter
+from .account import charged
 from .log import log
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Threads(ThreadingMixIn, Base):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, whose name says whose it is."""
-        work = partial(self.process_request_thread, request, client_address)
+        work = partial(charged(self.process_request_thread), request, client_address)
         threading.Thread(target=work, name="vllmops-request", daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002

@@ -5,34 +5,33 @@ A scrape shows what was gathered last and waits for nothing. Nobody scrapes, not
 
 from __future__ import annotations
 
-import os
-import threading
+import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..background import ErrorReporter
+from msgspec.structs import replace
+
 from ..errors import VllmopsError
 from ..host.roles import Role
+from ..metrics.gathering import SHARE, Gathering
 from ..protocol.server import Observation
-from ..protocol.view import View
-from . import objects
+from ..protocol.view import StoreUse, View
+from . import engine, objects
 from .adapters import metrics as adapter
+from .adapters import places
 from .imports import when_imported
 from .log import log
 
 if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
-
     from ..protocol.remote import Member
     from ..rpc.view import Viewer
+    from ..store.store import ResponseStore, Stats
 
-LOOK_S = 5.0  # from one look at the server to the next, for each API server
-IDLE_S = 120.0  # after the last scrape nothing is gathered
-OLD = 6  # so many pauses later, what was gathered shows no present
-SHARE = 0.005  # of a core that the thread takes at most
 TIMEOUT_S = 2.0
+STORE_S = 60.0  # from one count of the store to the next; it goes through many rows
 
 
 class Far:
@@ -59,68 +58,55 @@ class Far:
         return agent.decode(f"the agent of pid {self.at}", content, kind)
 
 
-class Gathering:
-    """A collector of prometheus_client: shows what its thread gathered last; never raises.
+class Store:
+    """The store of this API server, counted now and then by its own event loop."""
 
-    Args:
-        gather: one look at the server, and how many API servers it has.
-        wait: waits for the given seconds; where it returns True, the thread ends.
-    """
+    def __init__(self) -> None:
+        self.counting: Future[Stats] | None = None
+        self.due = 0.0
+        self.began = 0.0
+        self.last: StoreUse | None = None
 
-    def __init__(
-        self, gather: Callable[[], tuple[View, int]], wait: Callable[[float], object] = time.sleep
-    ) -> None:
-        self.gather = gather
-        self.wait = wait
-        self.shown: list[Metric] = []
-        self.gathered = self.scraped = 0.0
-        self.pause_s = LOOK_S
-        self.pid = 0
-        self.lock = threading.Lock()
-        self.reporter = ErrorReporter("the server's state is not in /metrics", log.warning)
+    def use(self) -> StoreUse | None:
+        """What was counted last; never waits."""
+        store: Any = getattr(objects.latest("responses"), "store", None)
+        now = time.monotonic()
+        if self.counting and self.counting.done():
+            counting, self.counting = self.counting, None
+            self.due = now + max(STORE_S, (now - self.began) / SHARE)
+            failed = store is None or counting.exception()
+            self.last = None if failed else used(store, counting.result())
+        if store is not None and self.counting is None and now >= self.due:
+            from ..store.store import EVERYBODY, ResponseStore  # noqa: PLC0415
 
-    def describe(self) -> list[Metric]:
-        """Nothing: what there is depends on the server."""
-        return []
-
-    def collect(self) -> list[Metric]:
-        """What was gathered last, nothing if that is old; begins to gather."""
-        try:
-            self.scraped = now = time.monotonic()
-            if self.pid != os.getpid() and self.lock.acquire(blocking=False):
-                try:
-                    self.pid = os.getpid()  # a forked process has no thread
-                    threading.Thread(target=self.run, name="vllmops-metrics", daemon=True).start()
-                finally:
-                    self.lock.release()
-            return self.shown if now - self.gathered < OLD * self.pause_s else []
-        except Exception as error:
-            self.reporter.report(error)
-            return []
-
-    def run(self) -> None:
-        """Gather until nobody scrapes any more."""
-        # Not before vLLM has imported prometheus_client, which reads the environment then.
-        from ..metrics import families, state  # noqa: PLC0415
-
-        while time.monotonic() - self.scraped < IDLE_S:
-            began = time.thread_time()
+            if not isinstance(store, ResponseStore):  # vLLM's own
+                return None
             try:
-                view, servers = self.gather()
-                self.shown = families.metrics(state.samples(view))
-                self.gathered = time.monotonic()
-                spent_s = time.thread_time() - began
-                self.pause_s = max(LOOK_S * max(servers, 1), spent_s / SHARE)
-            except Exception as error:
-                self.reporter.report(error)
-            if self.wait(self.pause_s):
-                break
-        self.pid = 0
+                _, loop = engine.front_end()
+            except RuntimeError:  # not up yet
+                return self.last
+            self.began = now
+            self.counting = asyncio.run_coroutine_threadsafe(store.stats(EVERYBODY), loop)
+        return self.last
+
+
+def used(store: ResponseStore, found: Stats) -> StoreUse:
+    return StoreUse(
+        backend=type(store.backend).__name__.lower(),
+        statuses=found.statuses,
+        bytes=found.bytes,
+        evictions=found.evictions,
+        capacity=store.backend.limits.max_size,
+    )
 
 
 def install() -> None:
     """Show the server's state in the ``/metrics`` of an API server."""
-    collector = Gathering(server())
+    if places.where("metrics") is None:
+        lacks = places.PLACES["metrics"].name
+        objects.unfit(f"the server's state is not in /metrics: there is no {lacks}")
+        return
+    collector = Gathering(server(), log.warning)
     for module, show in adapter.SHOWN.items():
         when_imported(module, objects.guarded(partial(show, collector)))
 
@@ -128,6 +114,7 @@ def install() -> None:
 def server() -> Callable[[], tuple[View, int]]:
     """Looks at the server of this process, again and again."""
     viewer: list[Viewer] = []
+    store = Store()
 
     def look() -> tuple[View, int]:
         from ..metrics.state import differ  # noqa: PLC0415
@@ -144,6 +131,6 @@ def server() -> Callable[[], tuple[View, int]]:
             compilers=found.compilers,
         )
         count = sum(process.role == Role.API for process in found.processes)
-        return viewer[0].view(seen), count
+        return replace(viewer[0].view(seen), store=store.use()), count
 
     return look

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, RepairRequest
-from . import objects
+from . import account, objects
 from .adapters import places
 from .caches import lru, side
 from .identity import here
@@ -100,6 +100,7 @@ def repair(request: RepairRequest) -> ProcessRepair:
         )
         repaired.append(change)
         if not request.dry_run:
+            account.repairs["cache"] += 1
             log.warning("vllmops: repaired %s", change)
     return ProcessRepair(
         pid=os.getpid(),

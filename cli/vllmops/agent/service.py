@@ -131,10 +131,12 @@ class Drain(msgspec.Struct, frozen=True):
     Args:
         on: whether to refuse new requests.
         cut: whether to answer those in flight with 503, too.
+        rerun: as in `Gate`.
     """
 
     on: bool
     cut: bool = False
+    rerun: bool = False
 
 
 class Running:
@@ -318,7 +320,7 @@ def hello() -> Hello:
 
 def drain(request: Drain) -> Traffic:
     """``POST /drain``."""
-    gate.draining = request.on
+    gate.draining, gate.rerun = request.on, request.rerun
     if request.cut:
         gate.cut(CUT_S)
     return engine.traffic()

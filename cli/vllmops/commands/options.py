@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from ..errors import Exit, VllmopsError
 from ..files import STDIN
 from ..keys.admin_token import PLACE
 from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
+from ..output import ORDER
 from ..targets import parsed
 
 T = TypeVar("T")
@@ -51,6 +51,24 @@ def time_(value: object) -> str:
     """A parser for an option that `duration` reads later on."""
     refused(lambda: duration(str(value)))
     return str(value)
+
+
+def listening(value: object) -> str:
+    """A parser for ``[HOST:]PORT``, where to listen; the host is 127.0.0.1 if none is given."""
+    return refused(lambda: "{}:{}".format(*host_port(str(value))))
+
+
+listening.__name__ = "[host:]port"
+
+
+def host_port(text: str) -> tuple[str, int]:
+    """Host and port of ``[HOST:]PORT``; an IPv6 address needs no brackets.
+
+    Raises:
+        ValueError: the port is none.
+    """
+    host, _, port = text.rpartition(":")
+    return host.strip("[]") or "127.0.0.1", whole(port, 1, 65535)
 
 
 def size_(value: object) -> int:
@@ -132,12 +150,7 @@ def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Name
 
 def only_one(ctx: typer.Context, param: typer.CallbackParam, target: str) -> None:
     """Refuse several targets where one is taken: of options, the last one would win unnoticed."""
-    above: Any = ctx
-    words = sys.argv[1:]
-    while above := above.parent:
-        words = words[1:]
-    *_, order = ctx.command.make_parser(ctx).parse_args(words)
-    if order.count(param) > 1 or target.startswith("@"):
+    if ctx.meta[ORDER].count(param) > 1 or target.startswith("@"):
         raise VllmopsError(
             "usage",
             f"{ctx.info_name} works with one server, not with several",

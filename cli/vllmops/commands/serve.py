@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -10,14 +11,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
-from typer.core import TyperCommand
 
 from .. import demo as demos
 from ..agent.patches.registry import OFF, known
@@ -29,27 +29,29 @@ from ..host import cudacore, namesake
 from ..host.shape import option, shown
 from ..instances import launch, logs
 from ..instances.control import STOP_TIMEOUT_S, Request, Session, start_supervisor
+from ..instances.notify import Notifier
 from ..instances.record import Failure, Folder, Record, State
 from ..keys import admin_token as admin
 from ..keys import file as keys
 from ..keys.ring import Key, Status, fresh
-from ..output import Json, Progress, Result, Verbatim, command, say, show, span, typer_app
+from ..output import Command, Json, Progress, Result, Verbatim, command, say, show, span, typer_app
 from ..protocol.packages import distributions
 from ..store import settings
 from ..store.store import ResponseStore
 from . import serve_config
 from . import serve_options as opts
-from .options import duration
+from .options import duration, host_port
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BEHIND = "vllmops.behind"
 LOG_POLL_S = 0.2
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGABRT)
 STORE_TIMEOUT_S = 10.0
 
 
-class PassThrough(TyperCommand):
+class PassThrough(Command):
     """Keeps the arguments after ``--``, which are vLLM's, away from this parser."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -104,6 +106,8 @@ def serve(
     watch_repair: opts.WatchRepair = False,
     watch_heal: opts.WatchHeal = False,
     watch_restart: opts.WatchRestart = False,
+    watch_rerun: opts.WatchRerun = False,
+    probe_port: opts.ProbePort = None,
     json_: Json = False,
 ) -> Result:
     """Launch a vLLM server and supervise all its processes.
@@ -127,10 +131,14 @@ def serve(
         watch,
         watch_exec,
         watch_webhook,
+        probe_port,
         repair=watch_repair,
         heal=watch_heal,
         restart=watch_restart,
+        rerun=watch_rerun,
     )
+    if probe_port and host_port(probe_port)[1] == order.port:
+        raise usage(f"--port and --probe-port are both {order.port}: give two ports")
     order = dataclasses.replace(order, watch=watcher)
     if dry_run:
         settings.check({**os.environ, **order.environment})
@@ -140,6 +148,8 @@ def serve(
         text = serve_config.written(ctx, given, behind)
         return Result({**instance(planned), "config": text}, lambda: [Verbatim(text)])
     launch.check(order)
+    if probe_port:
+        launch.check_port(*host_port(probe_port))
     check_store(order)
     if line := namesake.warning():
         say(line, "yellow")
@@ -188,6 +198,7 @@ def watching(
     watch: bool,
     command: str | None,
     webhook: str | None,
+    listen: str | None = None,
     **acts: bool,
 ) -> tuple[str, ...] | None:
     """The arguments of `vllmops watch`, None if it is not to run.
@@ -196,6 +207,7 @@ def watching(
         watch: whether it is to run in any case.
         command: of ``--exec``.
         webhook: its URL.
+        listen: of ``--listen``.
         acts: its options without a value, by name.
 
     Raises:
@@ -211,6 +223,8 @@ def watching(
         if webhook:
             Webhook(webhook)
             words += ["--webhook", webhook]
+    if listen:
+        words += ["--listen", listen]
     words += [f"--{name}" for name, wanted in acts.items() if wanted]
     return tuple(words) if watch or words else None
 
@@ -447,8 +461,14 @@ def stay(
     follower = None
     if not detach and not quiet and (log or before.watch is not None):
         follower = LogFollower(session.folder, all_lines=log)
-    with Display(follower, quiet=quiet) as display, Signals(session) as signals:
+    notifier = Notifier(session.folder, {} if detach else os.environ)
+    with (
+        contextlib.closing(notifier),
+        Display(follower, quiet=quiet) as display,
+        Signals(session, notifier.stopping) as signals,
+    ):
         for record in session.records():
+            notifier.follow(record)
             started = record.started_at != before.started_at
             if started:
                 display.started()
@@ -512,16 +532,19 @@ class Display:
 class Signals:
     """Turns Ctrl-C and SIGTERM into a stop with a drain, and a second one into an immediate stop.
 
+    So is SIGABRT, which systemd's watchdog sends to what hangs.
+
     A closed terminal (SIGHUP) is not caught: the supervisor sees that the holder has gone.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, tell: Callable[[], None]) -> None:
         self.session = session
+        self.tell = tell
         self.count = 0
         self.interrupted = False
 
     def __enter__(self) -> Self:
-        self.before = {n: signal.signal(n, self.on) for n in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {n: signal.signal(n, self.on) for n in STOPS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -530,7 +553,9 @@ class Signals:
 
     def on(self, number: int, _: FrameType | None) -> None:
         self.interrupted |= number == signal.SIGINT
-        self.session.send(Request(stop=0.0 if self.count else STOP_TIMEOUT_S))
+        at_once = self.count or number == signal.SIGABRT
+        self.tell()
+        self.session.send(Request(stop=0.0 if at_once else STOP_TIMEOUT_S))
         self.count += 1
 
 

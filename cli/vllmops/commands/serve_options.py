@@ -11,7 +11,7 @@ from .. import demo as demos
 from ..numbers import MOST
 from ..store import settings
 from . import serve_config
-from .options import admin_token_option, count, patch_ids, time_
+from .options import admin_token_option, count, listening, patch_ids, time_
 
 CUDA = "--cuda-coredump"
 INSTANCE = "Instance"
@@ -184,6 +184,18 @@ WatchRepair = Annotated[
 WatchHeal = Annotated[
     bool, typer.Option("--watch-heal", help="Watch with --heal.", rich_help_panel=WATCH)
 ]
+ProbePort = Annotated[
+    str | None,
+    typer.Option(
+        parser=listening,
+        help="Watch with --listen [HOST:]PORT from the start, for probes.",
+        show_default=False,
+        rich_help_panel=WATCH,
+    ),
+]
 WatchRestart = Annotated[
     bool, typer.Option("--watch-restart", help="Watch with --restart.", rich_help_panel=WATCH)
+]
+WatchRerun = Annotated[
+    bool, typer.Option("--watch-rerun", help="Watch with --rerun.", rich_help_panel=WATCH)
 ]

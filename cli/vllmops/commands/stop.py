@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import suppress
 from typing import Annotated
@@ -10,13 +11,14 @@ from typing import Annotated
 import typer
 
 from ..errors import VllmopsError
+from ..home import home, own
 from ..host.processes import alive
 from ..instances import launch
 from ..instances.control import NOTHING, STOP_TIMEOUT_S, Request, Session, connect, start_supervisor
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find, resolve
 from ..instances.takedown import END_S, drain, take_down
-from ..output import Json, Progress, Result, command, typer_app
+from ..output import Json, Progress, Result, command, say, typer_app
 from .options import Target, TargetArgument, seconds
 from .serve import failed, instance, stay, summary
 
@@ -28,6 +30,12 @@ Timeout = Annotated[
     typer.Option(parser=seconds(), help="Seconds for requests in flight to finish."),
 ]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requests in flight.")]
+Rerun = Annotated[
+    bool, typer.Option("--rerun", help="Run background responses again that the restart ends.")
+]
+NoEvidence = Annotated[
+    bool, typer.Option("--no-evidence", help="Do not keep the evidence of a server that hangs.")
+]
 
 
 @stop_app.command(epilog="Example: vllmops stop demo --timeout 120")
@@ -86,22 +94,28 @@ def restart(
     target: Target = None,
     timeout: Timeout = STOP_TIMEOUT_S,
     force: Force = False,
+    rerun: Rerun = False,
+    no_evidence: NoEvidence = False,
     json_: Json = False,
 ) -> Result:
     """Stop a server and start it again with the same command.
 
     It stops the server as `stop` does, and uses the recorded command. An instance that has
-    stopped or failed is also started again, detached.
+    stopped or failed is also started again, detached. If a server hangs, a bundle with the
+    evidence is written first. With --rerun, a background response that ran when the server went
+    is run again from its stored input, once.
     """
     record = recorded(name or target)
     folder = Folder(record.name)
     launch.ready_home()  # on a full disk a server that works would end, and none would start
+    if kept := not no_evidence and kept_of(record, quiet=json_):
+        say(f"evidence: {kept}")
     if record.state is State.STOPPING:
         record = settled(folder, record, quiet=json_)
-    fresh = started(folder, record)
+    fresh = started(folder, record, rerun=rerun)
     session = fresh or Session(folder, connect(folder))
     if fresh is None:
-        session.send(Request(restart=0.0 if force else timeout))
+        session.send(Request(restart=0.0 if force else timeout, rerun=rerun))
     before = record.started_at
     try:
         record = stay(session, record, detach=True, log=False, quiet=json_)
@@ -110,13 +124,37 @@ def restart(
         over = folder.read()
         if fresh or error.code != "serve.failed" or over is None or over.started_at != before:
             raise
-        fresh = started(folder, over)
+        fresh = started(folder, over, rerun=rerun)
         if fresh is None:
             raise
         record = stay(fresh, over, detach=True, log=False, quiet=json_)
     if record.state is State.STOPPED:
         raise VllmopsError("restart.stopped", f"{record.name} was stopped while it started")
-    return Result(instance(record), lambda: summary(record))
+    return Result({**instance(record), "evidence": kept or None}, lambda: summary(record))
+
+
+def kept_of(record: Record, *, quiet: bool) -> str:
+    """Write a bundle of a server that hangs; returns where it is, nothing of one that does not."""
+    if record.state is not State.READY:
+        return ""
+    # Slow to import, and rarely needed.
+    from ..diagnose import progress  # noqa: PLC0415
+    from ..heal.beyond import looked  # noqa: PLC0415
+    from ..watch.watched import Watched  # noqa: PLC0415
+
+    server = resolve(record.name)
+    looks = looked(server)
+    if not progress.stalls(looks):
+        return ""
+    subject = Watched(server, follow=False)
+    with Progress(time.time(), quiet=quiet) as progress_:
+        progress_.update(f"{record.name} hangs: keeping the evidence")
+        subject.capture(looks, progress.PATIENCE_S, threading.Event(), sure=True)
+        try:
+            return str(subject.save(own(home() / "bundles")))
+        except VllmopsError as error:
+            progress_.update(f"no evidence: {error.message}")
+            return ""
 
 
 def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
@@ -131,7 +169,7 @@ def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
     return folder.read() or record
 
 
-def started(folder: Folder, record: Record) -> Session | None:
+def started(folder: Folder, record: Record, *, rerun: bool) -> Session | None:
     """Start an instance that has no process; None if it has one, or if another command holds it.
 
     Raises:
@@ -152,7 +190,7 @@ def started(folder: Folder, record: Record) -> Session | None:
             held.append(port)
         elif record.uds:
             launch.check_socket(record.uds)
-        folder.write(launch.again(record))
+        folder.write(launch.again(record, rerun=rerun))
     except (VllmopsError, OSError) as error:
         for descriptor in held:
             os.close(descriptor)

@@ -24,10 +24,11 @@ from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, span, typer_app
 from ..protocol.watch import Event
+from ..watch.board import Board, Listener
 from ..watch.messenger import Hook, Messenger, Webhook
 from ..watch.watch import Diary, Plan, Watch
 from ..watch.watched import Watched, stranger
-from .options import YEAR_S, Target, count, seconds
+from .options import YEAR_S, Target, count, host_port, listening, seconds
 from .several import remote
 
 app = typer_app()
@@ -116,6 +117,14 @@ def watch(
             rich_help_panel="Actions",
         ),
     ] = False,
+    rerun: Annotated[
+        bool,
+        typer.Option(
+            "--rerun",
+            help="With --restart: run background responses again that it ends, each once.",
+            rich_help_panel="Actions",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -123,6 +132,14 @@ def watch(
             "-o",
             readable=False,
             help="Folder for the evidence [bundles/ in VLLMOPS_HOME].",
+            show_default=False,
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            parser=listening,
+            help="Answer /livez, /readyz and /startupz there, for probes.",
             show_default=False,
         ),
     ] = None,
@@ -170,11 +187,14 @@ def watch(
         messenger.send(event)
         log.write(list(lines(event)), "WARNING" if event.event in LOUD else "INFO")
 
+    board = Board(Folder(server.name) if server.name and server.record else None, interval)
+    if listen:
+        Listener(host_port(listen), board.last)
     began = time.monotonic()
     log.write([beginning(server, plan)], "INFO")
     pinned = bool(target and target.isdigit() and not server.record)
-    subject = Watched(server, follow=not (supervised or pinned))
-    watching = Watch(subject, plan, tell, stop=stop, flush=messenger.flush)
+    subject = Watched(server, follow=not (supervised or pinned), rerun=rerun)
+    watching = Watch(subject, plan, tell, stop=stop, flush=messenger.flush, publish=board.show)
     diary = watching.run()
     messenger.flush()
     data = {

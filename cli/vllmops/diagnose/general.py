@@ -54,7 +54,8 @@ def hypotheses(scene: Scene) -> list[Hit]:
             hits += _hits(found, samples, scene)
             break
     if not hits:
-        stacks = bool(samples or scene.pasted.crashes)
+        # A traceback that breaks off tells less than the words around it.
+        stacks = bool(samples) or any(crash.error for crash in scene.pasted.crashes)
         weaker = weak(scene.pasted.text, scene.facts, stacks=stacks)
         hits += [hit for clue in weaker for hit in _hits_of(clue)]
     if scene.facts.get("progress") == "frozen":

@@ -141,10 +141,22 @@ def stalls(looks: Sequence[Observation], patience_s: float = PATIENCE_S) -> list
     return found
 
 
-def certainty(looks: Sequence[Observation]) -> Certainty:
-    """How sure it is that the server has stalled, by what it says of itself and without stacks."""
+def certainty(looks: Sequence[Observation], answers: Callable[[str], bool]) -> Certainty:
+    """How sure it is that the server has stalled, by what it says of itself and without stacks.
+
+    Args:
+        looks: oldest first.
+        answers: whether the agent of a process answers, named as `process_name` does; only asked
+            where that decides.
+    """
+
+    def is_sure(stall: Stall) -> bool:
+        if stall.since_s < SURE_S:
+            return False
+        return not stall.doubt or (stall.doubt == "writing" and not answers(stall.subject))
+
     found = stalls(looks)
-    if any(stall.since_s >= SURE_S and not stall.doubt for stall in found):
+    if any(map(is_sure, found)):
         return "sure"
     return "likely" if found else ""
 
@@ -259,11 +271,17 @@ def silent(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
 def unhealthy(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """API servers that report a dead engine."""
     asked = [look for look in looks if look.health is not None]
-    since_s = lasting(asked, lambda look: look.health == 503 or None) if asked else None
+    since_s = lasting(asked, dead_engine) if asked else None
     if since_s is not None and since_s >= min(patience_s, UNHEALTHY_S):
         apis = [process for process in looks[-1].processes if process.role == "api"]
         subject = ", ".join(f"api {process.pid}" for process in apis) or "the server"
         yield Stall(UNHEALTHY.code, subject, since_s, "/health answers 503")
+
+
+def dead_engine(look: Observation) -> object:
+    """Whether ``/health`` says that the engine is dead; a server that drains answers the same."""
+    drains = any(pulse.beat.unready == "draining" for pulse in look.pulses)
+    return (look.health == 503 and not drains) or None
 
 
 def ended(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:

@@ -17,6 +17,7 @@ from .waiting import Chain, chain
 MOST_READ = 1 << 15  # characters: what people write is short, and a log ends with what counts
 LONGEST = 2000  # characters of a sentence
 MARKUP = re.compile(r"[`*]")
+PAIRS = re.compile(r"(?:\b\w+ ?= ?[^\s,]+, ?){6,}")  # a configuration that is printed
 # A heading, an item of a list and a line of a log are sentences, too.
 SENTENCE = re.compile(
     r"(?<=[.!?])\s+|\n\s*\n|\s+$|\n(?=\s*(?:[-*|>]|\d+[.)])\s|[^\n]{0,60}\d\d:\d\d:\d\d)"
@@ -126,8 +127,8 @@ def reported(text: str) -> str:
 
 
 def plain(sentence: str) -> str:
-    """A sentence in lower case, with one blank between words and no markup."""
-    return " ".join(MARKUP.sub("", sentence).split())[:LONGEST].lower()
+    """A sentence in lower case, one blank between words, no markup and no configuration."""
+    return " ".join(MARKUP.sub("", PAIRS.sub(" ", sentence)).split())[:LONGEST].lower()
 
 
 def is_stuck(report: str) -> bool:

@@ -129,7 +129,9 @@ def _rank(process: ProcessStacks, place: Position) -> tuple[bool, ...]:
         place.wait == "rest",
         place.wait in {"ipc-read", "sleep"},
         # What a helper thread does is no reason to wait unless a name says so.
-        place.wait == "call" and not main,
+        place.wait == "call" and not main and place.phase == NOWHERE,
+        # Who waits for another thread of the process is not the one that is stuck.
+        place.wait == "lock",
         not main,
     )
 

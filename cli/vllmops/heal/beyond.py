@@ -13,6 +13,7 @@ from ..doctor import examine
 from ..errors import VllmopsError
 from ..host import proc
 from ..instances.servers import Server
+from ..protocol.server import Observation
 from ..requests import listing
 from ..store.settings import STORE
 
@@ -42,11 +43,7 @@ def beyond(server: Server, show: Callable[[str], None] = lambda _: None) -> Beyo
         server: to look at; heartbeats alone, unless they show a stall.
         show: called with what is waited for.
     """
-    began, looks = time.monotonic(), []
-    for pause_s in (0.0, APART_S):
-        time.sleep(pause_s)
-        looks.append(examine.look(server, began, web=False))
-    found = progress.stalls(looks)
+    found = progress.stalls(looked(server))
     if not found:
         return None
     diagnosis = doctor.examine(examine.take(server, show=show))
@@ -57,6 +54,15 @@ def beyond(server: Server, show: Callable[[str], None] = lambda _: None) -> Beyo
         background=background,
         restart=brought_back(server),
     )
+
+
+def looked(server: Server) -> list[Observation]:
+    """Looks that show a stall, if there is one."""
+    began, looks = time.monotonic(), []
+    for pause_s in (0.0, APART_S):
+        time.sleep(pause_s)
+        looks.append(examine.look(server, began, web=False))
+    return looks
 
 
 def lost(server: Server) -> tuple[int | None, int]:
@@ -76,5 +82,7 @@ def brought_back(server: Server) -> str:
     if server.name is None:
         return "vllmops did not start this server: restart it as you started it"
     store = proc.environment(server.pid).get(STORE, "") if server.pid else ""
-    kept = "kept" if store and not store.startswith("memory:") else "lost"
+    kept = "lost"
+    if store and not store.startswith("memory:"):
+        kept = "kept, and with --rerun background responses run again"
     return f"vllmops restart {server.name} runs the same command; stored responses are {kept}"

@@ -17,6 +17,7 @@ from ..protocol.place import named
 from ..rpc import agent
 from .action import Action, Case, Outcome, ask, proven
 from .actions.admission import Admission
+from .actions.broadcast import Broadcast
 from .actions.caches import Caches
 from .actions.encoder_cache import EncoderCache
 from .actions.event_loop import EventLoop
@@ -31,6 +32,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Stopped(),
     EventLoop(),
     IoThreads(),
+    Broadcast(),
     Caches(),
     Paused(),
     EncoderCache(),

@@ -36,6 +36,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         hold: take the server down when this connection ends.
         stop: drain for that many seconds, then stop; 0 stops at once.
         restart: as ``stop``, and start again with the recorded command.
+        rerun: whether the background responses that run then are run again after that.
 
     Raises:
         ValueError: seconds that are not finite, which JSON would drop, or are
@@ -45,6 +46,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     hold: bool = False
     stop: float | None = None
     restart: float | None = None
+    rerun: bool = False
 
     def __post_init__(self) -> None:
         for seconds in (self.stop, self.restart):

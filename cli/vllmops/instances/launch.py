@@ -76,7 +76,7 @@ class Order:
         if path:
             # PyYAML comes with vLLM; of what its constructors raise not all is a YAMLError.
             with contextlib.suppress(Exception):
-                import yaml  # type: ignore[import-untyped]  # noqa: PLC0415
+                import yaml  # noqa: PLC0415
 
                 table = yaml.safe_load(read(Path(path), YAML_BYTES))
                 for key, value in table.items():
@@ -404,6 +404,8 @@ def reserve(order: Order) -> Reserved:
     assert gate is not None
     try:
         ours = {record.port for record in live_records() if record.port is not None}
+        if listen := option(order.watch or (), "--listen"):
+            ours.add(int(listen.rpartition(":")[2]))
         port: int | None = None
         held: int | None = None
         strangers: dict[int, str] = {}
@@ -486,8 +488,13 @@ def suggestion(order: Order) -> str:
     return name if NAME.fullmatch(name) else "vllm"
 
 
-def again(record: Record) -> Record:
-    """The record of the same instance before a new start, detached from now on."""
+def again(record: Record, *, rerun: bool = False) -> Record:
+    """The record of the same instance before a new start, detached from now on.
+
+    Args:
+        record: of an instance that has ended.
+        rerun: whether the background responses that ran when it ended are run again.
+    """
     now = time.time()
     return msgspec.structs.replace(
         record,
@@ -501,4 +508,5 @@ def again(record: Record) -> Record:
         segments=(),
         failure=None,
         ready_s=None,
+        rerun=record.run if rerun else "",
     )

@@ -74,6 +74,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         uds: the Unix socket that it listens on, None for TCP.
         headless: whether it has no API server: its engines work for one on another node.
         ready_s: seconds that its last start took, by the monotonic clock; None before.
+        run: names its last start; empty before.
+        rerun: the start whose background responses the next one runs again; empty for none.
     """
 
     schema: int = SCHEMA
@@ -103,6 +105,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     uds: str | None = None
     headless: bool = False
     ready_s: float | None = None
+    run: str = ""
+    rerun: str = ""
 
     @property
     def url(self) -> str | None:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import psutil
@@ -37,6 +38,7 @@ from ..protocol import identity
 from ..protocol.identity import boot_id
 from ..protocol.place import named
 from ..rpc import membership
+from ..store.settings import RERUN, RUN
 from . import logs, readiness, takedown, watcher
 from .control import Request, connect
 from .peers import Peers
@@ -84,6 +86,7 @@ class Ending:
 
     drain_s: float = 0.0
     again: bool = False
+    rerun: bool = False
 
 
 class Supervisor:
@@ -174,7 +177,7 @@ class Supervisor:
         if request.stop is not None:
             self.requests.put_nowait(Ending(request.stop))
         if request.restart is not None:
-            self.requests.put_nowait(Ending(request.restart, again=True))
+            self.requests.put_nowait(Ending(request.restart, again=True, rerun=request.rerun))
         return True
 
     def send(self, writer: asyncio.StreamWriter) -> None:
@@ -227,7 +230,12 @@ class Supervisor:
         self.up.clear()
         self.raylets.clear()
         self.peers = Peers()
-        environment = {**os.environ, **self.record.environment}
+        # Of another server that this one was started from, say.
+        inherited = {name: value for name, value in os.environ.items() if name != RERUN}
+        run, rerun = uuid4().hex, self.record.rerun
+        environment = {**inherited, **self.record.environment, RUN: run}
+        if rerun:
+            environment[RERUN] = rerun
         if self.record.uds:
             shape.remove_dead(self.record.uds)
         try:
@@ -262,6 +270,8 @@ class Supervisor:
             failure=None,
             exit_code=None,
             note="",
+            run=run,
+            rerun="",
             session=self.child.pid,
             processes=processes.tree(processes.table(), [self.child.pid]),
         )
@@ -327,7 +337,7 @@ class Supervisor:
         await self.keep_house()
         if self.unsaved:
             self.publish()
-        if self.record.state is State.READY:
+        if self.record.state is State.READY or "--listen" in (self.record.watch or ()):
             self.watch()
         self.rotate()
         with contextlib.suppress(TimeoutError):
@@ -483,18 +493,19 @@ class Supervisor:
         note = ""
         if was_ready:
             try:
-                note = await self.drain(ending.drain_s)
+                note = await self.drain(ending.drain_s, rerun=ending.rerun)
             except Exception as error:  # to stop comes first
                 self.reporter.report(error)
                 note = "not drained"
         self.publish(note="stopping")
         await self.take_down(again=ending.again)
         if ending.again and (self.holders or self.record.detached):
+            self.publish(rerun=self.record.run if ending.rerun else "")
             await self.launch()
         else:
             self.end(State.STOPPED, note=note)
 
-    async def drain(self, seconds: float) -> str:
+    async def drain(self, seconds: float, *, rerun: bool) -> str:
         loop = asyncio.get_running_loop()
 
         def tell(note: str) -> None:
@@ -507,6 +518,7 @@ class Supervisor:
             seconds,
             tell,
             hurry=lambda: not self.requests.empty(),
+            rerun=rerun,
         )
 
     def end_other_nodes(self, *, again: bool) -> None:

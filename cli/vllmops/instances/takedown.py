@@ -36,6 +36,8 @@ def drain(
     seconds: float,
     tell: Callable[[str], None],
     hurry: Callable[[], bool] = lambda: False,
+    *,
+    rerun: bool = False,
 ) -> str:
     """Refuse new requests and wait for those in flight; returns what happened to them.
 
@@ -47,8 +49,9 @@ def drain(
         seconds: how long to wait at most; 0 cuts off at once, and returns nothing.
         tell: called with a line about the progress.
         hurry: whether to wait no longer.
+        rerun: whether the next start runs again what now runs in the background.
     """
-    refusing = close_gates(tree, cut=not seconds)
+    refusing = close_gates(tree, cut=not seconds, rerun=rerun)
     if not seconds:
         return ""
     how = "draining" if refusing else "draining (no agent: new requests are still accepted)"
@@ -58,7 +61,7 @@ def drain(
     left = settled(tree, url, seconds if told else 0.0, lambda text: tell(f"{how}, {text}"), hurry)
     if left == 0:
         return "drained"
-    close_gates(tree, cut=True)
+    close_gates(tree, cut=True, rerun=rerun)
     return f"requests cut off: {'unknown' if left is None else left}"
 
 
@@ -89,14 +92,15 @@ def settled(
     return left
 
 
-def close_gates(tree: Sequence[Process], *, cut: bool = False) -> bool:
+def close_gates(tree: Sequence[Process], *, cut: bool = False, rerun: bool = False) -> bool:
     """Make every API server refuse new requests with 503; False if one can't be reached.
 
     Args:
         tree: the server's processes.
         cut: whether those in flight get 503, too.
+        rerun: as in `drain`.
     """
-    gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True, cut=cut))
+    gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True, cut=cut, rerun=rerun))
     return bool(gates) and None not in gates
 
 

@@ -91,10 +91,17 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "keys_loaded_timestamp_seconds": Family("When a process loaded its keys", fold=min),
     "key_problems": Family("Processes whose keys differ from the keyring's file"),
     "patch_processes": Family("Processes by the state of a patch", ("patch", "state")),
+    "agent_cpu_seconds_total": Family("CPU time of the agent's own threads"),
+    "repairs_total": Family("Repairs, by what was repaired", (*PLACE, "what")),
+    "store_responses": Family("Stored responses", ("backend", "status"), max),
+    "store_bytes": Family("Bytes of stored responses", ("backend",), max),
+    "store_capacity_responses": Family(
+        "Responses that the store keeps before it evicts", ("backend",), max
+    ),
+    "store_evictions_total": Family("Responses that had to make room", ("backend",), max),
     "known_bad_versions": Family(
         "Installed versions that are known to hang", ("package", "version"), max
     ),
-    "view_age_seconds": Family("Age of what is shown here", ("node",), max),
 }
 
 

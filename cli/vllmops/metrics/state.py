@@ -16,11 +16,12 @@ from ..protocol.caches import (
 )
 from ..protocol.place import Ranked
 from ..protocol.requests import ProcessRequests, State
-from ..protocol.view import Certainty, View
+from ..protocol.view import Certainty, StoreUse, View
 from .families import Sample
 
 LATE_S: Final = 5.0  # a heartbeat comes every second
 GONE: Final = {"", "Z"}
+ASKED: Final = {"api", "engine", "worker"}  # have an agent in every server that has one
 MOST_KEYS: Final = 32  # of a keyring, the newest: each is a label
 FRONT: Final = (State.RENDERING, State.SENT)
 MIRRORED: Final = "mm-lru"
@@ -39,8 +40,13 @@ def samples(view: View) -> Iterator[Sample]:
     yield from of_keys(view)
     for patched in view.patches:
         yield Sample("agent_problems", len(patched.problems), place(patched))
+        yield Sample("agent_cpu_seconds_total", patched.cpu_s, place(patched))
+        for what, count in patched.repairs.items():
+            yield Sample("repairs_total", count, {**place(patched), "what": what})
         for verdict in patched.patches:
             yield Sample("patch_processes", 1, {"patch": verdict.id, "state": verdict.state})
+    if view.store:
+        yield from of_store(view.store)
     for bad in view.known_bad:
         yield Sample("known_bad_versions", 1, {"package": bad.package, "version": bad.version})
 
@@ -61,7 +67,8 @@ def of_processes(view: View) -> Iterator[Sample]:
             continue
         where = place(process)
         yield Sample("processes", 1, where)
-        yield Sample("agents", 0, where)
+        if process.role in ASKED:
+            yield Sample("agents", 0, where)
         yield Sample("process_cpu_seconds_total", process.cpu_s, where)
         if process.rss_bytes is not None:
             yield Sample("process_resident_memory_bytes", process.rss_bytes, where)
@@ -188,6 +195,15 @@ def of_drift(processes: Sequence[ProcessCaches]) -> Iterator[Sample]:
                 alone = len(set(own.order) - set(other.order))
             labels = {**place(process), "kind": own.kind, "side": own.side}
             yield Sample("mm_cache_one_sided_keys", alone, labels)
+
+
+def of_store(store: StoreUse) -> Iterator[Sample]:
+    labels = {"backend": store.backend}
+    for status, count in store.statuses.items():
+        yield Sample("store_responses", count, {**labels, "status": status})
+    yield Sample("store_bytes", store.bytes, labels)
+    yield Sample("store_capacity_responses", store.capacity, labels)
+    yield Sample("store_evictions_total", store.evictions, labels)
 
 
 def of_keys(view: View) -> Iterator[Sample]:

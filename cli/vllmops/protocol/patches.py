@@ -44,6 +44,8 @@ class ProcessPatches(Answer, frozen=True, kw_only=True):
         patches: in the registry's order.
         seconds: the duration of probing and applying.
         problems: what the agent can't do with this vLLM, in words.
+        cpu_s: CPU seconds of the agent's own threads so far.
+        repairs: how often something was repaired, by what it was.
     """
 
     pid: int
@@ -52,3 +54,5 @@ class ProcessPatches(Answer, frozen=True, kw_only=True):
     patches: list[Verdict]
     seconds: float
     problems: tuple[str, ...] = ()
+    cpu_s: float = 0.0
+    repairs: dict[str, int] = msgspec.field(default_factory=dict)

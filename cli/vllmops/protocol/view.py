@@ -22,6 +22,24 @@ class KnownBad(msgspec.Struct, frozen=True):
     version: str
 
 
+class StoreUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in the store of an API server.
+
+    Args:
+        backend: its kind, such as ``sqlite``.
+        statuses: responses by status.
+        bytes: of responses, as they are kept.
+        evictions: responses that had to make room, ever.
+        capacity: responses that it keeps before it evicts.
+    """
+
+    backend: str
+    statuses: dict[str, int]
+    bytes: int
+    evictions: int
+    capacity: int
+
+
 class View(msgspec.Struct, frozen=True, kw_only=True):
     """A server at about one moment.
 
@@ -30,6 +48,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         pulses: the heartbeats of those that have one.
         caches, requests, patches, keys: of the agents that answered.
         stall: whether the server makes no progress; empty if it does.
+        store: of the API server that looks; None without one, or if it does not answer.
         known_bad: what the processes run with.
     """
 
@@ -40,4 +59,5 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     patches: tuple[ProcessPatches, ...] = ()
     keys: tuple[ProcessKeys, ...] = ()
     stall: Certainty = ""
+    store: StoreUse | None = None
     known_bad: tuple[KnownBad, ...] = ()

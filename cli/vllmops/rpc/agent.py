@@ -156,9 +156,16 @@ class Agent:
         """End requests."""
         return self.ask("POST", "/abort", Aborted, msgspec.json.encode(request))
 
-    def drain(self, on: bool = True, *, cut: bool = False) -> Traffic:
-        """Refuse new HTTP requests from now on, or take them again; `cut`: also those in flight."""
-        return self.ask("POST", "/drain", Traffic, msgspec.json.encode({"on": on, "cut": cut}))
+    def drain(self, on: bool = True, *, cut: bool = False, rerun: bool = False) -> Traffic:
+        """Refuse new HTTP requests from now on, or take them again.
+
+        Args:
+            on: whether to refuse them.
+            cut: whether to refuse those in flight, too.
+            rerun: whether the next start runs again what now runs in the background.
+        """
+        body = msgspec.json.encode({"on": on, "cut": cut, "rerun": rerun})
+        return self.ask("POST", "/drain", Traffic, body)
 
     def repair(self, request: RepairRequest) -> ProcessRepair:
         """Repair its caches."""

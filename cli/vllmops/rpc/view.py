@@ -11,11 +11,11 @@ from ..diagnose import packages, progress
 from ..errors import VllmopsError
 from ..host.processes import ROLES
 from ..protocol.caches import ProcessCaches
-from ..protocol.engine import Answer
+from ..protocol.engine import Answer, Hello
 from ..protocol.keys import ProcessKeys
 from ..protocol.packages import Packages
 from ..protocol.patches import ProcessPatches
-from ..protocol.place import Place, key
+from ..protocol.place import Place, key, who
 from ..protocol.requests import ProcessRequests
 from ..protocol.server import Observation, ProcessState
 from ..protocol.view import KnownBad, View
@@ -90,10 +90,21 @@ class Viewer:
         return View(
             processes=look.processes,
             pulses=look.pulses,
-            **{route: tuple(found) for route, found in answers.items()},
-            stall=progress.certainty(self.looks),
+            caches=tuple(answers["caches"]),
+            requests=tuple(answers["requests"]),
+            patches=tuple(answers["patches"]),
+            keys=tuple(answers["keys"]),
+            stall=progress.certainty(self.looks, self.answers),
             known_bad=tuple(bad),
         )
+
+    def answers(self, name: str) -> bool:
+        """Whether the agent of a process answers, although its heartbeat is late."""
+        found = next((p for p in self.looks[-1].processes if who(p) == name), None)
+        try:
+            return found is not None and bool(self.reach(found).ask("GET", "/hello", Hello))
+        except VllmopsError:
+            return False
 
 
 def with_keys(reached: Iterable[tuple[ProcessState, Asks]]) -> Iterable[ProcessCaches]:

@@ -184,9 +184,10 @@ def frames_in(line: str) -> Iterator[Frame]:
         yield Frame(function, file, file, at)
         return
     line = TOP.sub("", line)
-    if chain := NAMES.search(line):
-        line = chain[0] if "_" in chain[0] else line
     parts = ARROWS.split(line)
+    if len(parts) > 2 and (chain := NAMES.search(line)) and "_" in chain[0]:
+        line = chain[0]
+        parts = ARROWS.split(line)
     if LOCAL.match(line) and "`" not in line and len(parts) < 2:
         return
     pieces = [PIECE.search(part) for part in parts]

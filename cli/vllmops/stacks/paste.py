@@ -368,8 +368,8 @@ class _Reader:
 
     def _header(self, line: str) -> bool:
         """Take a line that begins a process, a thread or a traceback; False if it is none."""
-        for pattern, take in HEADERS:
-            if found := pattern.match(line):
+        for words, pattern, take in HEADERS:
+            if words in line and (found := pattern.match(line)):
                 take(self, found)
                 return True
         return False
@@ -415,26 +415,28 @@ class _Reader:
         self.frame(_frame(found["function"], found["file"], found["line"]))
 
 
-# What begins a process, a thread or a traceback; the first pattern that matches counts.
-HEADERS: tuple[tuple[re.Pattern[str], Callable[[_Reader, re.Match[str]], None]], ...] = (
-    (THREAD, _Reader._state_thread),
-    (FAULT, _Reader._faulthandler_thread),
-    (GDB_THREAD, _Reader._gdb_thread),
-    (PROCESS, _Reader._process),
-    (LAST, _Reader._outermost_first),
-    (FIRST, _Reader._innermost_first),
-    (FATAL, _Reader._fatal),
-    (AGAIN, _Reader._again),
-    (OUR_PROCESS, _Reader._process),
-    (FILE, _Reader._process),
-    (COMMAND, _Reader._command),
-    (LABEL, _Reader._process),
-    (RANK, _Reader._process),
-    (STACK_OF, _Reader._stack),
-    (OURS, _Reader._state_thread),
-    (GDB_MIXED, _Reader._mixed),
-    (TRACED, _Reader._traced),
-    (SAID, _Reader._said),
+# What begins a process, a thread or a traceback: the pattern that matches first counts, and it is
+# tried where the words before it are in the line.
+HEADERS: tuple[tuple[str, re.Pattern[str], Callable[[_Reader, re.Match[str]], None]], ...] = (
+    ("Thread", THREAD, _Reader._state_thread),
+    ("hread 0x", FAULT, _Reader._faulthandler_thread),
+    ("Thread", GDB_THREAD, _Reader._gdb_thread),
+    ("Process", PROCESS, _Reader._process),
+    ("Traceback", LAST, _Reader._outermost_first),
+    ("Traceback", FIRST, _Reader._innermost_first),
+    ("Fatal", FATAL, _Reader._fatal),
+    ("", AGAIN, _Reader._again),
+    (" pid ", OUR_PROCESS, _Reader._process),
+    ("VLLM_STACK", FILE, _Reader._process),
+    ("py-spy", COMMAND, _Reader._command),
+    ("Attaching", COMMAND, _Reader._command),
+    ("", LABEL, _Reader._process),
+    ("", RANK, _Reader._process),
+    ("Stack of", STACK_OF, _Reader._stack),
+    (": ", OURS, _Reader._state_thread),
+    ("File", GDB_MIXED, _Reader._mixed),
+    (" in ", TRACED, _Reader._traced),
+    (":", SAID, _Reader._said),
 )
 
 

@@ -21,6 +21,7 @@ from ..errors import VllmopsError
 from . import opening
 from .store import (
     EVERYBODY,
+    FINISHED,
     GONE,
     ConversationBroken,
     CursorUnknown,
@@ -538,6 +539,33 @@ async def leases(bench: Bench) -> None:
     same(await store.put(replace(made["kept"], status="completed")), True, "completing that")
 
 
+@check("takes up again what ran when its server went, once, and its stream goes on")
+async def taken_up(bench: Bench) -> None:
+    here, there = await bench.open(lease_s=SHORT_S), await bench.open(lease_s=SHORT_S)
+    lapsed = response("lapsed", status="in_progress", input=b'["its own"]')
+    stopped = response("stopped", status="in_progress")
+    for item in (lapsed, stopped):
+        await here.create(item)
+        await here.append(item, 0, [b'{"n":0}', b'{"n":1}'])
+    await here.put(replace(stopped, status="failed", error="stopped"))
+    await asyncio.sleep(2.2 * SHORT_S)
+    same(await status_of(here, lapsed), "failed", "what nobody renewed")
+    finished = FINISHED - {"failed"}
+    for item in (lapsed, stopped):
+        again = replace(item, status="queued", error="", body=b'{"status":"queued","again":1}')
+        same(await there.put(again, unless_status=finished), True, "taking it up")
+        same(await here.get(ANN, item.id), replace(again, input=item.input), "what is there")
+        following = asyncio.create_task(followed(here, item, 0))
+        same(await there.append(item, 2, [b'{"n":2}']), True, "adding to its stream")
+        same(await there.put(replace(item, status="completed")), True, "its end")
+        same(await following, [b'{"n":1}', b'{"n":2}'], "its stream")
+        same(await there.put(again, unless_status=finished), False, "taking up what has ended")
+
+
+async def followed(store: ResponseStore, made: Response, after: int) -> list[bytes]:
+    return [event async for part in store.follow(ANN, made.id, after) for event in part.events]
+
+
 @check("stops a run that was cancelled, deleted or evicted elsewhere")
 async def attendance(bench: Bench) -> None:
     here = await bench.open()
@@ -571,12 +599,10 @@ async def events(bench: Bench) -> None:
     made = response(status="in_progress")
     await here.create(made)
     events = [msgspec.json.encode({"sequence_number": number}) for number in range(100)]
-
-    async def followed(store: ResponseStore, after: int) -> list[bytes]:
-        return [event async for part in store.follow(ANN, made.id, after) for event in part.events]
-
     begun = [
-        asyncio.create_task(followed(store, after)) for store in (here, there) for after in (-1, 6)
+        asyncio.create_task(followed(store, made, after))
+        for store in (here, there)
+        for after in (-1, 6)
     ]
     for first in range(0, 100, 10):
         same(await here.append(made, first, events[first : first + 10]), True, "adding")
@@ -586,8 +612,12 @@ async def events(bench: Bench) -> None:
     for task, after in zip(begun, (-1, 6) * 2, strict=True):
         same(await task, events[after + 1 :], f"those behind {after}, followed")
     for after in (-1, 0, 9, 10, 55, 98, 99, 1000, 2**40):
-        same(await followed(there, after), events[after + 1 :], f"those behind {after}, afterwards")
-    same(await followed(here, -1000), events, "those behind a number below all")
+        same(
+            await followed(there, made, after),
+            events[after + 1 :],
+            f"those behind {after}, afterwards",
+        )
+    same(await followed(here, made, -1000), events, "those behind a number below all")
 
 
 @check("keeps no more of a stream than it should")

@@ -19,6 +19,9 @@ MAX_PER_KEY = "VLLMOPS_RESPONSES_STORE_MAX_PER_KEY"
 TTL = "VLLMOPS_RESPONSES_STORE_TTL"
 CARRIER = "VLLMOPS_CARRIER"
 CARRIER_TTL = "VLLMOPS_CARRIER_TTL"
+# Names one start of a server, and the start before whose background responses are run again.
+RUN = "VLLMOPS_RUN"
+RERUN = "VLLMOPS_RERUN"
 OFF = "none"
 LEAST_S = 0.001
 

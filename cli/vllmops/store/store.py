@@ -463,12 +463,24 @@ class Bounded:
         return StoreUnavailable(self.store.problem, PAUSE_S)
 
 
+class Asked(msgspec.Struct):
+    """The request of a background run, without its input, and the start of a server that runs it.
+
+    It stands in the body of what runs, and no client sees it.
+    """
+
+    run: str
+    request: dict[str, Any]
+
+
 class Head(msgspec.Struct):
     """As much of a body as tells whether it is up to date."""
 
     status: str = ""
+    vllmops: msgspec.Raw = msgspec.Raw(b"")
 
 
+ASKED = "vllmops"  # the field of a body that is an `Asked`
 HEAD = msgspec.json.Decoder(Head)
 PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -479,7 +491,8 @@ def document(response: Response) -> bytes:
     Where its body is no object there is one in its place that says so.
     """
     try:
-        if not response.error and HEAD.decode(response.body).status == response.status:
+        head = HEAD.decode(response.body)
+        if not (response.error or head.vllmops) and head.status == response.status:
             return response.body
     except (msgspec.DecodeError, RecursionError):
         pass
@@ -494,6 +507,7 @@ def document(response: Response) -> bytes:
             "output": [],
             "error": {"code": "server_error", "message": "The stored response is damaged."},
         }
+    found.pop(ASKED, None)
     found["status"] = response.status
     if response.error:
         found["error"] = {"code": "server_error", "message": response.error}

@@ -19,11 +19,14 @@ from ..diagnose.stacks import StackFinding
 from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
 from ..errors import VllmopsError
 from ..heal.heal import Healed
+from ..host.swap import Swapping
 from ..instances.servers import Server
 from ..protocol.place import who
+from ..protocol.probe import Verdict
 from ..protocol.repairs import Change, ProcessRepair
 from ..protocol.server import Observation, ServerSnapshot
 from ..protocol.watch import Event
+from . import verdict as verdicts
 from .watched import Phase
 
 # After a false alarm: reading stacks stops the processes for a moment.
@@ -99,14 +102,18 @@ class Ongoing:
     Args:
         number: from 1.
         began: by the monotonic clock.
-        kept: whether its evidence is on the disk.
+        kept: where its evidence is; empty if it could not be written.
+        text: what makes no progress.
+        sure: whether the evidence proves it.
         restart_at: when to restart, by the monotonic clock; None for never.
         heal_at: when to heal next, by the monotonic clock, the next times first.
     """
 
     number: int
     began: float
-    kept: bool
+    kept: str
+    text: str
+    sure: bool
     restart_at: float | None = None
     heal_at: list[float] = field(default_factory=list)
 
@@ -133,6 +140,8 @@ class Watch:
         tell: called with each event at once.
         stop: once it is set the watch ends.
         flush: waits until all events are delivered.
+        publish: called with the verdict of each look.
+        swapping: whether the machine swaps.
         now: the monotonic clock, in seconds.
         wait: waits for that many seconds, or until `stop`.
     """
@@ -145,6 +154,8 @@ class Watch:
         *,
         stop: threading.Event | None = None,
         flush: Callable[[], None] = lambda: None,
+        publish: Callable[[Verdict, float | None], None] = lambda *_: None,
+        swapping: Callable[[], bool] | None = None,
         now: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] | None = None,
     ) -> None:
@@ -153,12 +164,15 @@ class Watch:
         self.tell = tell
         self.stop = stop or threading.Event()
         self.flush = flush
+        self.publish = publish
+        self.swapping = swapping or Swapping().now
         self.now = now
         self.wait = wait or self.stop.wait
         self.vigil = Vigil(plan.interval_s, plan.checks, plan.patience_s)
         self.diary = Diary()
         self.phase: Phase | None = None
         self.note = ""
+        self.begun = False  # a server without a record has been up
         self.ongoing: Ongoing | None = None
         self.doubt_until = 0.0
         self.heals: deque[float] = deque(maxlen=HEALS)
@@ -173,6 +187,8 @@ class Watch:
             try:
                 self.follow(self.subject.phase())
                 self.heed(self.subject.note)
+                if self.phase is not Phase.UP:
+                    self.show()  # how far it is, and that somebody looks
                 if self.phase is Phase.OVER and self.subject.final:
                     break
                 if self.phase is Phase.UP:
@@ -187,6 +203,34 @@ class Watch:
                 break
             self.rest(min(after_s, left_s))
         return self.diary
+
+    def show(self, stall: str = "") -> None:
+        """Publish the verdict.
+
+        Args:
+            stall: what seems to make no progress, in words; empty without.
+        """
+        server, ongoing, look = (
+            self.subject.server,
+            self.ongoing,
+            next(reversed(self.vigil.looks), None),
+        )
+        sure = False
+        if ongoing:
+            lasted_s = self.now() - ongoing.began
+            sure = (ongoing.sure or lasted_s >= verdicts.LONG_S) and not self.swapping()
+        found = verdicts.verdict(
+            server,
+            look,
+            begun=self.begun,
+            over=self.phase is Phase.OVER,
+            stall=ongoing.text if ongoing else stall,
+            sure=sure,
+            evidence=ongoing.kept if ongoing else "",
+            note=self.note,
+        )
+        self.begun = found.started
+        self.publish(found, server.record.started_at if server.record else None)
 
     def report_text(self, text: str) -> None:
         self.say("trouble", f"{self.subject.server.label}: {text}")
@@ -208,6 +252,7 @@ class Watch:
         looks = self.vigil.looks
         self.vigil.begin()
         self.ongoing, self.ask = None, True
+        self.show()
         label, why = self.subject.server.label, self.subject.why
         if phase is Phase.UP:
             self.say("ready", f"{label} is ready; watching it")
@@ -241,7 +286,9 @@ class Watch:
         if self.ongoing:
             self.go_on(self.ongoing)
         elif found and not (all(s.doubt for s in found) and self.now() < self.doubt_until):
+            self.show(verdicts.likely(found))  # to collect the evidence takes a while
             self.stalled(found)
+        self.show()
         step = self.vigil.step()
         self.ask = step.ask
         return step.after_s
@@ -266,6 +313,7 @@ class Watch:
         began = self.now() - max(stall.since_s for stall in found)
         before = len(self.vigil.looks)
         sure = not all(stall.doubt for stall in found)
+        self.swapping()  # from here on
         snapshot = self.subject.capture(
             self.vigil.looks, self.plan.patience_s, self.stop, sure=sure
         )
@@ -279,7 +327,14 @@ class Watch:
             return
         kept = self.keep()
         number = self.diary.counts["stalled"] + 1
-        self.ongoing = Ongoing(number, began, kept=bool(kept))
+        self.ongoing = Ongoing(
+            number,
+            began,
+            kept,
+            found[0].evidence,
+            sure=verdicts.is_sure(found, snapshot, diagnosis),
+        )
+        self.show()
         seconds = self.now() - began
         why = doctor.cause(found, diagnosis)
         label = self.subject.server.label

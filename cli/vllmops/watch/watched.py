@@ -29,9 +29,9 @@ from ..protocol.server import Observation, ServerSnapshot
 from ..rpc import membership
 
 FIND_S = 10.0  # the process table takes long to read
-CAPTURE_S = 18.0  # for evidence; it is judged and written in two more
+CAPTURE_S = 15.0  # for evidence; it is judged and written in two more
 # A lasting state needs less patience: somebody must be informed, and may restart.
-COLLECT_ENV_S = 15.0
+COLLECT_ENV_S = 12.0
 
 
 class Phase(StrEnum):
@@ -49,11 +49,13 @@ class Watched:
         server: as discovery found it.
         follow: whether to watch its successor, too: the next start of an instance, or
             the next server at the same address.
+        rerun: whether a restart runs background responses again that it ends.
     """
 
-    def __init__(self, server: Server, *, follow: bool = True) -> None:
+    def __init__(self, server: Server, *, follow: bool = True, rerun: bool = False) -> None:
         self.server = server
         self.follow = follow
+        self.rerun = rerun
         self.began = time.monotonic()
         self.folder = Folder(server.name) if server.name else None
         self.created_at = server.record.created_at if server.record else 0.0
@@ -251,7 +253,7 @@ class Watched:
         if self.folder is None:
             raise stranger(self.server)
         connection = control.connect(self.folder)
-        connection.send(Request(restart=0.0))
+        connection.send(Request(restart=0.0, rerun=self.rerun))
         # A Unix socket that is closed before all is read takes what it has sent with it.
         next((r for r in connection.records() if r.state is not State.READY), None)
         connection.close()

@@ -15,8 +15,10 @@ from ...support.versions import INSTALLED, OLD
 FIXED, APPLIED = State.FIXED.value, State.APPLIED.value
 
 # What vllm-internals tell of each release, as the probes see it.
+# Its readers do not wait for notifications.
+SPINNING = {"broadcast-recheck"}
 EXPECTED = {
-    "0.14.0": dict.fromkeys(PATCHES, APPLIED),
+    "0.14.0": dict.fromkeys(PATCHES.keys() - SPINNING, APPLIED),
     "0.15.1": {**dict.fromkeys(PATCHES, APPLIED), "encoder-decoder-free-order": FIXED},
     "0.23.0": {
         **dict.fromkeys(PATCHES, APPLIED),
@@ -28,6 +30,7 @@ EXPECTED = {
         "encoder-decoder-free-order": FIXED,
         "request-hash-cycle": FIXED,
         "mm-lru-ghost-keys": FIXED,
+        "broadcast-recheck": FIXED,
     },
 }
 
@@ -202,3 +205,61 @@ def test_probes_and_patches(vllm: Callable[[str], Any], version: str) -> None:
         == states["mm-lru-ghost-keys"][0]
     )
     assert process.run(CYCLE) == after
+
+
+LOST = """
+import threading, time
+from vllm.distributed.device_communicators import shm_broadcast as code
+from vllmops.agent.heal import broadcast
+from vllmops.agent.patches import broadcast_recheck, registry
+def said(healed, patched):
+    if patched:
+        broadcast_recheck.RECHECK_MS = 300
+        registry.install()
+    writer = code.MessageQueue(n_reader=1, n_local_reader=1)
+    reader = code.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    both = threading.Thread(target=writer.wait_until_ready)
+    both.start(); reader.wait_until_ready(); both.join()
+    condition, got = reader._spin_condition, []
+    condition.busy_loop_s = 0
+    def read():
+        for _ in range(2):
+            got.append(reader.dequeue(indefinite=True))
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    writer._spin_condition.notify = lambda: None
+    looks = [len(broadcast.look())]
+    writer.enqueue("a")
+    time.sleep(0.3)
+    looks.append(len(broadcast.look()))
+    if healed:
+        broadcast.act(["reader 0"])
+    until = time.monotonic() + 1
+    while len(got) < 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    looks.append(len(broadcast.look()))
+    began = time.process_time(); time.sleep(0.5); burnt = time.process_time() - began
+    return got, looks, burnt < 0.25
+"""
+
+
+@pytest.mark.parametrize(
+    ("healed", "patched", "got", "looks"),
+    [
+        (False, False, [], [0, 1, 1]),  # the defect
+        (True, False, ["a"], [0, 1, 0]),
+        (False, True, ["a"], None),
+    ],
+)
+def test_a_notification_that_is_lost(
+    vllm: Callable[[str], Any], *, healed: bool, patched: bool, got: list[str], looks: Any
+) -> None:
+    process = vllm("0.24.0")
+    assert process.run(LOST) is None
+    found = process.run(f"out = said({healed}, {patched})")
+    assert (found[0], found[2]) == (got, True), found
+    if looks is not None:
+        assert found[1] == looks
+    state = "{each.id: each.state.value for each in registry.states().patches}"
+    assert process.run(f"out = {state}.get('broadcast-recheck')") == (APPLIED if patched else None)

@@ -69,6 +69,7 @@ PLACES: Final = {
         "GenerationError",
         ("vllm.exceptions", "vllm.entrypoints.openai.engine.protocol"),  # up to 0.28
     ),
+    "metrics": Symbol("get_prometheus_registry", ("vllm.v1.metrics.prometheus",)),
     "route-decorators": Symbol("load_aware_call", ("vllm.entrypoints.serve.utils.api_utils",)),
 }
 

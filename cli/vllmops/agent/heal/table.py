@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ...protocol.heal import Healing, HealRequest, Proof
+from .. import account
 from ..identity import here
 from ..log import log
-from . import admission, encoder_cache, io_threads, paused, transit
+from . import admission, broadcast, encoder_cache, io_threads, paused, transit
 
 
 class Action(NamedTuple):
@@ -27,6 +28,7 @@ class Action(NamedTuple):
 
 ACTIONS: Final = {
     "admission": Action(admission.look),
+    "broadcast": Action(broadcast.look, broadcast.act),
     "encoder-cache": Action(encoder_cache.look, encoder_cache.act),
     "io-threads": Action(io_threads.look, io_threads.act),
     "paused": Action(paused.look, paused.act),
@@ -44,6 +46,7 @@ def heal(request: HealRequest) -> Healing:
             proofs = action.look()
         elif action.act:
             left = action.act(request.subjects)
+            account.repairs[request.action] += len(set(request.subjects) - left.keys())
     if request.note:
         log.warning("vllmops: heal: %s", " ".join(request.note.split()))
     return Healing(pid=os.getpid(), **here(), proofs=tuple(proofs), left=left)

@@ -11,11 +11,13 @@ from types import ModuleType
 
 from ...errors import Exit, VllmopsError
 from ...protocol.patches import ProcessPatches, State, Verdict
+from .. import account
 from ..adapters import features, places
 from ..identity import role
 from ..imports import when_imported
 from ..objects import problems, report, unfit
 from . import (
+    broadcast_recheck,
     encoder_decoder_free_order,
     encoder_decoder_slots,
     mm_cache_reset_race,
@@ -36,6 +38,7 @@ PATCHES: dict[str, Patch] = {
         request_hash_cycle,
         encoder_decoder_slots,
         mm_cache_reset_race,
+        broadcast_recheck,
     )
 }
 
@@ -140,6 +143,8 @@ def states(*, verify: bool = False) -> ProcessPatches:
         patches=[merged(verdicts[name]) for name in PATCHES if name in verdicts],
         seconds=_spent_s,
         problems=tuple(problems),
+        cpu_s=account.cpu_s(),
+        repairs=dict(account.repairs),
     )
 
 

@@ -27,6 +27,7 @@ from ..adapters.responses import (
     validate_json_request,
     with_cancellation,
 )
+from ..counting import count_store
 from ..log import log
 from .serving import StoredResponses, owner
 from .wire import Frame, Refused
@@ -80,6 +81,7 @@ def install(
     adapter.check()
     if ("POST", "/v1/responses") not in map(key, module.router.routes):
         raise TypeError("its router has no POST /v1/responses")
+    count_store(backend)
     StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
     StoredResponses.carriers = carriers
     StoredResponses.ring = staticmethod(ring)
@@ -104,6 +106,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         return
     await serving.store.open()
+    await serving.take_up()
     try:
         yield
     finally:

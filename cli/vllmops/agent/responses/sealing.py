@@ -13,6 +13,7 @@ from ...keys import carrier
 from ...keys.carrier import Carrier, CarrierError, Case
 from ...keys.ring import Ring
 from ...store.settings import Carriers, Format
+from ..counting import count_carrier
 from ..log import log
 from .carried import Brought, Item, from_messages
 from .wire import Refused
@@ -62,8 +63,11 @@ async def opened(brought: Brought, ring: Ring | None, *, model: str, owner: str)
         return carrier.unseal(brought.text, ring or Ring(), model=model, owner=owner)
 
     try:
-        return items(await off_loop(len(brought.text) * COMPRESSION, call))
+        found = items(await off_loop(len(brought.text) * COMPRESSION, call))
+        count_carrier("opened")
+        return found
     except CarrierError as error:
+        count_carrier("opened", error)
         raise refused(error, brought.param) from error
 
 
@@ -133,8 +137,11 @@ async def sealed(
         return carrier.seal(history, ring, model=model, owner=owner, ttl_s=carriers.ttl_s)
 
     try:
-        return await off_loop(size, call)
+        text = await off_loop(size, call)
+        count_carrier("sealed")
+        return text
     except CarrierError as error:
+        count_carrier("sealed", error)
         raise refused(error, "include") from error
 
 

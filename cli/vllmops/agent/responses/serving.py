@@ -41,8 +41,9 @@ from ...store.store import (
 )
 from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
+from ..gate import gate
 from ..log import log
-from . import carried, sealing, wire
+from . import carried, rerun, sealing, wire
 from .carried import Brought, Item
 from .history import History, legible
 from .parsing import messages, parsed
@@ -95,6 +96,8 @@ class Turn:
         self.began = time.time()
         # The response that vLLM wrote into its dict last.
         self.latest: Any = None
+        # What the number of a background stream's first event is.
+        self.first = 0
         # Set once a background run is in the store.
         self.accepted: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
@@ -159,16 +162,25 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         self.msg_store = Nothing()
         self.event_store = Nothing()
         self.runs: dict[str, tuple[Response, asyncio.Task[None]]] = {}
+        self.reruns: set[asyncio.Task[None]] = set()
         self.history = History(parsed, harmony=self.use_harmony)
 
     async def close(self) -> None:
-        """Mark the responses that still run as failed, and close the store."""
+        """End what runs, and close the store."""
+        await self.end_runs()
+        await self.store.close()
+
+    async def end_runs(self) -> None:
+        """Mark the responses that still run as failed, unless the next start runs them again.
+
+        Before vLLM aborts them, after which they would count as completed.
+        """
         runs = list(self.runs.values())
         for run, task in runs:
             task.cancel()
-            with suppress(StoreUnavailable):
-                await self.store.put(replace(run, status="failed", error=STOPPED))
-        await self.store.close()
+            if not (gate.rerun and rerun.asked(run)[0]):
+                with suppress(StoreUnavailable):
+                    await self.store.put(replace(run, status="failed", error=STOPPED))
 
     # Making a response
 
@@ -208,8 +220,9 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if isinstance(answer, ErrorResponse):
             return answer
         if turn and request.background:
-            run = await self.accept(turn, self.background_tasks.pop(request.request_id))
-            return self.follow(run.owner, run.id) if request.stream else run.body
+            run = turn.stored(turn.latest, rerun.kept(dump(turn.latest), await raw_request.body()))
+            await self.accept(turn, run, self.store.create)
+            return self.follow(run.owner, run.id) if request.stream else document(run)
         if not isinstance(answer, ResponsesResponse):
             return self.streamed(turn, answer)
         if item := await self.seal(turn, answer):
@@ -428,16 +441,23 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     # Background runs
 
-    async def accept(self, turn: Turn, task: asyncio.Task[None]) -> Response:
+    async def accept(
+        self, turn: Turn, run: Response, keep: Callable[[Response], Awaitable[bool]]
+    ) -> None:
         """Store a run that vLLM has started; the run continues only after that.
 
+        Args:
+            turn: its turn.
+            run: as it is to be stored.
+            keep: stores it; False where its id is taken, or it is gone.
+
         Raises:
-            Refused: its id is taken.
+            Refused: its id is taken, or it is gone.
             StoreUnavailable: the store is down.
         """
-        run = turn.stored(turn.latest, dump(turn.latest))
+        task: asyncio.Task[None] = self.background_tasks.pop(run.id)
         try:
-            if not await self.store.create(run):
+            if not await keep(run):
                 raise wire.taken(run.id)
         except BaseException:
             task.cancel()
@@ -445,7 +465,48 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         self.runs[run.id] = run, task
         self.store.attend(run, task.cancel)
         turn.accepted.set_result(run)
-        return run
+
+    async def take_up(self) -> None:
+        """Put back into the queue what ran when the start before this one ended, and run it."""
+        loop = asyncio.get_running_loop()
+        gate.ending = lambda: asyncio.run_coroutine_threadsafe(self.end_runs(), loop)
+        try:
+            async for run, request in rerun.taken_up(self.store):
+                self.store.attend(run, lambda: None)
+                task = asyncio.create_task(self.again(run, request), name=f"again_{run.id}")
+                self.reruns.add(task)
+                task.add_done_callback(self.reruns.discard)
+        except Exception as error:
+            log.exception("vllmops: background responses are not run again: %r", error)
+
+    async def again(self, run: Response, asked: dict[str, Any]) -> None:
+        """Run a response again; its stream goes on with the next number."""
+        try:
+            asked |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
+            request = adapter.ResponsesRequest.model_validate(asked)
+            hidden = not isinstance(request.input, str) and any(map(hides, request.input))
+            turn = Turn(
+                request,
+                run.owner,
+                run.input,
+                history=await self.earlier(run.owner, request.previous_response_id),
+                hidden=hidden,
+                brought=carried.brought(wire.ITEMS.decode(run.input), None) if hidden else None,
+            )
+            turn.began = run.created_at
+            if request.stream and (log_ := await self.store.log(run.owner, run.id, -1)):
+                turn.first = log_.chunks[-1].last + 1 if log_.chunks else 0
+            _turn.set(turn)
+            answer = await self.create_responses(request, None)
+            if isinstance(answer, ErrorResponse):
+                raise Refused(answer.error.code, answer.error.message)
+            await self.accept(turn, turn.stored(turn.latest, dump(turn.latest)), self.store.put)
+            log.warning("vllmops: %s runs again: it ran when the server was restarted", run.id)
+        except Exception as error:
+            log.exception("vllmops: %s is not run again: %r", run.id, error)
+            why = error.message if isinstance(error, Refused) else self.why(error)
+            await self.store_end(replace(run, status="failed", error=why))
+            self.store.leave(run)
 
     async def _run_background_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         async def work(run: Response) -> Response:
@@ -457,12 +518,16 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         await self.carry_out(work)
 
     async def _run_background_request_stream(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        turn = _turn.get()
+        first = turn.first if turn else 0
+
         async def work(run: Response) -> Response:
             async with Writer(self.store, run) as writer:
                 async for event in self.responses_stream_generator(request, *args, **kwargs):
                     if event.type == "response.completed":
                         # Followers read the final event from the stored response.
                         return replace(run, status=event.response.status, body=dump(event.response))
+                    event.sequence_number += first
                     writer.add(event.sequence_number, dump(event))
             return replace(run, status="failed", error=FAILED)
 
@@ -481,6 +546,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             except Exception as error:
                 log.exception("vllmops: %s failed: %r", run.id, error)
                 ended = replace(run, status="failed", error=self.why(error))
+            if ended.status == "failed" and not self.engine_client.errored:
+                ended = replace(ended, body=document(run))  # it would fail again
             # vLLM turns a cancellation into an answer.
             if not (task := asyncio.current_task()) or not task.cancelling():
                 await self.store_end(ended)

@@ -1,0 +1,68 @@
+"""Counts what the server's store and its carriers do, into prometheus_client's counters."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from ..keys.carrier import CarrierError, Case
+from ..store.backend import Backend
+
+# Methods of a backend that a request, or looking after what runs, waits for.
+OPERATIONS: Final = (
+    *("create", "put", "set_status", "get", "delete", "page", "conversation", "touch", "running"),
+    *("append", "log", "sweep", "stats"),
+)
+
+
+def count_store(backend: Backend) -> None:
+    """Count the operations of a backend, which it does as before."""
+    from ..metrics.counters import CARRIERS  # noqa: PLC0415 - see there
+
+    for action, reason in (("opened", ""), ("sealed", ""), *(("refused", c.value) for c in Case)):
+        CARRIERS.labels(action, reason)  # begins with 0, so that the first one is seen
+    name = type(backend).__name__.lower()
+    for operation in OPERATIONS:
+        setattr(backend, operation, counted(getattr(backend, operation), name, operation))
+
+
+def counted(
+    call: Callable[..., Awaitable[Any]], backend: str, operation: str
+) -> Callable[..., Awaitable[Any]]:
+    """A method of a backend that counts its time and its failures."""
+    from ..metrics.counters import STORE_FAILURES, STORE_SECONDS  # noqa: PLC0415 - see there
+
+    @functools.wraps(call)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return await call(*args, **kwargs)
+        except asyncio.CancelledError:  # its deadline, or a client who has left
+            STORE_FAILURES.labels(backend, operation, "cancelled").inc()
+            raise
+        except Exception as error:
+            STORE_FAILURES.labels(backend, operation, type(error).__name__).inc()
+            raise
+        finally:
+            # What is never called has no lines in each scrape.
+            STORE_SECONDS.labels(backend, operation).observe(time.perf_counter() - began)
+
+    return wrapper
+
+
+def count_carrier(action: str, error: CarrierError | None = None) -> None:
+    """Count a carrier.
+
+    Args:
+        action: ``opened`` or ``sealed``; with an error it counts as ``refused``.
+        error: why it was refused.
+    """
+    from ..metrics.counters import CARRIERS  # noqa: PLC0415 - see there
+
+    if error is None:
+        CARRIERS.labels(action, "").inc()
+    else:
+        CARRIERS.labels("refused", error.case.value).inc()

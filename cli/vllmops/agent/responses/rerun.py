@@ -1,0 +1,111 @@
+"""Runs background responses again that ran when their server went, from what the store has of them.
+
+A run keeps its request in its stored body until it ends by itself, with the name of the start of
+the server that runs it. The next start takes up those of the one before it. No other server does,
+so each is run again at most once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from ...errors import VllmopsError
+from ...files import take
+from ...store import redaction
+from ...store.backend import EVERYBODY, FINISHED
+from ...store.settings import RERUN, RUN
+from ...store.store import ASKED, Asked, Query, Response, ResponseStore
+from ..service import own_directory
+from .wire import ENCODE
+
+# In the metadata of a response that was run again: what it is.
+MARK, AGAIN = "vllmops.rerun", "the server was restarted while this response ran"
+PAGE = 100
+
+
+class Body(msgspec.Struct):
+    """The part of a run's body from which it can be run again."""
+
+    vllmops: Asked | None = None
+    metadata: dict[str, str] | None = None
+
+
+BODY = msgspec.json.Decoder(Body)
+
+
+def kept(body: bytes, request: bytes) -> bytes:
+    """The body of a run with its request, unless that has credentials, which are not stored.
+
+    Args:
+        body: the response object as JSON.
+        request: as JSON.
+    """
+    asked: dict[str, Any] = msgspec.json.decode(request)
+    asked.pop("input", None)
+    run = os.environ.get(RUN)
+    if not run or redaction.clean(asked) != asked:
+        return body
+    return ENCODE({**msgspec.json.decode(body), ASKED: Asked(run=run, request=asked)})
+
+
+def asked(response: Response) -> tuple[str, dict[str, Any], Mapping[str, str]]:
+    """The start of a server that ran a response, its request and its metadata; empty if unknown."""
+    try:
+        found = BODY.decode(response.body)
+    except (msgspec.DecodeError, RecursionError):
+        return "", {}, {}
+    if found.vllmops is None:
+        return "", {}, {}
+    return found.vllmops.run, found.vllmops.request, found.metadata or {}
+
+
+async def taken_up(store: ResponseStore) -> AsyncIterator[tuple[Response, dict[str, Any]]]:
+    """Put back into the queue what the start before this one ran; with the request of each.
+
+    One process of a server does so, before any answers requests.
+
+    Args:
+        store: that has them.
+
+    Raises:
+        StoreUnavailable: the store is down.
+    """
+    before = os.environ.get(RERUN)
+    path = own_directory() / f"rerun-{before}.lock"
+    if not before or (lock := take(path)) is None:
+        return
+    try:
+        for run in await ran(store, before):
+            _, request, metadata = asked(run)
+            if MARK in metadata:
+                continue
+            request["metadata"] = {**metadata, MARK: AGAIN}
+            body = {**msgspec.json.decode(run.body), "metadata": request["metadata"]}
+            again = replace(run, status="queued", error="", body=ENCODE(body))
+            if await store.put(again, unless_status=FINISHED - {run.status}):
+                yield again, request
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+async def ran(store: ResponseStore, before: str) -> list[Response]:
+    """What a start of a server ran and did not end, the oldest first; raises StoreUnavailable."""
+    found: dict[str, Response] = {}
+    for status in ("queued", "in_progress", "failed"):
+        query: Query | None = Query(status=status, limit=PAGE, descending=False)
+        while query:
+            try:
+                page = await store.page(EVERYBODY, query)
+            except VllmopsError as error:
+                if error.code != "store.cursor":
+                    raise
+                break  # the last one was deleted meanwhile
+            found |= {one.id: one for one in page.responses if asked(one)[0] == before}
+            query = replace(query, after=page.responses[-1].id) if page.more else None
+    return sorted(found.values(), key=lambda one: one.created_at)

@@ -1,0 +1,96 @@
+"""``vllmops integrate kubernetes``: patches for a Deployment."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+
+from ...keys import file as keys
+from ...output import Json, Result, Verbatim, command
+from ..options import count
+
+FOLDER = Path(__file__).parent
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}")
+SLACK_S = 60  # to end what a drain has left
+
+
+def name(value: str) -> str:
+    """A callback for the name of an object in Kubernetes."""
+    if not NAME.fullmatch(value):
+        raise typer.BadParameter(f"{value!r} is not a name in Kubernetes.")
+    return value
+
+
+def image(value: str | None) -> str | None:
+    """A callback for the name of an image."""
+    if value is not None and not IMAGE.fullmatch(value):
+        raise typer.BadParameter(f"{value!r} is not the name of an image.")
+    return value
+
+
+@command
+def kubernetes(
+    deployment: Annotated[
+        str, typer.Option(callback=name, help="Name of the Deployment.")
+    ] = "vllm",
+    container: Annotated[
+        str, typer.Option(callback=name, help="Its container that runs vllmops serve.")
+    ] = "vllm",
+    probe_port: Annotated[
+        int, typer.Option(parser=count(1, 65535), help="The port of serve --probe-port.")
+    ] = 8081,
+    drain: Annotated[
+        int, typer.Option(parser=count(1, 86_400), help="Seconds for requests in flight.")
+    ] = 120,
+    debug: Annotated[
+        str | None,
+        typer.Option(
+            callback=image,
+            metavar="IMAGE",
+            help="Add a container with vllmops that may look into the server.",
+            show_default=False,
+        ),
+    ] = None,
+    keyring: Annotated[
+        bool, typer.Option("--keyring", help="Mount the Secret of --secret as the keyring.")
+    ] = False,
+    secret: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEYRING",
+            readable=False,
+            help="Print this Secret alone, with the keys of this file.",
+            show_default=False,
+        ),
+    ] = None,
+    json_: Json = False,
+) -> Result:
+    """Print patches for a Deployment: probes, a drain before the end, keys, a debug container.
+
+    The container runs `vllmops serve MODEL --host 0.0.0.0 --probe-port 0.0.0.0:8081`.
+    Apply the patch with `kubectl patch deployment NAME --patch-file patch.yaml`.
+    """
+    given: dict[str, object] = {
+        "deployment": deployment,
+        "container": container,
+        "port": probe_port,
+        "drain": drain,
+        "grace": drain + SLACK_S,
+        "image": debug,
+    }
+    if secret is not None:
+        given["keyring"] = base64.b64encode(keys.encode(keys.load(secret))).decode()
+        parts = ["secret"]
+    else:
+        wanted = {"mount": keyring, "debug": debug, "volume": keyring}
+        parts = ["deployment", *(part for part, wants in wanted.items() if wants)]
+    text = "".join(
+        Template((FOLDER / f"{part}.yaml").read_text("utf-8")).substitute(given) for part in parts
+    )
+    return Result({"manifest": text}, lambda: [Verbatim(text.rstrip())])

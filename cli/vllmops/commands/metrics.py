@@ -1,0 +1,180 @@
+"""``vllmops metrics``: a server's state as metrics of Prometheus, with alert rules and boards."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from importlib.resources import files
+from typing import Annotated, Any
+
+import typer
+
+from ..doctor.examine import look
+from ..errors import Exit, VllmopsError
+from ..host.roles import Role
+from ..instances.servers import Server, resolve
+from ..output import Json, JsonText, Result, Verbatim, say, typer_app
+from ..protocol.place import key
+from ..protocol.view import View
+from ..rpc import agent
+from ..rpc.view import Viewer
+from .options import Target
+from .several import remote
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 2.0
+KUBERNETES = """\
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: vllmops
+spec:
+"""
+
+app = typer_app()
+
+
+class Form(StrEnum):
+    PROMETHEUS = "prometheus"
+    KUBERNETES = "kubernetes"
+
+
+class Board(StrEnum):
+    OVERVIEW = "overview"
+    INCIDENT = "incident"
+
+
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST:]PORT", help=f"Serve them over HTTP until Ctrl-C; HOST is {HOST} by default."
+    ),
+]
+Alerts = Annotated[
+    Form | None,
+    typer.Option(help="Print alert rules: a file of Prometheus, or a PrometheusRule."),
+]
+BoardOption = Annotated[
+    Board | None, typer.Option("--board", help="Print a dashboard for Grafana, as JSON.")
+]
+
+
+@app.command(epilog="Example: vllmops metrics -t demo --listen 9105")
+@remote
+def metrics(
+    target: Target = None,
+    listen: Listen = None,
+    alerts: Alerts = None,
+    board: BoardOption = None,
+    json_: Json = False,
+) -> Result:
+    """Show a server's state as metrics of Prometheus.
+
+    A server with the agent shows the same in its own /metrics.
+    """
+    if alerts:
+        text = rules(alerts)
+        return Result({"form": alerts, "rules": text}, lambda: [Verbatim(text.rstrip())])
+    if board:
+        from ..metrics.boards import board as made  # noqa: PLC0415 - of all commands, for this one
+
+        dashboard = made(board)
+        return Result(dashboard, lambda: [JsonText(json.dumps(dashboard, indent=1))])
+    server = resolve(target)
+    if listen:
+        serve(server, target, *address(listen))
+    from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - slow
+    from prometheus_client.metrics_core import Metric  # noqa: PLC0415
+
+    from ..metrics import families, state  # noqa: PLC0415
+
+    found = families.metrics(state.samples(viewing(lambda: server)()[0]))
+
+    class Found:
+        def collect(self) -> list[Metric]:
+            return found
+
+    registry = CollectorRegistry()
+    registry.register(Found())
+    rows = [
+        {"name": sample.name, "labels": {k: v for k, v in sample.labels.items() if v}}
+        | {"value": sample.value}
+        for family in found
+        for sample in family.samples
+    ]
+    text = generate_latest(registry).decode()
+    return Result({"metrics": rows}, lambda: [Verbatim(text.rstrip())])
+
+
+def viewing(find: Callable[[], Server]) -> Callable[[], tuple[View, int]]:
+    """What looks at a server, again and again; its processes may change meanwhile.
+
+    Args:
+        find: the server as it is now.
+    """
+    from ..metrics.state import differ  # noqa: PLC0415 - it imports prometheus_client
+
+    processes: dict[tuple[str, int], Any] = {}
+    began = time.monotonic()
+    viewer = Viewer(lambda state: agent.reach(processes[key(state)], timeout_s=TIMEOUT_S), differ)
+
+    def view() -> tuple[View, int]:
+        server = find()
+        processes.clear()
+        processes.update({key(process): process for process in server.processes})
+        return viewer.view(look(server, began)), len(server.of(Role.API))
+
+    return view
+
+
+def serve(server: Server, target: str | None, host: str, port: int) -> None:
+    """Serve the metrics until Ctrl-C.
+
+    Raises:
+        VllmopsError: ``metrics.listen``.
+    """
+    from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415 - slow
+
+    from ..metrics.gathering import Gathering  # noqa: PLC0415
+
+    registry = CollectorRegistry()
+    gathering = Gathering(viewing(lambda: resolve(target)), say)
+    registry.register(gathering)
+    gathering.collect()
+    try:
+        _, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise VllmopsError(
+            "metrics.listen",
+            f"{host}:{port} can't be listened on: {error.strerror or error}",
+            "choose another port, or an address of this machine",
+        ) from error
+    say(f"the metrics of {server.label} are on http://{host}:{port}/metrics")
+    while thread.is_alive():
+        thread.join(1.0)
+
+
+def address(text: str) -> tuple[str, int]:
+    """The host and the port of ``[HOST:]PORT``; an IPv6 address has brackets.
+
+    Raises:
+        VllmopsError: ``usage``.
+    """
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
+        raise VllmopsError(
+            "usage", f"{text!r} is not [HOST:]PORT", "--listen 9105", exit_code=Exit.USAGE
+        )
+    return host.strip("[]") or HOST, int(port)
+
+
+def rules(form: Form) -> str:
+    """The alert rules, as a file of Prometheus or as an object of its operator."""
+    text = files("vllmops.metrics").joinpath("alerts.yml").read_text("utf-8")
+    if form is Form.PROMETHEUS:
+        return text
+    return KUBERNETES + "".join(
+        f"  {line}" if line.strip() else line for line in text.splitlines(keepends=True)
+    )

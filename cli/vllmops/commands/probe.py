@@ -1,0 +1,129 @@
+"""``vllmops probe``: whether a server lives, is ready, has started.
+
+`quick_probe` answers the usual question without this module.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Annotated
+
+import typer
+
+from ..diagnose.progress import PATIENCE_S, stalls
+from ..doctor import examine
+from ..errors import Exit, VllmopsError
+from ..instances.record import Folder, State
+from ..instances.servers import resolve
+from ..output import Json, Result, say, typer_app
+from ..protocol.probe import WORDS, Verdict, judge
+from ..quick_probe import verdict as of_instance
+from ..watch import verdict as verdicts
+from ..watch.board import PATHS, Listener
+from .options import Target, host_port, listening
+from .several import remote
+
+app = typer_app()
+
+FRESH_S = 0.5  # several probes of one moment share a look
+
+
+@app.command(epilog="Example: vllmops probe --readiness -t demo")
+@remote
+def probe(
+    target: Target = None,
+    liveness: Annotated[
+        bool, typer.Option("--liveness", help="Whether it is no use to wait any longer.")
+    ] = False,
+    readiness: Annotated[
+        bool, typer.Option("--readiness", help="Whether to send new requests.")
+    ] = False,
+    startup: Annotated[bool, typer.Option("--startup", help="Whether it has come up.")] = False,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            parser=listening,
+            help="Answer /livez, /readyz and /startupz there over HTTP, until Ctrl-C.",
+            show_default=False,
+        ),
+    ] = None,
+    json_: Json = False,
+) -> Result:
+    """Say whether a server lives, is ready, or has started.
+
+    Exit code 0 for yes, 1 for no. Requests and tokens decide, not /health. A
+    server is not live only if it has ended, or if `vllmops watch` is sure of a
+    stall and has kept the evidence; so --liveness needs a watch, as `serve
+    --probe-port` starts it. It is not ready while it starts, drains, is paused
+    or asleep, or seems to stall.
+    """
+    kinds = [
+        kind for kind, asked in zip(WORDS, (liveness, readiness, startup), strict=True) if asked
+    ]
+    if len(kinds) + bool(listen) != 1:
+        raise VllmopsError(
+            "usage",
+            "give one of --liveness, --readiness, --startup and --listen",
+            "vllmops probe --readiness",
+            exit_code=Exit.USAGE,
+        )
+    if listen:
+        raise serving(target, host_port(listen))
+    label, found = look(target)
+    (kind,) = kinds
+    return Result(
+        {"server": label, **found._asdict()},
+        lambda: [f"{label} is {found.line(kind)}"],
+        Exit.OK if found.says(kind) else Exit.FAILED,
+    )
+
+
+def look(target: str | None) -> tuple[str, Verdict]:
+    """A server's label, and the verdict on it now.
+
+    Raises:
+        VllmopsError: as `resolve` does, but for an instance that has ended.
+    """
+    try:
+        server = resolve(target)
+    except VllmopsError as error:
+        if error.code != "target.over" or target is None:
+            raise
+        return target, judge(State.STOPPED)._replace(reason=error.message)
+    if server.record and (found := of_instance(Folder(server.record.name).path)):
+        return server.label, found
+    seen = examine.look(server, time.monotonic())
+    over = not server.processes
+    stall = verdicts.likely(stalls([seen], PATIENCE_S))
+    return server.label, verdicts.verdict(server, seen, over=over, stall=stall, note=server.note())
+
+
+def serving(target: str | None, place: tuple[str, int]) -> VllmopsError:
+    """Answer over HTTP until Ctrl-C or SIGTERM.
+
+    Raises:
+        VllmopsError: as `look` and `Listener` do.
+    """
+    label, _ = look(target)
+    lock, last = threading.Lock(), (0.0, judge(State.STARTING))
+
+    def now() -> Verdict:
+        nonlocal last
+        with lock:
+            if time.monotonic() - last[0] > FRESH_S:
+                try:
+                    found = look(label)[1]
+                except VllmopsError as error:
+                    found = judge(State.FAILED)._replace(reason=error.message)
+                last = time.monotonic(), found
+            return last[1]
+
+    Listener(place, now)
+    say(f"{label}: {', '.join(PATHS)} at {place[0]}:{place[1]}")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    return VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)

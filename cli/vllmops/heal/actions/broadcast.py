@@ -1,0 +1,15 @@
+"""A message between engine and worker whose notification was lost."""
+
+from __future__ import annotations
+
+from ...host.roles import Role
+from ..action import InAgents
+
+
+class Broadcast(InAgents):
+    name = "broadcast"
+    state = "a message between engine and worker is in shared memory, and its reader sleeps"
+    does = "makes the reader look again"
+    risk = "none"
+    reference = "https://github.com/vllm-project/vllm/pull/45224"
+    roles = (Role.WORKER, Role.ENGINE)

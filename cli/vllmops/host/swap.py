@@ -1,0 +1,33 @@
+"""Whether the machine swaps, so that everything on it may take long."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+MUCH = 8 << 20  # bytes in a second
+SHORT_S = 0.5
+
+
+class Swapping:
+    """How much the machine swaps between two looks."""
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+        self.bytes = moved()
+        self.much = False
+
+    def now(self) -> bool:
+        """Whether it has swapped much since the last look."""
+        at, total = time.monotonic(), moved()
+        if at - self.at >= SHORT_S:
+            self.much = (total - self.bytes) / (at - self.at) >= MUCH
+            self.at, self.bytes = at, total
+        return self.much
+
+
+def moved() -> int:
+    """Bytes that the machine has swapped in and out since it was booted."""
+    found = psutil.swap_memory()
+    return int(found.sin + found.sout)

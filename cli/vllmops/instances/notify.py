@@ -1,0 +1,77 @@
+"""Tells systemd how a service fares: sd_notify(3)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ..quick_probe import verdict
+from .record import Folder, Record, State
+
+SOCKET, PERIOD, FOR_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
+
+
+class Notifier:
+    """What systemd is told of an instance; nothing where systemd did not start this process.
+
+    Args:
+        folder: of the instance.
+        environment: has what systemd wants.
+    """
+
+    def __init__(self, folder: Folder, environment: Mapping[str, str] = os.environ) -> None:
+        self.folder = folder
+        self.place = environment.get(SOCKET, "")
+        period, pid = environment.get(PERIOD, ""), environment.get(FOR_PID, "")
+        self.said = ""
+        self.over = threading.Event()
+        if self.place and period.isdecimal() and pid in {"", str(os.getpid())}:
+            wait_s = int(period) / 1e6 / 3
+            threading.Thread(target=self.feed, args=(wait_s,), daemon=True).start()
+
+    def feed(self, wait_s: float) -> None:
+        """Feed systemd's watchdog while the server makes progress; the rest stops the service.
+
+        Args:
+            wait_s: seconds between two looks.
+        """
+        while not self.over.wait(wait_s):
+            with suppress(Exception):
+                found = verdict(self.folder.path)
+                if found is None or found.live:
+                    self.tell("WATCHDOG=1")
+                else:
+                    self.tell(f"STATUS={found.line('liveness')}")
+
+    def follow(self, record: Record) -> None:
+        """Tell how far an instance is.
+
+        Args:
+            record: as it is now.
+        """
+        said = f"STATUS={record.note or record.stage}"
+        if record.state is State.READY:
+            said = f"READY=1\nSTATUS={record.note or 'ready'}"
+        if said != self.said:
+            self.tell(said)
+        self.said = said
+
+    def stopping(self) -> None:
+        """Tell that the service ends because somebody wants that."""
+        self.tell("STOPPING=1")
+
+    def tell(self, text: str) -> None:
+        """Send one message; an error is ignored, for the server works all the same."""
+        if not self.place:
+            return
+        address = f"\0{self.place[1:]}" if self.place.startswith("@") else self.place
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
+            made.setblocking(False)
+            made.sendto(text.encode(errors="replace"), address)
+
+    def close(self) -> None:
+        """Feed no more."""
+        self.over.set()

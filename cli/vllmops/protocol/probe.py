@@ -1,0 +1,81 @@
+"""Whether a server lives, is ready and has started, for those who restart it or send it requests.
+
+It imports nothing slow: a probe runs every few seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+# Somebody wants that a server makes no progress, or takes no requests.
+WANTED = {"draining", "paused", "asleep"}
+OVER = {"stopped", "failed"}
+WORDS = {"liveness": "live", "readiness": "ready", "startup": "started"}
+
+
+class Verdict(NamedTuple):
+    """What is known of a server.
+
+    Args:
+        live: False only if it has ended, or if a stall is sure and the evidence is on the disk.
+        ready: whether it is to get new requests.
+        started: whether it has come up since its last start.
+        reason: what is wrong, in words; empty if it is ready.
+        evidence: the bundle that was kept; empty without one.
+    """
+
+    live: bool
+    ready: bool
+    started: bool
+    reason: str = ""
+    evidence: str = ""
+
+    def line(self, kind: str) -> str:
+        """One line.
+
+        Args:
+            kind: one of `WORDS`.
+        """
+        word = WORDS[kind]
+        said = word if self.says(kind) else f"not {word}"
+        return f"{said}: {self.reason}" if self.reason else said
+
+    def says(self, kind: str) -> bool:
+        """The answer to one question.
+
+        Args:
+            kind: one of `WORDS`.
+        """
+        return bool(getattr(self, WORDS[kind]))
+
+
+def judge(
+    state: str,
+    stage: str = "",
+    *,
+    unready: Collection[str] = (),
+    stall: str = "",
+    sure: bool = False,
+    evidence: str = "",
+) -> Verdict:
+    """The verdict on a server, over all its ranks and nodes.
+
+    Args:
+        state: ``starting``, ``ready``, ``stopping``, ``stopped`` or ``failed``.
+        stage: of a server that starts.
+        unready: why its processes are no place for new requests.
+        stall: what makes no progress, or who does not answer, in words; empty without.
+        sure: whether that is a stall for sure.
+        evidence: as in `Verdict`.
+    """
+    if state in OVER:
+        return Verdict(live=False, ready=False, started=False, reason=f"it has {state}")
+    if state == "starting":
+        return Verdict(live=True, ready=False, started=False, reason=f"it is starting: {stage}")
+    if state == "stopping":
+        return Verdict(live=True, ready=False, started=True, reason="it is stopping")
+    wanted = WANTED.intersection(unready)
+    dead = bool(stall and sure and evidence and not wanted)
+    reason = "; ".join(filter(None, (*unready, stall)))
+    return Verdict(live=not dead, ready=not reason, started=True, reason=reason, evidence=evidence)

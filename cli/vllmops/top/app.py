@@ -1,0 +1,504 @@
+"""The full screen of ``vllmops top``.
+
+All looks are taken in threads of `Board`; this shows what they have kept, once a second. Whatever
+comes from a server is shown by `plain`, so that no text of it is taken for markup or obeyed by the
+terminal.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from typing import ClassVar, TypeVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import (
+    DataTable,
+    Footer,
+    Input,
+    RichLog,
+    Sparkline,
+    Static,
+    TabbedContent,
+    TabPane,
+    Tree,
+)
+from textual.widgets.tree import TreeNode
+
+from ..errors import VllmopsError
+from ..output import Line
+from ..protocol.place import named
+from ..streams import plain_log, printable
+from . import actions, events, rows, screen
+from .actions import Action
+from .events import Event
+from .look import Board, Follower
+from .rows import ProcessRow, ServerRow
+
+REFRESH_S = 1.0
+SPARKS = 25  # values of a sparkline, one for each column
+MOST_REQUESTS = 200
+COLUMNS = ("request", "state", "age", "prompt", "output")
+FIGURES = {"tokens_per_s": "tokens/s", "running": "running", "waiting": "waiting", "kv": "KV"}
+# What a row of the tree is about: a server, and in it a node and a process.
+Key = tuple[str, str, int]
+W = TypeVar("W", bound=Widget)
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Text of a server, on one line."""
+    return Text(printable(text, lines=False), style, no_wrap=True, overflow="ellipsis")
+
+
+def wrapped(lines: Iterable[Line]) -> Text:
+    """Lines of text of a server, as long as they are."""
+    made = Text()
+    for line in lines:
+        made.append(f"{' ' * line.indent}{printable(line.text, lines=False)}\n", line.style)
+    return made
+
+
+class Confirm(ModalScreen[bool]):
+    """Asks whether to run a command."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "dismiss(True)", "Run it"),
+        Binding("n,escape,q", "dismiss(False)", "Do not"),
+    ]
+
+    def __init__(self, action: Action) -> None:
+        super().__init__()
+        self.command = action
+
+    def compose(self) -> ComposeResult:
+        lines = (
+            Line(0, f"{self.command.does}?", "bold"),
+            Line(0, ""),
+            Line(0, f"$ {self.command.line}"),
+            Line(0, ""),
+            Line(0, "y runs it, n does not"),
+        )
+        yield Static(wrapped(lines), classes="box", markup=False)
+
+
+class Output(ModalScreen[None]):
+    """Shows a command, and what it prints once it has ended."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss(None)", "Close")]
+
+    def __init__(self, action: Action) -> None:
+        super().__init__()
+        self.command = action
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="box"):
+            yield Static(wrapped([Line(0, f"$ {self.command.line}", "bold")]), markup=False)
+            yield Static("it runs; q closes this window, and does not end it", id="state")
+            yield Static(id="printed", markup=False)
+
+    def told(self, code: int, text: str) -> None:
+        """Show what the command printed."""
+        self.query_one("#state", Static).update(f"exit code {code}; q closes this window")
+        self.query_one("#printed", Static).update(Text(plain_log(text)))
+
+
+class Top(App[None]):
+    """The application.
+
+    Args:
+        board: what is shown; it begins and ends with the application.
+        clock: seconds since the epoch.
+        monotonic: the clock of looks.
+    """
+
+    TITLE = "vllmops top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #title { height: 1; background: $panel; }
+    #upper { height: 12; }
+    #servers { width: 1fr; padding: 0; }
+    #figures { width: 26; padding: 0 0 0 1; }
+    #figures Static { height: 1; }
+    #figures Sparkline { height: 1; }
+    #caches { height: 1fr; }
+    TabbedContent, ContentSwitcher, TabPane { height: 1fr; }
+    TabPane { padding: 0; }
+    DataTable { height: 1fr; }
+    RichLog { height: 1fr; }
+    #filter { height: 1; border: none; padding: 0; }
+    Confirm, Output { align: center middle; }
+    .box { width: 76; height: auto; max-height: 20; padding: 1 2; background: $surface;
+           border: solid $primary; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("d", "doctor", "Doctor"),
+        Binding("b", "bundle", "Bundle"),
+        Binding("h", "heal", "Heal"),
+        Binding("x", "drain", "Drain"),
+        Binding("u", "resume", "Resume", show=False),
+        Binding("a", "abort", "Abort"),
+        Binding("s", "stacks", "Stacks"),
+        Binding("f", "tab('findings')", "Findings", show=False),
+        Binding("r", "tab('requests')", "Requests", show=False),
+        Binding("l", "tab('log')", "Log", show=False),
+        Binding("slash", "filter", "Filter log"),
+    ]
+
+    def __init__(
+        self,
+        board: Board,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self.animation_level = "none"  # each step of an animation goes over ssh
+        self.board = board
+        self.clock = clock
+        self.monotonic = monotonic
+        self.servers: list[ServerRow] = []
+        self.events: tuple[Event, ...] = ()
+        self.keys: list[Key] = []
+        self.nodes: dict[Key, TreeNode[Key]] = {}
+        self.labels: dict[Key, Text] = {}
+        self.listed: tuple[object, ...] = ()
+        self.logged: tuple[str, int, str] = ("", 0, "")
+        self.said: dict[str, Text] = {}
+
+    # -- what is on it -----------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="title", markup=False)
+        with Horizontal(id="upper"):
+            tree: Tree[Key] = Tree("servers", id="servers")
+            tree.show_root = False
+            tree.guide_depth = 2
+            yield tree
+            with Vertical(id="figures"):
+                for name in FIGURES:
+                    yield Static(id=f"{name}-now", markup=False)
+                    yield Sparkline(id=name)
+                yield Static(id="caches", markup=False)
+        with TabbedContent(initial="findings"):
+            with TabPane("Findings (f)", id="findings"), VerticalScroll():
+                yield Static(id="told", markup=False)
+            with TabPane("Requests (r)", id="requests"):
+                table: DataTable[Text] = DataTable(cursor_type="row", id="in-flight")
+                yield table
+            with TabPane("Stacks (s)", id="stacks"), VerticalScroll():
+                yield Static("s takes the stacks of the chosen process", id="frames", markup=False)
+            with TabPane("Log (l)", id="log"):
+                yield Input(placeholder="/ filters lines", id="filter", compact=True)
+                yield RichLog(max_lines=1000, wrap=True, min_width=20, id="lines", markup=False)
+        yield Footer(show_command_palette=False, compact=True)
+
+    def on_mount(self) -> None:
+        self.part("#in-flight", DataTable).add_columns(*COLUMNS)
+        self.part("#servers").focus()
+        self.board.begin()
+        self.set_interval(REFRESH_S, self.refresh_rows)
+        self.refresh_rows()
+
+    def on_unmount(self) -> None:
+        self.board.end()
+
+    def part(self, which: str | type[W], kind: type[W] = Widget) -> W:  # type: ignore[assignment]
+        """A part of the full screen, also while a window is in front of it."""
+        main = self.screen_stack[0]
+        return main.query_one(which, kind) if isinstance(which, str) else main.query_one(which)
+
+    # -- showing -----------------------------------------------------------------------------
+
+    def refresh_rows(self) -> None:
+        """Show what the looks have kept."""
+        now_s = self.monotonic()
+        followers = list(self.board.followers.items())
+        self.servers = [rows.server(name, each.looks, now_s) for name, each in followers]
+        self.events = events.follow(self.events, self.servers, self.clock())
+        self.show_title()
+        self.show_tree()
+        self.show_chosen()
+
+    def say(self, where: str, text: Text) -> None:
+        """Change a text of the screen, if it is another one."""
+        if self.said.get(where) != text:
+            self.said[where] = text
+            self.part(where, Static).update(text)
+
+    def show_title(self) -> None:
+        bad = sum(row.severity == "error" for row in self.servers)
+        parts = [f"{len(self.servers)} servers" if len(self.servers) != 1 else "1 server"]
+        parts += [f"{bad} in trouble"] if bad else []
+        parts += [f"trouble: {text}" for text in self.board.failures]
+        now = time.strftime("%H:%M:%S", time.localtime(self.clock()))
+        self.say("#title", plain(f"vllmops top  {now}  {', '.join(parts)}", "bold"))
+
+    def show_tree(self) -> None:
+        """Show servers, nodes and processes; what is chosen stays chosen."""
+        labels = dict(branches(self.servers))
+        tree: Tree[Key] = self.part("#servers", Tree)
+        if [*labels] != self.keys:
+            chosen = tree.cursor_node.data if tree.cursor_node else None
+            tree.clear()
+            self.nodes, self.keys = {}, [*labels]
+            for key, label in labels.items():
+                target, node, pid = key
+                above = self.nodes.get((target, node, 0)) or self.nodes.get((target, "", 0))
+                add = (above or tree.root).add_leaf if pid else (above or tree.root).add
+                self.nodes[key] = add(label, data=key)
+                self.nodes[key].expand()
+            found = self.nodes.get(chosen) if chosen else None
+            if first := found or next(iter(self.nodes.values()), None):
+                self.call_after_refresh(tree.move_cursor, first)
+        for key, label in labels.items():
+            if self.labels.get(key) != label:
+                self.nodes[key].set_label(label)
+        self.labels = labels
+
+    @property
+    def key(self) -> Key | None:
+        """What is chosen in the tree; the first server if nothing is."""
+        node = self.part("#servers", Tree).cursor_node
+        if node is not None and node.data is not None:
+            found: Key = node.data
+            return found
+        return self.keys[0] if self.keys else None
+
+    @property
+    def chosen(self) -> tuple[ServerRow, Follower] | None:
+        """The chosen server; None where there is none."""
+        key = self.key
+        row = next((row for row in self.servers if key and row.target == key[0]), None)
+        follower = self.board.followers.get(row.target) if row else None
+        return (row, follower) if row and follower else None
+
+    def on_tree_node_highlighted(self) -> None:
+        self.show_chosen()
+
+    def show_chosen(self) -> None:
+        """Show what is known of the chosen server."""
+        found = self.chosen
+        if found is None:
+            text = Text("no vLLM server runs here" if not self.board.targets else "looking")
+            self.say("#told", text)
+            return
+        row, follower = found
+        self.show_figures(row, follower)
+        self.show_findings(row)
+        self.show_requests(row)
+        active = self.part(TabbedContent).active
+        for each in self.board.followers.values():
+            each.reads_log = each is follower and active == "log"
+        if active == "log":
+            self.show_log(follower)
+
+    def show_figures(self, row: ServerRow, follower: Follower) -> None:
+        values = rows.series(follower.looks)
+        figures = row.figures
+        shown = {
+            "tokens_per_s": number(figures.tokens_per_s),
+            "running": number(figures.running),
+            "waiting": number(figures.waiting),
+            "kv": screen.percent(figures.kv),
+        }
+        for name, label in FIGURES.items():
+            self.say(f"#{name}-now", plain(f"{label} {shown[name]}"))
+            line = self.part(f"#{name}", Sparkline)
+            if line.data != (last := scaled(values[name])):
+                line.data = last
+        shares = (("prefix hits", figures.prefix_hits), ("multimodal hits", figures.mm_hits))
+        lines = [Line(0, f"{name} {value:.0%}") for name, value in shares if value is not None]
+        lines += [Line(0, screen.cache(each)) for each in row.caches]
+        self.say("#caches", wrapped(lines))
+
+    def show_findings(self, row: ServerRow) -> None:
+        """All servers' findings, and what could not be seen of the chosen one."""
+        lines = [line for event in self.events for line in told(event)]
+        if not self.events:
+            lines.append(Line(0, "no findings so far; d runs doctor, which looks closer"))
+        for part in row.unseen:
+            lines.append(Line(0, f"{row.target}: {part.part}: {part.why}", "yellow"))
+            lines += [Line(2, f"hint: {part.hint}")] if part.hint else []
+        self.say("#told", wrapped(lines))
+
+    def show_requests(self, row: ServerRow) -> None:
+        listed = (row.target, *((each.id, *screen.request(each)) for each in row.requests))
+        if listed == self.listed:
+            return
+        self.listed = listed
+        table: DataTable[Text] = self.part("#in-flight", DataTable)
+        at = table.cursor_row
+        chosen = self.request_id
+        table.clear()
+        for index, each in enumerate(row.requests[:MOST_REQUESTS]):
+            style = "bold red" if each.stuck else ""
+            table.add_row(*(plain(cell, style) for cell in screen.request(each)), key=str(index))
+            if each.id and each.id == chosen:
+                at = index
+        self.request_ids = [each.id for each in row.requests[:MOST_REQUESTS]]
+        if table.row_count:
+            table.move_cursor(row=min(at, table.row_count - 1))
+
+    request_ids: Sequence[str] = ()
+
+    @property
+    def request_id(self) -> str:
+        """The id of the chosen request by vLLM; empty without one."""
+        at = self.part("#in-flight", DataTable).cursor_row
+        return self.request_ids[at] if 0 <= at < len(self.request_ids) else ""
+
+    def show_log(self, follower: Follower) -> None:
+        """Show the lines of the log that hold the filter's text."""
+        view = self.part("#lines", RichLog)
+        wanted = self.part("#filter", Input).value.casefold()
+        log, count = follower.log, follower.lines_read
+        if self.logged[::2] != (follower.target, wanted):
+            view.clear()
+            added = log
+            watched = follower.watched
+            if watched and not watched.server.name:
+                view.write(Text("vllmops did not start this server: it does not have its log"))
+        else:
+            added = log[len(log) - min(count - self.logged[1], len(log)) :]
+        self.logged = follower.target, count, wanted
+        for line in added:
+            if wanted in line.casefold():
+                view.write(Text(plain_log(line)))
+
+    # -- keys --------------------------------------------------------------------------------
+
+    def action_tab(self, name: str) -> None:
+        self.part(TabbedContent).active = name
+        within = {"requests": "#in-flight", "log": "#lines"}
+        self.part(within.get(name, "#servers")).focus()
+        self.show_chosen()
+
+    def action_filter(self) -> None:
+        self.action_tab("log")
+        self.part("#filter").focus()
+
+    def on_input_changed(self) -> None:
+        self.show_chosen()
+
+    def on_input_submitted(self) -> None:
+        self.part("#lines").focus()
+
+    def action_doctor(self) -> None:
+        self.offer(actions.doctor)
+
+    def action_heal(self) -> None:
+        self.offer(actions.heal)
+
+    def action_bundle(self) -> None:
+        self.offer(actions.bundle)
+
+    def action_drain(self) -> None:
+        self.offer(actions.drain)
+
+    def action_resume(self) -> None:
+        self.offer(actions.resume)
+
+    def action_abort(self) -> None:
+        if not (chosen := self.request_id):
+            self.warn("there is no request to end")
+            return
+        self.action_tab("requests")
+        self.offer(lambda target: actions.abort(target, chosen))
+
+    def offer(self, make: Callable[[str], Action]) -> None:
+        """Ask whether to run a command for the chosen server, and run it."""
+        if self.key is None:
+            self.warn("there is no server")
+            return
+        try:
+            action = make(self.key[0])
+        except (VllmopsError, OSError) as error:
+            self.warn(str(error))
+            return
+
+        def decided(yes: bool | None) -> None:
+            if yes:
+                shown = Output(action)
+                self.push_screen(shown)
+                self.behind(action, shown.told)
+
+        self.push_screen(Confirm(action), decided)
+
+    def action_stacks(self) -> None:
+        """Take the stacks of the chosen process, or of the whole server."""
+        self.action_tab("stacks")
+        if self.key is None:
+            return
+        target, _, pid = self.key
+        self.say("#frames", Text("reading the stacks"))
+
+        def told(_: int, text: str) -> None:
+            self.say("#frames", Text(plain_log("\n".join(actions.frames(text, pid or None)))))
+
+        self.behind(actions.stacks(target), told)
+
+    def behind(self, action: Action, told: Callable[[int, str], None]) -> None:
+        """Run a command in a thread, and tell what it printed; quitting does not wait for it."""
+
+        def work() -> None:
+            code, text = actions.run(action.words, 70)
+            with suppress(Exception):  # the window, or the application, may be closed
+                self.call_from_thread(told, code, text)
+
+        threading.Thread(target=copy_context().run, args=(work,), daemon=True).start()
+
+    def warn(self, text: str) -> None:
+        self.notify(printable(text, lines=False), severity="warning", markup=False)
+
+
+def branches(servers: Iterable[ServerRow]) -> Iterable[tuple[Key, Text]]:
+    """The tree: each row's key and label, those above first."""
+    for row in servers:
+        label = plain(f"{row.target}  ", "bold")
+        label.append(printable(screen.state(row), lines=False), screen.STYLES[row.severity])
+        yield (row.target, "", 0), label
+        several = len(row.nodes) > 1
+        for node in row.nodes:
+            if several and node.name:
+                yield (row.target, node.name, 0), plain(node.name, "underline")
+            for process in node.processes:
+                yield (row.target, node.name, process.pid), leaf(process)
+
+
+def leaf(process: ProcessRow) -> Text:
+    """A process: which one, its processor time, and what it does."""
+    label = plain(f"{named(process.role, process)} {process.pid} {screen.percent(process.cpu)} ")
+    style = screen.STYLES[process.severity] if process.severity else ""
+    label.append(printable(screen.doing(process), lines=False), style)
+    return label
+
+
+def told(event: Event) -> Iterable[Line]:
+    """A finding with its time; one that is over is one line."""
+    began = time.strftime("%H:%M:%S", time.localtime(event.began))
+    title, *rest = screen.finding(event.finding)
+    if event.ended is not None:
+        ended = time.strftime("%H:%M:%S", time.localtime(event.ended))
+        yield Line(0, f"{began} to {ended} {event.target}: {title.text.strip()}", "dim")
+        return
+    yield Line(0, f"{began} {event.target}: {title.text.strip()}", title.style)
+    for line in rest:
+        yield Line(2, line.text, line.style)
+
+
+def scaled(values: Sequence[float]) -> list[float]:
+    """The last values, the newest on the right; a sparkline begins at its least: zero."""
+    return [0.0, *([0.0] * SPARKS + list(values))[1 - SPARKS :]]
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"

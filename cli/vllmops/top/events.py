@@ -1,0 +1,62 @@
+"""Findings as they come and go: a pure function of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..diagnose.findings import Finding
+from .rows import ServerRow
+
+KEPT = 50  # events that are over
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A finding over time.
+
+    Args:
+        target: the server, as ``--target`` takes it.
+        finding: as it was seen last.
+        began: when it was first seen, in seconds since the epoch.
+        ended: when it was seen no more; None while it lasts.
+    """
+
+    target: str
+    finding: Finding
+    began: float
+    ended: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What stays the same while a finding is the same one."""
+        return self.target, self.finding.code, self.finding.subject
+
+
+def follow(events: Sequence[Event], rows: Sequence[ServerRow], now: float) -> tuple[Event, ...]:
+    """The events after one more look.
+
+    Args:
+        events: those before.
+        rows: what was seen.
+        now: seconds since the epoch.
+
+    Returns:
+        Those that last, worst first, then those that are over, the last one first.
+    """
+    lasting = {event.key: event for event in events if event.ended is None}
+    present = [Event(row.target, found, now) for row in rows for found in row.findings]
+    present = [
+        msgspec.structs.replace(event, began=lasting[event.key].began)
+        if event.key in lasting
+        else event
+        for event in present
+    ]
+    keys = {event.key for event in present}
+    over = [
+        msgspec.structs.replace(event, ended=now)
+        for event in lasting.values()
+        if event.key not in keys
+    ]
+    over += [event for event in events if event.ended is not None]
+    return (*sorted(present, key=lambda event: -event.finding.severity.rank), *over[:KEPT])

@@ -1,0 +1,377 @@
+"""The rows that ``vllmops top`` shows: pure functions of looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from ..diagnose.findings import Finding, Severity
+from ..diagnose.progress import DEAD, LATE_S, RULES, Stall
+from ..host.roles import Role
+from ..protocol.caches import (
+    EncoderCache,
+    EncoderDecoderCache,
+    LruCache,
+    ProcessCaches,
+    ShmCache,
+    WorkerEncoderCache,
+)
+from ..protocol.metrics import Metrics
+from ..protocol.place import Place, key, named
+from ..protocol.server import ProcessState, Pulse, Unseen
+from ..requests.listing import Row
+from .look import Look
+
+FRESH = 30  # looks, after which metrics are old
+STILL_S = 2.0  # a step of a healthy engine is shorter, as a rule
+KERNEL = {"T": "stopped by a signal", "t": "stopped by a debugger", "?": "not known"}
+RULE = {rule.code: rule for rule in RULES}
+
+
+class ProcessRow(Place, frozen=True, kw_only=True):
+    """A process.
+
+    Args:
+        role, pid: of it.
+        state: in words.
+        severity: of that state; None if it is well.
+        cpu: cores that it used between the last two looks; None if unknown.
+        rss_bytes: resident; None if unknown.
+        step: calls of ``schedule()`` so far; None if the process has no scheduler.
+        running, waiting: requests; None if the process has no scheduler.
+    """
+
+    role: str
+    pid: int
+    state: str
+    severity: Severity | None = None
+    cpu: float | None = None
+    rss_bytes: int | None = None
+    step: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+
+
+class NodeRow(msgspec.Struct, frozen=True):
+    """A node; its name is empty where the server does not tell."""
+
+    name: str
+    processes: tuple[ProcessRow, ...]
+
+
+class CacheRow(msgspec.Struct, frozen=True):
+    """A cache.
+
+    Args:
+        name: its kind and side.
+        process: that has it.
+        entries: None if it does not count them.
+        used, capacity: in `unit`; None if unknown.
+        unit: ``bytes`` or ``slots``.
+        hits, queries: so far; None if it does not count them.
+    """
+
+    name: str
+    process: str
+    entries: int | None
+    used: float | None
+    capacity: float | None
+    unit: str
+    hits: int | None = None
+    queries: int | None = None
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """A server's figures at one moment; None if unknown.
+
+    Args:
+        tokens_per_s: of prompts and answers.
+        running, waiting: requests.
+        kv: share of the KV cache in use, 0 to 1; of the fullest engine.
+        prefix_hits: share of tokens found in the prefix cache, since the start.
+        mm_hits: share of items found in the multimodal cache, since the start.
+    """
+
+    tokens_per_s: float | None = None
+    running: float | None = None
+    waiting: float | None = None
+    kv: float | None = None
+    prefix_hits: float | None = None
+    mm_hits: float | None = None
+
+
+class ServerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A server.
+
+    Args:
+        target: what ``--target`` takes.
+        state: in words.
+        severity: of that state; None if it is well.
+        stage: the stage of one that starts.
+        url, model: None if unknown.
+        age_s: seconds since the last look; None before the first.
+        nodes: with their processes.
+        figures: the last ones.
+        caches: of its processes.
+        requests: in flight, the oldest first.
+        findings: worst first.
+        unseen: what could not be seen.
+    """
+
+    target: str
+    state: str
+    severity: Severity | None = None
+    stage: str = ""
+    url: str | None = None
+    model: str | None = None
+    age_s: float | None = None
+    nodes: tuple[NodeRow, ...] = ()
+    figures: Figures = Figures()
+    caches: tuple[CacheRow, ...] = ()
+    requests: tuple[Row, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    unseen: tuple[Unseen, ...] = ()
+
+
+def server(target: str, looks: Sequence[Look], now_s: float) -> ServerRow:
+    """The row of a server.
+
+    Args:
+        target: what ``--target`` takes.
+        looks: at it, oldest first; there may be none.
+        now_s: the time, by the monotonic clock.
+    """
+    if not looks:
+        return ServerRow(target=target, state="not seen yet", severity=Severity.WARNING)
+    look = looks[-1]
+    state, severity = condition(look)
+    return ServerRow(
+        target=target,
+        state=state,
+        severity=severity,
+        stage=look.stage if look.state == "starting" else "",
+        url=look.url,
+        model=look.model,
+        age_s=max(now_s - look.at_s, 0.0),
+        nodes=tuple(nodes(looks)),
+        figures=figures(looks),
+        caches=tuple(row for told in look.asked.caches for row in caches(told)),
+        requests=look.asked.requests,
+        findings=tuple(findings(look)),
+        unseen=tuple(unseen(look)),
+    )
+
+
+def condition(look: Look) -> tuple[str, Severity | None]:
+    """A server's state in words, and how bad it is."""
+    if look.problem:
+        return "not seen", Severity.ERROR
+    if look.state == "starting":
+        return look.state, None
+    if look.why:
+        bad = Severity.ERROR if look.state in {"", "failed"} else Severity.WARNING
+        return (look.state or "ended"), bad
+    if look.seen and (lost := {p.state for p in look.seen.processes}) and lost <= {*DEAD, "?"}:
+        return ("not reached" if "?" in lost else "ended"), Severity.ERROR
+    sure = [stall for stall in look.stalls if not stall.doubt]
+    if sure or look.stalls:
+        seconds = max(stall.since_s for stall in sure or look.stalls)
+        return (
+            f"{'stalled' if sure else 'perhaps stalled'} for {seconds:.0f} s",
+            Severity.ERROR if sure else Severity.WARNING,
+        )
+    beats = [pulse.beat for pulse in look.seen.pulses] if look.seen else []
+    unready = {beat.unready: None for beat in beats if beat.unready}
+    return ", ".join((look.state or "up", *unready)), Severity.WARNING if unready else None
+
+
+def findings(look: Look) -> Iterator[Finding]:
+    """What is wrong, the worst first, as far as looks show it."""
+    found = [*map(stalled, look.stalls), *look.asked.findings]
+    yield from sorted(found, key=lambda finding: -finding.severity.rank)
+
+
+def stalled(stall: Stall) -> Finding:
+    """The finding that a stall is; what only stacks can decide is a warning."""
+    found = RULE[stall.code].at(stall.subject, stall.evidence)
+    if not stall.doubt:
+        return found
+    evidence = f"{stall.evidence}; only the stacks can tell whether it is stuck"
+    return msgspec.structs.replace(found, severity=Severity.WARNING, evidence=evidence)
+
+
+def unseen(look: Look) -> Iterator[Unseen]:
+    """What could not be seen, and why."""
+    if look.problem:
+        yield look.problem
+    elif look.why and look.state != "starting":
+        hint = f"vllmops logs {look.target}" if look.state else "vllmops ps --all"
+        yield Unseen(look.target, "target.over", look.why, hint)
+    if look.asked.note:
+        hint = "vllmops help agent.node-lost"
+        yield Unseen("other nodes", "agent.node-lost", look.asked.note, hint)
+    yield from look.asked.unseen
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def nodes(looks: Sequence[Look]) -> Iterator[NodeRow]:
+    """The nodes of a server, in the order of their first process."""
+    seen = looks[-1].seen
+    if seen is None:
+        return
+    earlier = next((look for look in reversed(looks[:-1]) if look.seen), None)
+    before = {key(p): p for p in earlier.seen.processes} if earlier and earlier.seen else {}
+    apart_s = looks[-1].at_s - earlier.at_s if earlier else 0.0
+    pulses = {key(pulse): pulse for pulse in seen.pulses}
+    found: dict[str, list[ProcessRow]] = {}
+    for state in seen.processes:
+        if state.role == Role.OTHER:
+            continue
+        row = process(state, pulses.get(key(state)), before.get(key(state)), apart_s)
+        found.setdefault(state.node, []).append(row)
+    for name, rows in found.items():
+        yield NodeRow(name, tuple(rows))
+
+
+def process(
+    state: ProcessState, pulse: Pulse | None, before: ProcessState | None, apart_s: float
+) -> ProcessRow:
+    """The row of a process.
+
+    Args:
+        state: as the kernel sees it.
+        pulse: its heartbeat; None without one.
+        before: as the kernel saw it `apart_s` ago; None if unknown.
+        apart_s: seconds.
+    """
+    cpu = None
+    if before and apart_s > 0 and state.state not in DEAD:
+        cpu = max(state.cpu_s - before.cpu_s, 0.0) / apart_s
+    text, severity = words(state, pulse)
+    return ProcessRow(
+        **{name: getattr(state, name) for name in Place.__struct_fields__},
+        role=state.role,
+        pid=state.pid,
+        state=text,
+        severity=severity,
+        cpu=cpu,
+        rss_bytes=state.rss_bytes,
+        step=pulse.beat.current_step if pulse else None,
+        running=pulse.beat.running if pulse else None,
+        waiting=pulse.beat.waiting if pulse else None,
+    )
+
+
+def words(state: ProcessState, pulse: Pulse | None) -> tuple[str, Severity | None]:
+    """What a process does, and how bad that is."""
+    if state.state in DEAD:
+        return "has ended", Severity.ERROR
+    if state.state in KERNEL:
+        return KERNEL[state.state], Severity.WARNING if state.state == "?" else Severity.ERROR
+    if pulse is None:
+        return (
+            ("no agent", Severity.INFO) if state.role in {"api", "engine", "worker"} else ("", None)
+        )
+    if pulse.age_s >= LATE_S:
+        return f"no heartbeat for {pulse.age_s:.0f} s", Severity.WARNING
+    beat = pulse.beat
+    if (beat.loop_s or 0.0) >= LATE_S:
+        return f"event loop blocked for {beat.loop_s:.0f} s", Severity.ERROR
+    if (beat.still_s or 0.0) >= STILL_S:
+        return f"no token for {beat.still_s:.0f} s", Severity.WARNING
+    if beat.unready:
+        return beat.unready, Severity.WARNING
+    if beat.running or beat.waiting or beat.handed or beat.rendering_s:
+        return "at work", None
+    return "idle" if state.role != Role.WORKER else "", None
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def figures(looks: Sequence[Look]) -> Figures:
+    """The figures by the last looks; metrics are those that were read last."""
+    read = measured(looks[-FRESH:])
+    running, waiting = queued(looks[-1], read[-1][1] if read else None)
+    if not read or looks[-1].seen is None:
+        return Figures(running=running, waiting=waiting)
+    metrics = read[-1][1]
+    return Figures(
+        tokens_per_s=rate(*read[-2:]) if len(read) > 1 else None,
+        running=running,
+        waiting=waiting,
+        kv=metrics.kv_cache_usage,
+        prefix_hits=share(metrics.prefix_hits, metrics.prefix_queries),
+        mm_hits=share(metrics.mm_hits, metrics.mm_queries),
+    )
+
+
+def measured(looks: Sequence[Look]) -> list[tuple[float, Metrics]]:
+    """The metrics that were read, with the time of each."""
+    return [(look.at_s, look.seen.metrics) for look in looks if look.seen and look.seen.metrics]
+
+
+def queued(look: Look, metrics: Metrics | None) -> tuple[float | None, float | None]:
+    """Requests running and waiting: by heartbeats, as metrics keep their values in a hang."""
+    beats = [pulse.beat for pulse in look.seen.pulses] if look.seen else []
+    known = [beat for beat in beats if beat.running is not None]
+    if known:
+        return sum(b.running or 0 for b in known), sum(b.waiting or 0 for b in known)
+    return (metrics.running, metrics.waiting) if metrics else (None, None)
+
+
+def rate(first: tuple[float, Metrics], last: tuple[float, Metrics]) -> float | None:
+    """Tokens per second between two readings of the metrics."""
+    (began_s, before), (end_s, after) = first, last
+    if before.tokens is None or after.tokens is None or end_s <= began_s:
+        return None
+    grown = after.tokens - before.tokens
+    return grown / (end_s - began_s) if grown >= 0 else None  # the server was started anew
+
+
+def share(part: float | None, whole: float | None) -> float | None:
+    return (part or 0.0) / whole if whole else None
+
+
+def series(looks: Sequence[Look]) -> dict[str, list[float]]:
+    """What sparklines show, oldest first, by the names in `Figures`.
+
+    Running and waiting have a value for each look, the others one for each reading of the metrics.
+    """
+    read = measured(looks)
+    counts = [queued(look, look.seen.metrics if look.seen else None) for look in looks]
+    return {
+        "tokens_per_s": [rate(first, last) or 0.0 for first, last in pairwise(read)],
+        "running": [running or 0.0 for running, _ in counts],
+        "waiting": [waiting or 0.0 for _, waiting in counts],
+        "kv": [metrics.kv_cache_usage or 0.0 for _, metrics in read],
+    }
+
+
+def caches(told: ProcessCaches) -> Iterator[CacheRow]:
+    """The caches of a process."""
+    process = " ".join(filter(None, (named(told.role, told), str(told.pid))))
+    for cache in told.caches:
+        match cache:
+            case LruCache():
+                name = f"{cache.kind} {cache.side}"
+                counts = (cache.entries, cache.bytes, cache.capacity_bytes, "bytes")
+                yield CacheRow(name, process, *counts, cache.hits, cache.queries)
+            case ShmCache() if cache.writer:
+                name = f"{cache.kind} {cache.side}"
+                counts_ = (len(cache.keys), cache.bytes, cache.capacity_bytes, "bytes")
+                yield CacheRow(name, process, *counts_, cache.hits, cache.queries)
+            case EncoderCache():
+                used = cache.slots - cache.free_slots
+                yield CacheRow("encoder", process, len(cache.cached), used, cache.slots, "slots")
+            case EncoderDecoderCache():
+                used = cache.slots - cache.free_slots
+                yield CacheRow("encoder", process, None, used, cache.slots, "slots")
+            case WorkerEncoderCache():
+                yield CacheRow("encoder", process, len(cache.keys), cache.bytes, None, "bytes")
+            case _:
+                pass

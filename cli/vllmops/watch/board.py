@@ -1,0 +1,134 @@
+"""Where a watch shows its verdict: in the instance's folder, and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import AF_INET6
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ..errors import VllmopsError
+from ..instances.record import Folder
+from ..protocol.identity import boot_id
+from ..protocol.probe import WORDS, Verdict
+from ..quick_probe import FILE
+
+HOLDS_S = 30.0  # a watch collects evidence for as long, and does not look meanwhile
+REST_S = 5.0  # between two writes of the same verdict
+SILENT_S = 5.0  # that a client may be
+PATHS = {"/livez": "liveness", "/readyz": "readiness", "/startupz": "startup"}
+
+
+class Board:
+    """The last verdict of a watch.
+
+    Args:
+        folder: of the instance; None for a server that vllmops did not start.
+        interval_s: seconds between two looks.
+    """
+
+    def __init__(self, folder: Folder | None, interval_s: float) -> None:
+        self.folder = folder
+        self.holds_s = HOLDS_S + 2 * interval_s
+        self.verdict = Verdict(live=True, ready=False, started=False, reason="nobody has looked")
+        self.until = 0.0
+        self.written = 0.0
+
+    def show(self, verdict: Verdict, started_at: float | None) -> None:
+        """Show a verdict from now on; on a full disk the file stays as it is, and grows old.
+
+        Args:
+            verdict: the verdict.
+            started_at: which start of the instance it is about, as in its record.
+        """
+        now = time.monotonic()
+        same, self.verdict, self.until = verdict == self.verdict, verdict, now + self.holds_s
+        if self.folder is None or (same and now - self.written < REST_S):
+            return
+        path = self.folder.path / FILE
+        new = path.with_suffix(".new")
+        content = {"start": started_at, "boot": boot_id(), "until": self.until, "verdict": verdict}
+        with suppress(OSError):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            with open(os.open(new, flags, 0o600), "w") as file:
+                json.dump(content, file)
+            new.replace(path)
+            self.written = now
+
+    def last(self) -> Verdict:
+        """The verdict; a server that is not looked at any more is not said to be ready."""
+        if self.until and time.monotonic() > self.until:
+            return self.verdict._replace(ready=False, reason="its watch does not look any more")
+        return self.verdict
+
+
+class Listener(ThreadingHTTPServer):
+    """Answers ``/livez``, ``/readyz`` and ``/startupz`` from threads of its own.
+
+    Args:
+        place: host and port.
+        verdict: gives the verdict, quickly.
+
+    Raises:
+        VllmopsError: ``port.taken`` or ``host.unknown``.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+    allow_reuse_address = True
+
+    def __init__(self, place: tuple[str, int], verdict: Callable[[], Verdict]) -> None:
+        host, port = place
+        self.verdict = verdict
+        if ":" in host:
+            self.address_family = AF_INET6
+        try:
+            super().__init__(place, Handler)
+        except OSError as error:
+            unknown = not error.errno or error.errno < 0  # of getaddrinfo
+            raise VllmopsError(
+                "host.unknown" if unknown else "port.taken",
+                f"nothing can listen on {host}:{port}: {error.strerror or error}",
+                "use another port, or another address of this machine",
+            ) from error
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no error."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one probe: 200, or 503 and why."""
+
+    timeout = SILENT_S
+    wbufsize = 1 << 12
+    server: Listener
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        kind = PATHS.get(url.path)
+        if kind is None:
+            self.answer(404, f"there are {', '.join(PATHS)}\n")
+            return
+        found = self.server.verdict()
+        text = f"{found.line(kind)}\n"
+        if "verbose" in parse_qs(url.query, keep_blank_values=True):
+            text += "".join(f"[{'+' if found.says(k) else '-'}] {WORDS[k]}\n" for k in WORDS)
+        self.answer(200 if found.says(kind) else 503, text)
+
+    def answer(self, status: int, text: str) -> None:
+        content = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads a line for each probe."""

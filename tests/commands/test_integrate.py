@@ -1,0 +1,138 @@
+"""What ``vllmops integrate`` prints is taken by the systems that it is for."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.keys import file
+
+yaml = pytest.importorskip("yaml")
+
+
+def test_a_unit_that_systemd_takes(vllmops: Any, tmp_path: Path) -> None:
+    unit = vllmops("integrate", "systemd", "--run-as", "root", "--json").data["unit"]
+    assert "Type=notify\n" in unit
+    assert "Restart=on-failure\n" in unit
+    assert "StartLimitBurst=6\n" in unit
+    assert "User=root\n" in unit
+    assert vllmops("integrate", "systemd", "--run-as", "root").out.rstrip() == unit.rstrip()
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not installed: only the text was checked")
+    path = tmp_path / "vllmops@demo.service"
+    path.write_text(unit)
+    ran = subprocess.run(
+        ["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False
+    )
+    wrong = [line for line in ran.stderr.splitlines() if str(path) in line]
+    # systemd before 254.
+    assert all("RestartSteps" in line or "RestartMaxDelaySec" in line for line in wrong), wrong
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("systemd", "--run-as", "x\nExecStartPre=/bin/evil"),
+        ("kubernetes", "--deployment", "a b"),
+        ("kubernetes", "--container", "x: y"),
+        ("kubernetes", "--debug", "x\nprivileged: true"),
+        ("kubernetes", "--drain", "0"),
+    ],
+)
+def test_what_would_break_the_format_is_refused(vllmops: Any, words: tuple[str, ...]) -> None:
+    answer = vllmops("integrate", *words, "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """A strategic merge, as far as a Deployment needs it: lists of named things go by name."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        both = {key: merged(base[key], patch[key]) if key in base else patch[key] for key in patch}
+        return {**base, **both}
+    if isinstance(base, list) and all(isinstance(one, dict) and "name" in one for one in base):
+        named = {one["name"]: one for one in base}
+        for one in patch:
+            named[one["name"]] = merged(named.get(one["name"], {}), one)
+        return list(named.values())
+    return patch
+
+
+DEPLOYMENT = {
+    "apiVersion": "apps/v1",
+    "kind": "Deployment",
+    "metadata": {"name": "web", "labels": {"app": "web"}},
+    "spec": {
+        "selector": {"matchLabels": {"app": "web"}},
+        "template": {
+            "metadata": {"labels": {"app": "web"}},
+            "spec": {
+                "containers": [
+                    {
+                        "name": "engine",
+                        "image": "vllm",
+                        "args": ["serve", "m"],
+                        "env": [{"name": "A", "value": "b"}],
+                    }
+                ]
+            },
+        },
+    },
+}
+
+
+def valid(manifest: Any) -> None:
+    """Raises where Kubernetes would refuse it."""
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing")
+    validate.validate(manifest, validate.latest_version(), strict=True)
+
+
+def test_a_deployment_that_kubernetes_takes(vllmops: Any) -> None:
+    words = ("--deployment", "web", "--container", "engine", "--probe-port", "9000")
+    more = ("--drain", "30", "--debug", "registry.example/ops:1", "--keyring")
+    text = vllmops("integrate", "kubernetes", *words, *more, "--json").data["manifest"]
+    whole = merged(DEPLOYMENT, yaml.safe_load(text))
+    pod = whole["spec"]["template"]["spec"]
+    engine, debug = pod["containers"]
+    assert (engine["image"], engine["args"]) == ("vllm", ["serve", "m"])  # they stay
+    assert [one["name"] for one in engine["env"]] == ["A", "VLLMOPS_KEYRING"]
+    assert engine["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "probes"}
+    assert engine["ports"] == [{"name": "probes", "containerPort": 9000}]
+    assert engine["lifecycle"]["preStop"]["exec"]["command"][-1] == "30"
+    assert pod["terminationGracePeriodSeconds"] > 30
+    assert pod["shareProcessNamespace"] is True
+    assert debug["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE"]
+    assert pod["volumes"][0]["secret"]["defaultMode"] == 0o400
+    valid(whole)
+    plain = merged(DEPLOYMENT, yaml.safe_load(vllmops("integrate", "kubernetes").out))
+    assert "volumes" not in plain["spec"]["template"]["spec"]
+    valid(plain | {"spec": merged(DEPLOYMENT["spec"], {})})
+
+
+def test_a_secret_with_the_keys(vllmops: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ring.json"
+    assert vllmops("keys", "add", "--keyring", str(path)).code == 0
+    text = vllmops("integrate", "kubernetes", "--secret", str(path)).out
+    secret = yaml.safe_load(text)
+    assert secret["metadata"]["name"] == "vllm-vllmops-keyring"
+    content = base64.b64decode(secret["data"]["keyring.json"])
+    assert file.decode(content, path) == file.load(path)
+    valid(secret)
+    answer = vllmops("integrate", "kubernetes", "--secret", str(tmp_path / "none"), "--json")
+    assert (answer.code, answer.error["code"]) == (5, "keys.no-ring")
+
+
+def test_a_keyring_as_kubernetes_mounts_it_is_read(vllmops: Any, tmp_path: Path) -> None:
+    """A Secret's file is a link into a folder that is a link, and is read-only."""
+    data = tmp_path / "..2026"
+    data.mkdir()
+    assert vllmops("keys", "add", "--keyring", str(data / "keyring.json")).code == 0
+    (data / "keyring.json").chmod(0o400)
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "keyring.json").symlink_to("..data/keyring.json")
+    assert vllmops("keys", "list", "--keyring", str(tmp_path / "keyring.json")).code == 0

@@ -1,0 +1,115 @@
+"""``vllmops metrics`` on servers with the agent and without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllmops.commands.metrics import address
+from vllmops.errors import VllmopsError
+
+from ..live.conftest import free_port
+from ..support.children import Child
+from ..support.waiting import until
+
+TITLE = "VLLM::APIServer_0"
+
+
+def vllmops(child: Child, *words: str) -> list[str]:
+    return [sys.executable, "-m", "vllmops", *words, "-t", str(child.process.pid)]
+
+
+def answered(child: Child, *words: str) -> str:
+    environment = {**os.environ, "VLLMOPS_HOME": str(child.home)}
+    done = subprocess.run(
+        vllmops(child, "metrics", *words),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_with_the_agent(spawn: Callable[..., Child]) -> None:
+    child = spawn(TITLE)
+    text = answered(child)
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["vllmops:agents"].samples[0].value == 1
+    assert "vllmops:patch_processes" in families or "vllmops:agent_problems" in families
+    rows: list[dict[str, Any]] = json.loads(answered(child, "--json"))["data"]["metrics"]
+    found = {row["name"]: row for row in rows}
+    assert found["vllmops:agents"]["labels"]["role"] == "api"
+    assert found["vllmops:process_resident_memory_bytes"]["value"] > 1e6
+
+
+def test_without_the_agent(spawn: Callable[..., Child]) -> None:
+    text = answered(spawn(TITLE, VLLMOPS_DISABLE="1"))
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert values["vllmops:processes"] == 1
+    assert values["vllmops:agents"] == 0
+    assert "vllmops:requests" not in values
+
+
+def test_over_http(spawn: Callable[..., Child]) -> None:
+    child, port = spawn(TITLE), free_port()
+    environment = {**os.environ, "VLLMOPS_HOME": str(child.home)}
+    serving = subprocess.Popen(
+        vllmops(child, "metrics", "--listen", str(port)), env=environment, stderr=subprocess.PIPE
+    )
+    try:
+
+        def shown() -> bool:
+            try:
+                text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
+            except httpx.TransportError:
+                return False
+            return "vllmops:agents{" in text
+
+        until(shown)
+        taken = subprocess.run(
+            vllmops(child, "metrics", "--listen", str(port), "--json"),
+            env=environment,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert json.loads(taken.stdout)["errors"][0]["code"] == "metrics.listen"
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(20) == 130
+    finally:
+        serving.kill()
+        serving.wait()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("9105", ("127.0.0.1", 9105)),
+        ("0.0.0.0:80", ("0.0.0.0", 80)),
+        ("[::1]:9105", ("::1", 9105)),
+        *((text, None) for text in ("", "x", "host:", "0", "70000", "1.2.3.4:x", "-1", "٣")),
+    ],
+)
+def test_addresses(text: str, expected: tuple[str, int] | None) -> None:
+    if expected:
+        assert address(text) == expected
+        return
+    with pytest.raises(VllmopsError) as caught:
+        address(text)
+    assert caught.value.code == "usage"

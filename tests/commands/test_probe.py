@@ -1,0 +1,268 @@
+"""``vllmops probe``, with a stand-in for vLLM, and with agents that have no vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vllmops import quick_probe
+from vllmops.host.roles import Role
+from vllmops.instances import supervisor
+from vllmops.instances.record import Folder
+from vllmops.protocol.identity import boot_id
+from vllmops.protocol.probe import Verdict
+
+from ..support.commands import background
+from ..support.waiting import until
+
+Spawn = Callable[..., Any]
+KINDS = ("--liveness", "--readiness", "--startup")
+
+
+def free_port() -> int:
+    """None of those that `serve` would take for a server."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        return int(made.getsockname()[1])
+
+
+def answers(vllmops: Any, *words: str, env: dict[str, str] | None = None) -> list[int]:
+    return [vllmops("probe", kind, *words, env=env).code for kind in KINDS]
+
+
+def test_a_life(lab: Any) -> None:
+    lab.starting("a", ready_s=3)
+    assert answers(lab.vllmops) == [0, 1, 1]  # the only one need not be named
+    told = lab.vllmops("probe", "--readiness", "-t", "a")
+    assert told.out.startswith("a is not ready: it is starting: ")
+    until(lambda: lab.state("a") == "ready")
+    assert answers(lab.vllmops, "-t", "a") == [0, 0, 0]
+    assert answers(lab.vllmops, env={"VLLMOPS_TARGET": "a"}) == [0, 0, 0]
+    assert lab.vllmops("probe", "--liveness", "-t", "a").out == "a is live\n"
+    answer = lab.vllmops("probe", "--liveness", "-t", "a", "--json")
+    assert (answer.code, answer.envelope["command"]) == (0, "probe")
+    assert answer.data == {
+        "server": "a",
+        "live": True,
+        "ready": True,
+        "started": True,
+        "reason": "",
+        "evidence": "",
+    }
+    assert answers(lab.vllmops, "-t", lab.record("a").url) == [0, 0, 0]
+    assert lab.vllmops("stop", "a").code == 0
+    assert answers(lab.vllmops, "-t", "a") == [1, 1, 1]
+    assert lab.vllmops("probe", "--liveness", "-t", "a").out == "a is not live: it has stopped\n"
+
+
+def test_processes_that_are_gone(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.kill_supervisor("a")
+    lab.kill(lab.pid_of(record.processes, "worker"))
+    until(lambda: answers(lab.vllmops, "-t", "a") == [0, 1, 0])
+    assert "worker" in lab.vllmops("probe", "--readiness", "-t", "a").out
+
+
+@pytest.mark.parametrize("target", ["nobody", "4194400", "http://localhost:9"])
+def test_nothing_that_is_no_server(lab: Any, target: str) -> None:
+    answer = lab.vllmops("probe", "--liveness", "-t", target, "--json")
+    assert (answer.code, answer.error["code"]) == (5, "target.unknown")
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--liveness", "--readiness"), ("--liveness", "--listen", "8")]
+)
+def test_one_question_at_a_time(vllmops: Any, words: tuple[str, ...]) -> None:
+    answer = vllmops("probe", *words, "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+
+
+@pytest.mark.parametrize("place", ["0", "x", "127.0.0.1:", "a:b:c", "65536"])
+def test_a_port_that_is_none(vllmops: Any, place: str) -> None:
+    answer = vllmops("probe", "--listen", place, "--json")
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+
+
+SCHEDULER = """
+from types import SimpleNamespace as Made
+from vllmops.agent import objects
+class Scheduler(Made):
+    __hash__ = object.__hash__
+scheduler = Scheduler(running=[], waiting=[], current_step=7)
+objects.remember("scheduler", scheduler)
+"""
+
+
+class Kept:
+    """An instance's folder whose record names a process with an agent."""
+
+    def __init__(self, engine: Any, home: Path) -> None:
+        self.folder = Folder("a").path
+        self.folder.mkdir(mode=0o700, parents=True)
+        process = engine.process
+        self.record = {
+            "state": "ready",
+            "stage": "ready",
+            "note": "",
+            "started_at": 7.0,
+            "processes": [
+                {"role": "engine", "pid": process.pid, "start_ticks": process.start_ticks}
+            ],
+        }
+        self.write("instance.json", self.record)
+
+    def write(self, name: str, content: Any) -> None:
+        path = self.folder / name
+        path.write_text(json.dumps(content))
+        path.chmod(0o600)
+
+    def shown(self, verdict: Verdict, **fields: Any) -> None:
+        until_ = time.monotonic() + 30
+        self.write(
+            quick_probe.FILE,
+            {"start": 7.0, "boot": boot_id(), "until": until_, "verdict": verdict, **fields},
+        )
+
+    @property
+    def verdict(self) -> Verdict:
+        found = quick_probe.verdict(self.folder)
+        assert found
+        return found
+
+
+@pytest.fixture
+def engine(spawn: Spawn, home: Path) -> Any:
+    return spawn("VLLM::EngineCore", Role.ENGINE, home=home)
+
+
+def test_by_heartbeats(engine: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(engine, home)
+    engine.run(SCHEDULER)
+    assert kept.verdict == Verdict(live=True, ready=True, started=True)
+    engine.run("scheduler.pause_state = Made(name='PAUSED_ALL')")
+    until(lambda: kept.verdict.reason == "paused")
+    engine.run("scheduler.pause_state.name = 'UNPAUSED'")
+    until(lambda: kept.verdict.ready)
+    monkeypatch.setattr(quick_probe, "LIKELY_S", 2.5)
+    engine.run("scheduler.waiting.append(Made(request_id='a'))")
+    until(lambda: not kept.verdict.ready)
+    assert kept.verdict.reason == (
+        f"engine {engine.process.pid}: requests are pending and no token is produced"
+    )
+    engine.run("scheduler.waiting.clear()")
+    until(lambda: kept.verdict.ready)
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    until(lambda: "the heartbeat has stopped" in kept.verdict.reason)
+    assert kept.verdict.live  # nobody has kept evidence
+    os.kill(engine.process.pid, signal.SIGCONT)
+    kept.write("instance.json", {**kept.record, "note": "node b does not answer"})
+    until(lambda: kept.verdict.reason == "node b does not answer")
+
+
+def test_the_verdict_of_a_watch_counts_while_it_is_fresh(engine: Any, home: Path) -> None:
+    kept = Kept(engine, home)
+    stuck = Verdict(live=False, ready=False, started=True, reason="no token", evidence="b")
+    well = Verdict(live=True, ready=True, started=True)
+    kept.shown(stuck)
+    assert kept.verdict == stuck
+    kept.shown(stuck, until=time.monotonic() - 1)  # its watch was killed
+    assert kept.verdict == well
+    kept.shown(stuck, start=6.0)  # of an earlier start
+    assert kept.verdict == well
+    kept.shown(stuck, boot="another")
+    assert kept.verdict == well
+    kept.shown(stuck)
+    (kept.folder / quick_probe.FILE).chmod(0o666)  # others may have written it
+    assert kept.verdict == well
+    kept.write(quick_probe.FILE, [1])
+    assert kept.verdict == well
+    kept.shown(stuck)
+    kept.write("instance.json", {**kept.record, "state": "stopping"})
+    assert kept.verdict.live
+
+
+def test_a_folder_that_others_may_write_to_is_not_believed(
+    engine: Any, home: Path, vllmops: Any
+) -> None:
+    kept = Kept(engine, home)
+    kept.shown(Verdict(live=True, ready=True, started=True))
+    kept.folder.chmod(0o777)
+    answer = vllmops("probe", "--liveness", "-t", "a", "--json")
+    assert answer.code not in {0, 1}
+
+
+def test_over_http_until_it_is_told_to_end(lab: Any) -> None:
+    lab.serve("a")
+    port = free_port()
+    serving = background("probe", "--listen", str(port), "-t", "a")
+    url = f"http://127.0.0.1:{port}"
+
+    def status(path: str) -> int | None:
+        try:
+            return httpx.get(f"{url}/{path}").status_code
+        except httpx.TransportError:
+            return None
+
+    try:
+        until(lambda: status("livez") == 200)
+        assert (status("readyz"), status("startupz")) == (200, 200)
+        lab.vllmops("stop", "a")
+        until(lambda: status("livez") == 503)
+    finally:
+        serving.send_signal(signal.SIGTERM)
+        serving.communicate(timeout=20)
+    assert serving.returncode == 130
+
+
+def test_serve_has_a_watch_that_answers_from_the_start(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "WATCH_S", 0.5)
+    port = free_port()
+    lab.starting("a", "--probe-port", str(port), ready_s=8)
+    url = f"http://127.0.0.1:{port}"
+
+    def told(path: str) -> tuple[int, str]:
+        try:
+            answer = httpx.get(f"{url}/{path}")
+        except httpx.TransportError:
+            return 0, ""
+        return answer.status_code, answer.text
+
+    until(lambda: told("livez")[0] == 200)
+    code, text = told("startupz")
+    assert (code, lab.state("a")) == (503, "starting"), text
+    assert "it is starting" in text
+    until(lambda: told("readyz")[0] == 200)
+    assert told("startupz") == (200, "started\n")
+    kept = json.loads((Folder("a").path / quick_probe.FILE).read_text())
+    assert Verdict(*kept["verdict"]).ready
+    lab.vllmops("stop", "a")
+    until(lambda: told("livez")[0] == 0)  # it ends with the server
+
+
+def test_a_probe_port_that_is_taken(lab: Any) -> None:
+    record = lab.serve("a")
+    answer = lab.vllmops(*lab.words("b", "--detach", "--probe-port", str(record.port), "--json"))
+    assert (answer.code, answer.error["code"]) == (1, "port.taken")
+    answer = lab.vllmops(
+        *lab.words("b", "--detach", "--port", "8999", "--probe-port", "8999", "--json")
+    )
+    assert (answer.code, answer.error["code"]) == (2, "usage")
+
+
+def test_a_server_that_vllmops_did_not_start(engine: Any, vllmops: Any) -> None:
+    target = ("-t", str(engine.process.pid))
+    assert answers(vllmops, *target) == [0, 1, 1]
+    engine.run(SCHEDULER)
+    until(lambda: answers(vllmops, *target) == [0, 0, 0])
+    engine.run("scheduler.pause_state = Made(name='PAUSED_NEW')")
+    until(lambda: answers(vllmops, *target) == [0, 1, 0])

@@ -1,0 +1,59 @@
+"""``vllmops top --once`` on real processes; tests/top has the full screen."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from vllmops.commands import top
+from vllmops.errors import Exit, VllmopsError
+
+
+def test_every_server_of_the_machine_is_shown(lab: Any) -> None:
+    lab.serve("demo")
+    stranger = lab.stranger()
+    answer = lab.vllmops("top", "--once", "--json")
+    assert answer.code == 0, answer
+    rows = {row["target"]: row for row in answer.data["servers"]}
+    assert rows.keys() == {"demo", str(stranger.pid)}
+    assert rows["demo"]["state"] == "ready"
+    (node,) = rows["demo"]["nodes"]
+    assert {process["role"] for process in node["processes"]} == {"api", "engine", "worker"}
+    shown = lab.vllmops("top", "--once").out
+    assert "demo  ready" in shown
+
+
+def test_one_that_is_stopped_or_unknown_holds_up_no_other(lab: Any) -> None:
+    record = lab.serve("demo")
+    lab.serve("other")
+    lab.kill(lab.pid_of(record.processes, "api"), signal.SIGSTOP)
+    answer = lab.vllmops("top", "--once", "--json", "-t", "demo", "-t", "other", "-t", "nix")
+    assert answer.code == Exit.NOT_FOUND
+    rows = {row["target"]: row for row in answer.data["servers"]}
+    assert rows["other"]["state"] == "ready"
+    (node,) = rows["demo"]["nodes"]
+    assert "stopped by a signal" in {process["state"] for process in node["processes"]}
+    assert rows["nix"]["unseen"][0]["code"] == "target.unknown"
+    lab.kill(lab.pid_of(record.processes, "api"), signal.SIGCONT)
+
+
+def test_no_server_is_no_error(vllmops: Any) -> None:
+    answer = vllmops("top", "--once")
+    assert (answer.code, answer.out) == (0, "no vLLM server runs here\n")
+
+
+def test_without_textual_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "find_spec", {}.get)
+    with pytest.raises(VllmopsError) as raised:
+        top.check()
+    assert raised.value.code == "top.no-textual"
+    assert "pip install 'vllmops-cli[top]'" in raised.value.hint
+
+
+def test_without_a_terminal_the_error_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "find_spec", str)
+    with pytest.raises(VllmopsError) as raised:
+        top.check()
+    assert raised.value.code == "top.no-terminal"

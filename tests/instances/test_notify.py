@@ -1,0 +1,96 @@
+"""What systemd is told, by a socket like its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmops.instances import notify
+from vllmops.instances.notify import Notifier
+from vllmops.instances.record import Folder
+from vllmops.protocol.probe import Verdict
+
+from ..support.waiting import until
+
+
+class Manager:
+    """systemd's end."""
+
+    def __init__(self, place: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(f"\0{place[1:]}" if place.startswith("@") else place)
+        self.socket.setblocking(False)
+        self.told: list[str] = []
+
+    def heard(self) -> list[str]:
+        """All lines so far."""
+        try:
+            while True:
+                self.told += self.socket.recv(4096).decode().splitlines()
+        except BlockingIOError:
+            return self.told
+
+
+@pytest.fixture(params=["path", "abstract"])
+def place(request: pytest.FixtureRequest, home: Path) -> str:
+    return str(home / "notify") if request.param == "path" else f"@vllmops-{home.name}"
+
+
+@pytest.fixture
+def manager(place: str) -> Iterator[Manager]:
+    made = Manager(place)
+    yield made
+    made.socket.close()
+
+
+def test_a_service(lab: Any, manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(notify.SOCKET, place)
+    serve = lab.hold("a", ready_s=1)
+    until(lambda: "READY=1" in manager.heard())
+    told = manager.heard()
+    assert "STATUS=launched" in told[: told.index("READY=1")]
+    assert "STOPPING=1" not in told
+    serve.send_signal(signal.SIGTERM)
+    serve.communicate(timeout=40)
+    until(lambda: "STOPPING=1" in manager.heard())
+    assert lab.state("a") == "stopped"
+
+
+def test_what_the_watchdog_aborts_is_taken_down_at_once(lab: Any) -> None:
+    record = lab.hold("a") and lab.record("a")
+    serve = lab.foreground[-1]
+    serve.send_signal(signal.SIGABRT)
+    serve.communicate(timeout=40)
+    lab.nothing_left(record)
+
+
+def test_the_watchdog_is_fed_by_progress(
+    manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [Verdict(live=True, ready=True, started=True)]
+    monkeypatch.setattr(notify, "verdict", lambda _: now[0])
+    environment = {notify.SOCKET: place, notify.PERIOD: "300000"}
+    other = Notifier(Folder("a"), {**environment, notify.FOR_PID: "1"})  # it is for another process
+    notifier = Notifier(Folder("a"), {**environment, notify.FOR_PID: str(os.getpid())})
+    try:
+        until(lambda: manager.heard().count("WATCHDOG=1") >= 3)
+        now[0] = Verdict(live=False, ready=False, started=True, reason="stuck", evidence="b")
+        until(lambda: "STATUS=not live: stuck" in manager.heard())
+        fed = manager.heard().count("WATCHDOG=1")
+        seen = len(manager.heard())
+        until(lambda: len(manager.heard()) >= seen + 3)
+        assert manager.heard().count("WATCHDOG=1") == fed
+    finally:
+        notifier.close()
+        other.close()
+
+
+def test_without_systemd_nothing_is_told(home: Path) -> None:
+    Notifier(Folder("a"), {}).tell("READY=1")
+    Notifier(Folder("a"), {notify.SOCKET: str(home / "gone")}).tell("READY=1")

@@ -1,0 +1,197 @@
+"""Probes of a real server: red in time where it hangs, and never where it works or is to rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from vllmops.rpc import agent
+
+from ..support.extent import EVERYTHING, long
+from ..support.waiting import until
+from .conftest import Cli, PlugIn, free_port, launch
+from .hangs import ARGUMENTS, ENVIRONMENT, HANGS, PLACE, PLUG_IN, Hang, Prone
+
+RED_S = 30.0
+SATURATED_S = 300.0 if EVERYTHING else 40.0
+STEP_S = 30.0  # of a long prompt
+STEP = """
+import os
+import time
+from functools import wraps
+from multiprocessing import current_process
+
+def register():
+    if "Worker" not in current_process().name:
+        return
+    import torch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    path = os.path.join(os.environ["VLLM_TEST_HANGS"], "long-step")
+    run = GPUModelRunner._model_forward
+
+    @wraps(run)
+    def forward(self, *args, **fields):
+        if os.path.exists(path):
+            with open(path) as file:
+                end = time.monotonic() + float(file.read())
+            os.unlink(path)
+            numbers = torch.ones(400, 400)
+            while time.monotonic() < end:
+                torch.mm(numbers, numbers)
+        return run(self, *args, **fields)
+
+    GPUModelRunner._model_forward = forward
+"""
+
+
+class Probed:
+    """What a watch that listens says of a server, asked twice a second.
+
+    Args:
+        server: the server.
+        url: of the watch.
+    """
+
+    def __init__(self, server: Prone, url: str) -> None:
+        self.server = server
+        self.url = url
+
+    def ask(self, kind: str) -> tuple[int, str]:
+        answer = httpx.get(f"{self.url}/{kind}", timeout=5)
+        return answer.status_code, answer.text
+
+    def green(self, kind: str = "livez") -> bool:
+        return self.ask(kind)[0] == 200
+
+    @contextmanager
+    def never_red(self) -> Iterator[None]:
+        """Nothing is said to be dead in this block."""
+        over, said = threading.Event(), list[tuple[int, str]]()
+
+        def look() -> None:
+            while not over.wait(0.5):
+                said.append(self.ask("livez"))
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looking.join()
+        assert len(said) > 3
+        assert {code for code, _ in said} == {200}, said
+
+
+@pytest.fixture(scope="module")
+def probed(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
+    place = tmp_path_factory.mktemp("probed")
+    folders = (plug_in("hangs", PLUG_IN), plug_in("long_step", STEP))
+    paths = ":".join([*map(str, folders), cli.environment["PYTHONPATH"]])
+    launched = launch(
+        cli, place / "log", {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}, *ARGUMENTS
+    )
+    pid, port = str(launched.process.pid), str(free_port())
+    watch = None
+    try:
+        launched.wait_up()
+        words = ("watch", "-t", pid, "--listen", port, "-o", str(place / "kept"))
+        watch = cli.begin(*words)
+        made = Probed(Prone(cli, pid, launched, place), f"http://127.0.0.1:{port}")
+
+        def up() -> bool:
+            try:
+                return made.green("readyz")
+            except httpx.TransportError:
+                return False
+
+        until(up)
+        yield made
+    finally:
+        if watch:
+            watch.terminate()
+            watch.wait(30)
+        launched.stop()
+
+
+def beats(server: Prone) -> list[Any]:
+    return [agent.beat(process) for process in server.processes.values()]
+
+
+def bundles(server: Prone) -> set[Path]:
+    return set((server.place / "kept").glob("*.tar.gz"))
+
+
+def test_a_saturated_server_lives(probed: Probed) -> None:
+    over, answered = threading.Event(), []
+
+    def load() -> None:
+        while not over.is_set():
+            answered.append(probed.server.ask(max_tokens=200, ignore_eos=True).answer(120))
+
+    with probed.never_red():
+        threads = [threading.Thread(target=load) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        time.sleep(SATURATED_S)
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert set(answered) == {200}
+    assert bundles(probed.server) == set()
+
+
+def test_one_step_that_takes_long_is_no_stall(probed: Probed) -> None:
+    with probed.never_red():
+        (probed.server.place / "long-step").write_text(str(STEP_S))
+        began = time.monotonic()
+        asked = probed.server.ask()
+        assert asked.answer(STEP_S + 60) == 200
+        assert time.monotonic() - began >= STEP_S
+        until(lambda: probed.green("readyz"))
+
+
+def test_a_paused_server_lives_and_is_not_ready(probed: Probed) -> None:
+    url = probed.server.url
+
+    def post(route: str, **query: Any) -> None:
+        assert httpx.post(f"{url}/{route}", params=query, timeout=30).status_code == 200
+
+    with probed.never_red():
+        post("pause", mode="keep")
+        asked = probed.server.ask()
+        until(lambda: "paused" in probed.ask("readyz")[1])
+        time.sleep(20)
+        assert not probed.green("readyz")
+        post("resume")
+        assert asked.answer(60) == 200
+        until(lambda: probed.green("readyz"))
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [pytest.param(hang, marks=() if hang.short else long, id=hang.name) for hang in HANGS],
+)
+def test_a_hang_is_dead_in_time_and_its_evidence_is_there(probed: Probed, hang: Hang) -> None:
+    """The last one ends the server."""
+    server, before = probed.server, bundles(probed.server)
+    until(lambda: probed.green("readyz"), 60)
+    with hang.made(server):
+        began = time.monotonic()
+        until(lambda: not probed.green("readyz"), 60, lambda: beats(server))
+        unready_s = time.monotonic() - began
+        until(lambda: not probed.green(), 90, lambda: probed.ask("livez?verbose"))
+        red_s = time.monotonic() - began
+        assert len(bundles(server) - before) == 1
+        print(f"{hang.name}: not ready after {unready_s:.1f} s, not live after {red_s:.1f} s")
+        assert red_s <= RED_S
+    if hang.lives_on:
+        until(lambda: probed.green() and probed.green("readyz"), 60)

@@ -1,0 +1,151 @@
+"""``vllmops top`` on a real server: one screen, and the full one by Textual's pilot."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from ..support.waiting import until
+from .conftest import Live
+
+pytest.importorskip("textual")
+
+from vllmops.protocol.metrics import Metrics
+from vllmops.top import rows
+from vllmops.top.app import Top
+from vllmops.top.look import METRICS_S, Board, Follower
+from vllmops.vllm_api.http import metrics
+
+from ..top.screens import seen
+
+LONG = {"model": "demo-vision", "prompt": "The quick", "max_tokens": 1500, "ignore_eos": True}
+LOOKS = 100
+MOST = 0.02  # of a core, at one look per second
+
+
+@pytest.fixture
+def server(vision_server: Live, monkeypatch: pytest.MonkeyPatch) -> Live:
+    for name in ("VLLMOPS_HOME", "PYTHONPATH"):
+        monkeypatch.setenv(name, vision_server.cli.environment[name])
+    return vision_server
+
+
+def ask(server: Live) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=120)
+
+
+@pytest.fixture
+def load(server: Live) -> Iterator[None]:
+    """One request after the other."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            ask(server)
+
+    asking = threading.Thread(target=work)
+    asking.start()
+    yield
+    over.set()
+    asking.join()
+
+
+@pytest.fixture
+def held(server: Live) -> Iterator[list[httpx.Response]]:
+    """A request in flight, which the engine holds; its answer, once it has one."""
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(server)))
+    asking.start()
+    until(lambda: (metrics(server.url) or Metrics()).running)
+    httpx.post(f"{server.url}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
+    yield answers
+    httpx.post(f"{server.url}/resume", timeout=30).raise_for_status()
+    asking.join()
+
+
+def test_one_screen_has_what_the_server_does(server: Live, load: None) -> None:
+    def row() -> Any:
+        (found,) = server.cli("top", "--once", "--json", "-t", server.name).data["servers"]
+        return found if found["figures"]["tokens_per_s"] and found["requests"] else None
+
+    found = until(row)
+    assert found["state"] == "ready"
+    assert found["findings"] == []
+    (node,) = found["nodes"]
+    states = {process["role"]: process["state"] for process in node["processes"]}
+    assert states["engine"] in {"at work", "idle"}
+    assert {"mm-lru P0", "mm-lru P1"} <= {cache["name"] for cache in found["caches"]}
+    assert found["requests"][0]["id"].startswith("cmpl-")
+    assert "tokens/s" in server.cli("top", "--once", "-t", server.name).out
+
+
+def test_the_full_screen_shows_and_ends_a_request(server: Live, held: list[httpx.Response]) -> None:
+    async def script() -> None:
+        app = Top(Board([server.name, "nobody"]))
+        async with app.run_test(size=(80, 24)) as pilot:
+            await seen(app, pilot, f"{server.name}  ready", "nobody  not seen")
+            await pilot.press("r")
+            await seen(app, pilot, "paused, 1 running", "cmpl-")
+            await pilot.press("a")
+            await seen(app, pilot, "requests abort", "y runs it")
+            await pilot.press("y")
+            await seen(app, pilot, "ended 1 requests", "exit code 0")
+            await pilot.press("q", "f", "down", "s")
+            await seen(app, pilot, "MainThread", ".py:")
+            await pilot.press("l")
+            await seen(app, pilot, "INFO")
+            await pilot.press("d", "y")
+            await seen(app, pilot, "exit code")
+            await pilot.press("q", "q")
+
+    asyncio.run(script())
+    until(lambda: held)
+    assert not held[0].is_success or "an operator ended it" in held[0].text
+
+
+def test_a_stopped_process_is_a_finding_and_its_end_is_seen(server: Live) -> None:
+    follower = Follower(server.name)
+
+    def row() -> rows.ServerRow:
+        follower.look()
+        time.sleep(0.2)
+        return rows.server(server.name, follower.looks, time.monotonic())
+
+    assert row().findings == ()
+    api = server.pids()["api"]
+    os.kill(api, signal.SIGSTOP)
+    try:
+        until(lambda: any(found.code.startswith(("process", "api")) for found in row().findings))
+        assert "stalled" in row().state
+    finally:
+        os.kill(api, signal.SIGCONT)
+    until(lambda: not row().findings)
+    assert row().state == "ready"
+
+
+def test_looks_cost_two_per_cent_of_a_core(server: Live) -> None:
+    follower = Follower(server.name)
+    follower.look()
+
+    def spent() -> float:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_utime + used.ru_stime
+
+    def cost_s(count: int, *, asks: bool) -> float:
+        began = spent()
+        for _ in range(count):
+            follower.asked_s = float("-inf") if asks else time.monotonic()
+            follower.look()
+            rows.server(server.name, follower.looks, time.monotonic())
+        return (spent() - began) / count
+
+    assert cost_s(LOOKS, asks=False) + cost_s(10, asks=True) / METRICS_S <= MOST

@@ -1,0 +1,195 @@
+"""The alert rules, judged by promtool: on which series each fires, and on which it does not."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vllmops.commands.metrics import Form, rules
+from vllmops.metrics import families
+from vllmops.metrics.counters import COUNTERS
+from vllmops.metrics.families import FAMILIES, PREFIX
+
+from ..support.prometheus import program
+
+RULES: list[dict[str, Any]] = yaml.safe_load(rules(Form.PROMETHEUS))["groups"][0]["rules"]
+NAMES = [rule["alert"] for rule in RULES]
+PAGE = files("vllmops").joinpath("docs/alerts.md").read_text("utf-8")
+WHERE = 'job="vllm", instance="one:8000"'
+WORKER = f'{WHERE}, role="worker", node="n"'
+ENGINE = f'{WHERE}, role="engine", node="n"'
+API = f'{WHERE}, role="api", node="n"'
+HOUR = 60
+DAY = 24 * HOUR
+GIB = 1 << 30
+
+Series = dict[str, str]
+CACHE = f'vllmops:mm_cache_%s{{{ENGINE}, kind="mm-lru", side="P1"}}'
+MEMORY = f"vllmops:process_resident_memory_bytes{{{WORKER}}}"
+KEY = f'vllmops:key_not_after_timestamp_seconds{{{WHERE}, kid="k1", status="%s"}}'
+STALLED = f'vllmops:stalled{{{WHERE}, certainty="%s"}}'
+RESPONSES = f'vllmops:store_responses{{{WHERE}, backend="sqlite", status="%s"}}'
+CAPACITY = f'vllmops:store_capacity_responses{{{WHERE}, backend="sqlite"}}'
+FAILURES = f'vllmops:store_failures_total{{{WHERE}, backend="redis", operation="get", reason="e"}}'
+OPERATIONS = f'vllmops:store_operation_seconds_count{{{WHERE}, backend="redis", operation="get"}}'
+BAD = f'vllmops:known_bad_versions{{{WHERE}, package="nccl", version="2.28.9"}}'
+ALIVE = {
+    f"vllmops:processes{{{API}}}": "1x600",
+    f"vllmops:processes{{{ENGINE}}}": "2x600",
+    f"vllmops:agents{{{API}}}": "1x600",
+    f"vllmops:agents{{{ENGINE}}}": "2x600",
+}
+# By the alert: series, one value each minute, on which it fires in the end, and those on which not.
+FIRES: dict[str, list[Series]] = {
+    "VllmopsStall": [{STALLED % "sure": "0x10 1x10"}],
+    "VllmopsStallLikely": [{STALLED % "likely": "0x10 1x10"}],
+    "VllmopsEngineGone": [
+        {f"vllmops:processes{{{API}}}": "1x13", f"vllmops:processes{{{ENGINE}}}": "1x10 stale"},
+        {f"vllmops:processes{{{API}}}": "1x13", f"vllmops:processes{{{ENGINE}}}": "4x10 3x3"},
+    ],
+    "VllmopsCacheDrift": [
+        {CACHE % "ghost_keys": "0x10 2x30"},
+        {CACHE % "inconsistent_keys": "1x30"},
+        # Nobody knows while requests are in flight.
+        {CACHE % "one_sided_keys": "3 _x2 3 _x3 3 _x2 3 _x3 3 _x2 3 _x3 3 _x2 3"},
+    ],
+    "VllmopsMemoryGrowing": [{MEMORY: f"{4 * GIB}+{GIB // HOUR}x{8 * HOUR}"}],
+    "VllmopsStoreNearlyFull": [
+        {RESPONSES % "completed": "50x60", RESPONSES % "failed": "45x60", CAPACITY: "100x60"}
+    ],
+    "VllmopsStoreRefuses": [{FAILURES: "0+60x20", OPERATIONS: "0+600x20"}],
+    "VllmopsKeyEnds": [{KEY % "primary": f"{6 * 86400}x20"}],
+    "VllmopsAgentSilent": [ALIVE | {f"vllmops:agents{{{ENGINE}}}": "2x590 1x10"}],
+    "VllmopsKnownBadVersion": [{BAD: "1x20"}],
+}
+QUIET: dict[str, list[Series]] = {
+    "VllmopsStall": [{STALLED % "sure": "0x20", STALLED % "likely": "1x20"}],
+    "VllmopsStallLikely": [{STALLED % "likely": "0x10 0 0 1 0 0 1"}],
+    "VllmopsEngineGone": [
+        ALIVE,
+        {f"vllmops:processes{{{API}}}": "1x10", f"vllmops:processes{{{ENGINE}}}": "_x4 2x6"},
+        # The whole server was stopped.
+        {
+            f"vllmops:processes{{{API}}}": "1x10 stale",
+            f"vllmops:processes{{{ENGINE}}}": "1x10 stale",
+        },
+    ],
+    "VllmopsCacheDrift": [
+        {CACHE % "ghost_keys": "0x60", CACHE % "one_sided_keys": "0 4 0 3 0x20 7 0x3"},
+    ],
+    "VllmopsMemoryGrowing": [
+        {MEMORY: f"{4 * GIB}x{8 * HOUR}"},
+        {MEMORY: f"{GIB}+{GIB // 30}x{HOUR} {31 * GIB // 10}x{7 * HOUR}"},  # it warms up
+        {MEMORY: f"{GIB}+{GIB // HOUR}x{3 * HOUR}"},  # it is young
+        {MEMORY: f"{4 * GIB}+{GIB // DAY // 4}x{8 * HOUR}"},  # slowly
+    ],
+    "VllmopsStoreNearlyFull": [{RESPONSES % "completed": "89x60", CAPACITY: "100x60"}],
+    "VllmopsStoreRefuses": [{FAILURES: "0+1x20", OPERATIONS: "0+600x20"}],
+    "VllmopsKeyEnds": [
+        {KEY % "primary": f"{30 * 86400}x20", KEY % "verify-only": f"{86400}x20"},
+    ],
+    "VllmopsAgentSilent": [
+        ALIVE,
+        # It runs without the agent.
+        {f"vllmops:processes{{{API}}}": "1x20", f"vllmops:agents{{{API}}}": "0x20"},
+    ],
+    "VllmopsKnownBadVersion": [{BAD: "_x20"}],
+}
+
+
+def judged(tmp_path: Path, alert: str, given: Series) -> bool:
+    """Whether promtool sees the alert fire at the end of the series."""
+    (tmp_path / "rules.yml").write_text(rules(Form.PROMETHEUS))
+    end = max(length(values) for values in given.values()) - 1
+    case = {
+        "rule_files": ["rules.yml"],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": k, "values": v} for k, v in given.items()],
+                # Nothing is expected, so that what fires is told.
+                "alert_rule_test": [{"eval_time": f"{end}m", "alertname": alert}],
+            }
+        ],
+    }
+    (tmp_path / "case.yml").write_text(json.dumps(case))
+    done = subprocess.run(
+        [program("promtool"), "test", "rules", "case.yml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    if done.returncode == 0:
+        return False
+    assert "got:[" in said.replace(" ", "").replace("\n", ""), said
+    return True
+
+
+def length(values: str) -> int:
+    """How many samples a series of promtool's notation has: ``_x3`` are 3, and ``1x3`` are 4."""
+    repeated = [(word.startswith("_"), re.search(r"x(\d+)$", word)) for word in values.split()]
+    return sum(int(found[1]) + (not gap) if found else 1 for gap, found in repeated)
+
+
+@pytest.mark.parametrize(("alert", "given"), [(k, v) for k, each in FIRES.items() for v in each])
+def test_it_fires(tmp_path: Path, alert: str, given: Series) -> None:
+    assert judged(tmp_path, alert, given)
+
+
+@pytest.mark.parametrize(("alert", "given"), [(k, v) for k, each in QUIET.items() for v in each])
+def test_it_does_not_fire(tmp_path: Path, alert: str, given: Series) -> None:
+    assert not judged(tmp_path, alert, given)
+
+
+def test_each_has_series_and_a_section_of_the_manual() -> None:
+    assert list(FIRES) == list(QUIET) == NAMES
+    assert re.findall(r"^## (Vllmops\w+)$", PAGE, re.MULTILINE) == NAMES
+
+
+def test_the_rules_name_metrics_that_there_are() -> None:
+    known = {PREFIX + name for name in FAMILIES}
+    for counter in COUNTERS:
+        known |= {f"{name}{end}" for name in [counter._name] for end in ("_total", "_count")}
+    for rule in RULES:
+        names = set(re.findall(r"vllmops:\w+", rule["expr"]))
+        assert names
+        assert names <= known
+        labels = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
+        of_rule = {
+            label
+            for name in names
+            if (f := FAMILIES.get(name.removeprefix(PREFIX)))
+            for label in f.labels
+        }
+        assert labels <= of_rule | {"instance", "job", "backend"}
+    assert families.PREFIX == "vllmops:"
+
+
+def test_prometheus_takes_them(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yml"
+    path.write_text(rules(Form.PROMETHEUS))
+    done = subprocess.run(
+        [program("promtool"), "check", "rules", path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_object_of_kubernetes_has_the_same_rules() -> None:
+    made = yaml.safe_load(rules(Form.KUBERNETES))
+    assert (made["kind"], made["apiVersion"]) == ("PrometheusRule", "monitoring.coreos.com/v1")
+    assert made["spec"]["groups"][0]["rules"] == RULES

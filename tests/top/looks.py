@@ -1,0 +1,154 @@
+"""Looks to change: at a server at work, at one that stalls, and at one that can't be reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from vllmops.diagnose.findings import Severity
+from vllmops.diagnose.progress import stalls
+from vllmops.diagnose.requests import RULES
+from vllmops.instances.servers import Server
+from vllmops.protocol.caches import LruCache, ProcessCaches
+from vllmops.protocol.metrics import Metrics
+from vllmops.protocol.server import Observation, Unseen
+from vllmops.requests.listing import Row
+from vllmops.top.look import Asked, Board, Follower, Look
+
+from ..diagnose.servers import look, process, pulse
+
+ESCAPES = "\x1b[2J[red]evil[/red]\u202e\n"
+ROWS = (
+    Row(
+        id="cmpl-a",
+        http_id="chatcmpl-1f0c",
+        state="running",
+        age_s=12.0,
+        prompt_tokens=1024,
+        output_tokens=77,
+        kv_blocks=9,
+    ),
+    Row(id="cmpl-b", http_id="chatcmpl-77aa", state="waiting", age_s=3.0, prompt_tokens=31),
+)
+CACHE = LruCache(
+    kind="mm-lru",
+    side="P0",
+    name="MultiModalCache",
+    digest="",
+    pinned=[],
+    pinned_only=[],
+    entries=3,
+    bytes=1 << 30,
+    sum_bytes=1 << 30,
+    capacity_bytes=4 << 30,
+    hits=1,
+    queries=4,
+)
+CACHES = (ProcessCaches(pid=10, parent=1, role="api", caches=[CACHE]),)
+
+
+def seen(
+    at_s: float,
+    still_s: float = 0.0,
+    *,
+    running: int = 1,
+    kv: float = 0.45,
+    tokens: float | None = None,
+    **fields: Any,
+) -> Observation:
+    """Three processes at work on some requests; the engine may make no progress."""
+    pulses = (
+        pulse("api", handed=running + 1, loop_s=0.0),
+        pulse("engine", running=running, waiting=1, still_s=still_s, current_step=4711),
+        pulse("worker"),
+    )
+    processes = tuple(
+        process(role, cpu_s=at_s / 2, rss_bytes=1 << 30) for role in ("api", "engine", "worker")
+    )
+    metrics = Metrics(
+        running=running,
+        waiting=1,
+        kv_cache_usage=kv,
+        tokens=100.0 * at_s if tokens is None else tokens,
+        prefix_hits=80,
+        prefix_queries=100,
+    )
+    whole = {"pulses": pulses, "processes": processes, "metrics": metrics, "health": 200}
+    return look(at_s, **{**whole, **fields})
+
+
+def one(at_s: float, target: str = "demo", **fields: Any) -> Look:
+    """A look at it."""
+    whole: dict[str, Any] = {
+        "state": "ready",
+        "url": "http://127.0.0.1:8000",
+        "model": "Qwen/Qwen3-0.6B",
+        "seen": seen(at_s),
+        "asked": Asked(requests=ROWS, caches=CACHES),
+    }
+    return Look(target=target, at_s=at_s, **{**whole, **fields})
+
+
+def working(target: str = "demo", *, until_s: int = 30) -> list[Look]:
+    """Looks at a server at work, one for each second."""
+    return [one(float(at_s), target) for at_s in range(until_s + 1)]
+
+
+def stalled(target: str = "demo") -> list[Look]:
+    """Looks at a server whose engine makes no progress."""
+    observed = [seen(28.0 + at_s, still_s=20.0 + at_s) for at_s in range(3)]
+    lone = RULES[0].at("cmpl-a", "the engine does not know it")
+    return [
+        one(
+            each.at_s,
+            target,
+            seen=each,
+            stalls=tuple(stalls([each])),
+            asked=Asked(requests=ROWS, findings=(lone,), caches=CACHES),
+        )
+        for each in observed
+    ]
+
+
+def unreachable(target: str = "https://gpu7.example") -> Look:
+    """A look at a server that does not answer."""
+    why = Unseen(target, "admin.unreachable", "gpu7.example does not answer", "look at its log")
+    return Look(target=target, at_s=30.0, problem=why)
+
+
+def hostile(target: str = "demo") -> Look:
+    """A look at a server whose every text tries to move the cursor or to look like markup."""
+    rows = tuple(
+        msgspec.structs.replace(row, http_id=ESCAPES, id=ESCAPES, state=ESCAPES) for row in ROWS
+    )
+    why = Unseen(ESCAPES, "agent.absent", ESCAPES, ESCAPES)
+    found = msgspec.structs.replace(
+        RULES[0].at(ESCAPES, ESCAPES), severity=Severity.ERROR, title=ESCAPES, next=ESCAPES
+    )
+    asked = Asked(requests=rows, findings=(found,), unseen=(why,), note=ESCAPES)
+    node = tuple(process(role, node=ESCAPES) for role in ("api", "engine"))
+    return one(
+        1.0, target, state=ESCAPES, model=ESCAPES, asked=asked, seen=seen(1.0, processes=node)
+    )
+
+
+class Fake(Follower):
+    """A follower of a server that there is not."""
+
+    def look(self) -> None:
+        pass
+
+    def ask(self) -> None:
+        pass
+
+
+def board(**looks: list[Look]) -> Board:
+    """A board that shows such looks, by target."""
+
+    def make(target: str, server: Server | None) -> Follower:
+        made = Fake(target, server)
+        made.looks = tuple(looks[target])
+        return made
+
+    return Board(tuple(looks), make)

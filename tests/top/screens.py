@@ -1,0 +1,91 @@
+"""The full screen, on made-up looks, and what it shows as text."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from textual.pilot import Pilot
+
+from vllmops.top.app import Top
+from vllmops.top.look import Board, Look
+
+from .looks import board, one, stalled
+from .looks import seen as observed
+
+CELL = re.compile(r'<text class="[^"]*" x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
+WIDTH = 12.2  # of a character in Rich's pictures
+
+
+def made(of: Board) -> Top:
+    """The application at a time that does not pass."""
+    return Top(of, clock=lambda: 1e9, monotonic=lambda: 30.5)
+
+
+def lines(app: Top) -> list[str]:
+    """What is on the screen."""
+    rows: dict[float, str] = {}
+    for x, y, text in CELL.findall(app.export_screenshot()):
+        at = round(float(x) / WIDTH)
+        rows[float(y)] = rows.get(float(y), "").ljust(at) + html.unescape(text)
+    return [rows[y].replace("\xa0", " ").rstrip() for y in sorted(rows)]
+
+
+@contextmanager
+def standard() -> Iterator[None]:
+    """The time zone of all pictures, and colours, whatever this terminal has."""
+    before = {name: os.environ.pop(name, None) for name in ("TZ", "NO_COLOR")}
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    try:
+        yield
+    finally:
+        del os.environ["TZ"]
+        os.environ |= {name: value for name, value in before.items() if value is not None}
+        time.tzset()
+
+
+def lively() -> Iterator[Look]:
+    """Looks at a server whose load comes in waves."""
+    tokens = 0.0
+    for at_s in range(31):
+        wave = (1 + math.sin(at_s / 3)) / 2
+        tokens += 400 + 2000 * wave
+        load = observed(at_s, running=round(8 * wave), kv=0.2 + 0.6 * wave, tokens=tokens)
+        yield one(float(at_s), "chat", seen=load)
+
+
+async def shown() -> str:
+    """A picture of two servers, one of which has stalled, on a small terminal."""
+    with standard():
+        app = made(board(chat=[*lively()], vision=stalled("vision")))
+        async with app.run_test(size=(80, 24)) as pilot:
+            await settled(app, pilot)
+            return app.export_screenshot(title="vllmops top")
+
+
+async def seen(app: Top, pilot: Pilot[None], *texts: str) -> None:
+    """Wait until the screen has these texts; it may go on to change."""
+    for _ in range(200):
+        await pilot.pause(0.2)
+        text = "\n".join(lines(app))
+        if all(part in text for part in texts):
+            return
+    raise AssertionError(f"no {texts} in\n{text}")
+
+
+async def settled(app: Top, pilot: Pilot[None], *texts: str) -> list[str]:
+    """What is on the screen once it changes no more, and has these texts."""
+    before: list[str] = []
+    for _ in range(100):
+        await pilot.pause(0.1)
+        now = lines(app)
+        if now == before and all(text in "\n".join(now) for text in texts):
+            return now
+        before = now
+    raise AssertionError(f"no {texts} in\n" + "\n".join(before))

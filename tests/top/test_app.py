@@ -1,0 +1,245 @@
+"""The full screen by Textual's pilot: a terminal of 80 columns and 24 lines, and made-up looks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("textual")
+
+from textual.pilot import Pilot
+
+from vllmops.streams import UNSAFE
+from vllmops.top import actions
+from vllmops.top.app import Top
+from vllmops.top.look import Board
+
+from .looks import board, hostile, one, stalled, unreachable, working
+from .screens import lines, made, settled, standard
+
+AWAY = "https://gpu7.example"
+Play = Callable[[Top, Pilot[None]], Awaitable[None]]
+STACKS = {
+    "errors": [],
+    "data": {
+        "processes": [
+            {
+                "role": "engine",
+                "pid": pid,
+                "threads": [
+                    {
+                        "name": f"MainThread of {pid}",
+                        "state": "active",
+                        "owns_gil": True,
+                        "frames": [{"function": "step", "short_file": "core.py", "line": 7}],
+                    }
+                ],
+            }
+            for pid in (10, 20)
+        ]
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def same_time() -> Iterator[None]:
+    with standard():
+        yield
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]]:
+    """The commands that were run; none of them is."""
+    commands: list[tuple[str, ...]] = []
+
+    def run(words: tuple[str, ...], columns: int) -> tuple[int, str]:
+        commands.append(words)
+        return 1, json.dumps(STACKS) if "--json" in words else "\x1b[2Jdone [b]this[/b]"
+
+    monkeypatch.setattr(actions, "run", run)
+    monkeypatch.setenv("VLLMOPS_HOME", str(tmp_path))
+    return commands
+
+
+def play(of: Board, script: Play) -> None:
+    async def begin() -> None:
+        app = made(of)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await settled(app, pilot)
+            await script(app, pilot)
+
+    asyncio.run(begin())
+
+
+def test_all_is_on_a_small_screen() -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        shown = await settled(app, pilot, "Quit")
+        assert len(shown) <= 24
+        assert max(map(len, shown)) <= 80
+        text = "\n".join(shown)
+        for part in (
+            "3 servers, 2 in trouble",
+            "demo  ready",
+            "engine 20 50% at work, 1 running",
+            "two  stalled for 22 s",
+            f"{AWAY}  not seen",
+            "tokens/s 100",
+            "KV 45%",
+            "engine.no-progress",
+            "d Doctor",
+        ):
+            assert part in text, shown
+
+    play(board(demo=working(), two=stalled("two"), **{AWAY: [unreachable()]}), script)
+
+
+@pytest.mark.parametrize("colour", ["no", "yes"])
+def test_words_tell_all_that_colours_do(monkeypatch: pytest.MonkeyPatch, colour: str) -> None:
+    if colour == "no":
+        monkeypatch.setenv("NO_COLOR", "1")
+
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        assert app.no_color is (colour == "no")
+        shown = await settled(app, pilot, "Quit")
+        assert "error: requests are pending" in "\n".join(shown)
+
+    play(board(two=stalled("two")), script)
+
+
+def test_what_a_server_says_is_neither_obeyed_nor_taken_for_markup(
+    ran: list[tuple[str, ...]],
+) -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        app.board.followers["evil"].log = ("\x1b[2J[red]log[/red]\u202e",)
+        app.board.followers["evil"].lines_read = 1
+        for key in ("f", "r", "l", "s", "d"):
+            await pilot.press(key)
+            shown = "\n".join(await settled(app, pilot))
+            assert not UNSAFE.search(shown)
+            assert "[red]" in shown
+        await pilot.press("y")
+        shown = "\n".join(await settled(app, pilot, "exit code 1"))
+        assert "[b]this[/b]" in shown
+        assert not UNSAFE.search(shown)
+
+    play(board(evil=[hostile("evil")]), script)
+
+
+def test_an_action_runs_once_it_is_confirmed(ran: list[tuple[str, ...]]) -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        for key, words in (
+            ("d", "doctor -t demo"),
+            ("h", "heal -t demo"),
+            ("b", "bundle -t demo -o "),
+            ("x", "drain -t demo"),
+            ("u", "resume -t demo"),
+            ("a", "requests abort -t demo --yes -- cmpl-a"),
+        ):
+            await pilot.press(key)
+            await settled(app, pilot, f"$ vllmops {words}", "y runs it")
+            await pilot.press("n")
+            await settled(app, pilot, "Quit")
+            assert ran == []
+            await pilot.press(key, "y")
+            await settled(app, pilot, "done", "exit code 1")
+            await pilot.press("q")  # closes the window, not the application
+            await settled(app, pilot, "Quit")
+            assert " ".join(ran.pop()).startswith(words)
+
+    play(board(demo=working()), script)
+
+
+def test_the_chosen_request_is_ended(ran: list[tuple[str, ...]]) -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        await pilot.press("r", "down")
+        await settled(app, pilot, "chatcmpl-77aa")
+        await pilot.press("a")
+        # Another look may come, and the order change, before somebody decides.
+        first = app.board.followers["demo"]
+        rows = first.looks[-1].asked.requests
+        first.looks = (one(31.0, asked=type(first.looks[-1].asked)(requests=rows[::-1])),)
+        app.refresh_rows()
+        await pilot.press("y")
+        await settled(app, pilot, "exit code 1")
+        assert ran[0][-2:] == ("--", "cmpl-b")
+
+    play(board(demo=working()), script)
+
+
+def test_without_requests_none_is_ended(ran: list[tuple[str, ...]]) -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        await pilot.press("a", "y")
+        await settled(app, pilot)
+        assert ran == []
+
+    play(board(**{AWAY: [unreachable()]}), script)
+
+
+def test_stacks_are_of_the_chosen_process(ran: list[tuple[str, ...]]) -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        await pilot.press("down", "down", "s")
+        shown = "\n".join(await settled(app, pilot, "MainThread of 20", "step (core.py:7)"))
+        assert "MainThread of 10" not in shown
+        assert ran == [("stacks", "dump", "-t", "demo", "--json")]
+
+    play(board(demo=working()), script)
+
+
+def test_the_log_is_filtered(ran: list[tuple[str, ...]]) -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        follower = app.board.followers["demo"]
+        follower.log, follower.lines_read = ("INFO all is well", "ERROR one", "ERROR two"), 3
+        await pilot.press("l")
+        await settled(app, pilot, "all is well", "ERROR two")
+        assert follower.reads_log
+        await pilot.press("slash", *"error", "enter")
+        assert "well" not in "\n".join(await settled(app, pilot, "ERROR one"))
+        follower.log, follower.lines_read = (*follower.log, "ERROR three", "INFO four"), 5
+        shown = await settled(app, pilot, "ERROR three")
+        assert "four" not in "\n".join(shown)
+        assert sum("ERROR one" in line for line in shown) == 1
+        await pilot.press("f")
+        assert not follower.reads_log
+
+    play(board(demo=working()), script)
+
+
+def test_servers_that_come_and_go_leave_the_choice_alone() -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        await pilot.press(*["down"] * 6)
+        await settled(app, pilot)
+        assert app.key == ("two", "", 20)
+        new = app.board.make("demo", None)
+        app.board.followers = {"another": new, **app.board.followers}
+        await settled(app, pilot, "another")
+        assert app.key == ("two", "", 20)
+        del app.board.followers["two"]
+        app.refresh_rows()
+        await settled(app, pilot)
+        assert app.key
+        assert app.key[0] != "two"
+
+    play(board(demo=working(), two=stalled("two")), script)
+
+
+def test_quitting_ends_the_looks() -> None:
+    shown = board(demo=working())
+
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        await pilot.press("q")
+
+    play(shown, script)
+    assert shown.stop.is_set()
+
+
+def test_without_a_server_the_screen_says_so() -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        app.board.targets = ()
+        await settled(app, pilot, "no vLLM server runs here")
+        assert lines(app)
+
+    play(board(), script)

@@ -1,0 +1,150 @@
+"""Looks at real processes, and in threads of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from vllmops.instances.servers import Server, resolve
+from vllmops.targets import Access, access
+from vllmops.top import look, rows
+from vllmops.top.look import Board, Follower
+
+from ..support.fleet import Fleet
+from ..support.waiting import until
+from .looks import Fake, working
+
+
+def test_one_that_does_not_answer_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    counts: dict[str, int] = {"well": 0, "hung": 0}
+
+    class Counting(Fake):
+        def look(self) -> None:
+            counts[self.target] += 1
+            if self.target == "hung":
+                hangs.wait()
+
+    monkeypatch.setattr(look, "LOOK_S", 0.01)
+    board = Board(("hung", "well"), Counting)
+    board.begin()
+    until(lambda: counts["well"] > 5)
+    assert counts["hung"] == 1
+    board.end()
+    hangs.set()
+
+
+def test_a_look_that_fails_is_told_and_the_next_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Failing(Fake):
+        def look(self) -> None:
+            self.looks = (*self.looks, *working(until_s=0))
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(look, "LOOK_S", 0.01)
+    board = Board(("demo",), Failing)
+    board.begin()
+    until(lambda: len(board.followers["demo"].looks) > 1)
+    assert "RuntimeError: broken" in board.failures[0]
+    board.end()
+
+
+def test_an_instance_is_followed_from_its_start_to_its_end(lab: Any) -> None:
+    follower = Follower("demo")
+    follower.look()
+    assert follower.last
+    assert follower.last.problem
+    assert follower.last.problem.code == "target.unknown"
+    lab.serve("demo")
+    follower.resolved_s = float("-inf")
+    follower.reads_log = True
+    follower.look()
+    row = rows.server("demo", follower.looks, 0.0)
+    assert (row.state, follower.failure) == ("ready", None)
+    assert {each.role for node in row.nodes for each in node.processes} == {
+        "api",
+        "engine",
+        "worker",
+    }
+    assert follower.last.seen
+    assert follower.last.seen.metrics is not None
+    follower.look()  # soon after: the server is not asked again
+    assert follower.last.seen
+    assert follower.last.seen.metrics is None
+    assert follower.log
+    assert follower.lines_read == len(follower.log)
+    assert lab.vllmops("stop", "demo", "--force").code == 0
+    follower.look()
+    row = rows.server("demo", follower.looks, 0.0)
+    assert row.state == "stopped"
+    assert row.unseen[0].hint == "vllmops logs demo"
+
+
+def test_new_servers_are_discovered_and_strangers_that_ended_forgotten(lab: Any) -> None:
+    board = Board((), Fake)
+    board.discover()
+    assert board.followers == {}
+    lab.serve("demo")
+    stranger = lab.stranger()
+    board.discover()
+    assert board.followers.keys() == {"demo", str(stranger.pid)}
+    board.end()
+    gone = board.followers[str(stranger.pid)] = Follower(
+        str(stranger.pid), resolve(str(stranger.pid))
+    )
+    gone.look()
+    os.killpg(stranger.pid, signal.SIGKILL)
+    until(lambda: stranger.poll() is not None)
+    gone.look()
+    gone.look()
+    board.discover()
+    assert board.followers.keys() == {"demo"}
+
+
+def test_a_server_on_another_machine_is_seen_by_its_url(spawn: Any, tmp_path: Any) -> None:
+    fleet = Fleet(spawn, tmp_path)
+    before = access.set(Access(fleet.token))
+    try:
+        follower = Follower(fleet.url)
+        follower.look()
+        follower.ask()
+        follower.look()
+        row = rows.server(fleet.url, follower.looks, 0.0)
+        assert (row.state, row.unseen) == ("up", ())
+        (node,) = row.nodes
+        assert {each.role for each in node.processes} == {"api", "engine", "worker"}
+        assert follower.asked.caches
+        os.kill(fleet.api, signal.SIGKILL)
+
+        def state() -> str | None:
+            follower.look()
+            return rows.server(fleet.url, follower.looks, 0.0).severity
+
+        until(lambda: state() == "error")
+    finally:
+        access.reset(before)
+        fleet.kill()
+
+
+def test_two_looks_are_enough_for_rates_and_no_server_is_waited_for_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(look, "LOOK_S", 0.01)
+    hangs = threading.Event()
+    order: list[str] = []
+
+    class Slow(Fake):
+        def look(self) -> None:
+            order.append(self.target)
+            if self.target == "hung":
+                hangs.wait()
+
+    slow: list[Follower] = [Slow("hung"), Slow("well", Server(None, ()))]
+    look.once(slow, 0.5)
+    assert sorted(order) == ["hung", "well", "well"]
+    hangs.set()

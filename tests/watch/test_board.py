@@ -1,0 +1,91 @@
+"""Where a verdict is shown: the file, and HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from vllmops.errors import VllmopsError
+from vllmops.instances.record import Folder
+from vllmops.protocol.probe import Verdict
+from vllmops.quick_probe import FILE
+from vllmops.watch.board import Board, Listener
+
+WELL = Verdict(live=True, ready=True, started=True)
+STUCK = Verdict(live=False, ready=False, started=True, reason="no token for 12 s", evidence="b")
+
+
+@pytest.fixture
+def folder(home: Path) -> Folder:
+    found = Folder("a")
+    found.path.mkdir(mode=0o700, parents=True)
+    return found
+
+
+def test_the_file_has_the_last_verdict(folder: Folder) -> None:
+    board = Board(folder, 2.0)
+    for verdict in (WELL, STUCK, WELL):
+        board.show(verdict, 5.0)
+        kept = json.loads((folder.path / FILE).read_text())
+        assert (Verdict(*kept["verdict"]), kept["start"]) == (verdict, 5.0)
+        assert 20 < kept["until"] - time.monotonic() < 60
+    assert os.stat(folder.path / FILE).st_mode & 0o777 == 0o600
+    before = os.stat(folder.path / FILE).st_mtime_ns
+    board.show(WELL, 5.0)  # nothing new
+    assert os.stat(folder.path / FILE).st_mtime_ns == before
+
+
+def test_a_file_that_can_not_be_written_hinders_nothing(home: Path) -> None:
+    board = Board(Folder("gone"), 2.0)
+    board.show(STUCK, 5.0)
+    assert board.last() == STUCK
+
+
+def test_a_watch_that_does_not_look_any_more(folder: Folder) -> None:
+    board = Board(folder, 2.0)
+    assert not board.last().ready
+    board.show(WELL, 5.0)
+    assert board.last() == WELL
+    board.until = time.monotonic() - 1
+    assert board.last()[:3] == (True, False, True)
+
+
+def test_over_http() -> None:
+    now = [WELL]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listener = Listener(("127.0.0.1", port), lambda: now[0])
+    url = f"http://127.0.0.1:{port}"
+    try:
+
+        def answers() -> list[int]:
+            return [
+                httpx.get(f"{url}/{path}").status_code for path in ("livez", "readyz", "startupz")
+            ]
+
+        assert answers() == [200, 200, 200]
+        assert httpx.get(f"{url}/livez").text == "live\n"
+        now[0] = STUCK
+        assert answers() == [503, 503, 200]
+        assert httpx.get(f"{url}/readyz").text == "not ready: no token for 12 s\n"
+        told = httpx.get(f"{url}/livez?verbose").text
+        assert told == "not live: no token for 12 s\n[-] live\n[-] ready\n[+] started\n"
+        assert httpx.get(f"{url}/health").status_code == 404
+        # Who says nothing holds up no other one.
+        with socket.create_connection(("127.0.0.1", port)):
+            assert answers() == [503, 503, 200]
+        with pytest.raises(VllmopsError, match="nothing can listen") as caught:
+            Listener(("127.0.0.1", port), lambda: WELL)
+        assert caught.value.code == "port.taken"
+        with pytest.raises(VllmopsError) as caught:
+            Listener(("no.such.host.invalid", port), lambda: WELL)
+        assert caught.value.code == "host.unknown"
+    finally:
+        listener.shutdown()
+        listener.server_close()
