@@ -61,14 +61,15 @@ def load(server: Live) -> Iterator[None]:
 
 @pytest.fixture
 def held(server: Live) -> Iterator[list[httpx.Response]]:
-    """A request in flight, which the engine holds; its answer, once it has one."""
+    """A request that gets no further, as its worker is stopped; its answer, once it has one."""
     answers: list[httpx.Response] = []
+    worker, url = server.pids()["worker"], server.url
     asking = threading.Thread(target=lambda: answers.append(ask(server)))
     asking.start()
-    until(lambda: (metrics(server.url) or Metrics()).running)
-    httpx.post(f"{server.url}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
+    until(lambda: (metrics(url) or Metrics()).running)
+    os.kill(worker, signal.SIGSTOP)
     yield answers
-    httpx.post(f"{server.url}/resume", timeout=30).raise_for_status()
+    os.kill(worker, signal.SIGCONT)
     asking.join()
 
 
@@ -94,9 +95,12 @@ def test_the_full_screen_shows_and_ends_a_request(server: Live, held: list[httpx
         async with app.run_test(size=(80, 24)) as pilot:
             await seen(app, pilot, f"{server.name}  ready", "nobody  not seen")
             await pilot.press("r")
-            await seen(app, pilot, "paused, 1 running", "cmpl-")
+            await seen(app, pilot, "1 running", "cmpl-")
             await pilot.press("a")
             await seen(app, pilot, "requests abort", "y runs it")
+            # The engine learns of the end once its step is over.
+            again = (server.pids()["worker"], signal.SIGCONT)
+            threading.Timer(1.5, os.kill, again).start()
             await pilot.press("y")
             await seen(app, pilot, "ended 1 requests", "exit code 0")
             await pilot.press("q", "f", "down", "s")
