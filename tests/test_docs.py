@@ -301,8 +301,6 @@ def test_examples_that_need_no_vllm_work(
 
 @pytest.mark.parametrize("drawn", picture.PICTURES, ids=lambda path: str(path.name))
 def test_a_picture_is_what_its_command_draws(drawn: Path) -> None:
-    if drawn.name == "top.svg":
-        pytest.importorskip("textual")
     assert drawn.read_text() == picture.PICTURES[drawn](), "python -m tests.support.picture"
     assert drawn.name in (ROOT / "README.md").read_text()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import msgspec
 import pytest
 
@@ -144,7 +145,6 @@ def test_an_executor_that_has_failed_is_told() -> None:
 
 def test_a_worker_needs_no_agent() -> None:
     """As cloudpickle sends it: by value, so that no lookup in the worker can fail."""
-    cloudpickle = pytest.importorskip("cloudpickle")
     sent = cloudpickle.dumps(compare.question(), protocol=pickle.HIGHEST_PROTOCOL)
     answer = cloudpickle.loads(sent)(worker())
     (cache,) = msgspec.msgpack.decode(answer, type=ProcessCaches).caches

@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 
 from vllmops.keys import file
-
-yaml = pytest.importorskip("yaml")
 
 
 def test_a_unit_that_systemd_takes(vllmops: Any, tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ DEPLOYMENT = {
 
 def valid(manifest: Any) -> None:
     """Raises where Kubernetes would refuse it."""
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing")
-    validate.validate(manifest, validate.latest_version(), strict=True)
+    newest = kubernetes_validate.latest_version()
+    kubernetes_validate.validate(manifest, newest, strict=True)
 
 
 def test_a_deployment_that_kubernetes_takes(vllmops: Any) -> None:

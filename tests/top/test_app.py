@@ -8,9 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("textual")
-
 from textual.pilot import Pilot
 
 from vllmops.streams import UNSAFE

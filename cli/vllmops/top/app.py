@@ -18,6 +18,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import (
@@ -224,9 +225,10 @@ class Top(App[None]):
         followers = list(self.board.followers.items())
         self.servers = [rows.server(name, each.looks, now_s) for name, each in followers]
         self.events = events.follow(self.events, self.servers, self.clock())
-        self.show_title()
-        self.show_tree()
-        self.show_chosen()
+        with suppress(NoMatches):  # as the screen is taken down, timers and events still come
+            self.show_title()
+            self.show_tree()
+            self.show_chosen()
 
     def say(self, where: str, text: Text) -> None:
         """Change a text of the screen, if it is another one."""
@@ -282,7 +284,8 @@ class Top(App[None]):
         return (row, follower) if row and follower else None
 
     def on_tree_node_highlighted(self) -> None:
-        self.show_chosen()
+        with suppress(NoMatches):
+            self.show_chosen()
 
     def show_chosen(self) -> None:
         """Show what is known of the chosen server."""
