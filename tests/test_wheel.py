@@ -64,7 +64,7 @@ def run(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=180,
         )
 
     return program

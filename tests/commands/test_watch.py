@@ -358,9 +358,10 @@ def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
     time.sleep(0.5)
     popen.send_signal(signal.SIGINT)
     out, _ = popen.communicate(timeout=40)
-    (line,) = [each for each in out.splitlines() if each]
-    assert "(Watch pid=" in line
-    assert "watching a" in line
+    lines = [each for each in out.splitlines() if each]
+    assert all("(Watch pid=" in line for line in lines), out
+    # On a busy machine it may have seen a stall.
+    assert ["watching a" in line for line in lines].count(True) == 1, out
 
 
 @pytest.mark.parametrize("words", [("--watch-exec", "no-such-program"), ("--watch-webhook", "x")])

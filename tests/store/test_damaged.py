@@ -345,9 +345,7 @@ def test_a_line_has_a_bound(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_file_of_lines(name: str, code: str, tmp_path: Path, vllmops: Any) -> None:
-    answer = vllmops(
-        "responses", "import", name, "--store", f"sqlite:///{tmp_path}/r.db", "--json", timeout_s=30
-    )
+    answer = vllmops("responses", "import", name, "--store", f"sqlite:///{tmp_path}/r.db", "--json")
     assert answer.error["code"] == code, answer
 
 
