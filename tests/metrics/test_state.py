@@ -75,8 +75,9 @@ def read(view: View) -> dict[str, dict[str, float]]:
         for sample in family.samples:
             assert sample.name.startswith(PREFIX)
             name = sample.name.removeprefix(PREFIX)
-            given = ((label, sample.labels[label]) for label in FAMILIES[name].labels)
-            labels = " ".join(f"{label}={value}" for label, value in given if value)
+            given = (label for label in FAMILIES[name].labels if label in sample.labels)
+            labels = " ".join(f"{label}={sample.labels[label]}" for label in given)
+            assert all(sample.labels.values())
             values = found.setdefault(name, {})
             assert labels not in values
             values[labels] = sample.value

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from ..keys.carrier import CarrierError, Case
+from ..keys.carrier import CarrierError
 from ..store.backend import Backend
 
 # Methods of a backend that a request, or looking after what runs, waits for.
@@ -22,8 +22,8 @@ def count_store(backend: Backend) -> None:
     """Count the operations of a backend, which it does as before."""
     from ..metrics.counters import CARRIERS  # noqa: PLC0415 - see there
 
-    for action, reason in (("opened", ""), ("sealed", ""), *(("refused", c.value) for c in Case)):
-        CARRIERS.labels(action, reason)  # begins with 0, so that the first one is seen
+    for action in ("opened", "sealed"):
+        CARRIERS.labels(action, "")  # begins with 0, so that the first one is seen
     name = type(backend).__name__.lower()
     for operation in OPERATIONS:
         setattr(backend, operation, counted(getattr(backend, operation), name, operation))

@@ -99,8 +99,7 @@ def metrics(
     registry = CollectorRegistry()
     registry.register(Found())
     rows = [
-        {"name": sample.name, "labels": {k: v for k, v in sample.labels.items() if v}}
-        | {"value": sample.value}
+        {"name": sample.name, "labels": sample.labels, "value": sample.value}
         for family in found
         for sample in family.samples
     ]

@@ -117,8 +117,10 @@ def metrics(samples: Iterable[Sample]) -> list[Metric]:
     for name, values in folded.items():
         family = FAMILIES[name]
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        metric = kind(PREFIX + name, family.help, labels=family.labels)
+        metric = kind(PREFIX + name, family.help)
         for key, value in values.items():
-            metric.add_metric(key, value)
+            # To Prometheus a label without a value is none, and each one costs every scrape time.
+            labels = {label: word for label, word in zip(family.labels, key, strict=True) if word}
+            metric.add_sample(PREFIX + name, labels, value)
         found.append(metric)
     return found
