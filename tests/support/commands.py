@@ -31,6 +31,7 @@ import typer.main
 from vllmops import app
 from vllmops.host import processes
 from vllmops.instances import supervisor
+from vllmops.vllm_api import http
 
 from . import own
 from .forking import Forking
@@ -300,6 +301,7 @@ def become(
     code = 70
     try:
         gc.freeze()  # what it has from here is never freed, nor copied only to be looked at
+        http.trust.cache_clear()  # it has read this process's SSL_CERT_FILE
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number not in keep:
                 with contextlib.suppress(OSError):
