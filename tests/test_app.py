@@ -30,7 +30,7 @@ def nodes() -> list[tuple[str, ...]]:
     for name, entry in COMMANDS.items():
         if entry.several:
             _, command, _ = resolved(name)
-            found += [(name, each) for each in command.commands]
+            found += [(name, item) for item in command.commands]
         else:
             found.append((name,))
     return found
@@ -85,7 +85,7 @@ def test_every_command_keeps_the_envelope(
     untargeted = {("ps",), ("serve",), ("patches", "show"), ("memory", "report")}
     untargeted |= {("stacks", "explain"), ("help",)}
     needy = ("show", "cancel", "delete", "purge", "export", "import", "check-store")
-    untargeted |= {("responses", each) for each in needy}
+    untargeted |= {("responses", item) for item in needy}
     untargeted |= {("requests", "show"), ("requests", "abort"), ("probe",)}
     untargeted |= {("integrate", "systemd"), ("integrate", "kubernetes")}
     if words not in untargeted and words[0] not in {"keygen", "keys"}:
@@ -246,13 +246,13 @@ def test_interrupted_while_it_starts(home: Path, moment: str, words: tuple[str, 
         text=True,
         check=False,
     )
-    said = answer.stdout + answer.stderr
-    assert "Traceback" not in said
-    assert "ignored" not in said
+    spoken = answer.stdout + answer.stderr
+    assert "Traceback" not in spoken
+    assert "ignored" not in spoken
     assert answer.returncode in {130, Exit.NOT_FOUND}  # what is not imported interrupts nothing
     if moment in {"streams", "typer"}:
         assert answer.returncode == 130
-        assert "interrupted" in said
+        assert "interrupted" in spoken
 
 
 def stdout_to(path: str) -> Callable[[], object]:

@@ -16,7 +16,7 @@ from .support.waiting import until_async
 
 
 def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
-    told: list[str] = []
+    shown: list[str] = []
     rounds = 0
 
     async def work() -> None:
@@ -29,7 +29,7 @@ def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(
-            background.repeat(work, ErrorReporter("it rests", told.append), 0.0, after_s=0.0)
+            background.repeat(work, ErrorReporter("it rests", shown.append), 0.0, after_s=0.0)
         )
         await until_async(lambda: rounds >= 30)
         task.cancel()
@@ -37,16 +37,16 @@ def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
         assert task.cancelled()
 
     asyncio.run(main())
-    assert len(told) == 2
-    assert told[0].startswith(
+    assert len(shown) == 2
+    assert shown[0].startswith(
         "vllmops: it rests: OSError: [Errno 24] Too many open files (test_background.py:"
     )
-    assert "TypeError: round 3" in told[1]
+    assert "TypeError: round 3" in shown[1]
 
 
 def test_a_cancellation_that_nobody_asked_for_ends_no_task() -> None:
     """An inner task that was cancelled raises CancelledError in whoever waits for it."""
-    told: list[str] = []
+    shown: list[str] = []
     rounds = 0
 
     async def work() -> None:
@@ -59,7 +59,7 @@ def test_a_cancellation_that_nobody_asked_for_ends_no_task() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(
-            background.repeat(work, ErrorReporter("w", told.append), 0.0, after_s=0.0)
+            background.repeat(work, ErrorReporter("w", shown.append), 0.0, after_s=0.0)
         )
         for _ in range(100):
             await asyncio.sleep(0)
@@ -69,11 +69,11 @@ def test_a_cancellation_that_nobody_asked_for_ends_no_task() -> None:
 
     asyncio.run(main())
     assert rounds > 2
-    assert len(told) == 1
+    assert len(shown) == 1
 
 
 def test_a_thread_goes_on_until_it_is_to_end() -> None:
-    told: list[str] = []
+    shown: list[str] = []
     stop = threading.Event()
     rounds = 0
 
@@ -83,7 +83,7 @@ def test_a_thread_goes_on_until_it_is_to_end() -> None:
         raise RuntimeError("can't start new thread")
 
     made = background.thread(
-        "t", work, ErrorReporter("w", told.append), wait=stop.wait, after_s=0.001
+        "t", work, ErrorReporter("w", shown.append), wait=stop.wait, after_s=0.001
     )
     deadline = time.monotonic() + 10
     while rounds < 5 and time.monotonic() < deadline:
@@ -92,18 +92,18 @@ def test_a_thread_goes_on_until_it_is_to_end() -> None:
     made.join(5)
     assert not made.is_alive()
     assert rounds >= 5
-    assert len(told) == 1
+    assert len(shown) == 1
 
 
 def test_the_same_error_is_reported_again_after_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    reporter = ErrorReporter("w", told.append)
+    shown: list[str] = []
+    reporter = ErrorReporter("w", shown.append)
     times = iter((1000.0, 1001.0, 5000.0))
     # Nobody waits for an hour.
     monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: next(times)))
     for _ in range(3):
         reporter.report(KeyError("x"))
-    assert len(told) == 2
+    assert len(shown) == 2
 
 
 def test_a_report_that_cannot_be_made_raises_nothing() -> None:

@@ -62,7 +62,7 @@ def test_a_full_disk_leaves_the_old_one(home: Path, full_disk: Callable[[], None
     with pytest.raises(OSError, match="No space"):
         write_atomically(path, b"x" * 100_000)
     assert path.read_bytes() == b"old"
-    assert {each.name for each in home.iterdir()} == {"file", "filler"}
+    assert {item.name for item in home.iterdir()} == {"file", "filler"}
 
 
 def test_a_crash_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_times_that_are_none(text: str) -> None:
 
 
 def test_times() -> None:
-    assert [duration(each) for each in ("90", "1.5m", "36h", "36500d")] == [
+    assert [duration(item) for item in ("90", "1.5m", "36h", "36500d")] == [
         90,
         90,
         129_600,

@@ -240,8 +240,8 @@ def test_what_is_made_is_private_whatever_the_umask(tmp_path: Path) -> None:
         path = make(tmp_path / "state" / "vllmops" / "instances")
     finally:
         os.umask(before)
-    for each in (path, path.parent, path.parent.parent):
-        assert each.stat().st_mode & 0o777 == 0o700
+    for item in (path, path.parent, path.parent.parent):
+        assert item.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_user_who_is_not_root(home: Path, vllmops: Any) -> None:

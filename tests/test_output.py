@@ -169,8 +169,8 @@ UNSEEN = [
 
 
 def test_foreign_text_is_visible_and_as_wide() -> None:
-    for each in UNSEEN:
-        shown = printable(f"a{each}b")
+    for item in UNSEEN:
+        shown = printable(f"a{item}b")
         assert len(shown) == 3
         assert cell_len(shown) == 3
         assert shown.isprintable()

@@ -34,13 +34,13 @@ def required(requirements: Iterable[str]) -> list[Distribution]:
 
 def size(installed: Distribution) -> int:
     """Its bytes."""
-    paths = [Path(str(installed.locate_file(each))) for each in installed.files or ()]
+    paths = [Path(str(installed.locate_file(item))) for item in installed.files or ()]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def test_the_base_installation_is_small() -> None:
     base = required(tomllib.loads(PROJECT.read_text())["project"]["dependencies"])
-    sizes = {each.name.lower(): size(each) for each in base}
+    sizes = {entry.name.lower(): size(entry) for entry in base}
     assert {"typer", "rich", "pygments", "cryptography", "cffi", "httpcore"} <= sizes.keys()
     assert not {"numpy", "scipy", "pydantic", "torch"} & sizes.keys()
     assert all(sizes.values())
@@ -57,10 +57,10 @@ def wheel(folder: Path, name: str, script: str) -> Path:
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": f"[console_scripts]\n{script} = {name}_other:main\n",
     }
-    record = "".join(f"{each},,\n" for each in (*parts, f"{info}/RECORD"))
+    record = "".join(f"{item},,\n" for item in (*parts, f"{info}/RECORD"))
     with zipfile.ZipFile(path, "w") as file:
-        for each, content in {**parts, f"{info}/RECORD": record}.items():
-            file.writestr(each, content)
+        for item, content in {**parts, f"{info}/RECORD": record}.items():
+            file.writestr(item, content)
     return path
 
 
@@ -79,7 +79,7 @@ def told(path: Path, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "script", "said"),
+    ("name", "script", "words"),
     [
         ("vllmops", "vllmops", True),
         ("vllmops", "ops", True),
@@ -88,17 +88,17 @@ def told(path: Path, environment: dict[str, str]) -> str:
     ],
 )
 def test_another_package_of_that_name_is_told(
-    tmp_path: Path, name: str, script: str, said: bool
+    tmp_path: Path, name: str, script: str, words: bool
 ) -> None:
     place = tmp_path / "packages"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     subprocess.run(
         [*pip, "--target", str(place), str(wheel(tmp_path, name, script))],
         check=True,
-        env={each: value for each, value in os.environ.items() if each != "PYTHONPATH"},
+        env={item: value for item, value in os.environ.items() if item != "PYTHONPATH"},
     )
     line = told(place, {})
-    assert (f"package {name} 0.3.1 in {place}" in line) is said
+    assert (f"package {name} 0.3.1 in {place}" in line) is words
     # Its script is on the PATH, too, ahead of ours.
     line = told(tmp_path, {"PATH": f"{place / 'bin'}:{os.environ['PATH']}"})
     assert (str(place / "bin" / "vllmops") in line) is (script == "vllmops")

@@ -80,12 +80,12 @@ def test_what_needs_no_linux_works_and_the_rest_says_so(
     lines = [*(words for words, _ in expected), *needy, ["keys", "add"]]
     *answers, added = run(elsewhere, lines, system)
     for answer, (_, code) in zip(answers, expected, strict=False):
-        said = answer["out"] + answer["err"]
-        assert "Traceback" not in said
-        assert "unexpected" not in said, said
-        assert "Linux" not in answer["err"], said
+        spoken = answer["out"] + answer["err"]
+        assert "Traceback" not in spoken
+        assert "unexpected" not in spoken, spoken
+        assert "Linux" not in answer["err"], spoken
         if code is not None:
-            assert answer["code"] == code, said
+            assert answer["code"] == code, spoken
     for answer in answers[len(expected) :]:
         assert answer["code"] == 1
         assert "Linux" in answer["err"]

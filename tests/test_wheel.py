@@ -44,9 +44,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not EVERYTHING:
         (packages,) = (place / "env/lib").glob("python*/site-packages")
         (ours,) = distributions(name="vllmops-cli", path=[str(packages)])
-        for each in required(ours.requires or ()):
-            for name in {path.parts[0] for path in each.files or ()} - {"..", "__pycache__"}:
-                (packages / name).symlink_to(str(each.locate_file(name)))
+        for item in required(ours.requires or ()):
+            for name in {path.parts[0] for path in item.files or ()} - {"..", "__pycache__"}:
+                (packages / name).symlink_to(str(item.locate_file(name)))
     return place / "env"
 
 
@@ -86,8 +86,8 @@ def test_the_base_install_is_light(installed: Path) -> None:
 
 def test_every_command_has_its_help(run: Run) -> None:
     assert run("vllmops", "--version").stdout == f"vllmops {__version__}\n"
-    some = WORDS if EVERYTHING else {each[0]: each for each in WORDS}.values()
-    for answer in run_each(run, [[*each, "--help"] for each in some]):
+    some = WORDS if EVERYTHING else {item[0]: item for item in WORDS}.values()
+    for answer in run_each(run, [[*item, "--help"] for item in some]):
         words = answer["words"][:-1]
         assert (answer["code"], answer["err"]) == (0, ""), words
         assert f"vllmops {' '.join(words)}" in " ".join(answer["out"].split()), words

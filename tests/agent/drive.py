@@ -313,9 +313,9 @@ def responses() -> None:
         kinds = {inspect.iscoroutinefunction(vars(held)[name]) for held in (cls, cls.__base__)}
         assert len(kinds) == 1, name
     asyncio.run(turns(serving, ResponsesRequest, ours))
-    said = [{"role": "user", "content": "hi"}, {"type": "function_call", **CALL}]
+    words = [{"role": "user", "content": "hi"}, {"type": "function_call", **CALL}]
     chat = parsing.messages(
-        [*said, {"type": "function_call_output", "call_id": "c", "output": "x"}]
+        [*words, {"type": "function_call_output", "call_id": "c", "output": "x"}]
     )
     assert [message["role"] for message in chat] == ["user", "assistant", "tool"]
     asyncio.run(asked(routes, serving))

@@ -108,7 +108,7 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
     secrets = [key.secret.reveal().hex() for key in file.load(here).keys]
     log = child.end()
     assert "POST /v1/vllmops/keys" in log
-    assert not [each for each in (TOKEN, *secrets) if each in log + answer.out + answer.err]
+    assert not [item for item in (TOKEN, *secrets) if item in log + answer.out + answer.err]
 
 
 def test_what_a_server_had_of_its_own_still_opens(

@@ -128,7 +128,7 @@ def test_looking_keeps_nothing_alive() -> None:
 
     with waiting(spin):
         done.acquire()
-        found = sum(isinstance(each, Thing) for each in attach.values())
+        found = sum(isinstance(item, Thing) for item in attach.values())
         steps.release()
         done.acquire()
         gc.collect()

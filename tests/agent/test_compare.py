@@ -101,7 +101,7 @@ def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
     found = compare.compare(request())
     assert found.settled
     assert 0.3 < found.waited_s < 2
-    assert [each.rendering for each in found.looks] == [1, 1]
+    assert [item.rendering for item in found.looks] == [1, 1]
 
 
 def test_one_that_does_not_come_is_not_waited_for_for_ever(client: Client, gate: Gate) -> None:
@@ -122,8 +122,8 @@ def test_an_engine_that_does_not_answer_leaves_nothing_behind(client: Client, lo
 
 
 def test_a_late_call_does_nothing() -> None:
-    (told,) = compare.look(SimpleNamespace(), time.time() - 1)
-    assert str(told).startswith("the engine answers after the deadline")
+    (shown,) = compare.look(SimpleNamespace(), time.time() - 1)
+    assert str(shown).startswith("the engine answers after the deadline")
 
 
 def test_a_worker_that_can_not_be_read_is_told() -> None:
@@ -139,8 +139,8 @@ def test_a_worker_that_can_not_be_read_is_told() -> None:
 def test_an_executor_that_has_failed_is_told() -> None:
     core = Core()
     del core.model_executor.collective_rpc
-    (told,) = compare.look(core, time.time() + 5)
-    assert str(told).startswith("the engine can't be read: ")
+    (shown,) = compare.look(core, time.time() + 5)
+    assert str(shown).startswith("the engine can't be read: ")
 
 
 def test_a_worker_needs_no_agent() -> None:

@@ -107,7 +107,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
         app.go.set()
         assert await answer(app, scope("/metrics")) == []
         await old
-        assert [each["path"] for each in app.seen] == ["/v1/completions", "/metrics"]
+        assert [item["path"] for item in app.seen] == ["/v1/completions", "/metrics"]
         assert gate.in_flight == 0
         gate.draining = False
         await answer(app, scope())
@@ -140,7 +140,7 @@ def test_a_drain_refuses_new_work_alone(gate: Gate, method: str, path: str, new:
         app.go.set()
         gate.draining = True
         sent = await answer(app, {**scope(path), "method": method})
-        assert ([each["status"] for each in sent[:1]], not app.seen) == ([503] * new, new)
+        assert ([item["status"] for item in sent[:1]], not app.seen) == ([503] * new, new)
 
     asyncio.run(go())
 

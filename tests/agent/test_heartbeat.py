@@ -142,5 +142,5 @@ def test_a_beat_that_can_not_be_made_is_told_once(
     while beats < 5:
         time.sleep(0.01)
     heart.stop()
-    assert [each.message for each in caplog.records if "another shape" in each.message] != []
-    assert sum("another shape" in each.message for each in caplog.records) == 1
+    assert [item.message for item in caplog.records if "another shape" in item.message] != []
+    assert sum("another shape" in item.message for item in caplog.records) == 1

@@ -52,11 +52,11 @@ def test_it_tells_what_it_holds_and_no_secret(spawn: Spawn, path: Path) -> None:
     first, second = grow(path, Status.PRIMARY), grow(path)
     began = time.time()
     child = spawn(VLLMOPS_KEYRING=str(path))
-    told = keys(child)
-    assert (told.keyring, told.source, told.problem) == (str(path), "file", "")
-    assert (told.pid, told.role) == (child.process.pid, "api")
-    assert told.loaded_at == pytest.approx(began, abs=20)
-    assert [(key.kid, key.status, key.fingerprint, key.created_at) for key in told.keys] == [
+    shown = keys(child)
+    assert (shown.keyring, shown.source, shown.problem) == (str(path), "file", "")
+    assert (shown.pid, shown.role) == (child.process.pid, "api")
+    assert shown.loaded_at == pytest.approx(began, abs=20)
+    assert [(key.kid, key.status, key.fingerprint, key.created_at) for key in shown.keys] == [
         (first.kid, "primary", first.fingerprint, 1),
         (second.kid, "next", second.fingerprint, 1),
     ]
@@ -66,7 +66,7 @@ def test_it_tells_what_it_holds_and_no_secret(spawn: Spawn, path: Path) -> None:
     answer = child.run("out = msgspec.json.encode(GETS['/keys?reload=1']()).decode()")
     log = child.end()
     assert first.kid in log
-    assert not [each for each in spelt if each in answer + log]
+    assert not [item for item in spelt if item in answer + log]
 
 
 def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
     for child in children:
         soon(lambda child=child: held(child)[second.kid] == "primary")  # type: ignore[misc]
         assert held(child)[first.kid] == "verify-only"
-    assert all(keys(child).loaded_at != each for child, each in zip(children, before, strict=True))
+    assert all(keys(child).loaded_at != item for child, item in zip(children, before, strict=True))
 
 
 def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
@@ -113,9 +113,9 @@ def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, p
     for wrong in wrongs:
         wrong(path.read_bytes())
         until(lambda: keys(child).problem)
-        told = keys(child)
-        assert str(path) in told.problem
-        assert "hint: " in told.problem
+        shown = keys(child)
+        assert str(path) in shown.problem
+        assert "hint: " in shown.problem
         assert held(child) == before
         time.sleep(0.1)
         # Once it is in order again, all is.
@@ -143,8 +143,8 @@ def test_a_file_that_is_broken_from_the_start(spawn: Spawn, path: Path) -> None:
 
 def test_a_file_that_comes_later(spawn: Spawn, path: Path) -> None:
     child = spawn(VLLMOPS_KEYRING=str(path))
-    told = keys(child)
-    assert (told.keys, told.problem, told.loaded_at) == ((), "", None)
+    shown = keys(child)
+    assert (shown.keys, shown.problem, shown.loaded_at) == ((), "", None)
     first = grow(path, Status.PRIMARY)
     until(lambda: held(child) == {first.kid: "primary"})
 
@@ -174,8 +174,8 @@ THREADS = "import threading; out = [each.name for each in threading.enumerate()]
 
 def test_a_key_of_the_environment(spawn: Spawn) -> None:
     child = spawn(VLLM_RESPONSES_STATE_SIGNING_KEY=TEXT)
-    told = keys(child)
-    assert (told.source, told.keyring, told.problem) == ("environment", None, "")
+    shown = keys(child)
+    assert (shown.source, shown.keyring, shown.problem) == ("environment", None, "")
     assert list(held(child).values()) == ["primary"]
     assert "vllmops-keys" not in child.run(THREADS)
 
@@ -184,10 +184,10 @@ def test_a_key_of_the_environment(spawn: Spawn) -> None:
 def test_a_key_of_the_environment_that_is_none(spawn: Spawn, text: str) -> None:
     """The server starts, and has no keys."""
     child = spawn(VLLM_RESPONSES_STATE_SIGNING_KEY=text)
-    told = keys(child)
-    assert "VLLM_RESPONSES_STATE_SIGNING_KEY" in told.problem
-    assert "vllmops keygen" in told.problem
-    assert told.keys == ()
+    shown = keys(child)
+    assert "VLLM_RESPONSES_STATE_SIGNING_KEY" in shown.problem
+    assert "vllmops keygen" in shown.problem
+    assert shown.keys == ()
     assert text not in child.end()
 
 

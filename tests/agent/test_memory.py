@@ -145,7 +145,7 @@ def test_caches_and_the_store(spawn: Spawn) -> None:
     child.run(CACHES)
     found = told(child)
     assert found.problems == ()
-    assert [(each.kind, each.entries, each.bytes, each.here) for each in found.caches] == [
+    assert [(item.kind, item.entries, item.bytes, item.here) for item in found.caches] == [
         ("mm-lru", 0, 0, False),
         ("mm-lru", 1, 300, True),
         ("mm-processor-only", 0, 0, True),
@@ -164,7 +164,7 @@ def test_what_has_another_shape_is_a_problem_in_words(spawn: Spawn) -> None:
     found = told(child)
     assert found.store is None
     assert len(found.caches) == 5
-    assert [each.split(":")[0] for each in found.problems] == [
+    assert [item.split(":")[0] for item in found.problems] == [
         "the size of LruKeyReplicatedSenderCache can't be read",
         "the size of the Responses store can't be read",
     ]

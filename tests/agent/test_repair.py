@@ -59,7 +59,7 @@ def repair(child: Any, **request: Any) -> Any:
 
 
 def faults(answer: Any) -> dict[str, float]:
-    return {change.fault: change.count for each in answer.caches for change in each.changes}
+    return {change.fault: change.count for item in answer.caches for change in item.changes}
 
 
 def test_a_healthy_cache_comes_out_untouched(child: Callable[..., Any]) -> None:
@@ -135,7 +135,7 @@ for each in threads: each.start()
         ghost = f"order['ghost-{number}'] = None; cache.pinned_items.add('ghost-{number}')"
         process.run(f"with lock: {ghost}")
         answer = repair(process)
-        assert [each.left for each in answer.caches] == [None]
+        assert [item.left for item in answer.caches] == [None]
     process.run("ended.set(); [each.join() for each in threads]")
     assert process.run("out = errors[:3]") == "[]"
     assert process.run(WHOLE) == "True"
@@ -162,8 +162,8 @@ def test_a_hundred_thousand_entries_in_time(child: Callable[..., Any]) -> None:
 def test_a_cache_of_another_shape_is_told(child: Callable[..., Any]) -> None:
     process = child()
     process.run("holder._cache = SimpleNamespace()")
-    (each,) = repair(process).caches
-    assert "has an unknown shape" in each.left
+    (item,) = repair(process).caches
+    assert "has an unknown shape" in item.left
 
 
 TWICE = """
@@ -214,6 +214,6 @@ def test_two_repairs_at_once(child: Callable[..., Any]) -> None:
         process.run(GHOSTS.format(ghosts=3))
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda _: repair(process), range(4)))
-        assert all(each.left is None for answer in answers for each in answer.caches)
+        assert all(item.left is None for answer in answers for item in answer.caches)
         assert process.run(WHOLE) == "True"
     assert process.run("out = sys.getswitchinterval()") == usual

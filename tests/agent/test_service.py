@@ -72,7 +72,7 @@ def test_sweeps_what_a_killed_process_left(spawn: Spawn) -> None:
     dead.popen.wait()
     assert {dead.socket.name, dead.beat.name} <= files(dead.home)
     new = spawn()
-    assert files(new.home) == {p.name for each in (live, new) for p in (each.socket, each.beat)}
+    assert files(new.home) == {p.name for item in (live, new) for p in (item.socket, item.beat)}
 
 
 def test_can_be_turned_off(spawn: Spawn) -> None:
@@ -215,12 +215,12 @@ def test_many_callers_at_once_and_one_that_says_nothing(spawn: Spawn) -> None:
     child = spawn()
     silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
     try:
-        for each in silent:
-            each.connect(os.fspath(child.socket))
+        for item in silent:
+            item.connect(os.fspath(child.socket))
         assert reach(child.process, timeout_s=5).hello().pid == child.process.pid
     finally:
-        for each in silent:
-            each.close()
+        for item in silent:
+            item.close()
 
 
 def test_bad_requests_are_told(spawn: Spawn) -> None:

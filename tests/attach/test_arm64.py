@@ -10,6 +10,6 @@ from . import emulated
 
 @pytest.mark.skipif(not EVERYTHING, reason="the long form: three minutes, and packages to download")
 def test_injection_works_on_arm64(tmp_path: Path) -> None:
-    told = emulated.booted(*emulated.guest(tmp_path))
-    assert "aarch64 GNU/Linux" in told
-    assert "tests ended with 0" in told, told
+    shown = emulated.booted(*emulated.guest(tmp_path))
+    assert "aarch64 GNU/Linux" in shown
+    assert "tests ended with 0" in shown, shown

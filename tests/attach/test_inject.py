@@ -230,9 +230,9 @@ def start() -> Iterator[Callable[..., Any]]:
         return started[-1], int(started[-1].stdout.readline())
 
     yield begin
-    for each in started:
-        each.kill()
-        each.communicate()
+    for item in started:
+        item.kill()
+        item.communicate()
 
 
 def in_call(pid: int, tid: int, number: int) -> bool:
@@ -275,9 +275,9 @@ def test_a_process_that_dies_meanwhile(program: Program, monkeypatch: pytest.Mon
     """At each step: no time can be told from outside."""
     real = trace.ptrace
     for step in range(CALLS):
-        each, left = Program(), step
+        item, left = Program(), step
 
-        def ptrace(*args: Any, target: Program = each, **kwargs: Any) -> None:
+        def ptrace(*args: Any, target: Program = item, **kwargs: Any) -> None:
             nonlocal left
             if not left:
                 target.process.kill()  # it is reaped once its tracer is gone
@@ -288,10 +288,10 @@ def test_a_process_that_dies_meanwhile(program: Program, monkeypatch: pytest.Mon
         monkeypatch.setattr(trace, "ptrace", ptrace)
         if step < CALLS - 1:
             with pytest.raises(BusyError):
-                injected(each.target, each.tids["get"], "pass")
+                injected(item.target, item.tids["get"], "pass")
         else:  # all was done
-            injected(each.target, each.tids["get"], "pass")
-        each.process.communicate()
+            injected(item.target, item.tids["get"], "pass")
+        item.process.communicate()
         monkeypatch.setattr(trace, "ptrace", real)
 
 

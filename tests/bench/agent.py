@@ -85,7 +85,7 @@ def told(setting: Setting, values: Values, tokens: int, limit: float) -> Figure:
     hooked, one, other = (values[name, f"request {tokens}"] for name in BLOCKS)
     bare = list(map(math.sqrt, map(operator.mul, one, other)))
     rival, threads = statistics.median(bare), statistics.fmean(values[AGENT, "threads"])
-    times, low, high = (each + threads for each in ratio(hooked, bare))
+    times, low, high = (item + threads for item in ratio(hooked, bare))
     return Figure(
         f"time per request, tokens: {tokens}, with the agent",
         "s",
@@ -100,7 +100,7 @@ def told(setting: Setting, values: Values, tokens: int, limit: float) -> Figure:
 
 
 def figure(values: Values, what: str, name: str, unit: str, limit: Limit) -> Figure:
-    of = {each: statistics.median(values[each, what]) for each, other in values if other == what}
+    of = {item: statistics.median(values[item, what]) for item, other in values if other == what}
     # Two stock servers differ too: the rival is all of them, the control one half of them.
     stock = values[STOCK, what] + values.get((AGAIN, what), [])
     return Figure(
@@ -145,7 +145,7 @@ def requests(setting: Setting, server: Server, values: Values) -> None:
     from one minute to the next. So the hooks of one are taken away and put back ten times a second.
     """
     rounds, choice = 4 if setting.short else 100, random.Random(1)
-    bursts = {each: [server.request(PATH, body(each))] * BURST for each in LENGTHS}
+    bursts = {item: [server.request(PATH, body(item))] * BURST for item in LENGTHS}
     with switched(setting, server) as switch:
 
         def block(name: str, tokens: int) -> float:
@@ -183,7 +183,7 @@ def switched(setting: Setting, server: Server) -> Iterator[Callable[[bool], floa
         listener.listen()
         listener.settimeout(INJECTION_S)
         ends, hooks = [], set()
-        for process in (each for each in server.processes() if each.role in VITAL):
+        for process in (item for item in server.processes() if item.role in VITAL):
             borrow(plan(process), code, time.monotonic() + INJECTION_S)
             end = stack.enter_context(listener.accept()[0]).makefile("rw")
             hooks |= {*stack.enter_context(end).readline().split()}

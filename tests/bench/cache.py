@@ -48,7 +48,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     choice = random.Random(1)
     answer: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
     images = [[choice.randrange(entries)] for _ in range(block_of)]
-    bodies = [server.request(PATH, chat(each, **answer)) for each in images]
+    bodies = [server.request(PATH, chat(item, **answer)) for item in images]
     taken: dict[str, list[float]] = {"without": [], "with": []}
     if not setting.short:
         taken["again"] = []
@@ -66,7 +66,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
 
         server.load(bodies, CONNECTIONS)
         interleaved(rounds, {name: partial(block, name) for name in taken})
-    of = {name: statistics.quantiles(each, n=20)[-1] for name, each in taken.items()}
+    of = {name: statistics.quantiles(item, n=20)[-1] for name, item in taken.items()}
     yield Figure(
         "request p95, cache inspect --watch --interval 1",
         "s",
@@ -89,6 +89,6 @@ def fill(server: Server, entries: int) -> None:
 def check(setting: Setting, inspect: tuple[str, ...], entries: int) -> None:
     """Raise unless both sides hold as many as is claimed."""
     caches = json.loads(setting.run(*inspect).stdout)["data"]["caches"]
-    held = {each["side"]: each["entries"] for each in caches if each["kind"] == "mm-lru"}
+    held = {item["side"]: item["entries"] for item in caches if item["kind"] == "mm-lru"}
     if held != {"P0": entries, "P1": entries}:
         raise RuntimeError(f"{entries} entries were sent, and the caches hold {held}")

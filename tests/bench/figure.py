@@ -141,4 +141,4 @@ def paired(
 
 
 def medians(values: Mapping[str, list[float]]) -> dict[str, float]:
-    return {name: statistics.median(each) for name, each in values.items()}
+    return {name: statistics.median(item) for name, item in values.items()}

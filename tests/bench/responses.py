@@ -59,7 +59,7 @@ def started(setting: Setting, stack: contextlib.ExitStack) -> Iterator[tuple[str
         return
     programs = Servers(postgres_parts(folder_for_servers()))
     stack.callback(programs.end)
-    urls = {each: programs.add(each).url for each in ("postgresql", "redis")}
+    urls = {item: programs.add(item).url for item in ("postgresql", "redis")}
     for kind, url in {"memory": "memory://", **urls}.items():
         store = {settings.STORE: url}
         yield kind, stack.enter_context(setting.server(Kind.TEXT, *ROOM, environment=store))
@@ -90,7 +90,7 @@ def gateway(setting: Setting, behind: Server) -> Iterator[Server]:
 
 def created(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
     """Requests that are stored, with one token of output."""
-    bursts = {name: [each.request(PATH, BODY)] * BURST for name, each in servers.items()}
+    bursts = {name: [item.request(PATH, BODY)] * BURST for name, item in servers.items()}
     times = taken(servers, bursts, 6 if setting.short else 200)
     for kind, share in SHARES.items():
         if kind in times:
@@ -103,7 +103,7 @@ def read(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
     bursts = {}
     for name, server in servers.items():
         kept = [answer["id"] for _, answer in chain(server, BURST, stored_apart=True)]
-        bursts[name] = [server.request(f"{PATH}/{each}") for each in kept]
+        bursts[name] = [server.request(f"{PATH}/{item}") for item in kept]
     times = taken(servers, bursts, 6 if setting.short else 200)
     for name in times:
         if name not in {STOCK, GATEWAY}:
@@ -140,7 +140,7 @@ def continued(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figur
 def stored_bytes(server: Server, file: Path) -> Figure:
     """What a long conversation takes in the store, against its items."""
     answers = [answer for _, answer in chain(server, LONG)]
-    items = sum(len(compact([ITEM])) + len(compact(each["output"])) for each in answers)
+    items = sum(len(compact([ITEM])) + len(compact(item["output"])) for item in answers)
     with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
         marks = ", ".join("?" * len(answers))
         (table,) = connection.execute(
@@ -148,7 +148,7 @@ def stored_bytes(server: Server, file: Path) -> Figure:
         ).fetchone()
         (total,) = connection.execute(
             f"SELECT sum(length(body) + length(input)) FROM {table} WHERE id IN ({marks})",
-            [each["id"] for each in answers],
+            [item["id"] for item in answers],
         ).fetchone()
     name = f"bytes of a conversation of {LONG} turns, sqlite"
     return Figure(name, "bytes", total, "its items", items, Limit(1.3), len(answers))

@@ -122,20 +122,20 @@ def show(figures: list[Figure]) -> None:
         "holds",
         right=numbers,
     )
-    for each in figures:
+    for item in figures:
         table.add_row(
-            each.name,
-            amount(each.value, each.unit),
-            each.rival,
-            amount(each.rival_value, each.unit),
-            amount(each.control, each.unit),
-            "-" if each.ratio is None else f"{each.ratio:.3f}",
+            item.name,
+            amount(item.value, item.unit),
+            item.rival,
+            amount(item.rival_value, item.unit),
+            amount(item.control, item.unit),
+            "-" if item.ratio is None else f"{item.ratio:.3f}",
             "-"
-            if each.interval is None
-            else "-".join(f"{end / each.rival_value:.3f}" for end in each.interval),
-            amount(each.bound, each.unit),
-            f"{each.n:,}",
-            "yes" if each.holds else "[bold red]no[/]",
+            if item.interval is None
+            else "-".join(f"{end / item.rival_value:.3f}" for end in item.interval),
+            amount(item.bound, item.unit),
+            f"{item.n:,}",
+            "yes" if item.holds else "[bold red]no[/]",
         )
     output.show(table)
 

@@ -83,8 +83,8 @@ class Setting:
         """Start all that measurements share side by side: a start keeps one core busy."""
         with ThreadPoolExecutor() as pool:
             shared = ("vision", "text", "stock")
-            for each in [pool.submit(getattr, self, name) for name in shared]:
-                each.result()
+            for item in [pool.submit(getattr, self, name) for name in shared]:
+                item.result()
 
     @property
     def environment(self) -> dict[str, str]:

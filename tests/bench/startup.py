@@ -98,9 +98,9 @@ def heavy_imports(setting: Setting) -> int:
     )
     found: set[str] = set()
     for words in (("--help",), ("ps",), ("cache", "inspect", str(file))):
-        told = setting.run(VLLMOPS, *words, PYTHONPROFILEIMPORTTIME="1").stderr.decode()
-        names = {line.rpartition("|")[2].strip() for line in told.splitlines()}
+        shown = setting.run(VLLMOPS, *words, PYTHONPROFILEIMPORTTIME="1").stderr.decode()
+        names = {line.rpartition("|")[2].strip() for line in shown.splitlines()}
         if "vllmops.app" not in names:
-            raise RuntimeError(f"Python did not tell what it imports: {told[:500]}")
+            raise RuntimeError(f"Python did not tell what it imports: {shown[:500]}")
         found |= {name for name in names if name.partition(".")[0] in HEAVY}
     return len(found)

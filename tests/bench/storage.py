@@ -43,7 +43,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         if not setting.short:
             programs = Servers(postgres_parts(folder_for_servers()))
             stack.callback(programs.end)
-            urls |= {each: programs.add(each).url for each in ("postgresql", "redis")}
+            urls |= {item: programs.add(item).url for item in ("postgresql", "redis")}
         for kind, url in urls.items():
             yield from asyncio.run(operations(setting, kind, url))
         for kind, url in urls.items():
@@ -76,14 +76,14 @@ def response(number: int) -> Response:
 async def operations(setting: Setting, kind: str, url: str) -> list[Figure]:
     """`create` and `get`, one after the other, against the driver with the same statements."""
     backend = opening.backend(f"{url}?namespace=ops", ENDLESS)
-    rounds, each = (4, 20) if setting.short else (60, 50)
+    rounds, item = (4, 20) if setting.short else (60, 50)
     times: dict[str, list[float]] = {"create": [], "raw create": [], "get": [], "raw get": []}
     numbers, choice = iter(range(10**9)), random.Random(1)
     async with ResponseStore(backend) as store, driver(backend, url) as raw:
         packed = await store.packed(response(0))
         for _ in range(rounds):
-            made = [response(next(numbers)) for _ in range(each)]
-            rivals = [f"raw_{next(numbers)}" for _ in range(each)]
+            made = [response(next(numbers)) for _ in range(item)]
+            rivals = [f"raw_{next(numbers)}" for _ in range(item)]
             blocks = dict.fromkeys(times, 0.0)
             for one, rival in zip(made, rivals, strict=True):
                 pairs: dict[str, list[tuple[str, Act]]] = {
@@ -104,7 +104,7 @@ async def operations(setting: Setting, kind: str, url: str) -> list[Figure]:
                         assert await act(), name
                         blocks[name] += time.perf_counter() - began
             for name, seconds in blocks.items():
-                times[name].append(seconds / each)
+                times[name].append(seconds / item)
     return [
         paired(
             f"{name} in the store, {kind}",

@@ -20,10 +20,10 @@ Hook = tuple[type, str, Any]
 def hooks() -> list[Hook]:
     """Every method that the agent has wrapped: its class, its name, and the wrapper."""
     classes = {
-        id(each): each
+        id(item): item
         for module in list(sys.modules.values())
-        for each in list(getattr(module, "__dict__", {}).values())
-        if issubclass(type(each), type)  # asking a proxy for its class can do anything
+        for item in list(getattr(module, "__dict__", {}).values())
+        if issubclass(type(item), type)  # asking a proxy for its class can do anything
     }
     return [
         (cls, name, method)

@@ -80,7 +80,7 @@ def probed(setting: Setting, watch: Sequence[str]) -> Figure:
         finally:
             over.set()
             loading.join()
-    worst = {name: statistics.quantiles(each, n=100)[98] for name, each in values.items()}
+    worst = {name: statistics.quantiles(item, n=100)[98] for name, item in values.items()}
     return Figure(
         "GET /readyz of a watch, 99th percentile, server saturated",
         "s",
@@ -107,7 +107,7 @@ def felt(setting: Setting, pid: int) -> Figure:
     pairs = zip(values[ALONE], values[AGAIN], strict=True)
     alone = [math.sqrt(one * other) for one, other in pairs]
     rival = statistics.median(alone)
-    times, *ends = (rival * each for each in ratio(values[WATCHED], alone))
+    times, *ends = (rival * item for item in ratio(values[WATCHED], alone))
     return Figure(
         f"time per request, 1 token, watched every {OFTEN_S:g} s",
         "s",

@@ -127,7 +127,7 @@ def plain(found: object) -> Any:
 
 def unpacked(path: Path) -> dict[str, bytes]:
     with tarfile.open(path) as found:
-        return {each.name: found.extractfile(each).read() for each in found}  # type: ignore[union-attr]
+        return {item.name: found.extractfile(item).read() for item in found}  # type: ignore[union-attr]
 
 
 def refused(path: Path) -> VllmopsError:
@@ -156,12 +156,12 @@ def test_what_is_written_is_loaded(tmp_path: Path, redact: bool) -> None:
     snapshot = stuck()
     path, index = bundle.write(contents(snapshot), tmp_path / "b.tar.gz", redact=redact)
     assert bundle.load(path) == snapshot
-    told = doctor.examine(snapshot)
+    shown = doctor.examine(snapshot)
     assert {"stack.mm-cache-eviction-spin", "mm-cache.ghost-keys"} <= {
-        each.code for each in told.findings
+        item.code for item in shown.findings
     }
-    assert doctor.examine(bundle.load(path)) == told
-    stands = next(each for each in told.findings if each.code == "engine.no-progress")
+    assert doctor.examine(bundle.load(path)) == shown
+    stands = next(item for item in shown.findings if item.code == "engine.no-progress")
     assert stands.evidence.endswith(
         "; step 4711 began at 00:16:40.000Z and has not ended for 60.0 s: 3 requests, 512 tokens;"
         " before it, step 4710 took 0.250 s: 2 requests, 40 tokens"
@@ -180,9 +180,9 @@ def test_the_index_lists_every_part(tmp_path: Path) -> None:
     first, *rest = parts
     assert first == "index.json"
     assert json.loads(parts[first]) == plain(index)
-    assert {each.name: each.bytes for each in index.parts} == {x: len(parts[x]) for x in rest}
+    assert {item.name: item.bytes for item in index.parts} == {x: len(parts[x]) for x in rest}
     assert rest[-1] == "proc/7.txt"
-    assert all(each.about for each in index.parts)
+    assert all(item.about for item in index.parts)
     assert index.missing == (Missing("caches.json", "nobody told"),)
     assert index.interrupted
     assert "review it before you share it" in index.note
@@ -198,7 +198,7 @@ def test_parts_are_what_other_commands_read(vllmops: Any, tmp_path: Path) -> Non
     ):
         for file in (tmp_path / "x" / part, path):
             answer = vllmops(*words, str(file), "--json")
-            assert code in [each["code"] for each in answer.data["findings"]]
+            assert code in [item["code"] for item in answer.data["findings"]]
             assert answer.code == 1
     for file in (tmp_path / "x" / "memory.jsonl", path):
         answer = vllmops("memory", "report", str(file), "--json")
@@ -242,7 +242,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     assert path.read_text() == "an older one"
     assert bundle.write(contents(stuck()), path, overwrite=True)[0] == path
     assert bundle.load(path) == stuck()
-    assert {each.name for each in tmp_path.iterdir()} == {path.name, second.name, third.name}
+    assert {item.name for item in tmp_path.iterdir()} == {path.name, second.name, third.name}
     with pytest.raises(VllmopsError) as caught:
         bundle.write(contents(), tmp_path / "none" / "b.tar.gz")
     assert caught.value.code == "bundle.not-written"
@@ -255,10 +255,10 @@ def test_on_a_full_disk_the_largest_parts_are_left_out(
     snapshot = healthy()
     found = contents(snapshot, log=noise, metrics=noise[:200_000])
     path, index = bundle.write(found, home / "b", redact=False)
-    assert [each.name for each in index.missing] == ["log.txt"]
+    assert [item.name for item in index.missing] == ["log.txt"]
     assert "No space left" in index.missing[0].why
     assert bundle.load(path) == snapshot
-    assert {each.name for each in home.iterdir()} == {"b"}
+    assert {item.name for item in home.iterdir()} == {"b"}
     full_disk()
     with pytest.raises(VllmopsError) as caught:
         bundle.write(contents(snapshot), home / "c")
@@ -317,9 +317,9 @@ def test_planted_secrets_are_nowhere_in_the_archive(
             assert mark not in content, name
     assert index.redactions["known secret"] > 10
     assert index.redactions["prompt or answer"] == 1
-    told = json.loads(parts["configuration.json"])
-    assert told["environment"] == dict.fromkeys(environment, MARK)
-    assert told["command"] == [*words[:4], MARK, "--port", "8000"]
+    shown = json.loads(parts["configuration.json"])
+    assert shown["environment"] == dict.fromkeys(environment, MARK)
+    assert shown["command"] == [*words[:4], MARK, "--port", "8000"]
     assert bundle.load(path).caches == CACHES
     bundle.write(found, path, redact=False, overwrite=True)
     assert key.encode() in unpacked(path)["supervisor.txt"]
@@ -343,8 +343,8 @@ def test_what_a_watch_is_given_is_its_owner_s_alone(tmp_path: Path) -> None:
     for name, content in parts.items():
         assert b"Qx7" not in content, name
         assert b"7xQ" not in content, name
-    told = json.loads(parts["configuration.json"])["record"]["watch"]
-    assert told == ["--exec", MARK, f"--webhook={MARK}", "--webhook", MARK, "--restart"]
+    shown = json.loads(parts["configuration.json"])["record"]["watch"]
+    assert shown == ["--exec", MARK, f"--webhook={MARK}", "--webhook", MARK, "--restart"]
 
 
 def test_data_is_redacted_by_the_names_in_it(tmp_path: Path) -> None:
@@ -360,12 +360,12 @@ def test_data_is_redacted_by_the_names_in_it(tmp_path: Path) -> None:
     path, _ = bundle.write(found, tmp_path / "b.tar.gz")
     content = unpacked(path)["versions.json"]
     assert b"Qx7" not in content
-    told = json.loads(content)
-    assert told["packages"] == {"PyJWT": "2.10.1", "keyring": "25.6.0"}
-    assert told["note"]["tokens"] == 5
-    assert told["note"]["key"] == HASH
-    assert told["env"][1] == {"name": "MODE", "value": "fast"}
-    assert told["failure"] == {"cause": f"ValueError: The prompt {MARK} is too long"}
+    shown = json.loads(content)
+    assert shown["packages"] == {"PyJWT": "2.10.1", "keyring": "25.6.0"}
+    assert shown["note"]["tokens"] == 5
+    assert shown["note"]["key"] == HASH
+    assert shown["env"][1] == {"name": "MODE", "value": "fast"}
+    assert shown["failure"] == {"cause": f"ValueError: The prompt {MARK} is too long"}
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
@@ -382,8 +382,8 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         found.pieces["configuration.json"] = Piece(configuration(server), 0.1)
         for redact in (True, False):
             path, _ = bundle.write(found, tmp_path / "b.tar.gz", redact=redact, overwrite=True)
-            told = json.loads(unpacked(path)["configuration.json"])
-            assert told["command"][-1] == "odd\\udcff"
+            shown = json.loads(unpacked(path)["configuration.json"])
+            assert shown["command"][-1] == "odd\\udcff"
     finally:
         popen.kill()
         popen.wait()
@@ -410,7 +410,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 def test_what_no_bundle_holds(tmp_path: Path, odd: Any) -> None:
     path = packed(tmp_path / "b.tar.gz", (odd, b""))
     assert refused(path).code == "bundle.damaged"
-    assert {each.name for each in tmp_path.iterdir()} == {"b.tar.gz"}
+    assert {item.name for item in tmp_path.iterdir()} == {"b.tar.gz"}
 
 
 def test_the_same_part_twice(tmp_path: Path) -> None:

@@ -117,8 +117,8 @@ def test_memory_for_reading_what_unfolds(
             else:
                 file.write(b"{}" + bytes(510))
         file.write(bytes(10240))
-    needed, said = peak("read", tmp_path)
-    assert "bundle.damaged" in said
+    needed, words = peak("read", tmp_path)
+    assert "bundle.damaged" in words
     assert needed < MOST_MIB, f"{needed:.0f} MiB"
     answer = vllmops(*command, str(path), "--json")
     assert answer.error["code"] == "bundle.damaged"
@@ -191,5 +191,5 @@ def test_ten_times_as_long_takes_about_ten_times_as_long(name: str) -> None:
 
 
 def test_lines_in_json_are_of_a_bounded_length() -> None:
-    told = json.dumps(Redactor().walk({"why": "password='" + "x" * 1_000_000}))
-    assert len(told) < 1000
+    shown = json.dumps(Redactor().walk({"why": "password='" + "x" * 1_000_000}))
+    assert len(shown) < 1000

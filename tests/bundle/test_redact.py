@@ -24,14 +24,14 @@ def test_the_log_of_a_server_that_logs_its_requests() -> None:
     """vLLM 0.32 at debug level, with keys, prompts and a token in a query."""
     assert SERVER.count("PLANTED") == 19
     redactor = Redactor()
-    told = redactor.log(SERVER)
-    assert "PLANTED" not in told
+    shown = redactor.log(SERVER)
+    assert "PLANTED" not in shown
     # The same as tokens, and the answers.
-    assert "50, 46, 35" not in told
-    assert "' pic'" not in told
-    assert "' picture" not in told
+    assert "50, 46, 35" not in shown
+    assert "' pic'" not in shown
+    assert "' picture" not in shown
     assert redactor.counts["prompt or answer"] > 20
-    before, after = SERVER.split("\n"), told.split("\n")
+    before, after = SERVER.split("\n"), shown.split("\n")
     assert len(before) == len(after)
     # All else is as it was: what is no request is not touched, but for the key's own stars.
     changed = [line for line, now in zip(before, after, strict=True) if line != now]
@@ -41,12 +41,12 @@ def test_the_log_of_a_server_that_logs_its_requests() -> None:
         line for line in before if "EngineZmqAddresses(inputs=" in line
     ]
     for kept in ("params: SamplingParams(n=1", "finish_reason: length", "version 0.32.0"):
-        assert SERVER.count(kept) == told.count(kept)
+        assert SERVER.count(kept) == shown.count(kept)
 
 
 def test_every_other_form() -> None:
-    told = Redactor().log(OTHER)
-    for number, line in enumerate(told.split("\n"), 1):
+    shown = Redactor().log(OTHER)
+    for number, line in enumerate(shown.split("\n"), 1):
         assert "PLANTED" not in line, (number, line)
         assert "UExBTlRFR" not in line, (number, line)
         assert "0123456789abcdef0123" not in line.lower(), (number, line)
@@ -66,7 +66,7 @@ def test_every_other_form() -> None:
         f"ghost key {HASH} in the cache, prompt_tokens: 12, max_tokens=16, eos_token='<|im_end|>'",
         f"mm_hash={HASH}",
     ):
-        assert kept in told, kept
+        assert kept in shown, kept
 
 
 def test_of_a_server_s_own_lines_all_are_kept() -> None:
@@ -120,8 +120,8 @@ def test_a_traceback_is_kept_to_its_end_and_no_further() -> None:
         "(EngineCore pid=8)     ^^^^^^^^^^^^\n"
         "(EngineCore pid=8) torch.OutOfMemoryError: CUDA out of memory"
     )
-    told = Redactor().tail(f"{known}\n(EngineCore pid=8) PLANTED\n(EngineCore pid=8)   PLANTED")
-    assert told == f"{known}\n(EngineCore pid=8) {MARK}\n(EngineCore pid=8) {MARK}"
+    shown = Redactor().tail(f"{known}\n(EngineCore pid=8) PLANTED\n(EngineCore pid=8)   PLANTED")
+    assert shown == f"{known}\n(EngineCore pid=8) {MARK}\n(EngineCore pid=8) {MARK}"
     # Of another process, in the midst of it.
     mixed = known.replace("\n", "\nAnswer: PLANTED\n", 1)
     assert Redactor().tail(mixed) == known.replace("\n", f"\n{MARK}\n", 1)
@@ -163,9 +163,9 @@ def planted(alphabet: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return st.text(alphabet, max_size=40).map(lambda text: f"Qx7{text}7xQ")
 
 
-def absent(told: str) -> None:
-    assert "Qx7" not in told
-    assert "7xQ" not in told
+def absent(shown: str) -> None:
+    assert "Qx7" not in shown
+    assert "7xQ" not in shown
 
 
 anything = planted(st.characters(exclude_categories=["Cs"]))
@@ -197,10 +197,10 @@ def test_prompts_and_answers_as_vllm_logs_them(prompt: str) -> None:
 
 def test_a_prompt_that_begins_like_a_call() -> None:
     for prompt in ("f()PLANTED", "main() PLANTED", "x = PLANTED", "print(1) # PLANTED"):
-        told = Redactor().log(
+        shown = Redactor().log(
             f"(APIServer pid=7) DEBUG 11-20 19:05:17 [c.py:1] Input prompt: {prompt}"
         )
-        assert told.endswith("Input prompt: [redacted]")
+        assert shown.endswith("Input prompt: [redacted]")
 
 
 @given(word)
@@ -221,9 +221,9 @@ def test_tokens_by_their_place(token: str) -> None:
         f"hf_0123456789{re.sub('[^A-Za-z0-9]', '', token)}",
         f"signing key: '{'0a' * 32}'",
     ):
-        told = Redactor().text(line)
-        absent(told)
-        assert "0a0a" not in told
+        shown = Redactor().text(line)
+        absent(shown)
+        assert "0a0a" not in shown
 
 
 @given(printable)
@@ -274,9 +274,9 @@ def test_environment() -> None:
         "ANYTHING": "x",
         "VLLM_ODD": "abc123def456abc123def456",
     }
-    told = Redactor().environment({**kept, **hidden})
-    assert {name: told[name] for name in kept} == kept
-    assert {told[name] for name in hidden} == {MARK}
+    shown = Redactor().environment({**kept, **hidden})
+    assert {name: shown[name] for name in kept} == kept
+    assert {shown[name] for name in hidden} == {MARK}
     url = {"VLLM_RESPONSES_STORE": "postgresql://u:secret@db/x"}
     assert Redactor().environment(url) == {"VLLM_RESPONSES_STORE": f"postgresql://{MARK}@db/x"}
     assert set(secrets({**kept, **hidden, **url}, ())) == {
@@ -286,10 +286,10 @@ def test_environment() -> None:
 
 def test_collect_env_prints_the_environment_too() -> None:
     text = "OS : Linux\n[pip3] torch==2.13.0\nVLLM_X=1\nNO_COLOR=x\nVLLM_API_KEY=abc\n"
-    told = (
+    shown = (
         "OS : Linux\n[pip3] torch==2.13.0\nVLLM_X=1\nNO_COLOR=[redacted]\nVLLM_API_KEY=[redacted]\n"
     )
-    assert Redactor().assignments(text) == told
+    assert Redactor().assignments(text) == shown
     secret = "Qx7=7xQ"
     assert Redactor([secret]).assignments(f"VLLM_X=1\n{secret}\n") == f"VLLM_X=1\n{MARK}\n"
 
@@ -300,9 +300,9 @@ def test_a_secret_of_several_lines() -> None:
     )
     redactor = Redactor(secrets({"TLS_KEY": key}, ()))
     for line in ("abcdefghijklmnop", "x qrstuvwxyz012345 y", json.dumps({"a": key})):
-        told = redactor.text(line)
-        assert "abcdef" not in told
-        assert "qrstuv" not in told
+        shown = redactor.text(line)
+        assert "abcdef" not in shown
+        assert "qrstuv" not in shown
 
 
 @pytest.mark.parametrize("value", ["", "None", "null", "true", "[]", "''"])
@@ -332,10 +332,10 @@ VALUES = ["swordfish", "4dfb04f3173c1f2e4dfb04f3173c1f2e", "4dfb04f3-173c-1f2e-4
 @pytest.mark.parametrize("value", VALUES)
 def test_the_columns_of_tables(name: str, value: str) -> None:
     _, *rows = [row.format(value) for row in TABLES[name]]
-    _, *told = Redactor().text("\n".join([TABLES[name][0], *rows])).split("\n")
+    _, *shown = Redactor().text("\n".join([TABLES[name][0], *rows])).split("\n")
     if name != "tabulators" or value != "swordfish":  # a model's tokens are words, too
         rows = [row.replace(f'"{value}"', value).replace(value, MARK) for row in rows]
-    assert told == rows
+    assert shown == rows
 
 
 @pytest.mark.parametrize(

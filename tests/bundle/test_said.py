@@ -49,8 +49,8 @@ LINES = (
 @pytest.mark.parametrize("line", LINES)
 def test_nothing_of_what_was_said_is_left(line: str) -> None:
     for text in TEXTS:
-        told = line.format(r=repr(text), j=json.dumps(text))
-        for written in (told, HEAD + told):
+        shown = line.format(r=repr(text), j=json.dumps(text))
+        for written in (shown, HEAD + shown):
             assert "PLANTED" not in Redactor().log(written), written
             assert "story" not in Redactor().log(written), written
 

@@ -38,11 +38,11 @@ def test_each_form_goes_and_its_like_stays(form: Form) -> None:
         text = carriers.filled(form.goes, drawn)
         assert any(has in text.lower() for has in form.has)
         assert form.pattern.search(text), text
-        told = Redactor().text(f"at first {text} and last")
+        shown = Redactor().text(f"at first {text} and last")
         hidden = max(re.findall(r"[A-Za-z0-9+]+", text), key=len)
         if form.pattern.flags & re.MULTILINE or form.goes.startswith("password"):
-            told = Redactor().text(text)
-        assert hidden not in told
+            shown = Redactor().text(text)
+        assert hidden not in shown
     assert Redactor().text(form.stays) == form.stays
 
 
@@ -63,12 +63,12 @@ def named(turn: int) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def hidden(told: str, value: str) -> bool:
+def hidden(shown: str, value: str) -> bool:
     """Whether neither a value nor half of it can be seen, as it is or as it is written."""
     half = value[: max(len(value) // 2, 5)]
     forms = {value, value[::-1], quote(value, safe=""), json.dumps(value)[1:-1]}
     forms |= {base64.b64encode(value.encode()).decode(), half}
-    return not any(form in told for form in forms)
+    return not any(form in shown for form in forms)
 
 
 @pytest.mark.parametrize("carrier", carriers.NAMED)
@@ -93,7 +93,7 @@ def test_secrets_with_a_form(carrier: str) -> None:
                 left[f"{name} {text}"] += 1
     assert count >= SECRETS
     # Some are known by where in a line they stand.
-    assert not {each for each in left if not each.startswith(("login", "header"))}, report(
+    assert not {item for item in left if not item.startswith(("login", "header"))}, report(
         left, count
     )
 
@@ -126,17 +126,17 @@ def test_private_keys_of_several_lines() -> None:
             "\n".join(f"(APIServer pid=7) {line}" for line in key.splitlines()),
             f"tls.key: {base64.b64encode(key.encode()).decode()}",
         ):
-            told = Redactor().text(f"{head}before\n{text}\n{head}after")
-            assert not [line for line in body if line[:20] in told]
-            assert told.startswith(f"{head}before\n")
-            assert told.endswith(f"\n{head}after")
+            shown = Redactor().text(f"{head}before\n{text}\n{head}after")
+            assert not [line for line in body if line[:20] in shown]
+            assert shown.startswith(f"{head}before\n")
+            assert shown.endswith(f"\n{head}after")
 
 
 def test_harmless_lines_stay() -> None:
     assert len(carriers.HARMLESS) >= SECRETS
     for way in (Redactor.text, Redactor.log):
         damaged = [(line, way(Redactor(), line)) for line in carriers.HARMLESS]
-        damaged = [(line, told) for line, told in damaged if line != told]
+        damaged = [(line, shown) for line, shown in damaged if line != shown]
         assert len(damaged) <= ALLOWED_DAMAGE, "\n".join(f"{a}\n  {b}" for a, b in damaged)
 
 
@@ -155,8 +155,8 @@ def test_known_secrets_however_they_are_written() -> None:
             *(base64.b64encode(f"{'x' * n}{secret}yz".encode()).decode() for n in range(3)),
             *(base64.urlsafe_b64encode(f"{'x' * n}{secret}yz".encode()).decode() for n in range(3)),
         ):
-            told = redactor.text(text)
-            left[text] += told == text or secret in told or MARK not in told
+            shown = redactor.text(text)
+            left[text] += shown == text or secret in shown or MARK not in shown
     assert not +left, report(+left, count)
 
 

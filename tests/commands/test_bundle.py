@@ -40,7 +40,7 @@ SECRETS = {
 
 def parts(path: Path) -> dict[str, str]:
     with tarfile.open(path) as found:
-        return {each.name: found.extractfile(each).read().decode() for each in found}  # type: ignore[union-attr]
+        return {item.name: found.extractfile(item).read().decode() for item in found}  # type: ignore[union-attr]
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +81,10 @@ def test_everything_in_one_file_without_secrets(
         *("versions.json", *(f"proc/{pid}.txt" for pid in pids)),
     }
     index = json.loads(found["index.json"])
-    assert [each["name"] for each in index["parts"]] == list(found)[1:]
-    whose = {each["name"]: each["process"] for each in index["parts"] if each["process"]}
+    assert [item["name"] for item in index["parts"]] == list(found)[1:]
+    whose = {item["name"]: item["process"] for item in index["parts"] if item["process"]}
     assert whose == {f"proc/{p.pid}.txt": p.role for p in record.processes}
-    missing = {each["name"]: each["why"] for each in index["missing"]}
+    missing = {item["name"]: item["why"] for item in index["missing"]}
     assert "No module named vllm.collect_env" in missing["collect_env.txt"]
     assert any("has no agent" in why for why in missing.values())
     assert index["redactions"]["environment variable"] > len(SECRETS)
@@ -103,7 +103,7 @@ def test_everything_in_one_file_without_secrets(
     assert found["doctor.txt"].startswith(f"a at {record.url}, vLLM ")
     # Others may leave segments on this machine.
     findings = json.loads(found["doctor.json"])["findings"]
-    assert {each["code"] for each in findings} <= {"machine.shm-leftovers"}
+    assert {item["code"] for item in findings} <= {"machine.shm-leftovers"}
     assert len(found["stacks.jsonl"].splitlines()) == 3
     for pid in pids:
         for word in ("== status", "Threads:", "== limits", "== cgroup", "== smaps_rollup", "Pss:"):
@@ -121,7 +121,7 @@ def test_what_files_keep_secret_is_nowhere(
     """Keys of the ring, the admin token, vLLM's configuration file: however a log has them."""
     ring, token, configured = tmp_path / "ring.json", tmp_path / "admin", tmp_path / "vllm.yaml"
     assert lab.vllmops("keys", "add", "--keyring", str(ring)).code == 0
-    (key,) = (each.secret.reveal() for each in keyring.load(ring).keys)
+    (key,) = (item.secret.reveal() for item in keyring.load(ring).keys)
     token.write_text("PLANTEDadmin" + "x7" * 20)
     token.chmod(0o600)
     configured.write_text("port: 1\napi-key: PLANTED of several words\n")
@@ -135,7 +135,7 @@ def test_what_files_keep_secret_is_nowhere(
     lab.serve("a", *env, "--", "--config", str(configured), says=str(says))
     answer = lab.vllmops("bundle", "--json", "--timeout", "6")
     path = Path(answer.data["file"])
-    assert "known secrets" not in {each["name"] for each in answer.data["missing"]}
+    assert "known secrets" not in {item["name"] for item in answer.data["missing"]}
     for name, text in parts(path).items():
         for word in ("PLANTED", coded[:-8], key.hex(), key.hex().upper(), token.read_text()[14:]):
             assert word not in text, name
@@ -149,16 +149,16 @@ def test_what_a_person_sees(lab: Any, folder: Path) -> None:
         assert word in preview.out
     assert max(map(len, preview.out.splitlines())) <= 60
     listed = lab.vllmops("bundle", "--dry-run", "--json").data
-    assert [each["name"] for each in listed["parts"]][:2] == ["index.json", "doctor.txt"]
+    assert [item["name"] for item in listed["parts"]][:2] == ["index.json", "doctor.txt"]
     assert list(folder.iterdir()) == []
     answer = lab.vllmops("bundle", "-o", "b.tar.gz", "--no-redact", "--timeout", "2")
     assert answer.code == 0, answer
     assert "looking at 3 processes" in answer.err
-    told = " ".join(answer.out.split())
-    assert "doctor: " in told
-    assert "not captured: collect_env.txt: " in told
-    assert "Nothing is redacted: it may contain keys, tokens and prompts." in told
-    assert "b.tar.gz: " in told
+    shown = " ".join(answer.out.split())
+    assert "doctor: " in shown
+    assert "not captured: collect_env.txt: " in shown
+    assert "Nothing is redacted: it may contain keys, tokens and prompts." in shown
+    assert "b.tar.gz: " in shown
     assert "hf_PLANTED" in parts(folder / "b.tar.gz")["configuration.json"]
     again = lab.vllmops("bundle", "-o", "b.tar.gz", "--json")
     assert (again.code, again.error["code"]) == (2, "unconfirmed")
@@ -183,7 +183,7 @@ def test_interrupted_it_keeps_what_there_is(lab: Any, folder: Path) -> None:
     found = parts(folder / "b.tar.gz")
     index = json.loads(found["index.json"])
     assert index["interrupted"]
-    assert "interrupted" in {each["why"] for each in index["missing"]}
+    assert "interrupted" in {item["why"] for item in index["missing"]}
     assert {"log.txt", "configuration.json", "server.json"} <= set(found)
     assert bundle.load(folder / "b.tar.gz").looks
     assert "log.txt" in out
@@ -202,9 +202,9 @@ def test_whatever_hangs_it_ends_in_time(lab: Any, folder: Path) -> None:
     assert answer.code == 0, answer
     assert answer.data["seconds"] < 7
     assert took_s < 20  # what hangs inside has an end of its own
-    codes = {each["code"] for each in answer.data["findings"]}
+    codes = {item["code"] for item in answer.data["findings"]}
     assert "process.stopped" in codes
-    missing = {each["name"]: each["why"] for each in answer.data["missing"]}
+    missing = {item["name"]: item["why"] for item in answer.data["missing"]}
     assert "Timeout" in missing["metrics.txt"]
     seen = bundle.load(Path(answer.data["file"]))
     assert {state.state for look in seen.looks for state in look.processes} == {"T"}
@@ -221,7 +221,7 @@ def test_a_server_that_is_over_has_a_log(lab: Any, folder: Path) -> None:
     assert "kept, what comes after" in found["log.txt"]
     assert "PLANTED" not in "".join(found.values())
     assert json.loads(found["configuration.json"])["record"]["state"] == "stopped"
-    assert "stacks.jsonl" in {each["name"] for each in answer.data["missing"]}
+    assert "stacks.jsonl" in {item["name"] for item in answer.data["missing"]}
     assert lab.vllmops("doctor", str(folder / "b.tar.gz")).code == 0
 
 
@@ -258,7 +258,7 @@ def test_what_is_looked_at_first(lab: Any, folder: Path) -> None:
     assert set(collecting.tasks) == {"server.json"}
     path, index = bundle.write(collecting.contents(), folder / "a.tar.gz", redact=False)
     assert bundle.load(path) == seen
-    assert {"log.txt", "metrics.txt"} <= {each.name for each in index.parts}
+    assert {"log.txt", "metrics.txt"} <= {item.name for item in index.parts}
 
 
 def test_once_it_is_not_wanted_any_more(lab: Any) -> None:

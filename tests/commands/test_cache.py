@@ -123,7 +123,7 @@ def test_findings_evidence_exit_code_and_the_same_from_a_file(engine: Any, tmp_p
     live = inspect("-t", engine.process.pid, "--json", "--save", path)
     assert live.code == 1
     found = live.data["findings"]
-    assert [each["code"] for each in found] == ["mm-cache.ghost-keys", "mm-cache.hit-count"]
+    assert [item["code"] for item in found] == ["mm-cache.ghost-keys", "mm-cache.hit-count"]
     assert found[0]["severity"] == "error"
     assert found[0]["evidence"] == "1: ghost"
     assert live.data["samples"] == 3
@@ -146,9 +146,9 @@ def test_a_stopped_process_is_told_and_the_others_shown(engine: Any, spawn: Spaw
     )
     done = inspect("-t", engine.process.pid)
     assert done.code == 0, done.err
-    told = " ".join(done.out.split())
-    assert f"worker {worker} did not answer: worker {worker} has no agent" in told
-    assert "No findings in what could be read." in told
+    shown = " ".join(done.out.split())
+    assert f"worker {worker} did not answer: worker {worker} has no agent" in shown
+    assert "No findings in what could be read." in shown
     assert "LruKeyReplicated" not in done.out
 
 
@@ -283,7 +283,7 @@ def test_drift_of_the_two_sides(tmp_path: Path) -> None:
     files.save(path, snapshot(processes=[ahead, *processes[1:]]))
     done = inspect(path, "--fail-on", "warning", "--json")
     assert done.code == 1
-    assert [each["code"] for each in done.data["findings"]] == ["mm-cache.front-only"]
+    assert [item["code"] for item in done.data["findings"]] == ["mm-cache.front-only"]
     assert inspect(path).code == 0
 
 

@@ -69,14 +69,14 @@ def shown(data: dict[str, Any], width: int = 60) -> str:
 def test_what_a_person_sees() -> None:
     silent = Silent(role="api", pid=10004, code="agent.stale", why="nobody listens", hint="x")
     data = report("demo", [comparison()], [silent])
-    told = shown(data)
-    assert "P0: api 10001   P1: engine 10002" in told
-    assert "scheduler: engine 10002   worker 10003" in told
-    assert "api 10004 did not answer: nobody listens" in told
-    assert "[mm-cache.front-only]" in told
-    assert "No drift" not in told
+    output = shown(data)
+    assert "P0: api 10001   P1: engine 10002" in output
+    assert "scheduler: engine 10002   worker 10003" in output
+    assert "api 10004 did not answer: nobody listens" in output
+    assert "[mm-cache.front-only]" in output
+    assert "No drift" not in output
     assert (data["step"], data["in_flight"]["engine"]) == (77, 4)
-    assert max(map(len, told.splitlines())) <= 60
+    assert max(map(len, output.splitlines())) <= 60
 
 
 def test_what_several_api_servers_share_is_told_once() -> None:

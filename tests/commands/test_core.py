@@ -114,9 +114,9 @@ def threads(process: Any) -> dict[int, list[tuple[str, int]]]:
 def test_a_core_shows_what_a_live_dump_showed(vllmops: Vllmops, kept: Kept, home: Path) -> None:
     path, live = kept
     saved = home / "saved.json"
-    told = vllmops("stacks", "dump", "--core", str(path), "--json", "--save", str(saved))
-    assert told.code == 0, told.out
-    (found,) = told.data["processes"]
+    shown = vllmops("stacks", "dump", "--core", str(path), "--json", "--save", str(saved))
+    assert shown.code == 0, shown.out
+    (found,) = shown.data["processes"]
     (before,) = live.processes
     assert (found["role"], found["pid"], found["title"]) == ("worker", before.pid, TITLE)
     assert (found["tp_rank"], found["source"], found["error"]) == (1, "pystack", None)
@@ -124,7 +124,7 @@ def test_a_core_shows_what_a_live_dump_showed(vllmops: Vllmops, kept: Kept, home
         thread.tid: [(f.function.rpartition(".")[2], f.line) for f in thread.frames]
         for thread in before.threads
     }
-    assert "secret" not in told.out
+    assert "secret" not in shown.out
     assert files.load(saved, StacksSnapshot).processes[0].pid == before.pid
     text = vllmops("stacks", "dump", "--core", str(path)).out
     assert text.startswith(f"Worker_TP1 pid {before.pid}\n")
@@ -133,12 +133,12 @@ def test_a_core_shows_what_a_live_dump_showed(vllmops: Vllmops, kept: Kept, home
 
 def test_a_core_is_explained_as_a_live_dump_is(vllmops: Vllmops, kept: Kept) -> None:
     path, live = kept
-    told = vllmops("stacks", "dump", "--core", str(path), "--explain", "--json")
+    shown = vllmops("stacks", "dump", "--core", str(path), "--explain", "--json")
     expected = judge.explain(Pasted((live,)))
-    assert [f["code"] for f in told.data["findings"]] == [f.code for f in expected.findings]
-    assert told.data["findings"][0]["subject"] == expected.findings[0].subject
-    assert told.data["verdict"] == expected.verdict == "maybe"
-    assert told.data["processes"][0]["title"] == TITLE
+    assert [f["code"] for f in shown.data["findings"]] == [f.code for f in expected.findings]
+    assert shown.data["findings"][0]["subject"] == expected.findings[0].subject
+    assert shown.data["verdict"] == expected.verdict == "maybe"
+    assert shown.data["processes"][0]["title"] == TITLE
 
 
 def test_locals_and_native_frames_of_a_core(vllmops: Vllmops, kept: Kept) -> None:
@@ -199,10 +199,10 @@ def test_what_is_no_core_is_one_error(
 ) -> None:
     path = tmp_path / "given"
     make(kept[0], path)
-    told = vllmops("stacks", "dump", "--core", str(path), "--json")
-    assert (told.code, told.error["code"]) == (1, code)
-    assert str(path) in told.error["message"]
-    assert told.error["hint"]
+    shown = vllmops("stacks", "dump", "--core", str(path), "--json")
+    assert (shown.code, shown.error["code"]) == (1, code)
+    assert str(path) in shown.error["message"]
+    assert shown.error["hint"]
 
 
 def test_a_core_of_another_program(vllmops: Vllmops, tmp_path: Path) -> None:
@@ -210,9 +210,9 @@ def test_a_core_of_another_program(vllmops: Vllmops, tmp_path: Path) -> None:
     with running(tmp_path, "sh", "-c", script) as process:
         until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
         core = left_by(process, tmp_path)
-    told = vllmops("stacks", "dump", "--core", str(core), "--json")
-    assert (told.code, told.error["code"]) == (1, "core.not-python")
-    assert "sleep 1000" in told.error["message"]
+    shown = vllmops("stacks", "dump", "--core", str(core), "--json")
+    assert (shown.code, shown.error["code"]) == (1, "core.not-python")
+    assert "sleep 1000" in shown.error["message"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
@@ -223,25 +223,25 @@ def test_a_core_that_one_may_not_read(vllmops: Vllmops, kept: Kept, home: Path) 
     home.chmod(0o711)
     shutil.copy(kept[0], home / "core")
     (home / "core").chmod(0o600)
-    told = vllmops(
+    shown = vllmops(
         *("stacks", "dump", "--core", str(home / "core"), "--json"),
         uid=NOBODY,
         env={"VLLMOPS_HOME": str(theirs)},
     )
-    assert (told.code, told.error["code"]) == (4, "file.unreadable")
+    assert (shown.code, shown.error["code"]) == (4, "file.unreadable")
 
 
 def test_without_pystack(vllmops: Vllmops, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     # It is installed here, so it is made not to be found.
     monkeypatch.setattr(cores, "find_spec", lambda _: None)
-    told = vllmops("stacks", "dump", "--core", str(kept[0]), "--json")
-    assert (told.code, told.error["code"]) == (1, "core.no-pystack")
-    assert told.error["hint"] == "pip install 'vllmops-cli[core]'"
+    shown = vllmops("stacks", "dump", "--core", str(kept[0]), "--json")
+    assert (shown.code, shown.error["code"]) == (1, "core.no-pystack")
+    assert shown.error["hint"] == "pip install 'vllmops-cli[core]'"
 
 
 def test_one_that_does_not_come_to_an_end(vllmops: Vllmops, kept: Kept) -> None:
-    told = vllmops("stacks", "dump", "--core", str(kept[0]), "--timeout", "0.1", "--json")
-    assert (told.code, told.error["code"]) == (1, "core.timeout")  # Python alone takes longer
+    shown = vllmops("stacks", "dump", "--core", str(kept[0]), "--timeout", "0.1", "--json")
+    assert (shown.code, shown.error["code"]) == (1, "core.timeout")  # Python alone takes longer
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_one_that_does_not_come_to_an_end(vllmops: Vllmops, kept: Kept) -> None:
     [("-t", "demo"), ("--cuda",), ("--nonblocking",), ("--explain", "--samples", "2")],
 )
 def test_what_a_core_cannot_be_combined_with(words: tuple[str, ...], vllmops: Vllmops) -> None:
-    told = vllmops("stacks", "dump", "--core", "core", *words, "--json")
-    assert (told.code, told.error["code"]) == (2, "usage")
+    shown = vllmops("stacks", "dump", "--core", "core", *words, "--json")
+    assert (shown.code, shown.error["code"]) == (2, "usage")
 
 
 # --- CUDA: the driver's side of the pipe ---------------------------------------------------------
@@ -306,22 +306,22 @@ def test_a_gpu_is_dumped_through_the_pipe(
     vllmops: Vllmops, device: Callable[..., int], tmp_path: Path
 ) -> None:
     pid = device("dumps")
-    told = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--json")
-    assert told.code == 0, told.out
-    (dump,) = told.data["cuda"]
+    shown = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--json")
+    assert shown.code == 0, shown.out
+    (dump,) = shown.data["cuda"]
     assert (dump["pid"], dump["role"], dump["error"]) == (pid, "worker", None)
     # It is complete: the driver had closed it.
     assert Path(dump["file"]).read_bytes() == b"firstsecond"
     assert dump["bytes"] == 11
-    assert told.data["processes"][0]["threads"]
+    assert shown.data["processes"][0]["threads"]
 
 
 def test_a_gpu_is_never_dumped_unasked(vllmops: Vllmops, device: Callable[..., int]) -> None:
     pid = device("dumps")
     for words in ((), ("--explain", "--samples", "1")):
         assert vllmops("stacks", "dump", "-t", str(pid), *words, "--json").data["processes"]
-    told = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--json")
-    assert told.code == 0  # the one request that the driver takes is still open
+    shown = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--json")
+    assert shown.code == 0  # the one request that the driver takes is still open
 
 
 @pytest.mark.parametrize(
@@ -335,9 +335,9 @@ def test_a_gpu_is_never_dumped_unasked(vllmops: Vllmops, device: Callable[..., i
 def test_a_gpu_that_is_not_to_be_asked(
     kind: str, env: dict[str, str], code: str, vllmops: Vllmops, device: Callable[..., int]
 ) -> None:
-    told = vllmops("stacks", "dump", "-t", str(device(kind, **env)), "--cuda", "--json")
-    assert (told.code, told.error["code"]) == (1, code)
-    assert told.data["processes"][0]["threads"]  # the stacks are there, whatever the GPU says
+    shown = vllmops("stacks", "dump", "-t", str(device(kind, **env)), "--cuda", "--json")
+    assert (shown.code, shown.error["code"]) == (1, code)
+    assert shown.data["processes"][0]["threads"]  # the stacks are there, whatever the GPU says
 
 
 @pytest.mark.parametrize(
@@ -352,9 +352,9 @@ def test_a_driver_that_gives_no_dump(
     kind: str, why: str, vllmops: Vllmops, device: Callable[..., int]
 ) -> None:
     pid = device(kind)
-    told = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--timeout", "1", "--json")
-    assert told.code == 1
-    (dump,) = told.data["cuda"]
+    shown = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--timeout", "1", "--json")
+    assert shown.code == 1
+    (dump,) = shown.data["cuda"]
     assert dump["error"]["code"] == "cuda.failed"
     assert why in dump["error"]["message"]
 
@@ -366,5 +366,5 @@ def test_a_pipe_of_somebody_else_is_not_written(
     pid = device("silent")
     (pipe,) = tmp_path.glob("*.pipe")
     os.chown(pipe, NOBODY, NOBODY)
-    told = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--timeout", "1", "--json")
-    assert "another user" in told.data["cuda"][0]["error"]["message"]
+    shown = vllmops("stacks", "dump", "-t", str(pid), "--cuda", "--timeout", "1", "--json")
+    assert "another user" in shown.data["cuda"][0]["error"]["message"]

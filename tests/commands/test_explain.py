@@ -113,7 +113,7 @@ def test_a_watchdog_file_tells_its_process_by_its_name(vllmops: Any, tmp_path: P
         'Current thread 0x00007f83311c46c0 (most recent call first):\n  File "x.py", line 1 in f\n'
     )
     data = json.loads(vllmops("stacks", "explain", str(dump), "--json").out)["data"]
-    assert [(each["role"], each["pid"]) for each in data["seen"]] == [("worker", 77)]
+    assert [(item["role"], item["pid"]) for item in data["seen"]] == [("worker", 77)]
 
 
 def test_what_windows_writes(vllmops: Any, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_facts(vllmops: Any) -> None:
         dump = str(STACKS / "schedule-livelock.txt")
         return json.loads(vllmops("stacks", "explain", dump, *words, "--json").out)["data"]
 
-    codes = [each["code"] for each in told("running=0", "waiting=2")["findings"]]
+    codes = [item["code"] for item in told("running=0", "waiting=2")["findings"]]
     assert codes == ["stack.admission-deadlock"]
     assert told("progress=moving")["verdict"] == "working"
 
@@ -188,7 +188,7 @@ def test_a_live_server(vllmops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (finding,) = data["findings"]
     assert (data["samples"], data["verdict"]) == (3, "hang")
     assert (finding["code"], finding["confidence"]) == ("stack.mm-cache-eviction-spin", "sure")
-    assert [each["role"] for each in data["processes"]] == ["api", "engine"]
+    assert [item["role"] for item in data["processes"]] == ["api", "engine"]
     # What was saved says the same.
     again = vllmops("stacks", "explain", str(saved), "--json").data
     assert (again["samples"], again["findings"]) == (3, data["findings"])

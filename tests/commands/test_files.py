@@ -38,7 +38,7 @@ DEEP = 6_000
 
 
 def typed(words: tuple[str, ...], file: object, home: Path) -> list[str]:
-    return [each.replace("{home}", str(home)).replace("{}", str(file)) for each in words]
+    return [item.replace("{home}", str(home)).replace("{}", str(file)) for item in words]
 
 
 def device(path: Path, minor: int) -> Path:

@@ -160,7 +160,7 @@ def test_no_command_shows_a_secret_unasked(vllmops: Any, path: Path, home: Path)
     ):
         for flags in ((), ("--json",)):
             answer = vllmops("keys", *words, *flags, env={"VLLMOPS_DEBUG": "1"})
-            assert not [each for each in secrets(ring) if each in answer.out + answer.err], words
+            assert not [item for item in secrets(ring) if item in answer.out + answer.err], words
 
 
 @pytest.mark.parametrize("text", ["3x", "", "-1d", "1e9d", "d", "0", f"{9**40}d"])
@@ -185,8 +185,8 @@ def test_without_a_home_a_named_keyring_works(tmp_path: Path) -> None:
         lost = subprocess.run([*words, "list"], cwd="/", capture_output=True, check=False)
         assert b"VLLMOPS_HOME" in lost.stderr
     finally:
-        for each in ring.iterdir():
-            each.unlink()
+        for item in ring.iterdir():
+            item.unlink()
         ring.rmdir()
 
 
@@ -246,23 +246,23 @@ def test_rotate_waits_for_every_server_and_refuses_none(
     answer = vllmops("keys", "promote", kid, "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.not-loaded")
     silent = vllmops("keys", "status", "--json").data["silent"]
-    assert [each["pid"] for each in silent] == [stopped]
+    assert [item["pid"] for item in silent] == [stopped]
     os.kill(stopped, signal.SIGCONT)
     data = vllmops("keys", "rotate", "--json").data
     # It went on with the key that was there.
     assert (data["kid"], statuses(path)) == (kid, ["verify-only", "primary"])
     assert (len(data["loaded"]), data["not_loaded"]) == (2, [])
     status = vllmops("keys", "status", "--json").data
-    assert [each["up_to_date"] for each in status["servers"]] == [True, True]
+    assert [item["up_to_date"] for item in status["servers"]] == [True, True]
     assert status["stage"] == "overlap"
     after = seal(["x"], file.load(path), model="m", owner="o")
-    for each in servers:
+    for item in servers:
         for text in (before, after):
             code = (
                 "from vllmops.agent import keys; from vllmops.keys.carrier import unseal\n"
                 f"out = unseal({text!r}, keys.ring(), model='m', owner='o').history"
             )
-            assert each.run(code) == "['x']"
+            assert item.run(code) == "['x']"
 
 
 # In a process that holds keys: seals all the time, and opens what all of them have sealed.
@@ -296,14 +296,14 @@ def test_no_turn_is_refused_while_keys_are_rotated(
 ) -> None:
     vllmops("keys", "add")
     servers = [server(spawn, home, path) for _ in range(3)]
-    for each in servers:
-        each.run(CONVERSING.format(folder=str(tmp_path)))
+    for item in servers:
+        item.run(CONVERSING.format(folder=str(tmp_path)))
     for _ in range(3):
         assert vllmops("keys", "rotate", "--json").code == 0
     (tmp_path / "stop").touch()
-    for each in servers:
-        assert each.run("thread.join(); out = refused") == "[]"
-        assert int(each.run("out = turns[0]")) > 100
+    for item in servers:
+        assert item.run("thread.join(); out = refused") == "[]"
+        assert int(item.run("out = turns[0]")) > 100
     assert statuses(path) == ["verify-only"] * 3 + ["primary"]
 
 
@@ -378,9 +378,9 @@ def test_two_rotations_at_once(vllmops: Any, path: Path) -> None:
         )
         for _ in range(2)
     ]
-    for each in both:
-        _, err = each.communicate(timeout=60)
-        assert (each.returncode, err) == (0, b"")
+    for item in both:
+        _, err = item.communicate(timeout=60)
+        assert (item.returncode, err) == (0, b"")
     # One and the same, or one after the other; never two primaries, never a key that is lost.
     found = statuses(path)
     assert found.count("primary") == 1

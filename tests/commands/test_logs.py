@@ -57,8 +57,8 @@ def test_following_over_a_rotation_to_the_end(lab: Any) -> None:
     path = Folder("a").log
     follower = background("logs", "a", "-f")
     assert follower.stdout
-    said: list[str] = []
-    reader = threading.Thread(target=said.extend, args=(follower.stdout,))
+    words: list[str] = []
+    reader = threading.Thread(target=words.extend, args=(follower.stdout,))
     reader.start()
 
     def write(line: str) -> None:
@@ -75,11 +75,11 @@ def test_following_over_a_rotation_to_the_end(lab: Any) -> None:
     lab.vllmops("stop", "a", "--force")
     assert follower.wait(20) == 0
     reader.join(5)
-    assert "before\n" in said
-    assert [line for line in said if line.startswith("line")] == [
+    assert "before\n" in words
+    assert [line for line in words if line.startswith("line")] == [
         f"line {number:02}\n" for number in range(20)
     ]
-    assert any("shutdown triggered" in line for line in said)  # its last words, too
+    assert any("shutdown triggered" in line for line in words)  # its last words, too
 
 
 def test_following_is_ended_by_ctrl_c(lab: Any) -> None:

@@ -71,7 +71,7 @@ def test_by_time_and_the_same_from_the_file(engine: Any, tmp_path: Path) -> None
         measured = [figure in sample["processes"][0] for sample in found["samples"]]
         assert (measured[0], all(measured), measured[-1]) == (True, False, True)
     assert last["agent"]["gc"][0]["collections"] >= first["agent"]["gc"][0]["collections"]
-    assert {each["verdict"] for each in found["trends"]} == {"can't say yet"}
+    assert {item["verdict"] for item in found["trends"]} == {"can't say yet"}
     assert found["findings"] == []
     assert drawn.read_text().startswith("<?xml")
     again = run("report", path, "--json")
@@ -108,7 +108,7 @@ def test_rounds_of_a_command_that_makes_it_grow(engine: Any, tmp_path: Path) -> 
     trend = found["trends"][1]
     assert (trend["verdict"], trend["steps"]) == ("growing", 4)
     assert trend["mean"] == pytest.approx(3_000_000, rel=0.05)
-    assert [each["code"] for each in found["findings"]] == ["memory.rss-growing"]
+    assert [item["code"] for item in found["findings"]] == ["memory.rss-growing"]
     for word in ("idle", "after R1 (warm-up)", "growth R2-R5", "mean per round", "growing"):
         assert word in done.out
     assert max(map(len, done.out.splitlines())) <= 60
@@ -185,9 +185,9 @@ def test_a_stopped_process_is_still_measured(engine: Any) -> None:
 
 def test_two_at_once(engine: Any) -> None:
     both = [begin("record", "-t", engine.process.pid, *QUICK, "--json") for _ in range(2)]
-    for each in both:
-        out, err = each.communicate(timeout=60)
-        assert (each.returncode, err) == (0, "")
+    for item in both:
+        out, err = item.communicate(timeout=60)
+        assert (item.returncode, err) == (0, "")
         assert FEW <= len(json.loads(out)["data"]["samples"]) <= MANY
 
 

@@ -54,7 +54,7 @@ def api(spawn: Spawn) -> Callable[..., Any]:
 @pytest.fixture
 def run(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def command(*children: Any, words: tuple[str, ...] = ()) -> Any:
-        found = [each.process for each in children]
+        found = [item.process for item in children]
         server = SimpleNamespace(label="a", url=None, processes=found, of=lambda *_: found)
         monkeypatch.setattr(reset, "resolve", lambda _: server)
         return vllmops("cache", "reset", "--timeout", "0.5", *words, "--json")
@@ -76,7 +76,7 @@ def test_all_of_them(api: Any, run: Any) -> None:
     assert answer.code == 0, answer
     rows = answer.data["processes"]
     assert [(row["pid"], row["done"]) for row in rows] == [
-        (each.process.pid, True) for each in (one, two)
+        (item.process.pid, True) for item in (one, two)
     ]
     assert (resets(one), resets(two)) == (1, 1)
 
@@ -115,7 +115,7 @@ def test_one_that_does_not_answer(
     assert f"only {name(free)} reset the caches" in answer.error["message"]
     assert "no engine client" in answer.error["message"]
     assert "may still reset later" in answer.error["message"]
-    silent = {each["pid"]: each["code"] for each in answer.data["silent"]}
+    silent = {item["pid"]: item["code"] for item in answer.data["silent"]}
     assert silent == {stuck.process.pid: "agent.timeout", other.process.pid: "agent.broken"}
     answer = run(other)
     assert (answer.code, answer.error["code"]) == (5, "agent.broken")

@@ -77,8 +77,8 @@ def test_a_dry_run_can_be_pasted_into_a_shell(lab: Any) -> None:
     server = subprocess.Popen(["sh", "-c", f"exec {answer.out}"], stdout=subprocess.DEVNULL)
     try:
         until(lambda: healthy(planned["url"]))
-        said = Path(f"/proc/{server.pid}/cmdline").read_bytes().decode().split("\0")
-        assert said[1:-1] == planned["command"][1:]
+        spoken = Path(f"/proc/{server.pid}/cmdline").read_bytes().decode().split("\0")
+        assert spoken[1:-1] == planned["command"][1:]
     finally:
         server.terminate()
         server.wait(10)

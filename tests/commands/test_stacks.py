@@ -109,9 +109,9 @@ def words(text: str) -> str:
 
 
 def test_every_process_with_its_threads_the_busy_one_first(busy: list[int], dump: Vllmops) -> None:
-    told = dump(busy[0])
-    assert (told.code, told.err) == (0, "")
-    api, engine, worker = told.out.split("\n\n")
+    shown = dump(busy[0])
+    assert (shown.code, shown.err) == (0, "")
+    api, engine, worker = shown.out.split("\n\n")
     assert api.splitlines()[0] == f"APIServer_0 pid {busy[0]}"
     assert engine.splitlines()[0] == f"EngineCore pid {busy[1]}"
     assert worker.splitlines()[:3] == [
@@ -126,24 +126,24 @@ def test_every_process_with_its_threads_the_busy_one_first(busy: list[int], dump
 
 
 def test_json(busy: list[int], dump: Vllmops) -> None:
-    told = dump(busy[0], "--json")
-    assert told.code == 0
-    envelope = told.envelope
+    shown = dump(busy[0], "--json")
+    assert shown.code == 0
+    envelope = shown.envelope
     assert (envelope["command"], envelope["status"], envelope["exit_code"]) == (
         "stacks dump",
         "ok",
         0,
     )
-    found = told.data["processes"]
-    assert [each["role"] for each in found] == ["api", "engine", "worker"]
-    assert [each["pid"] for each in found] == busy
-    assert [each["title"] for each in found] == TITLES
-    assert all(each["error"] is None for each in found)
+    found = shown.data["processes"]
+    assert [item["role"] for item in found] == ["api", "engine", "worker"]
+    assert [item["pid"] for item in found] == busy
+    assert [item["title"] for item in found] == TITLES
+    assert all(item["error"] is None for item in found)
     spinner = found[2]["threads"][0]
     assert (spinner["name"], spinner["state"]) == ("process_input_sockets [bold]", "active")
     assert spinner["frames"][0]["function"] == "spin"
     assert spinner["frames"][0]["line"] == 10
-    assert [process["tp_rank"] for process in told.data["processes"]] == [None, None, 1]
+    assert [process["tp_rank"] for process in shown.data["processes"]] == [None, None, 1]
 
 
 def test_narrow_terminal_and_pipe_tell_the_same(server: list[int], dump: Vllmops) -> None:
@@ -161,64 +161,64 @@ def test_local_variables_only_when_asked_for(server: list[int], dump: Vllmops) -
 
 
 def test_target_from_the_environment(server: list[int], vllmops: Vllmops) -> None:
-    told = vllmops("stacks", "dump", "--json", env={"VLLMOPS_TARGET": str(server[1])})
-    assert [each["pid"] for each in told.data["processes"]] == server
+    shown = vllmops("stacks", "dump", "--json", env={"VLLMOPS_TARGET": str(server[1])})
+    assert [item["pid"] for item in shown.data["processes"]] == server
 
 
 def test_unknown_target(dump: Vllmops) -> None:
-    told = dump("nobody-has-this-name", "--json")
-    assert (told.code, told.error["code"]) == (5, "target.unknown")
+    shown = dump("nobody-has-this-name", "--json")
+    assert (shown.code, shown.error["code"]) == (5, "target.unknown")
 
 
 @pytest.mark.parametrize(
     "options", [("--native", "--nonblocking"), ("--timeout", "0"), ("--timeout", "soon")]
 )
 def test_wrong_options(server: list[int], dump: Vllmops, options: tuple[str, ...]) -> None:
-    told = dump(server[0], *options)
-    assert (told.code, told.out) == (2, "")
-    assert "Traceback" not in told.err
+    shown = dump(server[0], *options)
+    assert (shown.code, shown.out) == (2, "")
+    assert "Traceback" not in shown.err
     assert dump(server[0], *options, "--json").error["code"] == "usage"
 
 
 def test_save_writes_what_was_shown(server: list[int], dump: Vllmops, tmp_path: Path) -> None:
     target = tmp_path / "stacks.json"
     target.write_text("an older one")
-    told = dump(server[0], "--json", "--save", str(target))
-    assert told.code == 0
-    assert f"saved to {target}" in " ".join(told.err.split())
-    assert json.loads(target.read_text()) == told.data
+    shown = dump(server[0], "--json", "--save", str(target))
+    assert shown.code == 0
+    assert f"saved to {target}" in " ".join(shown.err.split())
+    assert json.loads(target.read_text()) == shown.data
     found = files.load(target, StacksSnapshot).processes[2].threads
     assert any(frame.function == "wait" for frame in found[0].frames)
-    assert [each.name for each in tmp_path.iterdir()] == ["stacks.json"]
+    assert [item.name for item in tmp_path.iterdir()] == ["stacks.json"]
 
 
 def test_what_was_caught_is_shown_where_it_cannot_be_saved(
     server: list[int], dump: Vllmops, tmp_path: Path
 ) -> None:
     place = tmp_path / "absent" / "stacks.json"
-    told = dump(server[0], "--save", str(place))
-    assert told.code == 1
-    assert "wait (tree.py:7)" in told.out
-    assert "can't be written" in told.err
-    told = dump(server[0], "--json", "--save", str(place))
-    assert told.envelope["status"] == "error"
-    assert len(told.data["processes"]) == 3
+    shown = dump(server[0], "--save", str(place))
+    assert shown.code == 1
+    assert "wait (tree.py:7)" in shown.out
+    assert "can't be written" in shown.err
+    shown = dump(server[0], "--json", "--save", str(place))
+    assert shown.envelope["status"] == "error"
+    assert len(shown.data["processes"]) == 3
 
 
 def test_one_that_fails_is_told_and_the_others_are_dumped(
     home: Path, dump: Vllmops, tmp_path: Path
 ) -> None:
     with tree(tmp_path, "helper") as server:
-        told = dump(server[0])
+        shown = dump(server[0])
         data = dump(server[0], "--json").data
-    assert told.code == 1
-    assert "Worker_TP1 pid" in told.out
-    assert "Other process pid" in told.out
-    assert "error: pid" in told.out
-    assert "does not run Python" in told.out
-    assert "hint: " in told.out
-    failed = [each for each in data["processes"] if each["error"]]
-    assert [(each["role"], each["error"]["code"]) for each in failed] == [
+    assert shown.code == 1
+    assert "Worker_TP1 pid" in shown.out
+    assert "Other process pid" in shown.out
+    assert "error: pid" in shown.out
+    assert "does not run Python" in shown.out
+    assert "hint: " in shown.out
+    failed = [item for item in data["processes"] if item["error"]]
+    assert [(item["role"], item["error"]["code"]) for item in failed] == [
         ("other", "stacks.not-python")
     ]
     assert len(data["processes"]) == 4
@@ -229,16 +229,16 @@ def test_progress_on_stderr_while_one_process_cannot_be_stopped(
 ) -> None:
     with tree(tmp_path, "stuck") as server:
         until(lambda: psutil.Process(server[2]).status() == psutil.STATUS_DISK_SLEEP)
-        told = dump(server[0], "--timeout", "3")
-    assert "reading" in told.err
-    assert "3 s at most" in told.err
-    assert "    stuck (tree.py:" in told.out
-    assert "note: read without stopping it" in told.out
+        shown = dump(server[0], "--timeout", "3")
+    assert "reading" in shown.err
+    assert "3 s at most" in shown.err
+    assert "    stuck (tree.py:" in shown.out
+    assert "note: read without stopping it" in shown.out
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
 def test_no_permission(server: list[int]) -> None:
-    told = subprocess.run(
+    shown = subprocess.run(
         [
             *("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"),
             *(sys.executable, "-m", "vllmops", "stacks", "dump", "-t", str(server[0])),
@@ -248,7 +248,7 @@ def test_no_permission(server: list[int]) -> None:
         text=True,
         timeout=60,
     )
-    assert told.returncode == 1
-    assert told.stdout.count("has more privileges than this container") == 3
-    assert "--cap-add SYS_PTRACE" in told.stdout
-    assert "Traceback" not in told.stderr
+    assert shown.returncode == 1
+    assert shown.stdout.count("has more privileges than this container") == 3
+    assert "--cap-add SYS_PTRACE" in shown.stdout
+    assert "Traceback" not in shown.stderr

@@ -107,9 +107,9 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         return made[-1]
 
     yield start
-    for each in made:
-        each.popen.kill()
-        each.popen.communicate()
+    for item in made:
+        item.popen.kill()
+        item.popen.communicate()
 
 
 def bundles(home: Path) -> list[Path]:
@@ -120,7 +120,7 @@ def missing(path: Path) -> dict[str, str]:
     """What a bundle does not have, and why."""
     with tarfile.open(path) as found:
         index = json.load(found.extractfile("index.json"))  # type: ignore[arg-type]
-    return {each["name"]: each["why"] for each in index["missing"]}
+    return {item["name"]: item["why"] for item in index["missing"]}
 
 
 def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: Begin) -> None:
@@ -135,7 +135,7 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
     assert kept.stat().st_mode & 0o077 == 0
     snapshot = bundle.load(kept)
     assert len(snapshot.stacks) == 3
-    assert "engine.no-progress" in {each.code for each in examine(snapshot, 1.5).findings}
+    assert "engine.no-progress" in {item.code for item in examine(snapshot, 1.5).findings}
     assert str(kept) in watch.said
     let_go(engine)
     watch.says("makes progress again")
@@ -144,10 +144,10 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
     assert code == 130
     data = json.loads(out)["data"]
     assert (data["stalls"], data["failures"]) == (1, 0)
-    told = [each["event"] for each in data["events"]]
-    assert told == ["stalled", "recovered"]
+    output = [item["event"] for item in data["events"]]
+    assert output == ["stalled", "recovered"]
     heard = [json.loads(line) for line in (home / "events").read_text().splitlines()]
-    assert [each["event"] for each in heard] == told
+    assert [item["event"] for item in heard] == output
     assert heard[0]["bundle"] == str(kept)
     assert heard[0]["code"] == "engine.no-progress"
     # Not on standard output, which has the envelope.
@@ -223,8 +223,8 @@ def test_on_a_slow_machine_all_samples_are_there(
     stick(engine)
     server = watched.Watched(resolve(str(engine.process.pid)))
     snapshot = server.capture([], 10.0, threading.Event(), sure=False)
-    assert [each.processes[0].error for each in snapshot.stacks] == [None] * 3
-    assert [each.processes[0].note for each in snapshot.stacks] == [""] * 3
+    assert [item.processes[0].error for item in snapshot.stacks] == [None] * 3
+    assert [item.processes[0].note for item in snapshot.stacks] == [""] * 3
 
 
 def test_evidence_is_there_in_time_whatever_hangs(
@@ -244,7 +244,7 @@ def test_evidence_is_there_in_time_whatever_hangs(
     # And some time for a machine that does other things, too.
     assert time.monotonic() - began < 20 + 10
     assert watched.CAPTURE_S < 20
-    assert {"stacks.timeout", "agent.timeout"} <= {each.code for each in snapshot.unseen}
+    assert {"stacks.timeout", "agent.timeout"} <= {item.code for item in snapshot.unseen}
     assert bundle.load(kept).looks
 
 
@@ -358,7 +358,7 @@ def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
     time.sleep(0.5)
     popen.send_signal(signal.SIGINT)
     out, _ = popen.communicate(timeout=40)
-    lines = [each for each in out.splitlines() if each]
+    lines = [item for item in out.splitlines() if item]
     assert all("(Watch pid=" in line for line in lines), out
     # On a busy machine it may have seen a stall.
     assert ["watching a" in line for line in lines].count(True) == 1, out

@@ -21,7 +21,7 @@ def test_an_image_is_one_that_others_can_read() -> None:
 
 def test_images_differ_by_their_number_alone() -> None:
     pixels = [Image.open(io.BytesIO(png(seed))).tobytes() for seed in range(50)]
-    assert len({zlib.crc32(each) for each in pixels}) == 50
+    assert len({zlib.crc32(item) for item in pixels}) == 50
     assert png(3) == png(3)
 
 
@@ -41,7 +41,7 @@ def test_sounds_differ_by_their_number_alone() -> None:
 def test_a_chat_is_about_its_images_in_order(seeds: list[int]) -> None:
     body = chat(seeds, "hi", max_tokens=5)
     *images, text = body["messages"][0]["content"]
-    sent = [base64.b64decode(each["image_url"]["url"].partition(",")[2]) for each in images]
+    sent = [base64.b64decode(item["image_url"]["url"].partition(",")[2]) for item in images]
     assert sent == [png(seed) for seed in seeds]
     assert text == {"type": "text", "text": "hi"}
     assert body["max_tokens"] == 5

@@ -90,31 +90,31 @@ def processes_of(text: str) -> list[ProcessStacks]:
 def py_spy_json(text: str) -> str:
     """What `py-spy dump --json` prints, one document for each process."""
 
-    def frame(each: Frame) -> dict[str, object]:
+    def frame(item: Frame) -> dict[str, object]:
         return {
-            "name": each.function,
-            "filename": LIBRARY + each.file,
+            "name": item.function,
+            "filename": LIBRARY + item.file,
             "module": None,
-            "short_filename": each.short_file,
-            "line": each.line or 0,
+            "short_filename": item.short_file,
+            "line": item.line or 0,
             "locals": None,
             "is_entry": True,
         }
 
-    def thread(process: ProcessStacks, each: Thread) -> dict[str, object]:
+    def thread(process: ProcessStacks, item: Thread) -> dict[str, object]:
         return {
             "pid": process.pid,
             "thread_id": 140202,
-            "thread_name": each.name,
-            "os_thread_id": each.tid,
-            "active": each.state == "active",
-            "owns_gil": each.owns_gil,
-            "frames": [frame(frame_) for frame_ in each.frames],
+            "thread_name": item.name,
+            "os_thread_id": item.tid,
+            "active": item.state == "active",
+            "owns_gil": item.owns_gil,
+            "frames": [frame(frame_) for frame_ in item.frames],
             "process_info": {"pid": process.pid, "ppid": 1, "command_line": process.title},
         }
 
     return "\n".join(
-        msgspec.json.encode([thread(process, each) for each in process.threads]).decode()
+        msgspec.json.encode([thread(process, item) for item in process.threads]).decode()
         for process in processes_of(text)
     )
 
@@ -128,16 +128,16 @@ def ours(text: str) -> str:
             gil = ", holds the GIL" if thread.owns_gil else ""
             lines.append(f"  {thread.name}: {thread.state}{gil}")
             lines += [
-                f"    {each.function} ({each.short_file}{f':{each.line}' if each.line else ''})"
-                for each in thread.frames
+                f"    {item.function} ({item.short_file}{f':{item.line}' if item.line else ''})"
+                for item in thread.frames
             ]
         lines.append("")
     return parts(text)[0] + "\n".join(lines)
 
 
-def quoted(each: Frame) -> str:
-    file = each.file if each.file.startswith("<") else LIBRARY + each.file
-    return f'  File "{file}", line {each.line or "???"} in {each.function.rpartition(".")[2]}'
+def quoted(item: Frame) -> str:
+    file = item.file if item.file.startswith("<") else LIBRARY + item.file
+    return f'  File "{file}", line {item.line or "???"} in {item.function.rpartition(".")[2]}'
 
 
 def faulthandler(text: str) -> str:
@@ -149,7 +149,7 @@ def faulthandler(text: str) -> str:
         lines.append("\nCall stack dump #1 at Fri Nov 20 03:12:44 2026 due to feed timeout\n")
         for thread in reversed(process.threads):
             lines.append(f"Thread 0x{thread.tid or 0:016x} (most recent call first):")
-            lines += [quoted(each) for each in thread.frames if each.line]
+            lines += [quoted(item) for item in thread.frames if item.line]
             lines.append("")
         lines.append("=" * 64)
     return "\n".join(lines)
@@ -164,13 +164,13 @@ def gdb(text: str) -> str:
         for index, thread in enumerate(process.threads, 1):
             address = f"Thread 0x7f{index:010x} (LWP {thread.tid})"
             lines.append(f'\nThread {index} ({address} "{name[:15]}"):')
-            for number, each in enumerate(thread.frames):
-                function = each.function.rpartition(".")[2] if each.line else each.function
+            for number, item in enumerate(thread.frames):
+                function = item.function.rpartition(".")[2] if item.line else item.function
                 lines.append(
-                    f"#{number}  Frame 0x7f2c, for file {LIBRARY}{each.file}, line {each.line}, "
+                    f"#{number}  Frame 0x7f2c, for file {LIBRARY}{item.file}, line {item.line}, "
                     f"in {function} (self=<Engine(a=1) at remote 0x7f>, block=True)"
-                    if each.line
-                    else f"#{number}  0x00007f1c in {function} () from /usr/lib/{each.file}"
+                    if item.line
+                    else f"#{number}  0x00007f1c in {function} () from /usr/lib/{item.file}"
                 )
     return "\n".join(lines)
 

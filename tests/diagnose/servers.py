@@ -82,9 +82,9 @@ def healthy(**fields: Any) -> ServerSnapshot:
     return msgspec.structs.replace(whole, **fields)
 
 
-def looks(*each: dict[str, Any], apart_s: float = 1.0) -> tuple[Observation, ...]:
+def looks(*item: dict[str, Any], apart_s: float = 1.0) -> tuple[Observation, ...]:
     """Looks that differ from a healthy one by some fields."""
-    return tuple(look(index * apart_s, **fields) for index, fields in enumerate(each))
+    return tuple(look(index * apart_s, **fields) for index, fields in enumerate(item))
 
 
 def metrics(**fields: float) -> Metrics:

@@ -223,8 +223,8 @@ def server(
         pid=2, parent=1, role="engine", caches=[back or lru("P1"), scheduler or encoder()]
     )
     others = [
-        ProcessCaches(pid=3 + rank, parent=2, role="worker", caches=[each])
-        for rank, each in enumerate(workers or [worker()])
+        ProcessCaches(pid=3 + rank, parent=2, role="worker", caches=[item])
+        for rank, item in enumerate(workers or [worker()])
     ]
     sample = Sample(taken_at=0.0, processes=[api, engine, *others], quiet=True)
     return replace(sample, **changes)
@@ -258,7 +258,7 @@ def test_a_healthy_server_gives_nothing() -> None:
 )
 def test_drift(front: str, back: str, expected: dict[str, str]) -> None:
     sample = server(lru("P0", front), lru("P1", back))
-    assert {each.code: each.severity for each in findings(sample)} == expected
+    assert {item.code: item.severity for item in findings(sample)} == expected
     assert codes(replace(sample, quiet=False)) == []
 
 
@@ -453,7 +453,7 @@ def test_only_what_lasts_is_reported_worst_first() -> None:
     lasting = server(broken, lru("P1", "abc"))
     passing = server(broken, lru("P1", "abc"), encoder(free_slots=0))
     found = diagnose(CacheSnapshot(server="s", samples=[passing, lasting, lasting]))
-    assert [each.code for each in found] == [
+    assert [item.code for item in found] == [
         "mm-cache.ghost-keys",
         "mm-cache.hit-count",
         "mm-cache.front-only",
@@ -496,8 +496,8 @@ def test_each_kind_of_server_is_told(setup: dict[str, Any] | None, code: str) ->
     process = ProcessCaches(
         pid=1, parent=0, role="engine", setup=None if setup is None else Setup(**setup)
     )
-    told = notes(Sample(taken_at=0.0, processes=[process], quiet=True))
-    assert [note.code for note in told] == [code]
+    shown = notes(Sample(taken_at=0.0, processes=[process], quiet=True))
+    assert [note.code for note in shown] == [code]
 
 
 def test_a_server_at_work_is_told_to_be_compared_less() -> None:
@@ -508,7 +508,7 @@ def test_a_server_at_work_is_told_to_be_compared_less() -> None:
 
 
 def test_the_catalogue_has_every_rule_under_its_code() -> None:
-    assert len(CATALOGUE) == sum(isinstance(each, Rule) for each in vars(judge).values())
+    assert len(CATALOGUE) == sum(isinstance(item, Rule) for item in vars(judge).values())
     assert all(rule.code == code and rule.next for code, rule in CATALOGUE.items())
     assert all(code.startswith(("mm-cache.", "encoder-cache.")) for code in CATALOGUE)
 

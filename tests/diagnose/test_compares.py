@@ -75,7 +75,7 @@ def compared(
 
 
 def codes(comparison: Comparison) -> list[str]:
-    return sorted(each.code.partition(".")[2] for each in drift(comparison))
+    return sorted(item.code.partition(".")[2] for item in drift(comparison))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_drift_among_requests_on_their_way_is_told(side: str) -> None:
         server.go(6)
     getattr(server, side)["ghost"] = None
     found = [codes(server.compared()) for _ in range(3)]
-    assert all({"sent": "front-only", "held": "engine-only"}[side] in each for each in found[1:])
+    assert all({"sent": "front-only", "held": "engine-only"}[side] in item for item in found[1:])
 
 
 def test_no_cache_to_compare() -> None:

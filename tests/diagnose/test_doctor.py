@@ -48,10 +48,10 @@ def test_codes_are_listed_once_and_none_is_missing() -> None:
 
 
 def test_a_healthy_server_has_no_findings() -> None:
-    told = examine(healthy(stacks=stacks("idle-spin-normal.txt")))
-    assert (told.findings, told.stalls) == ((), ())
-    assert told.explanation
-    assert told.explanation.verdict == "idle"
+    shown = examine(healthy(stacks=stacks("idle-spin-normal.txt")))
+    assert (shown.findings, shown.stalls) == ((), ())
+    assert shown.explanation
+    assert shown.explanation.verdict == "idle"
 
 
 def test_drift_of_a_server_at_work() -> None:
@@ -73,9 +73,9 @@ def test_what_the_stacks_say_comes_before_what_shows_it() -> None:
 
 def test_metrics_that_stand_still_while_all_is_idle_are_stale() -> None:
     # The gauge of running requests keeps its value when the last one is aborted.
-    told = looks(*[NO_AGENTS] * 40)
-    assert found(healthy(looks=told)) == ["engine.no-progress"]
-    assert found(healthy(looks=told, stacks=stacks("idle-spin-normal.txt"))) == []
+    shown = looks(*[NO_AGENTS] * 40)
+    assert found(healthy(looks=shown)) == ["engine.no-progress"]
+    assert found(healthy(looks=shown, stacks=stacks("idle-spin-normal.txt"))) == []
 
 
 def test_steps_without_tokens_are_told_to_the_stacks() -> None:
@@ -110,7 +110,7 @@ def test_the_worst_comes_first() -> None:
         reports=(),
     )
     severities = [finding.severity for finding in examine(snapshot).findings]
-    assert severities == sorted(severities, key=lambda each: -each.rank)
+    assert severities == sorted(severities, key=lambda item: -item.rank)
     assert severities[0] == Severity.ERROR
 
 

@@ -60,11 +60,11 @@ def recording(
 
 
 def engine(made: Recording, tolerance: int | None = None) -> Trend:
-    return next(each for each in trends(made, tolerance) if each.subject == "engine 1")
+    return next(item for item in trends(made, tolerance) if item.subject == "engine 1")
 
 
 def codes(made: Recording) -> list[tuple[str, str]]:
-    return [(each.code, each.subject) for each in diagnose(made, trends(made))]
+    return [(item.code, item.subject) for item in diagnose(made, trends(made))]
 
 
 def test_the_table_of_the_seed() -> None:
@@ -82,7 +82,7 @@ def test_the_table_of_the_seed() -> None:
 
 def test_the_warm_up_does_not_count() -> None:
     made = recording([0, 500, 500, 500.1, 500.1, 500.1])
-    assert [each.verdict for each in trends(made)] == [FLAT] * 3
+    assert [item.verdict for item in trends(made)] == [FLAT] * 3
     assert codes(made) == []
 
 
@@ -100,7 +100,7 @@ def test_a_negative_slope_is_flat() -> None:
 @pytest.mark.parametrize("sizes", [[0], [0, 5], [0, 5, 5], [0, 5, 5, 5]])
 def test_too_few_rounds(sizes: list[float]) -> None:
     made = recording(sizes)
-    assert {each.verdict for each in trends(made)} <= {OPEN}
+    assert {item.verdict for item in trends(made)} <= {OPEN}
     if len(sizes) > 1:
         assert engine(made).more == 3 - max(len(sizes) - 2, 0)
     assert codes(made) == []
@@ -121,14 +121,14 @@ def test_what_fills_a_cache_is_no_leak() -> None:
         return AgentMemory(caches=(cache, mirror))
 
     sizes = [0, 100, 110, 120, 130, 140]
-    found = engine(recording(sizes, agents=[told(each) for each in sizes]))
+    found = engine(recording(sizes, agents=[told(item) for item in sizes]))
     assert (found.verdict, found.cache_growth, found.rss_growth) == (FLAT, 40 * MIB, 40 * MIB)
 
 
 def test_the_total_alone_can_grow() -> None:
     # Neither is sure by itself; what one gives the other takes, up to a trend.
     made = recording([0, 0, 30, 10, 40, 20, 50], beside=[0, 0, -25, 0, -25, 0, -25])
-    assert [each.verdict for each in trends(made)] == [GROWING, OPEN, OPEN]
+    assert [item.verdict for item in trends(made)] == [GROWING, OPEN, OPEN]
     assert codes(made) == [("memory.rss-growing", "total")]
 
 
@@ -163,8 +163,8 @@ def test_a_random_walk_is_seldom_taken_for_growth() -> None:
 
 def counted(finished: Sequence[int]) -> Recording:
     agents = [
-        AgentMemory(requests=Requests(alive=each + 1, finished_alive=each, known=1, late_s=1.0))
-        for each in finished
+        AgentMemory(requests=Requests(alive=item + 1, finished_alive=item, known=1, late_s=1.0))
+        for item in finished
     ]
     return recording([0.0] * len(finished), agents=agents)
 

@@ -173,8 +173,8 @@ FINE: dict[str, list[Observation]] = {
 @pytest.mark.parametrize("name", STALLED)
 def test_stalls(name: str) -> None:
     looks, expected = STALLED[name]
-    assert [(each.code, each.subject) for each in stalls(looks)] == expected
-    assert all(each.since_s >= 10 for each in stalls(looks))
+    assert [(item.code, item.subject) for item in stalls(looks)] == expected
+    assert all(item.since_s >= 10 for item in stalls(looks))
     assert stalls(looks, patience_s=100) == []
 
 
@@ -238,13 +238,16 @@ def test_requests_may_be_with_a_data_parallel_engine_elsewhere() -> None:
 
 def test_a_heartbeat_that_can_not_be_written_is_no_stopped_process() -> None:
     found = doubtful([look(0.0, pulses=beats(api={"age_s": 60.0}))])
-    assert [found.is_confirmed(None, told) for told in ({"api 10"}, {"engine 20"})] == [False, True]
+    assert [found.is_confirmed(None, shown) for shown in ({"api 10"}, {"engine 20"})] == [
+        False,
+        True,
+    ]
 
 
 def test_marks_tell_the_same_from_another() -> None:
     def mark(at_s: float, tokens: int) -> str:
-        told = msgspec.structs.replace(BUSY, tokens=tokens)
-        return doubtful(over(at_s, pulses=(), metrics=told)).mark
+        shown = msgspec.structs.replace(BUSY, tokens=tokens)
+        return doubtful(over(at_s, pulses=(), metrics=shown)).mark
 
     assert mark(30, 1) == mark(60, 1) != mark(30, 2)
 

@@ -18,11 +18,11 @@ from .servers import GIB, MACHINE, PIDS, QUIET, healthy, look, looks, metrics, p
 
 
 def without(role: str) -> tuple[Any, ...]:
-    return tuple(process(each) for each in PIDS if each != role)
+    return tuple(process(item) for item in PIDS if item != role)
 
 
 def changed(role: str, state: str) -> tuple[Any, ...]:
-    return tuple(process(each, state if each == role else "S") for each in PIDS)
+    return tuple(process(item, state if item == role else "S") for item in PIDS)
 
 
 def with_packages(versions: dict[str, str]) -> Any:

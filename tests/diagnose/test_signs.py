@@ -40,10 +40,10 @@ def test_a_quiet_text_names_nothing(path: Path) -> None:
 
 
 def test_words_alone_are_never_more_than_possible() -> None:
-    told = [case for case in cases(FIELD) if case.name.startswith(("prose-", "report-"))]
-    assert len(told) > 80
-    assert {case.found.verdict for case in told} == {"maybe"}
-    assert not [case.name for case in told if not case.is_within(1)]
+    shown = [case for case in cases(FIELD) if case.name.startswith(("prose-", "report-"))]
+    assert len(shown) > 80
+    assert {case.found.verdict for case in shown} == {"maybe"}
+    assert not [case.name for case in shown if not case.is_within(1)]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ ALL_WELL = beats(api={"loop_s": 0.0})
 
 
 def seen(vigil: Vigil, *looks: Observation) -> list[list[Stall]]:
-    return [vigil.see(each) for each in looks]
+    return [vigil.see(item) for item in looks]
 
 
 def stuck(at_s: float, since_s: float = 0.0, **fields: Any) -> Observation:
@@ -30,18 +30,18 @@ def stuck(at_s: float, since_s: float = 0.0, **fields: Any) -> Observation:
 
 
 def test_it_takes_patience_and_several_looks() -> None:
-    told = seen(Vigil(), *(stuck(2.0 * n) for n in range(8)))
+    shown = seen(Vigil(), *(stuck(2.0 * n) for n in range(8)))
     # It stands from the second look on, and has for ten seconds at the sixth.
-    assert [bool(each) for each in told] == [False] * 5 + [True] * 3
-    told = seen(Vigil(checks=7), *(stuck(2.0 * n) for n in range(9)))
-    assert [bool(each) for each in told] == [False] * 7 + [True] * 2
-    told = seen(Vigil(patience_s=5, checks=2), *(stuck(2.0 * n) for n in range(4)))
-    assert [bool(each) for each in told] == [False] * 3 + [True]
+    assert [bool(item) for item in shown] == [False] * 5 + [True] * 3
+    shown = seen(Vigil(checks=7), *(stuck(2.0 * n) for n in range(9)))
+    assert [bool(item) for item in shown] == [False] * 7 + [True] * 2
+    shown = seen(Vigil(patience_s=5, checks=2), *(stuck(2.0 * n) for n in range(4)))
+    assert [bool(item) for item in shown] == [False] * 3 + [True]
 
 
 def test_what_stood_before_it_came_needs_its_looks_too() -> None:
-    told = seen(Vigil(), *(stuck(2.0 * n, since_s=-100) for n in range(6)))
-    assert [bool(each) for each in told] == [False] * 4 + [True] * 2
+    shown = seen(Vigil(), *(stuck(2.0 * n, since_s=-100) for n in range(6)))
+    assert [bool(item) for item in shown] == [False] * 4 + [True] * 2
 
 
 def test_a_token_in_between_begins_it_anew() -> None:
@@ -81,8 +81,8 @@ def test_an_older_agent_does_not_tell_of_the_event_loop() -> None:
     vigil = Vigil()
     asked: list[bool] = []
     for number in range(60):
-        told = {"health": 200} if asked[-1:] == [True] else {"health": None}
-        vigil.see(look(2.0 * number, pulses=beats(), metrics=None, **told))
+        shown = {"health": 200} if asked[-1:] == [True] else {"health": None}
+        vigil.see(look(2.0 * number, pulses=beats(), metrics=None, **shown))
         asked.append(vigil.step().ask)
     assert 6 <= sum(asked) <= 2 * 60 / ASK_S
 
@@ -91,10 +91,10 @@ def test_an_api_server_that_takes_connections_only_is_asked_at_once_again() -> N
     vigil = Vigil()
     vigil.see(look(0.0, pulses=beats(), metrics=None, health=0))
     assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
-    told = seen(
+    shown = seen(
         vigil, *(look(2.0 * n, pulses=beats(), metrics=None, health=0) for n in range(1, 7))
     )
-    assert [each.code for each in told[-1]] == ["api.silent"]
+    assert [item.code for item in shown[-1]] == ["api.silent"]
 
 
 def test_without_agents_it_is_asked_seldom_while_it_is_well() -> None:
@@ -105,13 +105,13 @@ def test_without_agents_it_is_asked_seldom_while_it_is_well() -> None:
     assert vigil.step().after_s == ASK_S
     vigil.see(look(30.0, **BLIND))
     assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
-    told = seen(vigil, *(look(30.0 + 2 * n, **BLIND) for n in range(1, 9)))
-    assert [bool(each) for each in told] == [False] * 7 + [True]
+    shown = seen(vigil, *(look(30.0 + 2 * n, **BLIND) for n in range(1, 9)))
+    assert [bool(item) for item in shown] == [False] * 7 + [True]
 
 
 def test_that_its_processes_have_ended_is_told_soon_also_without_agents() -> None:
     vigil = Vigil()
-    ended = tuple(msgspec.structs.replace(each, state="") for each in look(0.0).processes)
+    ended = tuple(msgspec.structs.replace(item, state="") for item in look(0.0).processes)
     vigil.see(look(0.0, pulses=(), processes=ended))
     assert vigil.step().after_s == 2.0
 
@@ -119,24 +119,24 @@ def test_that_its_processes_have_ended_is_told_soon_also_without_agents() -> Non
 def test_what_was_dismissed_is_left_in_peace_until_it_changes() -> None:
     vigil = Vigil()
     *_, found = seen(vigil, *(look(2.0 * n, **BLIND) for n in range(17)))
-    assert [each.doubt for each in found] == ["idle"]
+    assert [item.doubt for item in found] == ["idle"]
     vigil.dismiss(found)
     assert not any(seen(vigil, *(look(34.0 + 15 * n, **BLIND) for n in range(60))))
     assert vigil.step().after_s == ASK_S
     changed = {**BLIND, "metrics": Metrics(running=1, tokens=7)}
-    told = seen(vigil, *(look(1000.0 + 2 * n, **changed) for n in range(17)))
-    assert told[-1]
+    shown = seen(vigil, *(look(1000.0 + 2 * n, **changed) for n in range(17)))
+    assert shown[-1]
     # Back where it was, it is not known any more.
     assert seen(vigil, *(look(1100.0 + 2 * n, **BLIND) for n in range(17)))[-1]
 
 
 def test_compiling_is_waited_for_however_long_it_takes() -> None:
-    vigil, told = Vigil(), []
+    vigil, shown = Vigil(), []
     for number in range(60):
         # Compilers are looked for where it is asked.
         ask = vigil.looks and vigil.step().ask
-        told += vigil.see(stuck(2.0 * number, compilers=("cc1plus",) if ask else ()))
-    assert told == []
+        shown += vigil.see(stuck(2.0 * number, compilers=("cc1plus",) if ask else ()))
+    assert shown == []
 
 
 def test_a_fresh_start_forgets() -> None:
@@ -151,6 +151,6 @@ def test_a_fresh_start_forgets() -> None:
 @pytest.mark.parametrize("patience_s", [1.0, 10.0, 120.0])
 def test_it_remembers_as_much_as_it_needs(patience_s: float) -> None:
     vigil = Vigil(patience_s=patience_s)
-    told = seen(vigil, *(look(2.0 * n, **BLIND) for n in range(400)))
-    assert bool(told[-1])
+    shown = seen(vigil, *(look(2.0 * n, **BLIND) for n in range(400)))
+    assert bool(shown[-1])
     assert len(vigil.looks) <= 3 * (patience_s + ASK_S) / 2 + 1

@@ -103,8 +103,8 @@ def test_a_process_that_is_dying_keeps_the_role_that_it_had() -> None:
     # As the kernel shows them: one has lost its memory, and the one below it its parent.
     after = process_table((10, 1, VLLM_SERVE), (12, 10, ""), (14, 10, "sh"))
     found = still_known(tree(before, [10]), tree(after, [10]))
-    told = {process.pid: process.role.value for process in found}
-    assert told == {10: "api", 12: "engine", 14: "other", 13: "worker"}
+    shown = {process.pid: process.role.value for process in found}
+    assert shown == {10: "api", 12: "engine", 14: "other", 13: "worker"}
 
 
 def test_several_roots_and_unknown_ones() -> None:

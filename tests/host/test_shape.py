@@ -166,6 +166,8 @@ def test_stopped_before_it_was_ready(lab: Any) -> None:
 
 
 def test_which_lines_say_that_a_process_is_up() -> None:
-    said = (Path(__file__).parents[1] / "instances" / "logs" / "ready.log").read_text().splitlines()
-    assert {pid for line in said if (pid := readiness.says_up(line))} >= {4969}
+    words = (
+        (Path(__file__).parents[1] / "instances" / "logs" / "ready.log").read_text().splitlines()
+    )
+    assert {pid for line in words if (pid := readiness.says_up(line))} >= {4969}
     assert readiness.says_up("(APIServer pid=1) INFO 11-20 19:05:14 [a.py:1] init engine (") is None

@@ -125,7 +125,7 @@ def test_a_semaphore_is_its_maker_s_though_it_has_another_name_there() -> None:
 
 
 def test_a_file_that_took_a_dead_one_s_name_stays(segment: str) -> None:
-    (old,) = [each for each in shm.segments() if each.name == segment]
+    (old,) = [item for item in shm.segments() if item.name == segment]
     (SHM / segment).rename(SHM / f"{segment}_kept")
     (SHM / segment).write_bytes(b"another's")
     (SHM / f"{segment}_kept").unlink()
@@ -157,7 +157,7 @@ def test_what_nobody_uses_is_cleaned(segment: str, how: str | None, patient: Non
     holder = hold(how, segment) if how else None
     found, removed = clean()
     assert found.doubt == ""
-    assert [each.name for each in removed] == ([] if holder else [segment])
+    assert [item.name for item in removed] == ([] if holder else [segment])
     assert (SHM / segment).exists() == bool(holder)
     if holder:
         holder.communicate(timeout=10)
@@ -178,7 +178,7 @@ def test_a_holder_with_another_dev_shm_is_seen(segment: str, patient: None) -> N
     assert clean()[1] == []
     assert sweep([segment]) == []
     holder.communicate(timeout=10)
-    assert [each.name for each in clean()[1]] == [segment]
+    assert [item.name for item in clean()[1]] == [segment]
 
 
 def test_a_young_one_and_one_of_another_kind_stay(
@@ -187,11 +187,11 @@ def test_a_young_one_and_one_of_another_kind_stay(
     other = SHM / f"PostgreSQL.{os.getpid()}"
     other.touch()
     try:
-        assert segment in {each.name for each in unused().segments}
+        assert segment in {item.name for item in unused().segments}
         _, removed = clean()
-        assert segment not in {each.name for each in removed}
+        assert segment not in {item.name for item in removed}
         monkeypatch.setattr(shm, "OLD_S", 0.0)
-        names = {each.name for each in unused().segments}
+        names = {item.name for item in unused().segments}
         assert other.name not in names
         assert segment in names
     finally:
@@ -220,8 +220,8 @@ print(removed if not found.doubt else found.doubt)
 
 
 def test_in_a_container_nothing_is_proven(segment: str) -> None:
-    said = isolated(how=["unshare", "--mount", "--pid", "--fork", "--mount-proc"])
-    assert "container" in said
+    words = isolated(how=["unshare", "--mount", "--pid", "--fork", "--mount-proc"])
+    assert "container" in words
     assert (SHM / segment).exists()
 
 
@@ -230,7 +230,7 @@ def test_another_user_can_prove_nothing(segment: str, hidepid: str) -> None:
     os.chown(SHM / segment, 65534, 65534)
     hide = f'mount -t proc -o hidepid={hidepid} proc /proc && exec "$@"'
     lower = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    said = isolated(how=["unshare", "--mount", "sh", "-c", hide, "sh", *lower])
-    assert "run as root" in said
-    assert ("hidepid" in said) == (hidepid == "2")
+    words = isolated(how=["unshare", "--mount", "sh", "-c", hide, "sh", *lower])
+    assert "run as root" in words
+    assert ("hidepid" in words) == (hidepid == "2")
     assert (SHM / segment).exists()

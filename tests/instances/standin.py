@@ -113,12 +113,12 @@ def answer(connection: socket.socket) -> None:
     """Answer one request, and hang up."""
     global running  # noqa: PLW0603 - a counter for one short program
     with connection:
-        said = b""
-        while b"\r\n\r\n" not in said:
+        words = b""
+        while b"\r\n\r\n" not in words:
             if not (added := connection.recv(65536)):
                 return
-            said += added
-        method, path = said.decode().split()[:2]
+            words += added
+        method, path = words.decode().split()[:2]
         status, body = "200 OK" if method == "GET" else "501 Not Implemented", ""
         if path == "/metrics":
             body = "# TYPE vllm:num_requests_running gauge\n"

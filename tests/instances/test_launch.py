@@ -212,7 +212,7 @@ def test_a_bad_name_leaves_nothing(home: Path) -> None:
     error = refusal_without_hint("name.invalid", Order("M", name="../a"))
     assert error.exit_code == Exit.USAGE
     assert not (home / "a").exists()
-    assert not [each for each in (home / "instances").iterdir() if each.is_dir()]
+    assert not [item for item in (home / "instances").iterdir() if item.is_dir()]
 
 
 def refusal_without_hint(code: str, order: Order) -> VllmopsError:

@@ -117,9 +117,9 @@ def test_an_exception_without_a_message_is_a_cause_whatever_ends_its_line() -> N
 
 
 def test_an_echo_counts_where_nothing_else_was_said() -> None:
-    said = lines("worker-assertion")[-8:]
-    assert failure(said) is None
-    found = failure(said, echoes=True)
+    words = lines("worker-assertion")[-8:]
+    assert failure(words) is None
+    found = failure(words, echoes=True)
     assert found
     assert found.cause.startswith("RuntimeError: Engine core initialization failed")
 
@@ -174,7 +174,7 @@ def test_rotation_keeps_so_many_and_all_lines(tmp_path: Path) -> None:
             print(f"{number}" * 20, file=server, flush=True)
             assert rotate(path, limit=10, keep=2)
     assert path.read_bytes() == b""
-    found = {each.name: each.read_text()[:1] for each in tmp_path.iterdir() if each != path}
+    found = {item.name: item.read_text()[:1] for item in tmp_path.iterdir() if item != path}
     assert found == {"server.log.1": "3", "server.log.2": "2"}
 
 
@@ -212,7 +212,7 @@ def test_a_full_disk_keeps_what_there_is(home: Path, full_disk: Callable[[], Non
     with pytest.raises(OSError, match="No space"):
         rotate(path, limit=10, keep=3)
     assert path.stat().st_size == 50_000
-    assert {each.name for each in home.iterdir()} == {"server.log", "filler"}
+    assert {item.name for item in home.iterdir()} == {"server.log", "filler"}
     (home / "filler").unlink()
     assert rotate(path, limit=10, keep=3)
     assert (home / "server.log.1").stat().st_size == 50_000
@@ -234,7 +234,7 @@ def test_a_disk_that_fills_while_it_copies(
 
 
 def sizes(home: Path) -> dict[str, int]:
-    return {each.name: each.stat().st_size for each in home.iterdir() if "filler" not in each.name}
+    return {item.name: item.stat().st_size for item in home.iterdir() if "filler" not in item.name}
 
 
 def test_on_a_full_disk_hardly_anything_is_written(
@@ -256,9 +256,11 @@ def test_on_a_full_disk_hardly_anything_is_written(
         copy(*words)
 
     monkeypatch.setattr(shutil, "copyfileobj", counted)
-    said = [rotation.look() for _ in range(100)]
+    spoken = [rotation.look() for _ in range(100)]
     assert len(tried) == 1
-    assert [each for each in said if each] == ["server.log is not rotated: No space left on device"]
+    assert [item for item in spoken if item] == [
+        "server.log is not rotated: No space left on device"
+    ]
     (home / "filler").unlink()
     rotation.due = 0.0
     assert rotation.look() == ""
@@ -270,8 +272,8 @@ def test_a_rotation_that_was_killed(tmp_path: Path, after: str) -> None:
     """Whatever was done before the kill, the next supervisor finds each line once."""
     path = tmp_path / "server.log"
     parts = {path: "3\n", logs.aside(path, 1): "2\n", logs.aside(path, 2): "1\n"}
-    for each, text in parts.items():
-        each.write_text(text)
+    for item, text in parts.items():
+        item.write_text(text)
     logs.copying(path).write_text("3\n")
     if after != "copy":
         logs.shift(path, 3)
@@ -280,7 +282,7 @@ def test_a_rotation_that_was_killed(tmp_path: Path, after: str) -> None:
     with path.open("a") as server:
         print("4", file=server, flush=True)
         rotation = Rotation(path, limit=1, keep=3)
-        found = {each.name: each.read_text() for each in tmp_path.iterdir()}
+        found = {item.name: item.read_text() for item in tmp_path.iterdir()}
         assert found == {"server.log": "3\n4\n", "server.log.1": "2\n", "server.log.2": "1\n"}
         assert rotation.look() == ""
         print("5", file=server, flush=True)
@@ -294,7 +296,7 @@ def test_a_new_run_puts_the_old_log_aside(tmp_path: Path) -> None:
     logs.aside(path, 1).write_text("older")
     logs.aside(path, 2).write_text("oldest")
     start_new(path)
-    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {
+    assert {item.name: item.read_text() for item in tmp_path.iterdir()} == {
         "server.log.previous": "old"
     }
 

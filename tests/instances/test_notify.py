@@ -53,9 +53,9 @@ def test_a_service(lab: Any, manager: Manager, place: str, monkeypatch: pytest.M
     monkeypatch.setenv(notify.SOCKET, place)
     serve = lab.hold("a", ready_s=1)
     until(lambda: "READY=1" in manager.heard())
-    told = manager.heard()
-    assert "STATUS=launched" in told[: told.index("READY=1")]
-    assert "STOPPING=1" not in told
+    shown = manager.heard()
+    assert "STATUS=launched" in shown[: shown.index("READY=1")]
+    assert "STOPPING=1" not in shown
     serve.send_signal(signal.SIGTERM)
     serve.communicate(timeout=40)
     until(lambda: "STOPPING=1" in manager.heard())

@@ -78,7 +78,7 @@ def test_half_a_record_is_never_left(home: Path, full_disk: Callable[[], None]) 
     with pytest.raises(OSError, match="No space"):
         one.write(large)
     assert one.read() == record()
-    assert [each.name for each in one.path.iterdir()] == ["instance.json"]
+    assert [item.name for item in one.path.iterdir()] == ["instance.json"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_only_directories_are_instances(home: Path) -> None:
     folder("b")
     folder("a")
     (home / "instances" / ".lock").touch()
-    assert [each.name for each in folders()] == ["a", "b"]
+    assert [item.name for item in folders()] == ["a", "b"]
 
 
 def test_the_lock_goes_with_its_holder(home: Path) -> None:

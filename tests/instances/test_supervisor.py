@@ -276,12 +276,12 @@ def test_a_clock_that_steps_after_the_start_does_not_lose_the_server(
     (tmp_path / "sitecustomize.py").write_text(STEPPED)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("CLOCK_STEP_S", str(step_s))
-    told = subprocess.run(
+    shown = subprocess.run(
         [sys.executable, "-c", "import time; print(time.time())"], capture_output=True, check=True
     )
-    assert float(told.stdout) - time.time() == pytest.approx(step_s, abs=2)
+    assert float(shown.stdout) - time.time() == pytest.approx(step_s, abs=2)
     (row,) = lab.vllmops("ps", "--json").data["instances"]
-    assert {each["pid"] for each in row["processes"]} >= {each.pid for each in record.processes}
+    assert {item["pid"] for item in row["processes"]} >= {item.pid for item in record.processes}
     lab.kill(record.session)
     assert lab.vllmops("ps").code == 0
     until(lambda: lab.state("a") == "failed")
@@ -341,7 +341,7 @@ def test_who_still_listens_at_the_end_is_let_go_in_order(lab: Any) -> None:
     lab.serve("a")
     watchers = [control.connect(Folder("a")) for _ in range(3)]
     assert lab.vllmops("stop", "a", "--force").code == 0
-    assert [list(each.records())[-1].state for each in watchers] == [State.STOPPED] * 3
+    assert [list(item.records())[-1].state for item in watchers] == [State.STOPPED] * 3
     until(lambda: not Folder("a").supervised())
     assert "Traceback" not in Folder("a").supervisor_log.read_text()
 
@@ -442,8 +442,8 @@ def test_many_clients_do_not_use_up_its_descriptors(lab: Any) -> None:
     until(lambda: len(list(descriptors.iterdir())) < 150)
     assert lab.vllmops("stop", "a", timeout_s=20).code == 0
     lab.nothing_left(record)
-    for each in clients:
-        each.close()
+    for item in clients:
+        item.close()
 
 
 def test_its_own_log_is_bounded(lab: Any) -> None:

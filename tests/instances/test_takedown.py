@@ -123,21 +123,21 @@ def test_what_an_agent_left_is_removed(home: Path) -> None:
     waiter.start()
     take_down([Process(Role.API, victim.pid, identity.of(victim.pid).start_ticks)])
     waiter.join()
-    assert {each.name for each in (home / "agents").iterdir()} == {"1.sock", "1.beat"}
+    assert {item.name for item in (home / "agents").iterdir()} == {"1.sock", "1.beat"}
 
 
 def test_a_drain_waits_for_requests_in_flight(lab: Any) -> None:
     server = lab.stranger()
     url = f"http://127.0.0.1:{server.port}"
     tree = processes.tree(processes.table(), [server.pid])
-    said: list[str] = []
+    words: list[str] = []
     request = threading.Thread(target=urllib.request.urlopen, args=(f"{url}/slow/1",))
     request.start()
     until(lambda: takedown.in_flight(tree, url) == 1)
-    assert drain(tree, url, 20, said.append) == "drained"
+    assert drain(tree, url, 20, words.append) == "drained"
     request.join(1)
     assert not request.is_alive()
-    assert "in flight: 1" in said[0]
+    assert "in flight: 1" in words[0]
 
 
 def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
@@ -166,7 +166,7 @@ def test_engines_without_an_agent_and_an_api_server_are_not_waited_for() -> None
 
 def test_nobody_can_tell_what_is_in_flight(listener: int) -> None:
     tree = [Process(Role.API, os.getpid(), identity.of(os.getpid()).start_ticks)]
-    said: list[str] = []
+    words: list[str] = []
     assert takedown.in_flight(tree, None) is None
-    assert drain(tree, None, 0.2, said.append) == "requests cut off: unknown"
-    assert "unknown" in said[0]
+    assert drain(tree, None, 0.2, words.append) == "requests cut off: unknown"
+    assert "unknown" in words[0]

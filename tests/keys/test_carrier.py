@@ -314,7 +314,7 @@ def test_every_cut_and_every_splice_is_refused(make: Any) -> None:
     cuts += [one[:at] + one[at] + one[at:] for at in range(len(one))]
     cuts += [one + more for more in ("A", "=", "==", " ", "\n", ":", one)]
     splices = [one[:at] + other[at:] for at in range(len(one))]
-    for text in cuts + [each for each in splices if each not in (one, other)]:
+    for text in cuts + [item for item in splices if item not in (one, other)]:
         with pytest.raises(CarrierError):
             opened(text)
 
@@ -518,10 +518,10 @@ def test_no_message_tells_a_secret() -> None:
         for cut in range(0, len(text), 7):
             with pytest.raises(CarrierError) as caught:
                 opened(text[:cut])
-            said = f"{caught.value!r} {caught.value.message} {caught.value.hint}"
-            assert "needle" not in said
-            assert SECRET.hex() not in said
-            assert len(said) < 400
+            words = f"{caught.value!r} {caught.value.message} {caught.value.hint}"
+            assert "needle" not in words
+            assert SECRET.hex() not in words
+            assert len(words) < 400
 
 
 def test_the_wire_is_small() -> None:

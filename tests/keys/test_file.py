@@ -65,11 +65,11 @@ class Adding:
     before: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
-        said, self.saying = os.pipe()
+        words, self.saying = os.pipe()
         self.process = multiprocessing.get_context("fork").Process(target=self.add)
         self.process.start()
         os.close(self.saying)
-        self.said = os.fdopen(said)
+        self.said = os.fdopen(words)
 
     def add(self) -> None:
         self.before()
@@ -81,9 +81,9 @@ class Adding:
     def end(self) -> str:
         """What it told, once it has ended."""
         with self.said:
-            told = self.said.read()
+            shown = self.said.read()
         self.process.join(60)
-        return told
+        return shown
 
 
 def made(path: Path, keys: int = 1) -> Ring:
@@ -98,7 +98,7 @@ def refusal(code: str) -> pytest.RaisesExc[VllmopsError]:
 
 
 def names(path: Path) -> set[str]:
-    return {each.name for each in path.parent.iterdir()}
+    return {item.name for item in path.parent.iterdir()}
 
 
 def test_it_is_private_and_has_a_copy(path: Path) -> None:
@@ -108,7 +108,7 @@ def test_it_is_private_and_has_a_copy(path: Path) -> None:
     finally:
         os.umask(before)
     assert names(path) == {"keyring.json", "keyring.json.copy", "keyring.json.lock"}
-    assert {stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()} == {0o600}
+    assert {stat.S_IMODE(item.stat().st_mode) for item in path.parent.iterdir()} == {0o600}
     assert path.read_bytes() == file.copy(path).read_bytes()
     assert len(ring.keys) == 2
     written = json.loads(path.read_text())
@@ -299,7 +299,7 @@ def test_killed_in_the_middle_of_a_write(path: Path) -> None:
         adder = Adding(path, 1, limits(most))
         adder.end()
         assert adder.process.exitcode == -signal.SIGXFSZ
-        assert any(each.startswith(".keyring.json.") for each in names(path))
+        assert any(item.startswith(".keyring.json.") for item in names(path))
         assert file.load(path) == before
 
 
@@ -312,22 +312,22 @@ def test_killed_at_any_moment_while_many_write(path: Path) -> None:
         time.sleep(chance.uniform(0, 0.05))
         for writer in writers:
             writer.process.kill()
-        said = "".join(writer.end() for writer in writers)
+        words = "".join(writer.end() for writer in writers)
         after = file.load(path)
         assert before <= set(after.keys)
         kids = {key.kid for key in after.keys}
         # The last line may be torn.
-        assert {kid for kid in said.split() if len(kid) == 8} <= kids
+        assert {kid for kid in words.split() if len(kid) == 8} <= kids
         assert len(after.keys) > len(before)
         before = set(after.keys)
 
 
 def test_many_writers_lose_nothing(path: Path) -> None:
     writers = [Adding(path, 10) for _ in range(4)]
-    said = [writer.end() for writer in writers]
+    words = [writer.end() for writer in writers]
     assert [writer.process.exitcode for writer in writers] == [0] * 4
     kids = {key.kid for key in file.load(path).keys}
-    assert kids == set("".join(said).split())
+    assert kids == set("".join(words).split())
     assert len(kids) == 40
 
 
@@ -354,7 +354,7 @@ def test_a_full_disk(home: Path, full_disk: Callable[[], None]) -> None:
             file.change(path, grown)
         assert "No space" in caught.value.message
         assert file.load(path) == ring
-    assert not [each for each in names(path) if each.startswith(".keyring")]
+    assert not [item for item in names(path) if item.startswith(".keyring")]
     (home / "filler").unlink()
     assert len(file.change(path, grown).keys) == 52
 

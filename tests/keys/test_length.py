@@ -44,21 +44,21 @@ def output(*texts: str) -> Item:
 
 # Where the secret stands, and where what an attacker says.
 PLACES: dict[str, Callable[[str, str], list[Item]]] = {
-    "developer": lambda secret, said: [message("developer", secret), message("user", said)],
-    "plain": lambda secret, said: [
+    "developer": lambda secret, words: [message("developer", secret), message("user", words)],
+    "plain": lambda secret, words: [
         {"role": "system", "content": secret},
-        {"role": "user", "content": said},
+        {"role": "user", "content": words},
     ],
-    "earlier turn": lambda secret, said: [
+    "earlier turn": lambda secret, words: [
         message("user", secret),
         message("assistant", "Yes."),
-        message("user", said),
+        message("user", words),
     ],
-    "later": lambda secret, said: [message("user", said), message("developer", secret)],
-    "tool output": lambda secret, said: [output(secret), message("user", said)],
-    "attacker is the tool": lambda secret, said: [message("developer", secret), output(said)],
-    "another part": lambda secret, said: [message("user", secret, said)],
-    "another part of an output": lambda secret, said: [output(secret, said)],
+    "later": lambda secret, words: [message("user", words), message("developer", secret)],
+    "tool output": lambda secret, words: [output(secret), message("user", words)],
+    "attacker is the tool": lambda secret, words: [message("developer", secret), output(words)],
+    "another part": lambda secret, words: [message("user", secret, words)],
+    "another part of an output": lambda secret, words: [output(secret, words)],
 }
 
 
@@ -103,8 +103,8 @@ def attacked(
     for _ in CODE:
         scores = {}
         for candidate in ALPHABET:
-            said = KNOWN + guess + candidate
-            scores[candidate] = sum(measure(say(said + "\n" + filler)) for filler in noise)
+            words = KNOWN + guess + candidate
+            scores[candidate] = sum(measure(say(words + "\n" + filler)) for filler in noise)
             count += len(noise)
         guess += min(scores, key=scores.__getitem__)
     return guess, count
@@ -114,9 +114,9 @@ def right(guess: str) -> int:
     return sum(a == b for a, b in zip(guess, CODE, strict=True))
 
 
-def together(secret: str, said: str) -> list[Item]:
+def together(secret: str, words: str) -> list[Item]:
     """An application that puts both into one text."""
-    return [message("developer", "Be brief."), message("user", f"{secret} Question: {said}")]
+    return [message("developer", "Be brief."), message("user", f"{secret} Question: {words}")]
 
 
 @pytest.fixture
@@ -136,9 +136,9 @@ def test_the_attack_is_one(place: str) -> None:
 @pytest.mark.usefixtures("bare")
 def test_what_one_says_has_no_effect_on_what_another_takes(place: str) -> None:
     other = KNOWN + "0ABCDEFGH."
-    said = [KNOWN + CODE[:n] + more for n in range(9) for more in ("", CODE[n], "!", '},{"a":"')]
+    words = [KNOWN + CODE[:n] + more for n in range(9) for more in ("", CODE[n], "!", '},{"a":"')]
     differences = {
-        length(PLACES[place](SECRET, each)) - length(PLACES[place](other, each)) for each in said
+        length(PLACES[place](SECRET, item)) - length(PLACES[place](other, item)) for item in words
     }
     assert len({difference // 4 for difference in differences}) == 1  # base64's own rounding
 

@@ -49,7 +49,7 @@ def test_a_secret_shows_nowhere() -> None:
         raise ValueError(secret, held)
     except ValueError as error:
         shown = [*traceback.format_exception(error), repr(secret), str(secret), f"{held}"]
-    assert not [text for text in shown for each in spelt if each in text]
+    assert not [text for text in shown for item in spelt if item in text]
     for encode in (msgspec.json.encode, msgspec.msgpack.encode, pickle.dumps):
         with pytest.raises(TypeError):
             encode(held)
@@ -99,11 +99,11 @@ def test_what_can_be_retired() -> None:
     held = ring(key(1, PRIMARY), key(2), over, live, key(5, REVOKED), endless)
     for number in (2, 3, 5):
         assert held.retire(key(number).kid, NOW).find(key(number).kid) is None
-    for each, words in ((live, "10 days"), (endless, "for ever")):
+    for item, words in ((live, "10 days"), (endless, "for ever")):
         with refusal("keys.in-use") as caught:
-            held.retire(each.kid, NOW)
+            held.retire(item.kid, NOW)
         assert words in caught.value.message
-        assert held.retire(each.kid, NOW, force=True).find(each.kid) is None
+        assert held.retire(item.kid, NOW, force=True).find(item.kid) is None
     with refusal("keys.primary"):
         held.retire(key(1).kid, NOW, force=True)
 
@@ -243,8 +243,8 @@ def test_nothing_but_what_says_so_takes_a_key_away(walk: list[tuple[str, int]]) 
             after = taken(held, step, number)
         except VllmopsError:
             continue
-        opens = {each.kid for each in held.keys if each.status is not REVOKED}
-        lost = opens - {each.kid for each in after.keys if each.status is not REVOKED}
+        opens = {item.kid for item in held.keys if item.status is not REVOKED}
+        lost = opens - {item.kid for item in after.keys if item.status is not REVOKED}
         assert lost <= ({key(number).kid} if step in {"revoke", "retire"} else set())
         assert len(after.those(PRIMARY)) == 1 or step == "merge"
         assert len(after.those(PRIMARY)) <= 1

@@ -100,7 +100,7 @@ def reach(server: Live, role: str) -> list[agent.Agent]:
     """The agents in the processes of a role."""
     pids = [row["pid"] for row in server.row["processes"] if row["role"] == role]
     born = [identity.of(pid).start_ticks for pid in pids]
-    return [agent.reach(Process(Role(role), *each)) for each in zip(pids, born, strict=True)]
+    return [agent.reach(Process(Role(role), *item)) for item in zip(pids, born, strict=True)]
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -146,7 +146,7 @@ class Load:
         self.told: list[Told] = []
         self.over = threading.Event()
         self.each = list(itertools.product(bases, KINDS))
-        self.threads = [threading.Thread(target=self.work, args=each) for each in self.each]
+        self.threads = [threading.Thread(target=self.work, args=item) for item in self.each]
 
     def __enter__(self) -> Self:
         for thread in self.threads:
@@ -176,7 +176,7 @@ class Load:
     @property
     def stored(self) -> set[str]:
         """The ids of all that was acknowledged as stored."""
-        return {each.stored for each in self.told if each.stored}
+        return {item.stored for item in self.told if item.stored}
 
     def wait(self, times: int = 3, timeout_s: float = 30) -> None:
         """Until each client has got what it wanted so many times, of what it asks from now on."""
@@ -184,12 +184,12 @@ class Load:
 
         def done() -> bool:
             well = [
-                (each.base, each.kind)
-                for each in list(self.told)
-                if each.began > now and each.status == 200
-                if each.stored or each.kind == "unstored"
+                (item.base, item.kind)
+                for item in list(self.told)
+                if item.began > now and item.status == 200
+                if item.stored or item.kind == "unstored"
             ]
-            return all(well.count(each) >= times for each in self.each)
+            return all(well.count(item) >= times for item in self.each)
 
         until(done, timeout_s, lambda: self.told[-20:])
 
@@ -213,7 +213,7 @@ def listed(base: str, key: str = "one") -> dict[str, Any]:
     query = "?limit=100"
     while True:
         page = ask(base, query, key=key).json()
-        found |= {each["id"]: each for each in page["data"]}
+        found |= {item["id"]: item for item in page["data"]}
         if not page["has_more"]:
             return found
         query = f"?limit=100&after={page['last_id']}"
@@ -227,7 +227,7 @@ def there(base: str, wanted: Collection[str]) -> dict[str, Any]:
 
     found: dict[str, Any] = until(look, 30)
     assert not set(wanted) - found.keys()
-    return {each: found[each] for each in wanted}
+    return {item: found[item] for item in wanted}
 
 
 # -- conversations that clients carry ----------------------------------------------------
@@ -260,7 +260,7 @@ def told(client: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
     whole = [event.item for event in events if event.type == "response.output_item.done"]
     # An answer of gpt-oss that was cut off is told as completed in the event, by vLLM.
     one, other = (
-        [each.model_dump(exclude={"status"}) for each in items]
+        [item.model_dump(exclude={"status"}) for item in items]
         for items in (whole, last.response.output)
     )
     assert one == other
@@ -269,7 +269,7 @@ def told(client: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
 
 def count(client: Any, items: list[Any], **options: Any) -> int:
     """How long a conversation is for the model where a client sends each item of it."""
-    plain = [each for each in items if not getattr(each, "encrypted_content", None)]
+    plain = [item for item in items if not getattr(item, "encrypted_content", None)]
     tokens: int = say(client, plain, store=False, **options).usage.input_tokens
     return tokens
 

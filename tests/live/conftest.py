@@ -279,10 +279,10 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def side_by_side(start: Callable[[S], T], each: Sequence[S]) -> list[T]:
+def side_by_side(start: Callable[[S], T], item: Sequence[S]) -> list[T]:
     """Start several things at once."""
-    with ThreadPoolExecutor(len(each)) as pool:
-        return list(pool.map(start, each))
+    with ThreadPoolExecutor(len(item)) as pool:
+        return list(pool.map(start, item))
 
 
 PlugIn = Callable[[str, str], Path]
@@ -332,9 +332,9 @@ def lose(server: Live, role: str) -> None:
     until(lambda: server.row["state"] == "failed")
     assert footprint.left() == []
     assert role in server.row["failure"].lower()
-    told = server.cli("status", server.name)
-    assert told.code == 5
-    assert "failed" in told.err
+    shown = server.cli("status", server.name)
+    assert shown.code == 5
+    assert "failed" in shown.err
 
 
 def lose_all(server: Live, footprint: Footprint) -> None:

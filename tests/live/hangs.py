@@ -354,7 +354,7 @@ def backtracking(server: Prone) -> Iterator[list[Asked]]:
 def input_thread_dead(server: Prone) -> Iterator[list[Asked]]:
     (server.place / "input-thread").touch()
     asked = (server.ask(seed) for seed in drifted(server.url))
-    yield [next(each for each in asked if each.answer(2) is None), server.ask()]
+    yield [next(item for item in asked if item.answer(2) is None), server.ask()]
 
 
 @contextmanager
@@ -420,5 +420,5 @@ def is_real(server: Prone, asked: list[Asked], age_s: float) -> None:
     time.sleep(1)  # what was answered last is counted a moment later
     before = server.tokens()
     time.sleep(age_s - 1)
-    assert not asked or any(each.answer(0.1) is None for each in asked)
+    assert not asked or any(item.answer(0.1) is None for item in asked)
     assert server.tokens() == before

@@ -44,8 +44,8 @@ def main(place: Path) -> None:
     (place / "o200k_base.tiktoken").write_bytes(b"".join(lines))
     os.environ["TIKTOKEN_ENCODINGS_BASE"] = str(place)
     format_ = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
-    said = "<|start|>assistant<|channel|>final<|message|>Hello there"
-    chain = format_.encode(said, allowed_special="all")
+    spoken = "<|start|>assistant<|channel|>final<|message|>Hello there"
+    chain = format_.encode(spoken, allowed_special="all")
     # What vLLM makes of tokens, it makes by the format: all that this has to have is their number.
     words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(TOKENS)}, unk_token="t0"))
     transformers.PreTrainedTokenizerFast(
@@ -60,12 +60,12 @@ def main(place: Path) -> None:
     )
     model = transformers.GptOssForCausalLM(config).to(torch.float32)
     with torch.no_grad():
-        for each in model.model.layers.parameters():
-            each.zero_()  # so that a token is all that there is to see
+        for item in model.model.layers.parameters():
+            item.zero_()  # so that a token is all that there is to see
         seen = model.get_input_embeddings().weight.normal_()
-        told = model.get_output_embeddings().weight.zero_()
+        shown = model.get_output_embeddings().weight.zero_()
         for token, following in zip(chain, [*chain[1:], chain[-2]], strict=True):
-            told[following] += seen[token]
+            shown[following] += seen[token]
     model.save_pretrained(place)
 
 

@@ -94,9 +94,9 @@ class Soak:
         asked = {"role": "user", "content": [image, words]}
         carry = {"store": False, "include": ["reasoning.encrypted_content"]}
         body = {"model": MODEL, "max_output_tokens": 5, **carry}
-        *said, carrier = self.post("/v1/responses", {**body, "input": [asked]})["output"]
+        *spoken, carrier = self.post("/v1/responses", {**body, "input": [asked]})["output"]
         tokens = set[int]()
-        for before in ([carrier], [asked, *said]):
+        for before in ([carrier], [asked, *spoken]):
             given = [*before, {"role": "user", "content": "Is it?"}]
             made = self.post("/v1/responses", {**body, "input": given})
             tokens.add(made["usage"]["input_tokens"])
@@ -189,8 +189,8 @@ def spent(look: Callable[[], None], seconds: float) -> None:
 def alarms(server: Live) -> list[str]:
     """What is said to be wrong with a server."""
     ran = server.cli("stacks", "dump", "--explain", "--json", "-t", server.name)
-    found = [each for each in ran.data["findings"] if each["severity"] != "info"]
-    return [f"{each['code']}: {each['evidence']}" for each in found]
+    found = [item for item in ran.data["findings"] if item["severity"] != "info"]
+    return [f"{item['code']}: {item['evidence']}" for item in found]
 
 
 def main() -> int:
@@ -201,18 +201,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="vllmops-") as home:
         cli = Cli(Path(home))
         server = cli.serve("soak", "--demo", "vision", *soaked(cli))
-        soak, told, looks = Soak(server.url), list[str](), count()
+        soak, shown, looks = Soak(server.url), list[str](), count()
 
         def look() -> None:
-            told.extend(alarms(server))
-            sys.stderr.write(f"look {next(looks)}: {sum(soak.done.values())} requests, {told}\n")
+            shown.extend(alarms(server))
+            sys.stderr.write(f"look {next(looks)}: {sum(soak.done.values())} requests, {shown}\n")
 
         try:
             soak.run(minutes, look)
         finally:
             cli("stop", "soak", "--force")
-    sys.stdout.write(f"{dict(soak.done)}\nfailed: {soak.failed}\nalarms: {told}\n")
-    return 1 if told or soak.failed else 0
+    sys.stdout.write(f"{dict(soak.done)}\nfailed: {soak.failed}\nalarms: {shown}\n")
+    return 1 if shown or soak.failed else 0
 
 
 if __name__ == "__main__":

@@ -66,15 +66,15 @@ def test_a_healthy_server_under_load_loses_no_request(bare: Live) -> None:
             answers.append(bare.complete(max_tokens=20).status_code)
 
     askers = [threading.Thread(target=ask) for _ in range(2)]
-    for each in askers:
-        each.start()
+    for item in askers:
+        item.start()
     until(lambda: len(answers) > 5)
     ran = cli("attach", "-t", "bare", "--patch", "--yes", "--json")
     reached = len(answers)
     until(lambda: len(answers) > reached + 5)
     over.set()
-    for each in askers:
-        each.join()
+    for item in askers:
+        item.join()
     assert (ran.code, ran.data["silent"], roles(ran)) == (0, [], {"api", "engine", "worker"})
     for process in ran.data["processes"]:
         assert process["stopped_s"] < 3

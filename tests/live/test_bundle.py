@@ -16,17 +16,17 @@ def test_all_of_a_healthy_server(vision_server: Live, tmp_path: Path) -> None:
     ran = vision_server.cli("bundle", *options)
     assert ran.code == 0, ran.err
     with tarfile.open(path) as found:
-        parts = {each.name: found.extractfile(each).read() for each in found}  # type: ignore[union-attr]
+        parts = {item.name: found.extractfile(item).read() for item in found}  # type: ignore[union-attr]
     pids = vision_server.pids()
     assert {f"proc/{pid}.txt" for pid in pids.values()} <= set(parts)
     # Nothing but a recording, which other tests may have made, is missing.
-    assert [each for each in ran.data["missing"] if each["name"] != "memory.jsonl"] == []
+    assert [item for item in ran.data["missing"] if item["name"] != "memory.jsonl"] == []
     versions = json.loads(parts["versions.json"])
     assert versions["vllm"]
     assert versions["torch"]
-    told = parts["collect_env.txt"].decode().splitlines()
-    told = [each for each in told if each.startswith("vLLM Version")]
-    assert told == [f"vLLM Version                 : {versions['vllm']}"]
+    shown = parts["collect_env.txt"].decode().splitlines()
+    shown = [item for item in shown if item.startswith("vLLM Version")]
+    assert shown == [f"vLLM Version                 : {versions['vllm']}"]
     assert b"vllm:num_requests_running" in parts["metrics.txt"]
     assert b"Application startup complete" in parts["log.txt"]
     for words in (("doctor",), ("stacks", "explain"), ("cache", "inspect")):
@@ -34,5 +34,5 @@ def test_all_of_a_healthy_server(vision_server: Live, tmp_path: Path) -> None:
         assert read.code == 0, (words, read.out)
     live = vision_server.cli("cache", "inspect", "-t", vision_server.name, "--json").data
     kept = vision_server.cli("cache", "inspect", str(path), "--json").data
-    assert [each["kind"] for each in kept["caches"]] == [each["kind"] for each in live["caches"]]
+    assert [item["kind"] for item in kept["caches"]] == [item["kind"] for item in live["caches"]]
     assert vision_server.row["state"] == "ready"

@@ -67,7 +67,7 @@ def compare(server: Any, *options: str) -> Ran:
 def found(server: Any, *options: str) -> set[str]:
     ran = compare(server, *options)
     assert ran.code == 0, ran.out
-    return {each["code"] for each in ran.data["findings"]}
+    return {item["code"] for item in ran.data["findings"]}
 
 
 @contextmanager
@@ -81,14 +81,14 @@ def load(url: str, images: range, threads: int = 6) -> Iterator[set[int]]:
             statuses.add(ask(url, choice.choice(images), choice.choice(images)).status_code)
 
     callers = [threading.Thread(target=go, args=(number,)) for number in range(threads)]
-    for each in callers:
-        each.start()
+    for item in callers:
+        item.start()
     try:
         yield statuses
     finally:
         over.set()
-        for each in callers:
-            each.join()
+        for item in callers:
+            item.join()
 
 
 def test_distinct_images_are_entries_on_both_sides_and_a_repeat_is_a_hit(
@@ -145,8 +145,8 @@ def test_a_request_that_only_the_front_end_saw_is_told(vision_server: Any) -> No
         if found:
             break
         assert refused.status_code in {200, 400}
-    assert {each["code"] for each in found} >= {"mm-cache.front-only"}
-    assert all(each["severity"] != "error" for each in found)
+    assert {item["code"] for item in found} >= {"mm-cache.front-only"}
+    assert all(item["severity"] != "error" for item in found)
     assert ask(vision_server.url, 10_000 + length).status_code == 500
     assert ask(vision_server.url, 10_000 + length).status_code == 200
 
@@ -166,11 +166,11 @@ def test_a_stopped_engine_is_told_and_the_others_shown(vision_server: Any) -> No
         ran = vision_server.cli("cache", "inspect", "-t", vision_server.name)
     finally:
         os.kill(engine, signal.SIGCONT)
-    told = " ".join(ran.out.split())
+    shown = " ".join(ran.out.split())
     assert ran.code == 0
-    assert f"engine {engine} did not answer" in told
-    assert "its last heartbeat is" in told
-    assert "P0: api" in told
+    assert f"engine {engine} did not answer" in shown
+    assert "its last heartbeat is" in shown
+    assert "P0: api" in shown
     assert settled(vision_server)["silent"] == []
 
 
@@ -229,12 +229,12 @@ def transcribe(url: str, seed: int) -> httpx.Response:
 def told_as(server: Any, note: str, kinds: set[str]) -> Any:
     """What is told of a healthy server of a kind."""
     data = settled(server)
-    assert [each["code"] for each in data["notes"]] == [note]
+    assert [item["code"] for item in data["notes"]] == [note]
     assert {row["kind"] for row in data["caches"]} == kinds
     assert (data["problems"], data["silent"]) == ([], [])
-    assert all(each["severity"] == "info" for each in data["findings"])
+    assert all(item["severity"] == "info" for item in data["findings"])
     compared = compare(server).data
-    assert [each["code"] for each in compared["notes"]] == [note]
+    assert [item["code"] for item in compared["notes"]] == [note]
     assert [pair["kind"] for pair in compared["pairs"]] == ["encoder"]
     assert (compared["findings"], compared["problems"]) == ([], [])
     return data
@@ -273,7 +273,7 @@ def test_a_patched_whisper_ends_with_an_empty_worker_cache(server: Live) -> None
     data = told_as(server, "encoder-decoder", {"encoder"})
     assert side(data, "encoder", "worker")["entries"] == 0
     listed = server.cli("patches", "list", "-t", server.name, "--json").data["patches"]
-    states = {patch["id"]: {each["state"] for each in patch["processes"]} for patch in listed}
+    states = {patch["id"]: {item["state"] for item in patch["processes"]} for patch in listed}
     assert states["encoder-decoder-free-order"] == {"applied"}
 
 
@@ -344,7 +344,7 @@ def test_vllms_encoder_cache_manager_in_use_gives_no_finding() -> None:
             name = f"r{number}"
             requests[name] = SimpleNamespace(
                 request_id=name,
-                mm_features=[SimpleNamespace(identifier=f"image{each}") for each in inputs],
+                mm_features=[SimpleNamespace(identifier=f"image{item}") for item in inputs],
                 get_num_encoder_embeds=lambda i, inputs=inputs: 1 + inputs[i] % 7,
                 is_finished=lambda: False,
             )

@@ -43,8 +43,8 @@ def test_a_quiet_server_has_no_drift(vision_server: Any) -> None:
     assert data["samples"] == 2
     assert data["step"] > 0
     assert set(data["in_flight"].values()) == {0}
-    told = vision_server.cli("cache", "compare", "-t", vision_server.name)
-    assert told.out.endswith("No drift.\n")
+    shown = vision_server.cli("cache", "compare", "-t", vision_server.name)
+    assert shown.out.endswith("No drift.\n")
 
 
 @long
@@ -52,16 +52,16 @@ def test_no_finding_and_no_drift_while_images_flow(vision_server: Any) -> None:
     with load(vision_server.url, range(20_100, 20_400), threads=4) as statuses:
         inspected = [look(vision_server) for _ in range(15 if EVERYTHING else 4)]
         looks = [compare(vision_server, "--apart", "0.2") for _ in range(4)]
-        told = vision_server.cli("doctor", "-t", vision_server.name, "--json").data
+        shown = vision_server.cli("doctor", "-t", vision_server.name, "--json").data
     assert statuses == {200}
     assert not any(data["findings"] for data in inspected)
     assert not all(data["quiet"] for data in inspected)
     assert settled(vision_server)["findings"] == []
-    assert [each.data["findings"] for each in looks] == [[]] * 4
-    assert [each for each in told["findings"] if each["severity"] != "info"] == []
-    assert sum(each.data["in_flight"]["http"] for each in looks) > 0
+    assert [item.data["findings"] for item in looks] == [[]] * 4
+    assert [item for item in shown["findings"] if item["severity"] != "info"] == []
+    assert sum(item.data["in_flight"]["http"] for item in looks) > 0
     # The more there are, the more of them nobody has used meanwhile.
-    assert max(each.data["pairs"][0]["judged"] for each in looks) > 20
+    assert max(item.data["pairs"][0]["judged"] for item in looks) > 20
     assert all(pair["judged"] for pair in looks[-1].data["pairs"])
 
 
@@ -88,7 +88,7 @@ def test_drift_is_told_while_requests_are_in_flight(vision_server: Any) -> None:
 
 def told_by_doctor(server: Any) -> set[str]:
     data = server.cli("doctor", "-t", server.name, "--json").data
-    return {each["code"] for each in data["findings"]}
+    return {item["code"] for item in data["findings"]}
 
 
 def test_an_engine_or_a_worker_that_hangs(vision_server: Any) -> None:

@@ -86,10 +86,10 @@ def patched(pair: tuple[Prone, Live]) -> Live:
 class Requests:
     """Image requests that nobody waits for."""
 
-    def __init__(self, url: str, *each: tuple[int, ...]) -> None:
+    def __init__(self, url: str, *item: tuple[int, ...]) -> None:
         self.answers: dict[tuple[int, ...], int] = {}
-        self.sent = each
-        self.threads = [threading.Thread(target=self.send, args=(url, seeds)) for seeds in each]
+        self.sent = item
+        self.threads = [threading.Thread(target=self.send, args=(url, seeds)) for seeds in item]
         for thread in self.threads:
             thread.start()
 
@@ -112,9 +112,9 @@ def ghosts(server: Live) -> set[str]:
     """The processes that are told to have ghost keys."""
     found = look(server)["findings"]
     return {
-        str(each["subject"]).split(" of ")[-1].split()[0]
-        for each in found
-        if each["code"] == "mm-cache.ghost-keys"
+        str(item["subject"]).split(" of ")[-1].split()[0]
+        for item in found
+        if item["code"] == "mm-cache.ghost-keys"
     }
 
 
@@ -128,7 +128,7 @@ def repaired(server: Live) -> Any:
     assert (plan.code, plan.data["dry_run"]) == (1, True)
     ran = server.cli("cache", "repair", "-t", server.name, "--json")
     assert ran.code == 0, ran.out
-    assert [each["left"] for each in ran.data["repairs"]] == [None] * len(ran.data["repairs"])
+    assert [item["left"] for item in ran.data["repairs"]] == [None] * len(ran.data["repairs"])
     assert pids(server) == before
     return ran.data
 
@@ -142,7 +142,7 @@ def both_sides_agree(server: Live) -> bool:
 QUICK = ("--interval", "0.5", "--checks", "2", "--patience", "3", "--for", "60")
 
 
-def prove(server: Prone, code: str, told: str = "", *, captured: bool) -> None:
+def prove(server: Prone, code: str, shown: str = "", *, captured: bool) -> None:
     """A server that hangs is found to, and why; with ``captured`` also by a watch, from evidence.
 
     Args:
@@ -161,7 +161,7 @@ def prove(server: Prone, code: str, told: str = "", *, captured: bool) -> None:
     *doctors, explained = [answered(server, code, *words) for words in asked]
     assert explained == [code]
     for named in doctors:
-        assert {code, told or code} & set(named), named
+        assert {code, shown or code} & set(named), named
 
 
 def answered(server: Prone, code: str, *words: str) -> list[str]:
@@ -219,7 +219,7 @@ def test_engine_hangs_and_is_repaired(stock: Prone) -> None:
         text(url, 5)
     prove(stock, SPINNING, captured=True)
     data = repaired(stock)
-    assert {each["role"] for each in data["repairs"]} == {"engine"}
+    assert {item["role"] for item in data["repairs"]} == {"engine"}
     assert requests.all_answered()
     assert text(url, 60) == 200
     assert Requests(url, *[(seed,) for seed in range(100, 110)]).all_answered()
@@ -237,7 +237,7 @@ def test_front_end_hangs_and_is_repaired(stock: Prone) -> None:
     prove(stock, SPINNING, captured=EVERYTHING)
     data = repaired(stock)
     # It gets on to the engine, and is stuck there in the same way.
-    assert {each["role"] for each in data["repairs"]} == {"api", "engine"}
+    assert {item["role"] for item in data["repairs"]} == {"api", "engine"}
     assert requests.all_answered()
     assert Requests(url, *[(seed,) for seed in range(300, 310)]).all_answered()
     assert both_sides_agree(stock)
@@ -287,10 +287,10 @@ def test_patches_tell_what_became_of_them(stock: Live, patched: Live) -> None:
     assert verified.code == 1
     assert {name for name, there in present.items() if there} == set(PATCHES)
     assert patched.cli("patches", "verify", "-t", patched.name).code == 0
-    told = " ".join(stock.cli("status", stock.name).out.split())  # it may take two lines
-    assert f"off: {', '.join(PATCHES)}" in told
+    shown = " ".join(stock.cli("status", stock.name).out.split())  # it may take two lines
+    assert f"off: {', '.join(PATCHES)}" in shown
     seconds = patched.cli("patches", "list", "-t", patched.name, "--json").data["seconds"]
-    assert all(each < 0.3 for each in seconds.values())
+    assert all(item < 0.3 for item in seconds.values())
 
 
 def recorded(server: Live, path: Path) -> Any:
@@ -317,7 +317,7 @@ def finished_alive(data: Any) -> list[int]:
 
 def accused(data: Any, code: str) -> set[str]:
     """The roles of the processes with such a finding."""
-    return {each["subject"].split()[0] for each in data["findings"] if each["code"] == code}
+    return {item["subject"].split()[0] for item in data["findings"] if item["code"] == code}
 
 
 @long
@@ -432,8 +432,8 @@ def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) ->
         assert asked.answer(30) == 200
 
     assert httpx.post(f"{stock.url}/pause", params={"mode": "keep"}, timeout=30).status_code == 200
-    told = stock.cli("heal", "--dry-run", "-t", stock.name, "--json").data["actions"]
-    assert "POST /pause from 127.0.0.1" in told[0]["seen"]
+    shown = stock.cli("heal", "--dry-run", "-t", stock.name, "--json").data["actions"]
+    assert "POST /pause from 127.0.0.1" in shown[0]["seen"]
     ends("paused", stock.ask())
     with stock.stopped("worker"):
         ends("stopped", stock.ask())
@@ -499,5 +499,5 @@ def test_a_hang_is_named(stock: Prone, hang: Hang) -> None:
         is_real(stock, asked, hang.age_s)
         prove(stock, hang.code, hang.told, captured=hang.captured or EVERYTHING)
     if hang.lives_on:
-        assert {each.answer(30) for each in asked if not each.aborted} == {200}
+        assert {item.answer(30) for item in asked if not item.aborted} == {200}
         assert stock.ask().answer(30) == 200

@@ -41,7 +41,7 @@ def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fore
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    words = [word for each in environment.items() for word in ("--env", "=".join(each))]
+    words = [word for item in environment.items() for word in ("--env", "=".join(item))]
     keys = ringed(cli, place / "keyring.json")
     shape = (
         "--served-model-name",
@@ -70,9 +70,9 @@ def test_a_conversation_stays_whole(client: Any) -> None:
     assert "Hello there" in first.output_text
     second = say(client, "two", previous_response_id=first.id, max_output_tokens=20)
     third = say(client, "three", previous_response_id=second.id, max_output_tokens=20)
-    said: list[Any] = [{"role": "user", "content": "one"}, *first.output]
-    said += [{"role": "user", "content": "two"}, *second.output]
-    sent = [*said, {"role": "user", "content": "three"}]
+    words: list[Any] = [{"role": "user", "content": "one"}, *first.output]
+    words += [{"role": "user", "content": "two"}, *second.output]
+    sent = [*words, {"role": "user", "content": "three"}]
     whole = say(client, sent, store=False, max_output_tokens=20)
     assert third.usage.input_tokens == whole.usage.input_tokens
     (item,) = client.responses.input_items.list(third.id)
@@ -95,14 +95,14 @@ def test_a_background_stream(client: Any) -> None:
 def test_runs_are_cancelled_and_deleted(client: Any) -> None:
     stream, cancelled = following(client)
     run = background(client)
-    for each in (cancelled, run.id):
-        assert client.responses.cancel(each).status == "cancelled"
+    for item in (cancelled, run.id):
+        assert client.responses.cancel(item).status == "cancelled"
     assert list(stream)[-1].type == "response.cancelled"
     deleted = background(client)
     client.responses.delete(deleted.id)
     short = background(client, max_output_tokens=20)
     assert ended(client, short.id).output_text
-    kept = [each.status for each in map(client.responses.retrieve, (cancelled, run.id, short.id))]
+    kept = [item.status for item in map(client.responses.retrieve, (cancelled, run.id, short.id))]
     assert kept == ["cancelled", "cancelled", "incomplete"]
 
 

@@ -46,7 +46,7 @@ def test_a_model_is_a_few_megabytes_and_whole(built: Path) -> None:
 
 
 def test_two_builders_at_once_leave_one_model_and_nothing_else(built: Path) -> None:
-    assert [each.name for each in (built / "demo").iterdir()] == [f"text-{demo.RECIPE}"]
+    assert [item.name for item in (built / "demo").iterdir()] == [f"text-{demo.RECIPE}"]
 
 
 def test_a_model_is_built_once(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_without_vllm_the_hint_is_to_install_it(
         "PYTHONPATH": str(Path(vllmops.__file__).parent.parent),
         "PATH": os.environ["PATH"],
     }
-    said = subprocess.run(
+    words = subprocess.run(
         [bare / "bin" / "python", "-c", program],
         env=env,
         capture_output=True,
@@ -148,7 +148,7 @@ def test_without_vllm_the_hint_is_to_install_it(
         check=True,
         timeout=60,
     ).stdout
-    assert said.startswith(f"{code}|{hint}")
+    assert words.startswith(f"{code}|{hint}")
 
 
 def test_a_demo_is_served_under_a_short_name_and_offline() -> None:

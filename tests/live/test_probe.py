@@ -74,11 +74,11 @@ class Probed:
     @contextmanager
     def never_red(self) -> Iterator[None]:
         """Nothing is said to be dead in this block."""
-        over, said = threading.Event(), list[tuple[int, str]]()
+        over, words = threading.Event(), list[tuple[int, str]]()
 
         def look() -> None:
             while not over.wait(0.5):
-                said.append(self.ask("livez"))
+                words.append(self.ask("livez"))
 
         looking = threading.Thread(target=look)
         looking.start()
@@ -87,8 +87,8 @@ class Probed:
         finally:
             over.set()
             looking.join()
-        assert len(said) > 3
-        assert {code for code, _ in said} == {200}, said
+        assert len(words) > 3
+        assert {code for code, _ in words} == {200}, words
 
 
 @pytest.fixture(scope="module")

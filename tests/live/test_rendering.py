@@ -55,8 +55,8 @@ def stored(*, harmony: bool) -> list[Any]:
 
 def sealed(*, harmony: bool) -> list[Any]:
     """What a carrier holds of them."""
-    said = map(carried.lean, wire.spoken(OUTPUT, harmony=harmony))
-    return [{"role": "user", "content": "light, please"}, *said, RESULT]
+    words = map(carried.lean, wire.spoken(OUTPUT, harmony=harmony))
+    return [{"role": "user", "content": "light, please"}, *words, RESULT]
 
 
 def signed(*, harmony: bool) -> list[Any]:
@@ -79,9 +79,9 @@ def test_for_a_chat_model(way: Any) -> None:
     messages = construct(request_input=parsed(way(harmony=False)))
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
     assert messages[0]["content"] == "light, please"
-    said = messages[1]
-    assert (said["reasoning"], said["content"]) == ("it is dark", "on it")
-    assert [call["function"]["name"] for call in said["tool_calls"]] == ["lamp"]
+    words = messages[1]
+    assert (words["reasoning"], words["content"]) == ("it is dark", "on it")
+    assert [call["function"]["name"] for call in words["tool_calls"]] == ["lamp"]
     assert (messages[2]["tool_call_id"], messages[2]["content"]) == ("c", "it is on")
 
 
@@ -92,8 +92,8 @@ def test_for_gpt_oss(way: Any) -> None:
     for item in parsed(way(harmony=True)):
         messages.append(vllm("harmony").response_input_to_harmony(item, before))
         before.append(item)
-    told = [(m.author.role.value, m.channel, m.recipient, m.content[0].text) for m in messages]
-    assert told == [
+    shown = [(m.author.role.value, m.channel, m.recipient, m.content[0].text) for m in messages]
+    assert shown == [
         ("user", None, None, "light, please"),
         ("assistant", "analysis", None, "it is dark"),
         ("assistant", "final", None, "on it"),
@@ -121,8 +121,8 @@ def test_images_and_sounds_come_as_they_were(part: Any) -> None:
 
 
 def test_an_answer_of_no_words_is_left_out() -> None:
-    said = {"id": "msg_1", "role": "assistant", "status": "completed"}
-    empty = {**said, "type": "message", "content": []}
+    words = {"id": "msg_1", "role": "assistant", "status": "completed"}
+    empty = {**words, "type": "message", "content": []}
     items = [{"role": "user", "content": "well?"}, empty, {**empty, "content": [TEXT]}]
     for given in (items, parsed(items)):
-        assert [wire.silent(each) for each in given] == [False, True, False]
+        assert [wire.silent(item) for item in given] == [False, True, False]

@@ -128,7 +128,7 @@ def pair(
         free = "VLLM_ENFORCE_STRICT_TOOL_CALLING=0"
         # Threads of two replicas that wait for each other by spinning leave two cores to nobody.
         one_thread = ("VLLM_CPU_OMP_THREADS_BIND=nobind", "OMP_NUM_THREADS=1")
-        environment = [word for each in (free, *one_thread) for word in ("--env", each)]
+        environment = [word for item in (free, *one_thread) for word in ("--env", item)]
         words = (*environment, "--demo", "text", "--", *LENGTH, *shape)
         return serve("--store", postgres.url, *keys, *words)
 
@@ -183,9 +183,9 @@ def test_what_one_replica_has_made_the_other_knows(here: Any, away: Any, east: s
     assert ask(east, "?limit=1").json()["first_id"] == made.id
     second = say(away, "two", previous_response_id=made.id)
     third = say(here, "three", previous_response_id=second.id)
-    said: list[Any] = [{"role": "user", "content": "one"}, *made.output]
-    said += [{"role": "user", "content": "two"}, *second.output]
-    whole = say(here, [*said, {"role": "user", "content": "three"}], store=False)
+    words: list[Any] = [{"role": "user", "content": "one"}, *made.output]
+    words += [{"role": "user", "content": "two"}, *second.output]
+    whole = say(here, [*words, {"role": "user", "content": "three"}], store=False)
     assert third.usage.input_tokens == whole.usage.input_tokens
     away.responses.delete(made.id)
     for client in (here, away):
@@ -200,15 +200,15 @@ def test_a_run_is_stopped_from_the_other_replica(west: Live, here: Any, away: An
     run, deleted = background(here, **LONG), background(here, **LONG)
     stream, streamed = following(here, **LONG)
     until(lambda: engine.engine().running == 3)
-    for each in (run.id, streamed):
-        assert away.responses.cancel(each).status == "cancelled"
+    for item in (run.id, streamed):
+        assert away.responses.cancel(item).status == "cancelled"
     away.responses.delete(deleted.id)
     until(lambda: engine.engine().running == 0, STOPPED_S)
     assert list(stream)[-1].type == "response.cancelled"
     for client in (here, away):
-        for each in (run.id, streamed):
-            assert client.responses.retrieve(each).status == "cancelled"
-            assert client.responses.cancel(each).status == "cancelled"
+        for item in (run.id, streamed):
+            assert client.responses.retrieve(item).status == "cancelled"
+            assert client.responses.cancel(item).status == "cancelled"
         assert list(client.responses.retrieve(streamed, stream=True))[-1].type == (
             "response.cancelled"
         )
@@ -241,8 +241,8 @@ def test_who_follows_elsewhere_is_told_of_the_end(
     followed = away.responses.retrieve(response_id, stream=True, starting_after=0)
     assert next(iter(followed)).sequence_number == 1
     getattr(here.responses, route)(response_id)
-    for each in (followed, stream):
-        assert list(each)[-1].type == last
+    for item in (followed, stream):
+        assert list(item)[-1].type == last
 
 
 # -- agents -----------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def no_blanks(server: Live) -> dict[str, int]:
     """What keeps a random model from filling JSON with blanks for ever."""
     question = {"model": MODEL, "prompt": " \n\r\t", "add_special_tokens": False}
     tokens = httpx.post(f"{server.url}/tokenize", json=question, timeout=60).json()["tokens"]
-    return {str(each): -100 for each in tokens}
+    return {str(item): -100 for item in tokens}
 
 
 class Balanced(openai.AsyncOpenAI):
@@ -266,7 +266,7 @@ class Balanced(openai.AsyncOpenAI):
 
     def __init__(self, bases: list[str]) -> None:
         super().__init__(base_url=bases[0], api_key="none", max_retries=3)
-        self.ports = itertools.cycle(urlsplit(each).port for each in bases)
+        self.ports = itertools.cycle(urlsplit(item).port for item in bases)
         self.asked: list[int] = []
 
     async def _prepare_request(self, request: Any) -> None:
@@ -324,16 +324,16 @@ def test_an_agent_with_a_tool_over_several_turns(west: Live, east: str, here: An
     assert len(switched) == 3
     assert asked == asked[:2] * 3
     assert len(set(asked)) == 2
-    ids = [str(each.response_id) for result in results for each in result.raw_responses]
-    made = [here.responses.retrieve(each) for each in ids]
-    assert [each.previous_response_id for each in made] == [None, *ids[:-1]]
-    brought = [[item.type for item in here.responses.input_items.list(each)] for each in ids]
+    ids = [str(entry.response_id) for result in results for entry in result.raw_responses]
+    made = [here.responses.retrieve(entry) for entry in ids]
+    assert [entry.previous_response_id for entry in made] == [None, *ids[:-1]]
+    brought = [[item.type for item in here.responses.input_items.list(entry)] for entry in ids]
     assert brought == [["message"], ["function_call_output"]] * 3
     # The last turn was told what all before it had said, and no more.
     items: list[Any] = []
     for turn, response in enumerate(made[:-1]):
         given = here.responses.input_items.list(ids[turn], order="asc")
-        items += [as_given(each) for each in given]
+        items += [as_given(entry) for entry in given]
         items += response.output
     items += map(as_given, here.responses.input_items.list(ids[-1]))
     whole = say(here, items, store=False, instructions="you keep a lamp", tools=made[-1].tools)
@@ -353,26 +353,26 @@ def endure(database: Server, *bases: str) -> None:
         down = time.monotonic()
 
         def answers() -> list[Told]:
-            return [each for each in list(load.told) if each.began > down]
+            return [item for item in list(load.told) if item.began > down]
 
-        until(lambda: {(each.base, each.kind) for each in answers()} == set(load.each))
+        until(lambda: {(item.base, item.kind) for item in answers()} == set(load.each))
         time.sleep(2)
         meanwhile = answers()
         database.start()
         load.wait()
-    for each in meanwhile:
-        assert not each.stored
-        wanted = {"foreground": 503, "background": 503, "stream": 200, "unstored": 200}[each.kind]
-        assert each.status == wanted
-        assert each.over - each.began < BOUND_S
+    for item in meanwhile:
+        assert not item.stored
+        wanted = {"foreground": 503, "background": 503, "stream": 200, "unstored": 200}[item.kind]
+        assert item.status == wanted
+        assert item.over - item.began < BOUND_S
         if wanted == 503:
-            assert int(each.retry_after) >= 1
-    assert {each.status for each in load.told if each.kind == "unstored"} == {200}
-    assert {each.status for each in load.told} == {200, 503}
+            assert int(item.retry_after) >= 1
+    assert {item.status for item in load.told if item.kind == "unstored"} == {200}
+    assert {item.status for item in load.told} == {200, 503}
 
     def over() -> Any:
         kept = there(bases[-1], load.stored)
-        return {each["status"] for each in kept.values()} <= WELL and kept
+        return {item["status"] for item in kept.values()} <= WELL and kept
 
     until(over)
     for place in bases:
@@ -386,8 +386,8 @@ def test_the_store_is_restarted_under_load(
     followed = away.responses.retrieve(response_id, stream=True)
     next(iter(followed))
     endure(postgres, base(west), east)
-    for each in (stream, followed):
-        events = list(each)
+    for item in (stream, followed):
+        events = list(item)
         assert events[-1].type == "response.incomplete"
         assert events[-1].response.output_text == here.responses.retrieve(response_id).output_text
 
@@ -415,11 +415,11 @@ def test_a_replica_and_its_store_are_killed(
     postgres.start()
     lost = [run.id, streamed]
     kept = there(east, {*load.stored, *lost})
-    assert [kept[each]["status"] for each in lost] == ["in_progress"] * 2
+    assert [kept[item]["status"] for item in lost] == ["in_progress"] * 2
     # What the next tests want takes about as long to start as the lease lasts.
     request.getfixturevalue("south")
-    for each in lost:
-        failed = ended(away, each, LEASE_S + 15)
+    for item in lost:
+        failed = ended(away, item, LEASE_S + 15)
         assert (failed.status, failed.error.message) == ("failed", GONE)
     follower.join(15)
     assert last[0].type == "response.failed", last
@@ -454,7 +454,7 @@ def test_each_turn_of_a_conversation_goes_to_another_server(
             assert sealed_in(answer).startswith(f"vllm:2:{key['kid']}:")
         else:
             history = opened(sealed_in(answer), key)
-            asked = [each["content"] for each in history if each["role"] == "user"]
+            asked = [item["content"] for item in history if item["role"] == "user"]
             assert asked == list(QUESTIONS[: turn + 1])
 
 
@@ -498,8 +498,8 @@ def test_a_replica_on_valkey(south: Live) -> None:
     (engine,) = reach(south, "engine")
     run, (stream, streamed) = background(client), following(client)
     until(lambda: engine.engine().running == 2)
-    for each in (run.id, streamed):
-        assert client.responses.cancel(each).status == "cancelled"
+    for item in (run.id, streamed):
+        assert client.responses.cancel(item).status == "cancelled"
     until(lambda: engine.engine().running == 0, STOPPED_S)
     assert list(stream)[-1].type == "response.cancelled"
     stream, response_id = following(client, max_output_tokens=100)
@@ -530,4 +530,4 @@ def test_a_replica_and_valkey_are_killed(south: Live, valkey: Server) -> None:
         valkey.kill()
     valkey.start()
     words = ("responses", "list", "--store", valkey.url, "--all", "--json")
-    assert load.stored <= {each["id"] for each in south.cli(*words).data["responses"]}
+    assert load.stored <= {item["id"] for item in south.cli(*words).data["responses"]}

@@ -180,7 +180,7 @@ def test_nobody_else_gets_at_a_response(client: Any, stranger: Any, base: str) -
     for attempt in attempts:
         with pytest.raises(openai.NotFoundError):
             attempt()
-    seen = [each["id"] for each in ask(base, "?limit=100", key="two").json()["data"]]
+    seen = [item["id"] for item in ask(base, "?limit=100", key="two").json()["data"]]
     assert not {made.id, run.id} & set(seen)
     assert client.responses.retrieve(run.id).status != "cancelled"
     client.responses.cancel(run.id)
@@ -374,7 +374,7 @@ def sent_by(response: Any, client: Any) -> Any:
 
 
 def test_a_conversation_goes_from_a_store_to_a_client_and_back(client: Any) -> None:
-    asked = [{"role": "user", "content": each} for each in ("one", "two", "three", "four")]
+    asked = [{"role": "user", "content": entry} for entry in ("one", "two", "three", "four")]
     first = say(client, [asked[0]])
     second = say(client, [asked[1]], previous_response_id=first.id, **CARRY)
     third = say(client, [second.output[-1], asked[2]])
@@ -535,7 +535,7 @@ def test_keys_are_rotated_while_clients_converse(cli: Cli, client: Any, keyring:
                 assert len(ran.data["loaded"]) == 2
         finally:
             over.set()
-        assert {kid for each in clients for kid in each.result()[1]} >= {ran.data["kid"]}
+        assert {kid for item in clients for kid in item.result()[1]} >= {ran.data["kid"]}
 
 
 def test_keys_are_pushed_to_a_server(
@@ -547,7 +547,7 @@ def test_keys_are_pushed_to_a_server(
     kid = cli("keys", "add", "--keyring", str(elsewhere), "--json").data["kid"]
     ran = cli(*words, "--admin-token", str(admin_token))
     assert ran.code == 0, ran.out
-    until(lambda: sum(holds(each, kid) for each in reach(kept, "api")) == 2)
+    until(lambda: sum(holds(item, kid) for item in reach(kept, "api")) == 2)
     for _ in range(4):
         made = say(client, [made.output[-1], {"role": "user", "content": "go on"}], **CARRY)
         assert sealed_in(made).split(":")[2] == kid
@@ -586,13 +586,13 @@ def test_lists(client: Any, base: str) -> None:
         return ask(base, f"?{query}", key=key).json()
 
     newest = page("limit=2")
-    assert [each["id"] for each in newest["data"]] == mine[:-3:-1]
+    assert [item["id"] for item in newest["data"]] == mine[:-3:-1]
     assert (newest["object"], newest["has_more"]) == ("list", True)
     assert (newest["first_id"], newest["last_id"]) == (mine[4], mine[3])
     rest = page(f"after={newest['last_id']}&limit=2")
-    assert [each["id"] for each in rest["data"]] == [mine[2], mine[1]]
-    assert [each["id"] for each in page(f"order=asc&after={mine[2]}")["data"]] == mine[3:]
-    assert [each["id"] for each in page(f"before={mine[2]}&limit=2")["data"]] == mine[:2:-1]
+    assert [item["id"] for item in rest["data"]] == [mine[2], mine[1]]
+    assert [item["id"] for item in page(f"order=asc&after={mine[2]}")["data"]] == mine[3:]
+    assert [item["id"] for item in page(f"before={mine[2]}&limit=2")["data"]] == mine[:2:-1]
     assert page("status=failed&model=demo-text")["data"] == []
     assert page("model=demo-text&status=incomplete&limit=5")["data"][0]["id"] == mine[4]
     assert page("model=another")["data"] == []
@@ -677,9 +677,9 @@ def test_parameters_of_openais_do_no_harm(client: Any) -> None:
 def test_a_server_keeps_nothing_of_what_it_has_stored(kept: Live, client: Any) -> None:
     list(following(client, max_output_tokens=5)[0])
     say(client)
-    held = [each.memory().store for each in reach(kept, "api")]
+    held = [item.memory().store for item in reach(kept, "api")]
     assert len(held) == 2
-    assert {(each.responses, each.messages, each.events) for each in held if each} == {(0, 0, 0)}
+    assert {(item.responses, item.messages, item.events) for item in held if item} == {(0, 0, 0)}
 
 
 LOCK = """
@@ -754,7 +754,7 @@ def test_the_command_sees_and_ends_what_runs(
         process.suspend()
         try:
             newest = command("list", "-n", "2", *way)["responses"]
-            assert [each["id"] for each in newest] == [run.id, made.id]
+            assert [item["id"] for item in newest] == [run.id, made.id]
             assert newest[0]["status"] in {"queued", "in_progress"}
             command("cancel", run.id if named else "--all-running", *way)
         finally:
@@ -803,5 +803,5 @@ def test_every_process_is_killed(kept: Live, base: str) -> None:
             kill(pid)
     store = f"sqlite:///{kept.home / 'instances' / kept.name / 'responses.db'}"
     listed = kept.cli("responses", "list", "--store", store, "--all", "--json").data["responses"]
-    assert load.stored <= {each["id"] for each in listed}
-    assert not [each for each in load.told if each.status not in {0, 200}]
+    assert load.stored <= {item["id"] for item in listed}
+    assert not [item for item in load.told if item.status not in {0, 200}]

@@ -129,10 +129,10 @@ def judged(tmp_path: Path, alert: str, given: Series) -> bool:
         timeout=60,
         check=False,
     )
-    said = done.stdout + done.stderr
+    words = done.stdout + done.stderr
     if done.returncode == 0:
         return False
-    assert "got:[" in said.replace(" ", "").replace("\n", ""), said
+    assert "got:[" in words.replace(" ", "").replace("\n", ""), words
     return True
 
 
@@ -142,12 +142,12 @@ def length(values: str) -> int:
     return sum(int(found[1]) + (not gap) if found else 1 for gap, found in repeated)
 
 
-@pytest.mark.parametrize(("alert", "given"), [(k, v) for k, each in FIRES.items() for v in each])
+@pytest.mark.parametrize(("alert", "given"), [(k, v) for k, item in FIRES.items() for v in item])
 def test_it_fires(tmp_path: Path, alert: str, given: Series) -> None:
     assert judged(tmp_path, alert, given)
 
 
-@pytest.mark.parametrize(("alert", "given"), [(k, v) for k, each in QUIET.items() for v in each])
+@pytest.mark.parametrize(("alert", "given"), [(k, v) for k, item in QUIET.items() for v in item])
 def test_it_does_not_fire(tmp_path: Path, alert: str, given: Series) -> None:
     assert not judged(tmp_path, alert, given)
 

@@ -104,7 +104,7 @@ def test_names_and_units() -> None:
 def test_each_is_in_the_manual() -> None:
     page = files("vllmops").joinpath("docs/metrics.md").read_text("utf-8")
     rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
-    told = {
+    shown = {
         name if not name.startswith("_") else first.rpartition(shortest(first))[0] + name
         for row in rows
         for names in [[word.partition("{")[0] for word in re.findall(r"`([^`]+)`", row)]]
@@ -112,7 +112,7 @@ def test_each_is_in_the_manual() -> None:
         for name in names
     }
     counted = {counter._name for counter in COUNTERS}
-    assert told == set(FAMILIES) | {
+    assert shown == set(FAMILIES) | {
         name.removeprefix(PREFIX) + ("" if name.endswith("seconds") else "_total")
         for name in counted
     }

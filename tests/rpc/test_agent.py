@@ -71,13 +71,13 @@ def test_several_side_by_side(spawn: Spawn) -> None:
     live, stopped = spawn(), spawn()
     os.kill(stopped.process.pid, signal.SIGSTOP)
     began = time.monotonic()
-    told, silent = side_by_side(
+    shown, silent = side_by_side(
         [live.process, stopped.process, stopped.process],
         lambda process: reach(process, timeout_s=0.5).hello().pid,
     )
     assert time.monotonic() - began < 0.9
-    assert told == [live.process.pid]
-    assert [(each.pid, each.code) for each in silent] == [
+    assert shown == [live.process.pid]
+    assert [(item.pid, item.code) for item in silent] == [
         (stopped.process.pid, "agent.timeout")
     ] * 2
 

@@ -128,7 +128,7 @@ def test_a_fatal_error_is_a_crash() -> None:
 
 def test_a_crash_beside_stacks() -> None:
     found = explain(read(CRASH + sample("input-thread-dead")))
-    assert {each.code for each in found.findings} == {"stack.crash", "stack.input-thread-dead"}
+    assert {item.code for item in found.findings} == {"stack.crash", "stack.input-thread-dead"}
     assert found.verdict == "hang"
 
 

@@ -149,7 +149,7 @@ def test_local_variables_only_when_asked_for() -> None:
     assert all(frame.locals is None for thread in without.threads for frame in thread.frames)
     frame = with_.threads[2].frames[0]
     assert frame.locals is not None
-    assert [(each.name, each.value, each.argument) for each in frame.locals] == [
+    assert [(item.name, item.value, item.argument) for item in frame.locals] == [
         ("prompt", '"tell me"', True)
     ]
 
@@ -175,7 +175,7 @@ def test_one_that_is_gone_does_not_keep_the_others() -> None:
         other.kill()
         other.wait()
         snapshot = pyspy.capture([gone, process(target.pid)], server="demo")
-    assert [each.role for each in snapshot.processes] == ["worker", "engine"]
+    assert [item.role for item in snapshot.processes] == ["worker", "engine"]
     assert code(snapshot.processes[0]) == "stacks.gone"
     assert "generate" in functions(snapshot.processes[1])
     assert snapshot.server == "demo"
@@ -286,7 +286,7 @@ def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     began = time.monotonic()
     snapshot = pyspy.capture([me] * 5, Options(native=True), timeout_s=1.0)
     assert 0.9 < time.monotonic() - began < 2.0
-    assert {code(each) for each in snapshot.processes} == {"stacks.timeout"}
+    assert {code(item) for item in snapshot.processes} == {"stacks.timeout"}
     error = snapshot.processes[0].error
     assert error is not None
     assert "py-spy did not finish" in error.message
@@ -383,14 +383,14 @@ def test_no_permission(wrap: list[str], expected: str, words: str, hint: str) ->
             found = Process(role=Role.ENGINE, pid={found.pid}, start_ticks={found.start_ticks})
             print(msgspec.json.encode(pyspy.capture([found]).processes[0].error).decode())
         """)
-        told = subprocess.run(
+        shown = subprocess.run(
             [*wrap, sys.executable, "-c", program],
             check=True,
             capture_output=True,
             text=True,
             timeout=60,
         )
-    error = json.loads(told.stdout)
+    error = json.loads(shown.stdout)
     assert error["code"] == expected
     assert words in error["message"]
     assert hint in error["hint"]

@@ -61,9 +61,9 @@ class Writer:
         """Kill -9; what it had said until then."""
         self.process.kill()
         assert self.process.stdout
-        said = self.process.stdout.read()
+        words = self.process.stdout.read()
         self.process.wait(10)
-        return said.splitlines(keepends=True)
+        return words.splitlines(keepends=True)
 
 
 @pytest.fixture
@@ -75,5 +75,5 @@ def writer() -> Iterator[Callable[..., Writer]]:
         return made[-1]
 
     yield make
-    for each in made:
-        each.kill()
+    for item in made:
+        item.kill()

@@ -46,7 +46,7 @@ def rss() -> int:
 async def main(url: str, max_size: int, counts: list[int], events: int) -> None:
     store = ResponseStore(opening.backend(url, Limits(max_size=max_size)))
     async with store:
-        begun, number, said, raw = rss(), 0, [], 0
+        begun, number, words, raw = rss(), 0, [], 0
         for count in counts:
             while number < count:
                 made = response(number)
@@ -59,9 +59,9 @@ async def main(url: str, max_size: int, counts: list[int], events: int) -> None:
                     await store.append(made, first, [delta % (first + n) for n in range(50)])
                 number += 1
                 await asyncio.sleep(0)  # as between two requests
-            said.append(rss() - begun)
+            words.append(rss() - begun)
         count = (await store.stats(EVERYBODY)).count
-    print(json.dumps({"grown": said, "count": count, "raw": raw}))
+    print(json.dumps({"grown": words, "count": count, "raw": raw}))
 
 
 asyncio.run(main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])))

@@ -68,8 +68,8 @@ def test_the_heartbeat_goes_on(
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(asyncio.wait_for(play(), 20))
-    (told,) = [each.message for each in caplog.records if type(error).__name__ in each.message]
-    assert "lease" in told
+    (shown,) = [item.message for item in caplog.records if type(error).__name__ in item.message]
+    assert "lease" in shown
 
 
 def test_sweeping_goes_on_and_hinders_no_heartbeat(
@@ -97,7 +97,7 @@ def test_sweeping_goes_on_and_hinders_no_heartbeat(
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(asyncio.wait_for(play(), 20))
-    assert sum("KeyError" in each.message for each in caplog.records) == 1
+    assert sum("KeyError" in item.message for item in caplog.records) == 1
 
 
 def test_what_a_run_raises_when_it_is_stopped_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +113,7 @@ def test_what_a_run_raises_when_it_is_stopped_is_told(caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(asyncio.wait_for(play(), 20))
-    assert any("no such task" in each.message for each in caplog.records)
+    assert any("no such task" in item.message for item in caplog.records)
 
 
 def test_events_go_on_behind_those_that_can_not_be_stored(
@@ -131,7 +131,7 @@ def test_events_go_on_behind_those_that_can_not_be_stored(
             async with Writer(store, RUN) as writer:
                 writer.add(0, b"{}")
                 await asyncio.sleep(0.2)
-                assert any("not these" in each.message for each in caplog.records)  # at once
+                assert any("not these" in item.message for item in caplog.records)  # at once
                 for n in range(1, 4):
                     writer.add(n, b"{}")
                     await asyncio.sleep(0.1)
@@ -151,7 +151,7 @@ def test_a_database_that_answers_too_little_keeps_nobody_waiting() -> None:
         calling = Gathered(run, lambda _: 0)
         async with asyncio.timeout(5):
             first = await asyncio.gather(*(calling(n) for n in range(3)), return_exceptions=True)
-            assert [isinstance(each, Exception) for each in first] == [True] * 3
+            assert [isinstance(item, Exception) for item in first] == [True] * 3
             assert await calling(7) == 7  # and it goes on
 
     asyncio.run(play())
@@ -223,7 +223,7 @@ def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["redis", "postgresql"])
 @pytest.mark.parametrize(
-    "said",
+    "words",
     [
         b"",
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
@@ -233,15 +233,15 @@ def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
         b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I" * 20,
     ],
 )
-def test_whoever_answers_instead_of_a_database(scheme: str, said: bytes) -> None:
+def test_whoever_answers_instead_of_a_database(scheme: str, words: bytes) -> None:
     """A proxy, or a server of another kind: each call says that the store is unavailable."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while await reader.read(1 << 16):
-                writer.write(said)
+                writer.write(words)
                 await writer.drain()
-                if not said:
+                if not words:
                     break
         writer.close()
 

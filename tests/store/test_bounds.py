@@ -79,6 +79,6 @@ def test_a_conversation_is_looked_up_by_its_ids(shared_servers: dict[str, Server
             explain = f"EXPLAIN (ANALYZE) {backend.text['conversation']}"
             return "\n".join(row[0] for row in await backend.run(explain, "r199", "a"))
 
-    told = asyncio.run(plan())
-    assert told.count("plans_responses_pkey") >= 2, told
-    assert "plans_by_owner" not in told, told
+    shown = asyncio.run(plan())
+    assert shown.count("plans_responses_pkey") >= 2, shown
+    assert "plans_by_owner" not in shown, shown

@@ -91,22 +91,22 @@ def fill(url: str, responses: list[Response]) -> list[str]:
     """Store them, those of the background with events; their ids."""
 
     async def work(store: ResponseStore) -> list[str]:
-        for each in responses:
-            assert await store.create(each)
-            if json.loads(each.body).get("background"):
-                assert await store.append(each, 0, EVENTS)
-        return [each.id for each in responses]
+        for item in responses:
+            assert await store.create(item)
+            if json.loads(item.body).get("background"):
+                assert await store.append(item, 0, EVENTS)
+        return [item.id for item in responses]
 
     found: list[str] = on(url, work)
     return found
 
 
 def numbered(*numbers: int, **fields: Any) -> list[Response]:
-    return [response(each, **fields) for each in numbers]
+    return [response(item, **fields) for item in numbers]
 
 
 def ids(answer: Any) -> list[str]:
-    return [each["id"] for each in answer.data["responses"]]
+    return [item["id"] for item in answer.data["responses"]]
 
 
 def kept(url: str) -> dict[str, Any]:
@@ -115,9 +115,9 @@ def kept(url: str) -> dict[str, Any]:
     async def run() -> dict[str, Any]:
         found = {}
         async with Storage(url) as store:
-            for each in (await store.page(Query(limit=1000))).responses:
-                events = await store.events(each)
-                found[each.id] = each, [event for part in events for event in part.events]
+            for item in (await store.page(Query(limit=1000))).responses:
+                events = await store.events(item)
+                found[item.id] = item, [event for part in events for event in part.events]
         return found
 
     return asyncio.run(run())
@@ -154,7 +154,7 @@ def test_list(vllmops: Any, shared_url: str) -> None:
     text = vllmops("responses", "list", "--store", shared_url, columns=80)
     lines = text.out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert all(any(each in line for line in lines) for each in made)
+    assert all(any(item in line for line in lines) for item in made)
     assert ONE[:8] in text.out
     more = vllmops("responses", "list", "--store", shared_url, "-n", "2", columns=80)
     assert f"--after {made[1]}" in more.out
@@ -200,12 +200,12 @@ def test_show(vllmops: Any, shared_url: str) -> None:
     data = shown(background, "--json", "--input", "--events").data
     assert data["response"]["output"][0]["content"][0]["text"] == "answer 3"
     assert data["input"] == GIVEN
-    assert [each["sequence_number"] for each in data["events"]] == [0, 1]
+    assert [item["sequence_number"] for item in data["events"]] == [0, 1]
     assert (data["owner"], data["status"]) == (ONE, "completed")
     assert shown(foreground, "--json").data["events"] is None
     text = shown(background, "--input", "--events").out
-    for each in ("answer 3", "a question", "another", "response.created", "lamp", '{"on":1}', ONE):
-        assert each in text
+    for item in ("answer 3", "a question", "another", "response.created", "lamp", '{"on":1}', ONE):
+        assert item in text
     assert "no stored events" in shown(foreground, "--events").out
     assert json.loads(shown(background, "--raw").out)["id"] == background
     assert json.loads(shown(background, "--raw", "--input").out) == GIVEN
@@ -222,13 +222,13 @@ def test_cancel(vllmops: Any, shared_url: str) -> None:
         return vllmops("responses", "cancel", *words, "--json", "--store", shared_url)
 
     assert ids(cancel("--older-than", "200m", "--dry-run")) == [runs[2], runs[1]]
-    for told in ("cancelled", "cancelled before"):  # once more does no harm
+    for output in ("cancelled", "cancelled before"):  # once more does no harm
         answer = cancel(runs[0])
         assert answer.code == 0
-        assert [each["result"] for each in answer.data["responses"]] == [told]
+        assert [item["result"] for item in answer.data["responses"]] == [output]
     some = cancel(runs[1], "resp_unknown", response(1).id)
     assert (some.code, some.error["code"]) == (Exit.FAILED, "responses.some-failed")
-    done = {each["id"]: each["done"] for each in some.data["responses"]}
+    done = {item["id"]: item["done"] for item in some.data["responses"]}
     assert done == {runs[1]: True, "resp_unknown": False, response(1).id: False}
     finished, unknown = cancel(response(1).id), cancel("resp_unknown")
     assert (finished.code, finished.error["code"]) == (Exit.FAILED, "responses.refused")
@@ -236,7 +236,7 @@ def test_cancel(vllmops: Any, shared_url: str) -> None:
     answer = cancel("--all-running")
     assert (answer.code, ids(answer)) == (0, [runs[2]])
     assert cancel("--all-running").data == {"responses": [], "done": 0}
-    statuses = {name: each.status for name, (each, _) in kept(shared_url).items()}
+    statuses = {name: item.status for name, (item, _) in kept(shared_url).items()}
     assert statuses == {response(1).id: "completed"} | dict.fromkeys(runs, "cancelled")
     for words in ((), ("--all-running", "resp_1")):
         assert cancel(*words).code == Exit.USAGE
@@ -250,10 +250,10 @@ def test_whoever_runs_it_stops(shared_url: str, home: Path) -> None:
         store.attend(run, stopped.set)
         words = ("-m", "vllmops", "responses", "cancel", run.id, "--store", shared_url)
         command = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=PIPE)
-        said, _ = await command.communicate()
+        spoken, _ = await command.communicate()
         async with asyncio.timeout(5):
             await stopped.wait()
-        return said.decode()
+        return spoken.decode()
 
     assert on(shared_url, work) == f"{response(0).id}  cancelled\n"
 
@@ -267,7 +267,7 @@ def test_delete(vllmops: Any, shared_url: str) -> None:
     assert ids(delete(made[0], made[0])) == [made[0]]
     some = delete(made[0], made[1])
     assert (some.code, some.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
-    assert [each["done"] for each in some.data["responses"]] == [False, True]
+    assert [item["done"] for item in some.data["responses"]] == [False, True]
     assert list(kept(shared_url)) == [made[2]]
     text = vllmops("responses", "delete", "resp_unknown", made[2], "--store", shared_url)
     assert text.code == Exit.NOT_FOUND
@@ -340,8 +340,8 @@ def test_from_one_store_to_another(
     out = vllmops("responses", "export", "--store", shared_url, "-o", str(file), "--json")
     assert out.data == {"count": 121, "running": 1, "path": str(file)}
     assert file.stat().st_mode & 0o777 == 0o600
-    told = vllmops("responses", "export", "--store", shared_url).err
-    assert "1 running responses left out" in told
+    output = vllmops("responses", "export", "--store", shared_url).err
+    assert "1 running responses left out" in output
     piped = vllmops("responses", "export", "--store", shared_url).out
     assert piped.encode() == file.read_bytes()
 
@@ -372,7 +372,7 @@ def test_what_is_there_is_not_overwritten(vllmops: Any, tmp_path: Path) -> None:
     vllmops("responses", "export", "--store", store, "-o", str(file))
     exists = vllmops("responses", "export", "--store", store, "-o", str(file), "--json")
     assert (exists.code, exists.error["code"]) == (Exit.USAGE, "responses.exists")
-    on(store, lambda each: each.delete(EVERYBODY, response(1).id))
+    on(store, lambda item: item.delete(EVERYBODY, response(1).id))
     fill(store, [response(1, status="in_progress", owner=TWO)])
     answer = vllmops("responses", "import", str(file), "--store", store, "--overwrite", "--json")
     assert (answer.data["replaced"], answer.data["skipped"]) == (1, 1)
@@ -396,8 +396,8 @@ def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:
         "responses", "import", str(file), "--store", f"sqlite:///{tmp_path}/b.db", "--json"
     )
     assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.broken")
-    assert [each["line"] for each in answer.data["broken"]] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
-    assert all(each["reason"] for each in answer.data["broken"])
+    assert [item["line"] for item in answer.data["broken"]] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
+    assert all(item["reason"] for item in answer.data["broken"])
     assert answer.data["count"] == 1
     text = vllmops("responses", "import", str(file), "--store", f"sqlite:///{tmp_path}/b.db")
     assert "line 2: 'me' is not an owner" in text.out
@@ -434,9 +434,9 @@ def test_pages_though_their_last_ones_go(tmp_path: Path) -> None:
         found: list[str] = []
         async with Storage(url) as responses:
             async for page in walk(responses, Query(limit=10)):
-                found += [each.id for each in page]
-                for each in page[-3:]:
-                    await responses.delete(each.id)
+                found += [item.id for item in page]
+                for item in page[-3:]:
+                    await responses.delete(item.id)
         return found
 
     assert asyncio.run(run()) == made
@@ -524,8 +524,8 @@ class Ours(Server):
 
     def clear(self) -> None:
         async def work(store: ResponseStore) -> None:
-            for each in (await store.page(EVERYBODY, Query(limit=1000))).responses:
-                await store.delete(EVERYBODY, each.id)
+            for item in (await store.page(EVERYBODY, Query(limit=1000))).responses:
+                await store.delete(EVERYBODY, item.id)
 
         on(self.store, work)
 
@@ -587,8 +587,8 @@ def test_show_over_http(ask: Ask, served: Ours) -> None:
     (name, other) = fill(served.store, numbered(3, 1))
     (run,) = fill(served.store, [response(6, status="in_progress")])
     data = ask("show", name, "--json", "--input", "--events").data
-    assert [each["content"][0]["text"] for each in data["input"]] == ["a question", "another"]
-    assert [each["sequence_number"] for each in data["events"]] == [0, 1]
+    assert [item["content"][0]["text"] for item in data["input"]] == ["a question", "another"]
+    assert [item["sequence_number"] for item in data["events"]] == [0, 1]
     assert data["events"][1]["delta"] == "h\u2028i"
     assert ask("show", other, "--json", "--events").data["events"] == []
     text = ask("show", run, "--events")
@@ -603,14 +603,14 @@ def test_ending_over_http(ask: Ask, served: Ours) -> None:
     answer = ask("cancel", runs[0], "--json")
     assert (answer.code, answer.data["responses"][0]["result"]) == (0, "cancelled")
     assert ask("cancel", runs[0], "--json").code == 0
-    for each, why in zip(done, ("completed", "synchronous"), strict=True):
-        answer = ask("cancel", each, "--json")
+    for item, why in zip(done, ("completed", "synchronous"), strict=True):
+        answer = ask("cancel", item, "--json")
         assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.refused")
         assert why in answer.error["message"]
     assert ids(ask("cancel", "--all-running", "--older-than", "4h", "--json")) == [runs[2]]
     assert ids(ask("cancel", "--all-running", "--json")) == [runs[1]]
     answer = ask("delete", runs[0], "resp_unknown", "--json")
-    assert [each["done"] for each in answer.data["responses"]].count(True) == 1
+    assert [item["done"] for item in answer.data["responses"]].count(True) == 1
     assert answer.code == Exit.NOT_FOUND
     trial = ask("purge", "--older-than", "150m", "--dry-run", "--json")
     assert set(ids(trial)) == {runs[1], runs[2], done[0]}
@@ -657,8 +657,8 @@ def test_without_the_route(
     answer = vllmops("responses", *words, "--json", "-t", url)
     assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
     assert url in answer.error["message"]
-    said = {"stock": ("vLLM 0.32.0", "vllmops serve"), "gateway": ("gateway", "behind it")}
-    message, hint = said[kind]
+    spoken = {"stock": ("vLLM 0.32.0", "vllmops serve"), "gateway": ("gateway", "behind it")}
+    message, hint = spoken[kind]
     assert message in answer.error["message"]
     assert hint in answer.error["hint"]
 
@@ -725,10 +725,10 @@ def test_ctrl_c(served: Ours, tmp_path: Path, home: Path) -> None:
                 while not listening.net_connections():
                     time.sleep(0.01)
                 process.send_signal(signal.SIGINT)
-                _, said = process.communicate(timeout=5)
+                _, spoken = process.communicate(timeout=5)
             assert process.returncode == Exit.INTERRUPTED
-            assert said.startswith("error: interrupted: 0")
-            assert "Traceback" not in said
+            assert spoken.startswith("error: interrupted: 0")
+            assert "Traceback" not in spoken
     finally:
         os.kill(served.process.pid, signal.SIGCONT)
     assert not list(tmp_path.iterdir())

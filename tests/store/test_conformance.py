@@ -20,12 +20,12 @@ from vllmops.store.memory import Memory
 
 
 async def judged(url: str) -> list[CheckResult]:
-    return [each async for each in run(url)]
+    return [item async for item in run(url)]
 
 
 def test_every_backend_keeps_every_promise(url: str) -> None:
     outcomes = asyncio.run(judged(url))
-    assert [each for each in outcomes if each.problem] == []
+    assert [item for item in outcomes if item.problem] == []
     assert len(outcomes) == len(CHECKS) >= 18
 
 
@@ -88,7 +88,7 @@ class ListsBackwards(Careless):
 class ForgetsTurns(Careless):
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         turns = await super().conversation(owner, response_id)
-        return [replace(each, previous_id=None) for each in turns[-50:]]
+        return [replace(item, previous_id=None) for item in turns[-50:]]
 
 
 class EvictsTheOldest(Careless):
@@ -186,11 +186,11 @@ FOUND: dict[type[Careless], str] = {
 }
 
 
-@pytest.mark.parametrize("defect", FOUND, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("defect", FOUND, ids=lambda item: item.__name__)
 def test_a_check_finds_each_defect(defect: type[Careless], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "users_own", lambda _: defect)
     monkeypatch.setenv(opening.CLASS, "a.user.s.Own")
-    (name,) = [each for each in CHECKS if each.startswith(FOUND[defect])]
+    (name,) = [item for item in CHECKS if item.startswith(FOUND[defect])]
     sound = asyncio.run(judge(name, CHECKS[name], "memory://"))
     assert sound.problem
     assert "Error" not in sound.problem.partition(":")[0]
@@ -228,8 +228,8 @@ def test_the_command(vllmops: Any, tmp_path: Path) -> None:
     answer = vllmops("responses", "check-store", f"sqlite:///{path}", "--json")
     assert (answer.code, answer.err) == (0, "")
     data = json.loads(answer.out)["data"]
-    assert [each["name"] for each in data["checks"]] == list(CHECKS)
-    assert {each["problem"] for each in data["checks"]} == {""}
+    assert [item["name"] for item in data["checks"]] == list(CHECKS)
+    assert {item["problem"] for item in data["checks"]} == {""}
     assert data["caveats"] == []
     # It leaves nothing behind.
     with closing(sqlite3.connect(path)) as kept:

@@ -78,7 +78,7 @@ def test_a_list_has_all_of_them(url: str, vllmops: Any) -> None:
     assert answer.out.count("damaged") == len(BAD)
     assert "resp_good" in answer.out
     answer = vllmops("responses", "list", "--store", url, "--all", "--json")
-    found = {each["id"]: each["damaged"] for each in json.loads(answer.out)["data"]["responses"]}
+    found = {item["id"]: item["damaged"] for item in json.loads(answer.out)["data"]["responses"]}
     assert found.pop("resp_good") is None
     assert set(found) == set(BAD)
     assert all(found.values())
@@ -103,8 +103,8 @@ def test_they_are_counted_and_left_out_and_deleted(url: str, vllmops: Any, tmp_p
     out = tmp_path / "out.jsonl"
     answer = vllmops("responses", "export", "--store", url, "-o", str(out), "--json")
     assert (answer.code, answer.error["code"]) == (1, "responses.damaged")
-    assert [json.loads(each)["id"] for each in out.read_text().splitlines()] == ["resp_good"]
-    named = {each["id"] for each in json.loads(answer.out)["data"]["damaged"]}
+    assert [json.loads(item)["id"] for item in out.read_text().splitlines()] == ["resp_good"]
+    named = {item["id"] for item in json.loads(answer.out)["data"]["damaged"]}
     assert named == set(BAD)
     answer = vllmops("responses", "purge", "--store", url, "--older-than", "1s", "--yes")
     assert answer.code == 0, answer
@@ -184,9 +184,9 @@ def hostile() -> Iterator[Callable[..., str]]:
         return f"http://127.0.0.1:{server.server_port}"
 
     yield serve
-    for each in servers:
-        each.shutdown()
-        each.server_close()
+    for item in servers:
+        item.shutdown()
+        item.server_close()
 
 
 def test_a_server_that_gives_what_is_no_response(hostile: Any, vllmops: Any) -> None:
@@ -201,8 +201,8 @@ def test_a_server_that_gives_what_is_no_response(hostile: Any, vllmops: Any) -> 
     assert answer.code == 0, answer
     found = json.loads(answer.out)["data"]["responses"]
     assert len(found) == len(parts) + len(odd) + 1
-    assert [each["id"] for each in found if not each["damaged"]] == ["resp_good"]
-    assert {"resp_status", "resp_type", "a"} <= {each["id"] for each in found}
+    assert [item["id"] for item in found if not item["damaged"]] == ["resp_good"]
+    assert {"resp_status", "resp_type", "a"} <= {item["id"] for item in found}
     answer = vllmops("responses", "list", "-t", url)
     assert answer.code == 0, answer
     assert answer.out.count("damaged") == len(found) - 1
@@ -258,10 +258,10 @@ def test_a_server_whose_input_goes_round(hostile: Any, vllmops: Any) -> None:
             return page(b'{"role":"user"}', more=True, last=b'"i"')
         return GOOD
 
-    told = vllmops(
+    shown = vllmops(
         "responses", "show", "resp_good", "--input", "-t", hostile(answer), "--json", timeout_s=20
     )
-    assert (told.code, told.error["code"]) == (1, "responses.refused"), told
+    assert (shown.code, shown.error["code"]) == (1, "responses.refused"), shown
 
 
 # -- lines
@@ -292,7 +292,7 @@ def imported(vllmops: Any, url: str, path: Path, content: bytes) -> tuple[int, d
     assert (answer.code, bool(answer.code)) == (int(bool(data["broken"])), bool(data["broken"])), (
         answer
     )
-    return data["count"], {each["line"]: each["reason"] for each in data["broken"]}
+    return data["count"], {item["line"]: item["reason"] for item in data["broken"]}
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql", "redis"])
@@ -321,7 +321,7 @@ def test_bad_lines_are_named_and_the_others_taken(
     assert "line 1" in broken[12]
     answer = vllmops("responses", "list", "--store", url, "--json")
     assert answer.code == 0
-    assert {each["id"] for each in json.loads(answer.out)["data"]["responses"]} == {
+    assert {item["id"] for item in json.loads(answer.out)["data"]["responses"]} == {
         "resp_first",
         "resp_last",
         "resp_end",
@@ -354,6 +354,6 @@ def test_an_export_tells_a_person_what_it_left_out(tmp_path: Path, vllmops: Any)
     stored(url)
     answer = vllmops("responses", "export", "--store", url)
     assert answer.code == 1, answer
-    assert [json.loads(each)["id"] for each in answer.out.splitlines()] == ["resp_good"]
+    assert [json.loads(item)["id"] for item in answer.out.splitlines()] == ["resp_good"]
     assert "left out (damaged): resp_" in answer.err
     assert "error: unexpected" not in answer.err

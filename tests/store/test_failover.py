@@ -85,10 +85,10 @@ class Load:
         try:
             yield
         finally:
-            for each in tasks:
-                each.cancel()
+            for item in tasks:
+                item.cancel()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert {type(each) for each in ends} == {asyncio.CancelledError}, ends
+        assert {type(item) for item in ends} == {asyncio.CancelledError}, ends
 
     async def more(self, count: int = 30, within_s: float = 30) -> None:
         """Wait for more to be written and read."""
@@ -100,8 +100,8 @@ class Load:
     async def check(self) -> None:
         """All that was acknowledged is there."""
         async with ResponseStore(opening.backend(self.url), deadline_s=10) as store:
-            for each in self.acknowledged:
-                assert await store.get(OWNER, each), each
+            for item in self.acknowledged:
+                assert await store.get(OWNER, item), item
         for times in (self.written, self.read):
             gaps = [after - before for before, after in pairwise(times)]
             print(f"{len(times)} times, the longest gap {max(gaps):.2f} s")  # for whoever measures
@@ -139,7 +139,7 @@ def test_sentinels_promote_a_replica(way: str, servers: Servers) -> None:
         until(lambda: int(sentinels[0].ask("SENTINEL", "MASTER", "main")["port"]) == replica.port)
         print(f"told after {time.monotonic() - began:.2f} s")
 
-    hosts = ",".join(f"{LOCAL}:{each.port}" for each in sentinels)
+    hosts = ",".join(f"{LOCAL}:{item.port}" for item in sentinels)
     asyncio.run(through(Load(f"redis+sentinel://{hosts}/main"), change))
     assert replica.ask("ROLE")[0] == "master"
 
@@ -169,7 +169,7 @@ def test_a_standby_of_postgresql_is_promoted(way: str, attrs: str, servers: Serv
             primary.signal(signal.SIGKILL if way == "killed" else signal.SIGSTOP)
         standby.promote()
 
-    hosts = ",".join(f"{LOCAL}:{each.port}" for each in (primary, standby))
+    hosts = ",".join(f"{LOCAL}:{item.port}" for item in (primary, standby))
     asyncio.run(through(Load(f"postgresql://postgres@{hosts}/postgres{attrs}"), change))
 
 

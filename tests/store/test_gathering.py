@@ -29,12 +29,12 @@ class Doubling:
             raise
         if 13 in given:
             raise ZeroDivisionError
-        return [2 * each for each in given]
+        return [2 * item for item in given]
 
 
 async def called(doubling: Doubling, *numbers: int) -> list[asyncio.Task[int]]:
     """Calls at once, which are under way where none was before."""
-    tasks = [asyncio.create_task(doubling.double(each)) for each in numbers]
+    tasks = [asyncio.create_task(doubling.double(item)) for item in numbers]
     for _ in range(3):
         await asyncio.sleep(0)
     return tasks
@@ -64,7 +64,7 @@ def test_one_goes_at_once_and_what_comes_meanwhile_as_one() -> None:
         tasks[0].cancel()
         await asyncio.wait(tasks[:1])
         doubling.may.set()
-        assert [await each for each in tasks[1:]] == [4, 6, 8]
+        assert [await item for item in tasks[1:]] == [4, 6, 8]
         with pytest.raises(ZeroDivisionError):
             await doubling.double(13)
         assert await doubling.double(5) == 10
@@ -94,7 +94,7 @@ def test_an_error_is_told_to_those_that_went_together() -> None:
         tasks += await called(doubling, 2)
         doubling.may.set()
         found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(each) for each in found] == [ZeroDivisionError, ZeroDivisionError, int]
+        assert [type(item) for item in found] == [ZeroDivisionError, ZeroDivisionError, int]
         assert await doubling.double(3) == 6
 
     asyncio.run(go())
@@ -121,8 +121,8 @@ def test_what_nobody_waits_for_is_ended_and_others_go_on() -> None:
         doubling = Doubling()
         gone = await called(doubling, 1, 2)
         (last,) = await called(doubling, 3)
-        for each in gone:
-            each.cancel()
+        for item in gone:
+            item.cancel()
         await asyncio.wait(gone)
         doubling.may.set()
         assert await last == 6

@@ -33,7 +33,7 @@ def turns(count: int) -> list[Response]:
     """A conversation: r0, r1 and so on."""
     names = [f"r{number}" for number in range(count)]
     before = zip(names, [None, *names[:-1]], strict=True)
-    return [response(name, owner="", previous_id=each) for name, each in before]
+    return [response(name, owner="", previous_id=item) for name, item in before]
 
 
 def test_to_read_writes_nothing(servers: Servers) -> None:
@@ -44,11 +44,11 @@ def test_to_read_writes_nothing(servers: Servers) -> None:
     async def main() -> None:
         async with ResponseStore(opening.backend(alone.url)) as store:
             made = turns(3)
-            for each in made:
-                await store.create(each)
+            for item in made:
+                await store.create(item)
             written = server.info("persistence")["rdb_changes_since_last_save"]
             assert await store.get("", "r0") == made[0]
-            assert [each.id for each in await store.conversation("", "r2")] == ["r0", "r1", "r2"]
+            assert [item.id for item in await store.conversation("", "r2")] == ["r0", "r1", "r2"]
             assert server.info("persistence")["rdb_changes_since_last_save"] == written
 
     asyncio.run(main())
@@ -58,8 +58,8 @@ def test_uses_are_written_with_the_next_response(url: str) -> None:
     async def main() -> None:
         limits = Limits(max_size=3)
         async with ResponseStore(opening.backend(url, limits)) as store:
-            for each in turns(4)[:3]:
-                await store.create(each)
+            for item in turns(4)[:3]:
+                await store.create(item)
             await store.get("", "r0")
             await store.create(turns(4)[3])
             assert await store.get("", "r1") is None
@@ -90,14 +90,14 @@ def test_a_use_is_not_set_back_and_not_lost(url: str) -> None:
     async def main() -> None:
         async with ResponseStore(opening.backend(url, Limits(max_size=3))) as store:
             made = turns(4)
-            for each in made[:3]:
-                await store.create(each)
-            for each in made[:3]:
-                await store.get("", each.id)
+            for item in made[:3]:
+                await store.create(item)
+            for item in made[:3]:
+                await store.get("", item.id)
             await store.touch("", ["r0"])
             assert not await store.create(made[2])
             await store.create(made[3])
-            gone = [each.id for each in made if await store.get("", each.id) is None]
+            gone = [item.id for item in made if await store.get("", item.id) is None]
             assert gone == ["r1"]
 
     asyncio.run(main())
@@ -128,8 +128,8 @@ def test_what_takes_long_holds_nobody_up(shared_servers: dict[str, Server], url:
         async with ResponseStore(opening.backend(url.replace(str(port), str(here)))) as store:
             (made,) = turns(1)
             await store.create(made)
-            for each in frozen:
-                each.set()
+            for item in frozen:
+                item.set()
             sweep = asyncio.create_task(store.sweep())
             await asyncio.sleep(0.1)
             assert await store.get("", "r0") == made
@@ -156,11 +156,11 @@ def test_a_server_that_has_forgotten_the_script(url: str, server: redis.Redis) -
     async def main() -> None:
         async with ResponseStore(opening.backend(url)) as store:
             made = turns(20)
-            for each in (made[:10], made[10:]):
+            for item in (made[:10], made[10:]):
                 server.script_flush()
-                assert all(await asyncio.gather(*(store.create(one) for one in each)))
+                assert all(await asyncio.gather(*(store.create(one) for one in item)))
             server.script_flush()
-            assert await asyncio.gather(*(store.get("", each.id) for each in made)) == made
+            assert await asyncio.gather(*(store.get("", item.id) for item in made)) == made
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ def one_by_one(owners: dict[str, int], limits: Limits) -> dict[str, int]:
     """The same, by taking from the fullest again and again."""
     left = {owner: min(held, limits.share) for owner, held in owners.items()}
     while sum(left.values()) > limits.max_size:
-        left[max(left, key=lambda each: left[each])] -= 1
+        left[max(left, key=lambda item: left[item])] -= 1
     return {owner: held for owner, held in left.items() if held < owners[owner]}
 
 
@@ -141,7 +141,7 @@ def test_keys_of_an_older_version(shared_servers: dict[str, Server]) -> None:
     asyncio.run(before())
     for number in range(1, 30, 2):
         client.zadd(f"{{{name}}}:busy", {f"r{number}": time.time()})
-    client.delete(*(f"{{{name}}}:{each}" for each in ("u:ann", "u:bob", "owners")))
+    client.delete(*(f"{{{name}}}:{item}" for item in ("u:ann", "u:bob", "owners")))
     client.set(f"{{{name}}}:schema", 1)
     asyncio.run(moved(url))
     assert client.get(f"{{{name}}}:schema") == "2"
@@ -197,13 +197,13 @@ def test_who_gives_up_what_is_found_by_an_index(kind: str, request: Any, tmp_pat
                 await asyncio.gather(*map(store.create, some))
 
     asyncio.run(filled())
-    told = asyncio.run(plan("evict", OWNERS[0], 100, "x"))
-    assert "_by_share" in told, told
-    assert "TEMP B-TREE" not in told, told
-    assert "Sort" not in told, told
+    shown = asyncio.run(plan("evict", OWNERS[0], 100, "x"))
+    assert "_by_share" in shown, shown
+    assert "TEMP B-TREE" not in shown, shown
+    assert "Sort" not in shown, shown
     if kind == "sqlite":
-        told = asyncio.run(plan("shares", "*"))
-        assert "COVERING INDEX" in told, told
+        shown = asyncio.run(plan("shares", "*"))
+        assert "COVERING INDEX" in shown, shown
 
 
 def test_a_response_costs_redis_as_much_however_many_owners_there_are(
@@ -213,7 +213,7 @@ def test_a_response_costs_redis_as_much_however_many_owners_there_are(
     client = redis.Redis.from_url(alone.url)
 
     def calls() -> int:
-        return sum(each["calls"] for each in client.info("commandstats").values())
+        return sum(item["calls"] for item in client.info("commandstats").values())
 
     async def cost(owners: int, size: int) -> float:
         url = f"{alone.url}?namespace=t{time.time_ns()}"

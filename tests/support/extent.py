@@ -20,7 +20,7 @@ def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """All combinations, or half of them: of three axes any two values still meet."""
     numbered = product(*(enumerate(axis) for axis in axes))
     return [
-        tuple(value for _, value in each)
-        for each in numbered
-        if EVERYTHING or sum(number for number, _ in each) % 2 == 0
+        tuple(value for _, value in item)
+        for item in numbered
+        if EVERYTHING or sum(number for number, _ in item) % 2 == 0
     ]

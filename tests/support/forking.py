@@ -72,9 +72,9 @@ class Forking:
 
 def number(file: int) -> int:
     """The next number that the process wrote."""
-    said = os.read(file, NUMBER)
-    assert len(said) == NUMBER, "the forking process has died"
-    return int.from_bytes(said, "little", signed=True)
+    words = os.read(file, NUMBER)
+    assert len(words) == NUMBER, "the forking process has died"
+    return int.from_bytes(words, "little", signed=True)
 
 
 def shut(kept: int) -> None:
@@ -97,16 +97,16 @@ def serve(near: socket.socket, child: Callable[..., object]) -> None:
     while True:
         for ready in select.select([near.fileno(), *running], [], [])[0]:
             if ready != near.fileno():
-                pid, told = running.pop(ready)
+                pid, shown = running.pop(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                tell(told, code)
-                os.close(told)
+                tell(shown, code)
+                os.close(shown)
                 os.close(ready)
                 continue
-            said, files, _, _ = socket.recv_fds(near, 1, PARTS)
-            if not said:
+            words, files, _, _ = socket.recv_fds(near, 1, PARTS)
+            if not words:
                 return
-            request, out, err, told = files
+            request, out, err, shown = files
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -114,8 +114,8 @@ def serve(near: socket.socket, child: Callable[..., object]) -> None:
                 os.dup2(out, 1)
                 os.dup2(err, 2)
                 child(*given)
-            tell(told, pid)
-            running[os.pidfd_open(pid)] = pid, told
+            tell(shown, pid)
+            running[os.pidfd_open(pid)] = pid, shown
             for file in (request, out, err):
                 os.close(file)
 

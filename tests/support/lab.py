@@ -30,7 +30,7 @@ from .waiting import until
 def holds(pid: int, file: Path) -> bool:
     """Whether a process has a file open."""
     try:
-        return any(os.readlink(each) == str(file) for each in Path(f"/proc/{pid}/fd").iterdir())
+        return any(os.readlink(item) == str(file) for item in Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
         return False
 

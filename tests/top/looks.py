@@ -101,13 +101,13 @@ def stalled(target: str = "demo") -> list[Look]:
     lone = RULES[0].at("cmpl-a", "the engine does not know it")
     return [
         one(
-            each.at_s,
+            item.at_s,
             target,
-            seen=each,
-            stalls=tuple(stalls([each])),
+            seen=item,
+            stalls=tuple(stalls([item])),
             asked=Asked(requests=ROWS, findings=(lone,), caches=CACHES),
         )
-        for each in observed
+        for item in observed
     ]
 
 

@@ -66,7 +66,7 @@ def test_an_instance_is_followed_from_its_start_to_its_end(lab: Any) -> None:
     follower.look()
     row = rows.server("demo", follower.looks, 0.0)
     assert (row.state, follower.failure) == ("ready", None)
-    assert {each.role for node in row.nodes for each in node.processes} == {
+    assert {item.role for node in row.nodes for item in node.processes} == {
         "api",
         "engine",
         "worker",
@@ -117,7 +117,7 @@ def test_a_server_on_another_machine_is_seen_by_its_url(spawn: Any, tmp_path: An
         row = rows.server(fleet.url, follower.looks, 0.0)
         assert (row.state, row.unseen) == ("up", ())
         (node,) = row.nodes
-        assert {each.role for each in node.processes} == {"api", "engine", "worker"}
+        assert {item.role for item in node.processes} == {"api", "engine", "worker"}
         assert follower.asked.caches
         os.kill(fleet.api, signal.SIGKILL)
 

@@ -18,7 +18,7 @@ def test_a_server_at_work_has_its_processes_and_figures() -> None:
     row = rows.server("demo", working(), 30.5)
     assert (row.state, row.severity, row.age_s) == ("ready", None, 0.5)
     (node,) = row.nodes
-    assert [each.role for each in node.processes] == ["api", "engine", "worker"]
+    assert [item.role for item in node.processes] == ["api", "engine", "worker"]
     engine = node.processes[1]
     assert (engine.state, engine.step, engine.running, engine.waiting) == ("at work", 4711, 1, 1)
     assert engine.cpu == pytest.approx(0.5)
@@ -91,8 +91,8 @@ def test_what_only_stacks_can_decide_is_a_warning() -> None:
 def test_what_a_process_does(
     state: str, fields: dict[str, Any] | None, text: str, severity: Severity | None
 ) -> None:
-    told = None if fields is None else pulse("engine", **fields)
-    assert rows.words(process("engine", state), told) == (text, severity)
+    shown = None if fields is None else pulse("engine", **fields)
+    assert rows.words(process("engine", state), shown) == (text, severity)
 
 
 def test_a_server_that_drains_says_so() -> None:
@@ -111,7 +111,7 @@ def test_nodes_and_ranks_make_a_tree() -> None:
         for number in range(4)
     )
     row = rows.server("demo", [one(1.0, seen=seen(1.0, processes=placed, pulses=()))], 1.0)
-    found = {node.name: [each.ranks for each in node.processes] for node in row.nodes}
+    found = {node.name: [item.ranks for item in node.processes] for node in row.nodes}
     assert found == {"n0": ["TP0", "TP1"], "n1": ["TP2", "TP3"]}
 
 
@@ -143,13 +143,13 @@ def test_the_screen_fits_a_small_terminal_and_obeys_no_escape(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", colour)
-    told = [
+    output = [
         rows.server("demo", working(), 31.0),
         rows.server("two", stalled(), 30.0),
         rows.server("away", [unreachable()], 31.0),
         rows.server("evil", [hostile()], 1.0),
     ]
-    for part in screen.screen(told):
+    for part in screen.screen(output):
         console().print(part)
     shown = capsys.readouterr().out
     assert not UNSAFE.search(shown)

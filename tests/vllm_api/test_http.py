@@ -88,12 +88,12 @@ def test_a_server_that_takes_too_long(serve: Serve) -> None:
     assert time.monotonic() - began < 0.9
 
 
-@pytest.mark.parametrize("said", ["HTTP/1.1 200 OK\r\nx: ", "HTTP/1.1 200 OK\r\n\r\n"])
-def test_an_answer_that_trickles_in(said: str) -> None:
+@pytest.mark.parametrize("words", ["HTTP/1.1 200 OK\r\nx: ", "HTTP/1.1 200 OK\r\n\r\n"])
+def test_an_answer_that_trickles_in(words: str) -> None:
     def trickle(server: socket.socket) -> None:
         connection, _ = server.accept()
         with connection, suppress(OSError):
-            connection.sendall(said.encode())
+            connection.sendall(words.encode())
             for _ in range(100):
                 time.sleep(0.1)
                 connection.sendall(b"x")

@@ -148,8 +148,8 @@ def test_a_compressed_answer_is_not_unpacked(hostile: Hostile, coding: bytes) ->
 @pytest.mark.parametrize("charset", ["rot13", "idna", "\udcff"])
 def test_an_answer_in_another_charset(hostile: Hostile, charset: str) -> None:
     head = b"HTTP/1.1 500 x\r\nContent-Type: text/plain; charset="
-    said = head + charset.encode(errors="surrogateescape") + b"\r\n\r\nwoe"
-    assert "woe" in refusal(hostile(lambda: iter([said])), QUESTIONS["list"]).message
+    words = head + charset.encode(errors="surrogateescape") + b"\r\n\r\nwoe"
+    assert "woe" in refusal(hostile(lambda: iter([words])), QUESTIONS["list"]).message
 
 
 def listed(number: int, **more: Any) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def test_over_http() -> None:
         now[0] = STUCK
         assert answers() == [503, 503, 200]
         assert httpx.get(f"{url}/readyz").text == "not ready: no token for 12 s\n"
-        told = httpx.get(f"{url}/livez?verbose").text
-        assert told == "not live: no token for 12 s\n[-] live\n[-] ready\n[+] started\n"
+        shown = httpx.get(f"{url}/livez?verbose").text
+        assert shown == "not live: no token for 12 s\n[-] live\n[-] ready\n[+] started\n"
         assert httpx.get(f"{url}/health").status_code == 404
         # Who says nothing holds up no other one.
         with socket.create_connection(("127.0.0.1", port)):

@@ -138,9 +138,9 @@ def receive() -> Iterator[Callable[..., Receiver]]:
         return made[-1]
 
     yield start
-    for each in made:
-        each.server.shutdown()
-        each.server.server_close()
+    for item in made:
+        item.server.shutdown()
+        item.server.server_close()
 
 
 def test_a_url_is_posted_to(receive: Callable[..., Receiver]) -> None:

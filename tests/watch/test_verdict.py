@@ -27,22 +27,22 @@ class Said(NamedTuple):
 
 
 def published(scene: Scene, for_s: float = 120.0, *, swapping: bool = False) -> list[Said]:
-    said: list[Said] = []
+    words: list[Said] = []
     Watch(
         scene,
         Plan(FOLDER, for_s=for_s),
         lambda _: None,
-        publish=lambda verdict, _: said.append(Said(scene.time, verdict)),
+        publish=lambda verdict, _: words.append(Said(scene.time, verdict)),
         swapping=lambda: swapping,
         now=lambda: scene.time,
         wait=scene.pass_,
     ).run()
-    return said
+    return words
 
 
-def at(said: list[Said], seconds: float) -> Verdict:
+def at(words: list[Said], seconds: float) -> Verdict:
     """The last one until then."""
-    return [each.verdict for each in said if each.at <= seconds][-1]
+    return [item.verdict for item in words if item.at <= seconds][-1]
 
 
 def resting(why: str, role: str = "engine") -> Any:
@@ -71,22 +71,22 @@ def hangs() -> Any:
 
 
 def test_all_is_well() -> None:
-    said = published(Scene())
-    assert {each.verdict for each in said} == {Verdict(live=True, ready=True, started=True)}
-    assert len(said) >= 60  # each look
+    words = published(Scene())
+    assert {item.verdict for item in words} == {Verdict(live=True, ready=True, started=True)}
+    assert len(words) >= 60  # each look
 
 
 def test_a_proven_stall_is_not_live_once_the_evidence_is_kept() -> None:
-    said = published(Scene(stuck(20.0, until_s=80.0), stacks=hangs()))
-    (first, *_) = [each for each in said if not each.verdict.ready]
+    words = published(Scene(stuck(20.0, until_s=80.0), stacks=hangs()))
+    (first, *_) = [item for item in words if not item.verdict.ready]
     assert first.at <= 34  # before the evidence is collected
     assert first.verdict.live
     assert "no token for" in first.verdict.reason
-    (red, *_) = [each for each in said if not each.verdict.live]
+    (red, *_) = [item for item in words if not item.verdict.live]
     assert red.at <= 20 + 30
     assert red.verdict.evidence == "bundles/1.tar.gz"
-    assert at(said, 78).live is False
-    assert at(said, 90) == Verdict(live=True, ready=True, started=True)
+    assert at(words, 78).live is False
+    assert at(words, 90) == Verdict(live=True, ready=True, started=True)
 
 
 def test_what_computes_proves_nothing_by_its_stacks() -> None:
@@ -99,74 +99,74 @@ def test_what_computes_proves_nothing_by_its_stacks() -> None:
         )
         return msgspec.structs.replace(seen, processes=states)
 
-    said = published(Scene(computing, stacks=hangs()), for_s=20 + LONG_S + 40)
-    assert not at(said, 60).ready
-    assert at(said, 20 + LONG_S - 5).live
-    assert not at(said, 20 + LONG_S + 35).live
+    words = published(Scene(computing, stacks=hangs()), for_s=20 + LONG_S + 40)
+    assert not at(words, 60).ready
+    assert at(words, 20 + LONG_S - 5).live
+    assert not at(words, 20 + LONG_S + 35).live
     spins = read(SPIN.read_text()).samples * 3
-    said = published(Scene(computing, stacks=spins))
-    assert not at(said, 20 + 30).live
+    words = published(Scene(computing, stacks=spins))
+    assert not at(words, 20 + 30).live
 
 
 def test_without_evidence_or_proof_it_stays_live() -> None:
-    said = published(Scene(stuck(20.0), stacks=hangs(), disk_full=True))
-    assert all(each.verdict.live for each in said)
-    assert not at(said, 60).ready
+    words = published(Scene(stuck(20.0), stacks=hangs(), disk_full=True))
+    assert all(item.verdict.live for item in words)
+    assert not at(words, 60).ready
     # No proof by the stacks: a step of a long prompt looks the same.
-    said = published(Scene(stuck(20.0)), for_s=20 + LONG_S + 40)
-    assert at(said, 20 + LONG_S - 5).live
-    assert not at(said, 60).ready
-    assert not at(said, 20 + LONG_S + 35).live
+    words = published(Scene(stuck(20.0)), for_s=20 + LONG_S + 40)
+    assert at(words, 20 + LONG_S - 5).live
+    assert not at(words, 60).ready
+    assert not at(words, 20 + LONG_S + 35).live
 
 
 def test_a_machine_that_swaps_proves_nothing() -> None:
-    said = published(Scene(stuck(20.0), stacks=hangs()), for_s=400, swapping=True)
-    assert all(each.verdict.live for each in said)
-    assert not at(said, 60).ready
+    words = published(Scene(stuck(20.0), stacks=hangs()), for_s=400, swapping=True)
+    assert all(item.verdict.live for item in words)
+    assert not at(words, 60).ready
 
 
 @pytest.mark.parametrize("why", ["draining", "paused", "asleep"])
 def test_what_somebody_wants_is_not_dead(why: str) -> None:
-    said = published(Scene(resting(why), stacks=hangs()), for_s=400)
-    assert all(each.verdict.live for each in said)
-    assert not any(each.verdict.ready for each in said)
-    assert why in at(said, 10).reason
+    words = published(Scene(resting(why), stacks=hangs()), for_s=400)
+    assert all(item.verdict.live for item in words)
+    assert not any(item.verdict.ready for item in words)
+    assert why in at(words, 10).reason
 
 
 def test_a_store_that_refuses_is_not_ready_and_excuses_no_stall() -> None:
     why = "its store is unavailable"
-    said = published(Scene(resting(why, "api"), stacks=hangs()), for_s=100)
-    assert at(said, 10) == Verdict(live=True, ready=False, started=True, reason=why)
-    assert not at(said, 90).live
+    words = published(Scene(resting(why, "api"), stacks=hangs()), for_s=100)
+    assert at(words, 10) == Verdict(live=True, ready=False, started=True, reason=why)
+    assert not at(words, 90).live
 
 
 def test_a_doubtful_stall_is_not_told_before_it_is_confirmed() -> None:
     scene = Scene(lambda at_s: blind(at_s) if at_s >= 20 else well(at_s), stacks=[idle()] * 3)
-    assert all(each.verdict.ready for each in published(scene, for_s=300))
+    assert all(item.verdict.ready for item in published(scene, for_s=300))
 
 
 def test_a_life() -> None:
     phases = {30.0: Phase.OVER}
-    said = published(Scene(phases=phases, final=True))
-    assert at(said, 10).ready
-    assert at(said, 40) == Verdict(live=False, ready=False, started=False, reason="it has failed")
+    words = published(Scene(phases=phases, final=True))
+    assert at(words, 10).ready
+    assert at(words, 40) == Verdict(live=False, ready=False, started=False, reason="it has failed")
 
     def loads(at_s: float) -> Any:
         if at_s >= 40:
             return well(at_s)
         return look(at_s, pulses=(beat("api"), beat("engine")))
 
-    said = published(Scene(loads))
-    assert at(said, 30) == Verdict(
+    words = published(Scene(loads))
+    assert at(words, 30) == Verdict(
         live=True, ready=False, started=False, reason="it is starting: it does not answer yet"
     )
-    assert at(said, 50).ready
+    assert at(words, 50).ready
 
 
 def test_a_lost_node_is_not_ready() -> None:
     scene = Scene()
     scene.note = "node b does not answer"
-    (verdict,) = {each.verdict for each in published(scene)}
+    (verdict,) = {item.verdict for item in published(scene)}
     assert verdict == Verdict(live=True, ready=False, started=True, reason="node b does not answer")
 
 

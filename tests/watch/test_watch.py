@@ -36,8 +36,8 @@ Look_ = Callable[[float], Observation]
 
 
 def beat(role: str, **fields: Any) -> Pulse:
-    told = Beat(monotonic=1.0, sequence=1, pid=PIDS[role], start_ticks=1, role=role, **fields)
-    return Pulse(role=role, pid=PIDS[role], age_s=0.5, beat=told)
+    shown = Beat(monotonic=1.0, sequence=1, pid=PIDS[role], start_ticks=1, role=role, **fields)
+    return Pulse(role=role, pid=PIDS[role], age_s=0.5, beat=shown)
 
 
 def look(at_s: float, still_s: float = 0.0, **fields: Any) -> Observation:
@@ -214,15 +214,15 @@ def sample(*, ghosts: bool) -> Sample:
 
 def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[Event]:
     """What a watch of it tells."""
-    told: list[Event] = []
+    shown: list[Event] = []
     whole = Plan(FOLDER, for_s=for_s, **plan)
-    diary = Watch(scene, whole, told.append, now=lambda: scene.time, wait=scene.pass_).run()
-    assert list(diary.events) == told
-    return told
+    diary = Watch(scene, whole, shown.append, now=lambda: scene.time, wait=scene.pass_).run()
+    assert list(diary.events) == shown
+    return shown
 
 
-def kinds(told: Sequence[Event]) -> list[str]:
-    return [each.event for each in told]
+def kinds(shown: Sequence[Event]) -> list[str]:
+    return [item.event for item in shown]
 
 
 def test_all_is_well() -> None:
@@ -234,8 +234,8 @@ def test_all_is_well() -> None:
 
 def test_a_stall_is_captured_told_and_told_to_be_over() -> None:
     scene = Scene(stuck(20.0, until_s=60.0))
-    stalled, recovered = told = watched(scene)
-    assert kinds(told) == ["stalled", "recovered"]
+    stalled, recovered = shown = watched(scene)
+    assert kinds(shown) == ["stalled", "recovered"]
     assert 30 <= scene.captured[0] <= 34
     assert scene.done == ["save"]
     assert (stalled.number, stalled.code, stalled.subject) == (1, "engine.no-progress", "engine 20")
@@ -269,9 +269,9 @@ def test_each_stall_is_captured_once() -> None:
         return stuck(200.0)(at_s) if at_s >= 200 else stuck(20.0, until_s=150.0)(at_s)
 
     scene = Scene(twice)
-    told = watched(scene, for_s=600)
-    assert kinds(told) == ["stalled", "recovered", "stalled"]
-    assert [each.number for each in told] == [1, 1, 2]
+    shown = watched(scene, for_s=600)
+    assert kinds(shown) == ["stalled", "recovered", "stalled"]
+    assert [item.number for item in shown] == [1, 1, 2]
     assert len(scene.captured) == 2
 
 
@@ -291,8 +291,8 @@ def test_once_ends_with_the_first_stall() -> None:
 
 def test_a_full_disk_is_told_and_watching_goes_on() -> None:
     scene = Scene(stuck(20.0, until_s=60.0), disk_full=True)
-    trouble, stalled, recovered = told = watched(scene, restart=True)[:3]
-    assert kinds(told) == ["trouble", "stalled", "trouble"]
+    trouble, stalled, recovered = shown = watched(scene, restart=True)[:3]
+    assert kinds(shown) == ["trouble", "stalled", "trouble"]
     assert "the disk is full" in trouble.text
     assert trouble.next
     assert stalled.bundle == ""
@@ -325,12 +325,12 @@ def test_what_is_told_has_gone_out_before_a_restart() -> None:
 
 def test_a_repair_that_the_evidence_proves() -> None:
     scene = Scene(stuck(20.0), ghosts=True)
-    told = watched(scene, repair=True, restart=True)
+    shown = watched(scene, repair=True, restart=True)
     # It goes on, so there is nothing to restart.
-    assert kinds(told) == ["stalled", "repaired", "recovered"]
+    assert kinds(shown) == ["stalled", "repaired", "recovered"]
     assert scene.done == ["save", "repair"]
-    assert told[1].text == "demo: engine 20: 2 ghost keys repaired"
-    assert "mm-cache.ghost-keys" in told[0].findings
+    assert shown[1].text == "demo: engine 20: 2 ghost keys repaired"
+    assert "mm-cache.ghost-keys" in shown[0].findings
     # Not without being asked, nor without a proof.
     for scene, request in ((Scene(stuck(20.0), ghosts=True), False), (Scene(stuck(20.0)), True)):
         assert kinds(watched(scene, repair=request)) == ["stalled"]
@@ -430,8 +430,8 @@ def test_a_node_that_does_not_answer_is_told_once() -> None:
         return well(at_s)
 
     scene = Scene(cut)
-    (told,) = watched(scene)
-    assert (told.event, told.text) == ("trouble", "demo: node 10.0.0.2 does not answer")
+    (shown,) = watched(scene)
+    assert (shown.event, shown.text) == ("trouble", "demo: node 10.0.0.2 does not answer")
 
 
 def test_what_goes_to_chat_services_has_no_prompts_and_keys() -> None:
@@ -494,6 +494,6 @@ def test_a_look_that_fails_ends_no_watch() -> None:
             raise RuntimeError("can't start new thread")
         return stuck(40.0)(at_s)
 
-    told = watched(Scene(odd))
-    assert kinds(told) == ["trouble", "stalled"]
-    assert "can't start new thread" in told[0].text
+    shown = watched(Scene(odd))
+    assert kinds(shown) == ["trouble", "stalled"]
+    assert "can't start new thread" in shown[0].text

@@ -143,10 +143,10 @@ def patched(module: ModuleType) -> ModuleType:
 def check(cls: Any, steps: list[tuple[Any, ...]]) -> None:
     cache, model = cls(CAPACITY, getsizeof=lambda value: value), Model()
     for name, *words in steps:
-        told = outcome(lambda n=name, w=words: real(cache, n, *w))  # type: ignore[misc]
+        shown = outcome(lambda n=name, w=words: real(cache, n, *w))  # type: ignore[misc]
         expected = outcome(lambda n=name, w=words: getattr(model, n)(*w))  # type: ignore[misc]
         if name != "touch":
-            assert told == expected, (name, words)
+            assert shown == expected, (name, words)
         assert list(cache.order) == model.order
         assert dict(cache._Cache__size) == model.sizes
         assert cache.currsize == sum(model.sizes.values())

@@ -233,7 +233,7 @@ def test_chat_messages() -> None:
         {"role": "assistant", "content": [{"type": "text", "text": "done"}]},
     ]
     found = from_messages(messages)
-    assert [(each["type"], each.get("role")) for each in found] == [
+    assert [(item["type"], item.get("role")) for item in found] == [
         ("message", "system"),
         ("message", "user"),
         ("reasoning", None),
@@ -264,7 +264,7 @@ def test_harmony_messages() -> None:
         message("assistant", "done", channel="final"),
     ]
     found = from_messages(messages)
-    assert [each["type"] for each in found] == [
+    assert [item["type"] for item in found] == [
         "message",
         "reasoning",
         "function_call",

@@ -79,7 +79,7 @@ def test_an_answer_is_parsed_once_and_an_input_each_time() -> None:
     turns = [kept([USER], [MESSAGE]), kept([USER], [CALL])]
     assert told(turns[:1], history).parsed == [USER, MESSAGE]
     assert told(turns, history).parsed == [USER, MESSAGE, USER, CALL]
-    assert [parser.read.count(each) for each in (USER, MESSAGE, CALL)] == [3, 1, 1]
+    assert [parser.read.count(item) for item in (USER, MESSAGE, CALL)] == [3, 1, 1]
 
 
 def test_what_is_kept_ready_is_bounded() -> None:

@@ -51,10 +51,10 @@ def test_pages_of_items() -> None:
         return json.loads(wire.items(given, after=after, limit=limit, descending=descending))
 
     first = page(None, 2, False)
-    assert [each["content"][0]["text"] for each in first["data"]] == ["0", "1"]
+    assert [item["content"][0]["text"] for item in first["data"]] == ["0", "1"]
     assert (first["first_id"], first["has_more"]) == (first["data"][0]["id"], True)
     rest = page(first["last_id"], 3, False)
-    assert [each["content"][0]["text"] for each in rest["data"]] == ["2", "3", "4"]
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "3", "4"]
     assert not rest["has_more"]
     assert page(first["last_id"], 9, True)["data"] == [first["data"][0]]
     assert page(first["first_id"], 9, True) == {
