@@ -94,6 +94,16 @@ def test_a_plugin_that_does_not_load_is_not_the_cause() -> None:
     assert failure(engine) is None
 
 
+def test_what_goes_wrong_as_python_ends_is_no_cause() -> None:
+    said = (
+        "Exception ignored in: <function AsyncLLM.__del__ at 0x7f70be5f09a0>\n"
+        "Traceback (most recent call last):\n"
+        '  File "/venv/vllm/v1/engine/async_llm.py", line 298, in shutdown\n'
+        "TypeError: 'NoneType' object is not callable\n"
+    )
+    assert failure(said.splitlines()) is None
+
+
 def test_what_vllm_stumbles_over_while_it_ends_its_processes_is_no_cause() -> None:
     says = "(APIServer pid=7) ERROR 11-23 01:50:00 [core.py:1] "
     stumble = [

@@ -137,8 +137,8 @@ def test_a_request_that_does_not_get_to_the_engine_leaves_it_open(vision_server:
     caller = threading.Thread(target=go)
     caller.start()
     try:
-        until(lambda: compare(vision_server, "--timeout", "1").data["in_flight"]["rendering"])
-        data = compare(vision_server, "--timeout", "1").data
+        until(lambda: compare(vision_server, "--timeout", "5").data["in_flight"]["rendering"])
+        data = compare(vision_server, "--timeout", "5").data
         assert [note["code"] for note in data["notes"]] == ["unsettled"]
         assert data["findings"] == []
         # Scheduler and worker are judged in any case.

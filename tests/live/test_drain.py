@@ -34,7 +34,7 @@ def test_a_drain_lets_finish_what_runs_and_resume_ends_it(vision_server: Live) -
     body = {
         "model": "demo-vision",
         "prompt": "The",
-        "max_tokens": 300,
+        "max_tokens": 1500,
         "ignore_eos": True,
     }
     request = threading.Thread(

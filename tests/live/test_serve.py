@@ -156,7 +156,9 @@ def test_an_engine_that_is_killed_under_load_tells_its_last_step(cli: Cli) -> No
     server = cli.serve("recorded", "--demo", "text")
     try:
         with ThreadPoolExecutor(3) as pool:
-            load = [pool.submit(server.complete, max_tokens=200, ignore_eos=True) for _ in range(9)]
+            load = [
+                pool.submit(server.complete, max_tokens=200, ignore_eos=True) for _ in range(40)
+            ]
             until(load[0].done, 60)
             live = history(server)
             assert live["alive"]

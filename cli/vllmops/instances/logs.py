@@ -57,6 +57,8 @@ ECHOES = re.compile(
     # vLLM looks for processes that it ends, and some of them have ended.
     r"|^psutil\.(?:NoSuchProcess|ZombieProcess)"
 )
+# In the line above a traceback: vLLM goes on without a plug-in, and Python ends all the same.
+NO_CAUSE = re.compile(r"Failed to load plugin|^Exception ignored in: ")
 # A signal has no traceback; the executor is the one who sees the worker's exit code.
 WORKER_DIED = re.compile(
     r"Worker proc (?P<name>\S+) died unexpectedly \(exit code: -(?P<signal>\d+)\)"
@@ -155,8 +157,8 @@ def errors(lines: Sequence[Line]) -> Iterator[Failure]:
             yield explained(f"{death['name']} was killed by {name}", death["name"])
         if line.level == "WARNING" or "Traceback (most recent call last)" not in line.text:
             continue
-        if index and "Failed to load plugin" in lines[index - 1].text:
-            continue  # vLLM goes on without it
+        if index and NO_CAUSE.search(lines[index - 1].text):
+            continue
         if any("direct cause of the following" in o.text for o in lines[max(0, index - 2) : index]):
             continue  # what was raised first is the cause
         same = [other for other in lines[index + 1 :] if other.process == line.process]

@@ -128,7 +128,8 @@ def lines(process: dict[str, Any]) -> Iterator[str]:
     if problem := process.get("error"):
         yield f"  {problem['message']}"
         yield f"  hint: {problem['hint']}"
-    for thread in process.get("threads", ()):
+    # The main thread tells most, and few lines fit.
+    for thread in sorted(process.get("threads", ()), key=lambda one: one["name"] != "MainThread"):
         gil = ", has the GIL" if thread["owns_gil"] else ""
         yield f"  {thread['name']}: {thread['state']}{gil}"
         for frame in thread["frames"]:

@@ -167,6 +167,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     async def close(self) -> None:
         """End what runs, and close the store."""
+        gate.ending = None  # it would keep vLLM's engine client until the interpreter has ended
         await self.end_runs()
         await self.store.close()
 
