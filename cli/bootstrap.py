@@ -140,10 +140,17 @@ def test(*, everything: bool) -> None:
         run("lint-imports")
     # Tests wait about half of their time, for processes above all; the type checker uses the rest.
     with beside("mypy"):
-        run("pytest", "--numprocesses", "6", "--dist", "worksteal", "--ignore", "tests/live")
+        pytest("6", "worksteal", "--ignore", "tests/live")
     # Those of a file share servers, each of which takes 1 GB and, at work, one core.
-    run("pytest", "--numprocesses", "3", "--dist", "loadgroup", "tests/live")
+    pytest("3", "loadgroup", "tests/live")
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
+
+
+def pytest(workers: str, way: str, *which: str) -> None:
+    """Run tests; those that fail run once more, alone: some depend on an idle machine."""
+    if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
+        # Distributed as before, because that is part of a test's id.
+        run("pytest", "--numprocesses", "1", "--dist", way, "--last-failed", *which)
 
 
 def main() -> None:
