@@ -60,9 +60,9 @@ PATCH = Patch(
     title="a worker waits for ever if a message's notification is lost",
     hit="Servers with workers in processes of their own: after a quiet second, a worker waits "
     "for a notification that may be dropped, while the message is in shared memory. In "
-    "vLLM up to 0.25.",
+    "vLLM up to 0.26.",
     changes="SpinCondition.wait() ends after 5 seconds, and its caller looks into the shared "
-    "memory again, as in vLLM 0.26.",
+    "memory again, as in vLLM 0.27.",
     modules=("vllm.distributed.device_communicators.shm_broadcast",),
     present=present,
     apply=apply,
