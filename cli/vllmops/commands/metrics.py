@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..doctor.examine import look
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host.roles import Role
 from ..instances.servers import Server, resolve
 from ..output import Json, JsonText, Result, Verbatim, say, typer_app
@@ -20,10 +20,9 @@ from ..protocol.place import key
 from ..protocol.view import View
 from ..rpc import agent
 from ..rpc.view import Viewer
-from .options import Target
+from .options import Target, host_port, listening
 from .several import remote
 
-HOST = "127.0.0.1"
 TIMEOUT_S = 2.0
 KUBERNETES = """\
 apiVersion: monitoring.coreos.com/v1
@@ -49,7 +48,9 @@ class Board(StrEnum):
 Listen = Annotated[
     str | None,
     typer.Option(
-        metavar="[HOST:]PORT", help=f"Serve them over HTTP until Ctrl-C; HOST is {HOST} by default."
+        parser=listening,
+        metavar="[HOST:]PORT",
+        help="Serve them over HTTP until Ctrl-C; HOST is 127.0.0.1 by default.",
     ),
 ]
 Alerts = Annotated[
@@ -84,7 +85,7 @@ def metrics(
         return Result(dashboard, lambda: [JsonText(json.dumps(dashboard, indent=1))])
     server = resolve(target)
     if listen:
-        serve(server, target, *address(listen))
+        serve(server, target, *host_port(listen))
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - slow
     from prometheus_client.metrics_core import Metric  # noqa: PLC0415
 
@@ -153,20 +154,6 @@ def serve(server: Server, target: str | None, host: str, port: int) -> None:
     say(f"the metrics of {server.label} are on http://{host}:{port}/metrics")
     while thread.is_alive():
         thread.join(1.0)
-
-
-def address(text: str) -> tuple[str, int]:
-    """The host and the port of ``[HOST:]PORT``; an IPv6 address has brackets.
-
-    Raises:
-        VllmopsError: ``usage``.
-    """
-    host, _, port = text.rpartition(":")
-    if not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
-        raise VllmopsError(
-            "usage", f"{text!r} is not [HOST:]PORT", "--listen 9105", exit_code=Exit.USAGE
-        )
-    return host.strip("[]") or HOST, int(port)
 
 
 def rules(form: Form) -> str:

@@ -16,31 +16,19 @@ from ..output import Json, Result, typer_app
 from ..top import look, rows
 from ..top.look import Follower
 from ..top.screen import screen
-from .options import named, running_names
+from .options import AnyTarget
 from .several import expanded, remote, repeated
 
 app = typer_app()
 
 ONCE_S = 6.0  # for servers that do not answer
 
-Targets = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        "-t",
-        help="Show this server alone: instance name, pid or URL.",
-        show_default=False,
-        autocompletion=running_names,
-        callback=named,
-    ),
-]
-
 
 @app.command(epilog="Example: vllmops top -t demo --once")
 @functools.partial(remote, target=repeated)
 def top(
     *,
-    target: Targets = None,
+    target: AnyTarget = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print one screen, which needs no Textual.")
     ] = False,
