@@ -76,8 +76,10 @@ async def taken_up(store: ResponseStore) -> AsyncIterator[tuple[Response, dict[s
         StoreUnavailable: the store is down.
     """
     before = os.environ.get(RERUN)
+    if not before:
+        return
     path = own_directory() / f"rerun-{before}.lock"
-    if not before or (lock := take(path)) is None:
+    if (lock := take(path)) is None:
         return
     try:
         for run in await ran(store, before):
