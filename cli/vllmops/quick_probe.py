@@ -15,13 +15,11 @@ from typing import Any
 from .files import read_private
 from .home import home, own
 from .protocol.identity import boot_id, stat
-from .protocol.probe import OVER, WORDS, Verdict, judge
+from .protocol.probe import OVER, PATIENCE_S, VITAL, WORDS, Verdict, judge
 from .targets import NAME
 
 FILE = "verdict.json"
 MOST_BYTES = 16 << 20
-LIKELY_S = 10.0  # as `diagnose.progress.PATIENCE_S`, which takes longer to import than a probe may
-VITAL = {"launcher", "api", "engine", "worker", "coordinator"}
 
 
 def quick(words: list[str]) -> int | None:
@@ -96,8 +94,8 @@ def by_heartbeats(record: dict[str, Any]) -> Verdict:
             ("still_s", "requests are pending and no token is produced"),
             ("loop_s", "the event loop runs nothing"),
         ):
-            if (beat.get(name) or 0.0) + age_s >= LIKELY_S:
-                what = said if age_s < LIKELY_S else "the heartbeat has stopped"
+            if (beat.get(name) or 0.0) + age_s >= PATIENCE_S:
+                what = said if age_s < PATIENCE_S else "the heartbeat has stopped"
                 slow.append(f"{process['role']} {process['pid']}: {what}")
                 break
     if vital and len(gone) == len(vital):

@@ -151,7 +151,7 @@ def test_by_heartbeats(engine: Any, home: Path, monkeypatch: pytest.MonkeyPatch)
     until(lambda: kept.verdict.reason == "paused")
     engine.run("scheduler.pause_state.name = 'UNPAUSED'")
     until(lambda: kept.verdict.ready)
-    monkeypatch.setattr(quick_probe, "LIKELY_S", 2.5)
+    monkeypatch.setattr(quick_probe, "PATIENCE_S", 2.5)
     engine.run("scheduler.waiting.append(Made(request_id='a'))")
     until(lambda: not kept.verdict.ready)
     assert kept.verdict.reason == (

@@ -11,13 +11,13 @@ from typing import Literal
 
 import msgspec
 
+from ..protocol import probe
 from ..protocol.place import key, who
 from ..protocol.server import AgentReport, Observation, Pulse
 from ..protocol.view import Certainty
 from .findings import Rule, Severity
 
-# The longest time that a healthy server makes no progress with requests pending: a step, and more.
-PATIENCE_S = 10.0
+PATIENCE_S = probe.PATIENCE_S
 # Longer than any step but that of a machine that has no memory left.
 SURE_S = 60.0
 # Metrics count a prompt's tokens when all of them are processed, so they need more patience.
@@ -30,7 +30,6 @@ RENDERING_S = 5.0
 # A dead engine stays dead; this leaves time to a server that is just shutting down.
 UNHEALTHY_S = 3.0
 DEAD = {"", "Z"}  # states of a process
-VITAL = {"launcher", "api", "engine", "worker", "coordinator"}
 STACKS = "vllmops stacks dump --explain names the code that is stuck"
 
 NO_PROGRESS = Rule(
@@ -289,12 +288,12 @@ def ended(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
 
     def dead(look: Observation) -> object:
         alive = [process for process in look.processes if process.state not in DEAD]
-        gone = [p.pid for p in look.processes if p.role in VITAL and p.state in DEAD]
+        gone = [p.pid for p in look.processes if p.role in probe.VITAL and p.state in DEAD]
         return (gone or None) if any(process.role == "api" for process in alive) else None
 
     since_s = lasting(looks, dead)
     if since_s is not None and since_s >= patience_s:
-        last = [p for p in looks[-1].processes if p.role in VITAL and p.state in DEAD]
+        last = [p for p in looks[-1].processes if p.role in probe.VITAL and p.state in DEAD]
         subject = ", ".join(who(process) for process in last)
         yield Stall(ENDED.code, subject, since_s, f"dead for {since_s:.0f} s")
 

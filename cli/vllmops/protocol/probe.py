@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+# The longest time that a healthy server makes no progress with requests pending: a step, and more.
+PATIENCE_S = 10.0
+# The roles without which a server does not work.
+VITAL = frozenset({"launcher", "api", "engine", "worker", "coordinator"})
 # Somebody wants that a server makes no progress, or takes no requests.
 WANTED = {"draining", "paused", "asleep"}
 OVER = {"stopped", "failed"}
