@@ -94,6 +94,15 @@ def blocking(function, defect, flock):
         return function(*args, **fields)
     return block
 
+def spinning(function, defect, turn):
+    path = file_of(defect)
+    @wraps(function)
+    def spin(*args, **fields):
+        while os.path.exists(path):
+            turn()
+        return function(*args, **fields)
+    return spin
+
 def engine():
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -146,10 +155,15 @@ def engine():
     EngineCore.add_request = add_request
     # PyDLL keeps the GIL.
     Scheduler.schedule = blocking(Scheduler.schedule, "gil", ctypes.PyDLL(None).flock)
+    Scheduler.schedule = spinning(Scheduler.schedule, "scheduler", lambda: sum(range(100_000)))
 
 def worker():
+    import torch
     from vllm.v1.worker.cpu_worker import CPUWorker
     CPUWorker.execute_model = blocking(CPUWorker.execute_model, "worker", fcntl.flock)
+    numbers = torch.ones(400, 400)
+    kernel = lambda: torch.mm(numbers, numbers)
+    CPUWorker.execute_model = spinning(CPUWorker.execute_model, "kernel", kernel)
 
 def front_end():
     from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation
@@ -339,6 +353,18 @@ def worker_blocked(server: Prone) -> Iterator[list[Asked]]:
 
 
 @contextmanager
+def kernel_spins(server: Prone) -> Iterator[list[Asked]]:
+    with server.defect("kernel"):
+        yield [server.ask()]
+
+
+@contextmanager
+def scheduler_spins(server: Prone) -> Iterator[list[Asked]]:
+    with server.defect("scheduler"):
+        yield [server.ask()]
+
+
+@contextmanager
 def worker_stopped(server: Prone) -> Iterator[list[Asked]]:
     with server.stopped("worker"):
         yield [server.ask()]
@@ -422,6 +448,12 @@ HANGS = (
         told="engine.missing",
         captured=True,
     ),
+)
+
+# Nothing but their length tells them from work.
+SPINS = (
+    Hang("kernel spins", "", kernel_spins),
+    Hang("scheduler spins", "", scheduler_spins),
 )
 
 
