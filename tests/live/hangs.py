@@ -131,6 +131,15 @@ def engine():
         miss(self, request, error)
 
     EngineCoreProc._handle_mm_cache_miss = handle_miss
+    add, gone = EngineCoreProc.add_request, file_of("lost-request")
+
+    def add_request(self, *args, **fields):
+        if os.path.exists(gone):
+            os.unlink(gone)
+        else:
+            add(self, *args, **fields)
+
+    EngineCoreProc.add_request = add_request
     # PyDLL keeps the GIL.
     Scheduler.schedule = blocking(Scheduler.schedule, "gil", ctypes.PyDLL(None).flock)
 
