@@ -189,24 +189,13 @@ def knot(server: Prone, load: Load) -> Iterator[Victims]:
 
 @contextmanager
 def input_thread(server: Prone, load: Load) -> Iterator[Victims]:
-    with load.held():
-        (server.place / "input-thread").touch()
-        for seed in hangs.drifted(server.url):
-            asked = server.ask(seed)
-            if asked.answer(2) is None:
-                break
-    (server.place / "input-thread").unlink()
-    yield Victims((server.ask(),), (asked,))
+    with hangs.input_thread_dead(server) as (lost, behind):
+        yield Victims((behind,), (lost,))
 
 
 @contextmanager
 def output_thread(server: Prone, load: Load) -> Iterator[Victims]:
-    path = server.place / "output-thread"
-    with load.held():
-        path.touch()
-        lost = server.ask()
-        while path.exists():
-            time.sleep(0.01)
+    lost = server.unencodable()
     yield Victims((server.ask(),), (lost,))
 
 
@@ -284,7 +273,7 @@ STATES = (
     state("caches", ghosts),
     state("admission", larger_than_the_cache),
     state("encoder-cache", knot),
-    state("input thread", input_thread, "io-threads", "zombies", "caches"),
+    state("input thread", input_thread, "io-threads", "caches"),
     state("output thread", output_thread, "io-threads"),
     state("broadcast", lost_notify),
     state("zombie of the engine", lost_abort, "zombies"),

@@ -40,7 +40,7 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
         withheld: patches that are not applied, and why, by id.
     """
     from . import compare, objects, recorder, service  # noqa: PLC0415
-    from .heal import event_loop, io_threads  # noqa: PLC0415
+    from .heal import event_loop, io_threads, sockets  # noqa: PLC0415
     from .patches import registry  # noqa: PLC0415
 
     objects.check()
@@ -49,6 +49,7 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
     recorder.install(service.own_directory)
     event_loop.install()
     io_threads.watch()
+    objects.watch("engine-core", sockets.keep)
     registry.install(withheld)
 
 
