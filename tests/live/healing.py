@@ -368,8 +368,7 @@ class Run:
         finally:
             over.set()
             sampling.join()
-        self.unasked += self.tail.new()
-        self.write()
+            self.unasked += self.tail.new()
 
     def left(self) -> list[State]:
         """The states that were not healed often enough; the chance of each is the same."""
@@ -539,6 +538,7 @@ def main() -> int:
             )  # fmt: skip
             with suppress(KeyboardInterrupt):
                 run.run()
+            run.write()
             kept = given.out.with_suffix(".log")
             kept.write_bytes((place / "watch.log").read_bytes())
             given.out.with_suffix(".server.log").write_bytes(server.launched.log.read_bytes())
