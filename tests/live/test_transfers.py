@@ -1,4 +1,4 @@
-"""A request that waits for KV blocks of whose transfer nobody knows any more; a slow one goes on."""
+"""A request whose KV blocks nobody transfers any more ends; a slow transfer goes on."""
 
 from __future__ import annotations
 
