@@ -39,7 +39,7 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
     Args:
         withheld: patches that are not applied, and why, by id.
     """
-    from . import compare, objects, recorder, service  # noqa: PLC0415
+    from . import compare, handover, objects, recorder, service  # noqa: PLC0415
     from .heal import event_loop, io_threads, sockets  # noqa: PLC0415
     from .patches import registry  # noqa: PLC0415
 
@@ -48,6 +48,7 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
     compare.install()
     recorder.install(service.own_directory)
     event_loop.install()
+    handover.install()
     io_threads.watch()
     objects.watch("engine-core", sockets.keep)
     registry.install(withheld)
