@@ -67,8 +67,12 @@ def serves() -> bool:
 
 def leave() -> bool:
     """Take no more connections, and close each after its next answer; whether that is done."""
-    listening = [one for server in list(_servers) for one in getattr(server, "servers", ())]
-    for one in listening:
-        one.get_loop().call_soon_threadsafe(one.close)
-    gate.leaving = bool(listening)
+    for server in list(_servers):
+        for listening in getattr(server, "servers", ()):
+            listening.get_loop().call_soon_threadsafe(listening.close)
+        # Of several API servers vLLM's own tasks accept, since 0.32.
+        for task in list(getattr(server, "_accept_tasks", ())):
+            if task.get_coro().__name__ == "_accept":
+                task.get_loop().call_soon_threadsafe(task.cancel)
+    gate.leaving = bool(_servers)
     return gate.leaving
