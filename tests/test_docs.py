@@ -65,6 +65,7 @@ RUN = {
     "vllmops integrate kubernetes --deployment vllm --debug registry.example/vllmops:1 --keyring"
     " > patch.yaml": 0,
     "vllmops integrate kubernetes --deployment vllm --secret keyring.json > secret.yaml": 0,
+    "vllmops integrate kubernetes --alerts > alerts.yaml": 0,
     "vllmops completions bash > completions/vllmops.bash": 0,
 }
 # In this order on one server, which is called demo.

@@ -136,3 +136,17 @@ def test_a_keyring_as_kubernetes_mounts_it_is_read(vllmops: Any, tmp_path: Path)
     (tmp_path / "..data").symlink_to("..2026")
     (tmp_path / "keyring.json").symlink_to("..data/keyring.json")
     assert vllmops("keys", "list", "--keyring", str(tmp_path / "keyring.json")).code == 0
+
+
+def test_the_alerts_are_an_object_of_their_own(vllmops: Any) -> None:
+    # kubernetes-validate has no schema of the operator's objects; promtool judges the rules.
+    made = yaml.safe_load(vllmops("integrate", "kubernetes", "--alerts", "--json").data["manifest"])
+    assert (made["kind"], made["apiVersion"]) == ("PrometheusRule", "monitoring.coreos.com/v1")
+    assert made["spec"]["groups"][0]["rules"]
+
+
+def test_one_object_at_a_time(vllmops: Any, tmp_path: Path) -> None:
+    words = ("integrate", "kubernetes", "--alerts", "--secret", str(tmp_path / "keyring.json"))
+    answer = vllmops(*words)
+    assert answer.code == 2
+    assert "give one" in answer.err

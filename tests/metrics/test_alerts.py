@@ -9,11 +9,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 
-from vllmops.commands.metrics import Form, rules
 from vllmops.metrics import families
+from vllmops.metrics.alerts import Form, rules
 from vllmops.metrics.counters import COUNTERS
 from vllmops.metrics.families import FAMILIES, PREFIX
 
@@ -41,6 +42,13 @@ CAPACITY = f'vllmops:store_capacity_responses{{{WHERE}, backend="sqlite"}}'
 FAILURES = f'vllmops:store_failures_total{{{WHERE}, backend="redis", operation="get", reason="e"}}'
 OPERATIONS = f'vllmops:store_operation_seconds_count{{{WHERE}, backend="redis", operation="get"}}'
 BAD = f'vllmops:known_bad_versions{{{WHERE}, package="nccl", version="2.28.9"}}'
+GPU = f'vllmops:gpu_%s{{{WHERE}, node="n", gpu="0"}}'
+
+
+def watts(drawn: int) -> Series:
+    return {GPU % "power_watts": f"{drawn}x9", GPU % "power_limit_watts": "700x9"}
+
+
 ALIVE = {
     f"vllmops:processes{{{API}}}": "1x600",
     f"vllmops:processes{{{ENGINE}}}": "2x600",
@@ -68,6 +76,9 @@ FIRES: dict[str, list[Series]] = {
     "VllmopsStoreRefuses": [{FAILURES: "0+60x20", OPERATIONS: "0+600x20"}],
     "VllmopsKeyEnds": [{KEY % "primary": f"{6 * 86400}x20"}],
     "VllmopsAgentSilent": [ALIVE | {f"vllmops:agents{{{ENGINE}}}": "2x590 1x10"}],
+    "VllmopsBusyButIdleWatts": [
+        {GPU % "busy_ratio": "1x9", GPU % "memory_busy_ratio": "0x9", **watts(210)},
+    ],
     "VllmopsKnownBadVersion": [{BAD: "1x20"}],
 }
 QUIET: dict[str, list[Series]] = {
@@ -100,6 +111,13 @@ QUIET: dict[str, list[Series]] = {
         ALIVE,
         # It runs without the agent.
         {f"vllmops:processes{{{API}}}": "1x20", f"vllmops:agents{{{API}}}": "0x20"},
+    ],
+    "VllmopsBusyButIdleWatts": [
+        # It decodes, it computes, nothing runs, it does not tell its power.
+        {GPU % "busy_ratio": "1x9", GPU % "memory_busy_ratio": "0.4x9", **watts(210)},
+        {GPU % "busy_ratio": "1x9", GPU % "memory_busy_ratio": "0x9", **watts(600)},
+        {GPU % "busy_ratio": "0x9", GPU % "memory_busy_ratio": "0x9", **watts(70)},
+        {GPU % "busy_ratio": "1x9", GPU % "memory_busy_ratio": "0x9"},
     ],
     "VllmopsKnownBadVersion": [{BAD: "_x20"}],
 }
@@ -184,6 +202,12 @@ def test_the_rules_name_metrics_that_there_are() -> None:
         }
         assert labels <= of_rule | {"instance", "job", "backend"}
     assert families.PREFIX == "vllmops:"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+def test_the_types_of_each_expression_agree(rule: dict[str, Any]) -> None:
+    """Also where there is no promtool."""
+    promql_parser.parse(rule["expr"])
 
 
 def test_prometheus_takes_them(tmp_path: Path) -> None:

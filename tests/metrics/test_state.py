@@ -25,7 +25,7 @@ from vllmops.protocol.keys import HeldKey, ProcessKeys
 from vllmops.protocol.patches import ProcessPatches, Verdict
 from vllmops.protocol.patches import State as PatchState
 from vllmops.protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
-from vllmops.protocol.server import ProcessState, Pulse
+from vllmops.protocol.server import Gpu, ProcessState, Pulse
 from vllmops.protocol.view import KnownBad, View
 
 API: dict[str, Any] = {"role": "api", "node": "one"}
@@ -275,3 +275,13 @@ def test_keys_patches_versions() -> None:
     assert found["agent_problems"] == {"role=engine node=one dp_rank=1": 1}
     assert found["known_bad_versions"] == {"package=nccl version=2.28.9": 1}
     assert SECRET not in str(found)
+
+
+def test_a_gpu_shows_what_its_driver_tells() -> None:
+    gpus = (Gpu(index=0, busy=1.0, memory_busy=0.0, watts=210.0, limit_watts=700.0), Gpu(index=1))
+    found = read(View(gpus={"one": gpus}))
+    first = "node=one gpu=0"
+    assert found["gpu_busy_ratio"] == {first: 1}
+    assert found["gpu_memory_busy_ratio"] == {first: 0}
+    assert found["gpu_power_watts"] == {first: 210}
+    assert found["gpu_power_limit_watts"] == {first: 700}

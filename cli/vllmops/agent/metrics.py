@@ -117,6 +117,7 @@ def server() -> Callable[[], tuple[View, int]]:
     store = Store()
 
     def look() -> tuple[View, int]:
+        from ..host import gpu  # noqa: PLC0415
         from ..metrics.state import differ  # noqa: PLC0415
         from ..rpc.view import Viewer  # noqa: PLC0415 - slow, and nobody may ever scrape
         from . import remote  # noqa: PLC0415
@@ -131,6 +132,7 @@ def server() -> Callable[[], tuple[View, int]]:
             compilers=found.compilers,
         )
         count = sum(process.role == Role.API for process in found.processes)
-        return replace(viewer[0].view(seen), store=store.use()), count
+        gpus = {found.node: gpu.states()}
+        return replace(viewer[0].view(seen), store=store.use(), gpus=gpus), count
 
     return look

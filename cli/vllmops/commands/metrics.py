@@ -6,38 +6,27 @@ import json
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from importlib.resources import files
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from ..doctor.examine import look
 from ..errors import VllmopsError
+from ..host import gpu
 from ..host.roles import Role
 from ..instances.servers import Server, resolve
+from ..metrics.alerts import Form, rules
 from ..output import Json, JsonText, Result, Verbatim, say, typer_app
 from ..protocol.place import key
 from ..protocol.view import View
-from ..rpc import agent
+from ..rpc import agent, membership
 from ..rpc.view import Viewer
 from .options import Target, host_port, listening
 from .several import remote
 
 TIMEOUT_S = 2.0
-KUBERNETES = """\
-apiVersion: monitoring.coreos.com/v1
-kind: PrometheusRule
-metadata:
-  name: vllmops
-spec:
-"""
-
 app = typer_app()
-
-
-class Form(StrEnum):
-    PROMETHEUS = "prometheus"
-    KUBERNETES = "kubernetes"
 
 
 class Board(StrEnum):
@@ -124,7 +113,9 @@ def viewing(find: Callable[[], Server]) -> Callable[[], tuple[View, int]]:
         server = find()
         processes.clear()
         processes.update({key(process): process for process in server.processes})
-        return viewer.view(look(server, began)), len(server.of(Role.API))
+        seen = viewer.view(look(server, began))
+        here = {membership.NODE: gpu.states()} if server.fleet is None else {}
+        return replace(seen, gpus=here), len(server.of(Role.API))
 
     return view
 
@@ -154,13 +145,3 @@ def serve(server: Server, target: str | None, host: str, port: int) -> None:
     say(f"the metrics of {server.label} are on http://{host}:{port}/metrics")
     while thread.is_alive():
         thread.join(1.0)
-
-
-def rules(form: Form) -> str:
-    """The alert rules, as a file of Prometheus or as an object of its operator."""
-    text = files("vllmops.metrics").joinpath("alerts.yml").read_text("utf-8")
-    if form is Form.PROMETHEUS:
-        return text
-    return KUBERNETES + "".join(
-        f"  {line}" if line.strip() else line for line in text.splitlines(keepends=True)
-    )

@@ -19,8 +19,7 @@ from ..diagnose import compares as judge
 from ..diagnose import progress, stacks
 from ..errors import VllmopsError
 from ..home import home, user
-from ..host import kmsg, proc, processes, ras, shm
-from ..host.gpu import AmdGpus, Gpus
+from ..host import gpu, kmsg, proc, processes, ras, shm
 from ..host.memory import room
 from ..host.processes import ROLES, Process
 from ..host.roles import Role, titled
@@ -462,7 +461,7 @@ def machine(server: Server) -> Machine:
         disks=tuple(disks()),
         leftovers=tuple(leftovers()),
         orphans=tuple(orphans(table)),
-        gpus=(*Gpus().states(), *AmdGpus().states()),
+        gpus=gpu.states(),
         xids=kmsg.xids(max((identity.age_s(p.start_ticks) for p in server.processes), default=0.0)),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from ..protocol.server import Gpu
@@ -143,6 +144,17 @@ class AmdGpus:
             # Some versions give microwatts.
             limit_watts=limit if limit is None or limit < MOST_WATTS else limit / 1e6,
         )
+
+
+@cache
+def drivers() -> tuple[Gpus, AmdGpus]:
+    """The drivers, loaded once for those who ask again and again."""
+    return Gpus(), AmdGpus()
+
+
+def states() -> tuple[Gpu, ...]:
+    """The state of each GPU of this machine."""
+    return tuple(state for driver in drivers() for state in driver.states())
 
 
 MOST_WATTS = 100_000

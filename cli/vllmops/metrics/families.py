@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 PREFIX: Final = "vllmops:"
 PLACE: Final = ("role", "node", "dp_rank", "tp_rank", "pp_rank")
 CACHE: Final = (*PLACE, "kind", "side")
+GPU: Final = ("node", "gpu")
 
 
 class Family(NamedTuple):
@@ -99,6 +100,12 @@ FAMILIES: Final[Mapping[str, Family]] = {
         "Responses that the store keeps before it evicts", ("backend",), max
     ),
     "store_evictions_total": Family("Responses that had to make room", ("backend",), max),
+    "gpu_busy_ratio": Family("Share of the time in which a kernel ran on a GPU", GPU, max),
+    "gpu_memory_busy_ratio": Family(
+        "Share of the time in which the memory of a GPU was read or written", GPU, max
+    ),
+    "gpu_power_watts": Family("Power that a GPU draws", GPU, max),
+    "gpu_power_limit_watts": Family("Power that a GPU may draw", GPU, max),
     "known_bad_versions": Family(
         "Installed versions that are known to hang", ("package", "version"), max
     ),

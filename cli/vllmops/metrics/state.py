@@ -16,6 +16,7 @@ from ..protocol.caches import (
 )
 from ..protocol.place import Ranked
 from ..protocol.requests import ProcessRequests, State
+from ..protocol.server import Gpu
 from ..protocol.view import Certainty, StoreUse, View
 from .families import Sample
 
@@ -47,6 +48,8 @@ def samples(view: View) -> Iterator[Sample]:
             yield Sample("patch_processes", 1, {"patch": verdict.id, "state": verdict.state})
     if view.store:
         yield from of_store(view.store)
+    for node, gpus in view.gpus.items():
+        yield from of_gpus(node, gpus)
     for bad in view.known_bad:
         yield Sample("known_bad_versions", 1, {"package": bad.package, "version": bad.version})
 
@@ -204,6 +207,19 @@ def of_store(store: StoreUse) -> Iterator[Sample]:
     yield Sample("store_bytes", store.bytes, labels)
     yield Sample("store_capacity_responses", store.capacity, labels)
     yield Sample("store_evictions_total", store.evictions, labels)
+
+
+def of_gpus(node: str, gpus: Sequence[Gpu]) -> Iterator[Sample]:
+    for gpu in gpus:
+        values = {
+            "busy_ratio": gpu.busy,
+            "memory_busy_ratio": gpu.memory_busy,
+            "power_watts": gpu.watts,
+            "power_limit_watts": gpu.limit_watts,
+        }
+        for name, value in values.items():
+            if value is not None:
+                yield Sample(f"gpu_{name}", value, {"node": node, "gpu": str(gpu.index)})
 
 
 def of_keys(view: View) -> Iterator[Sample]:

@@ -10,7 +10,7 @@ from .caches import ProcessCaches
 from .keys import ProcessKeys
 from .patches import ProcessPatches
 from .requests import ProcessRequests
-from .server import ProcessState, Pulse
+from .server import Gpu, ProcessState, Pulse
 
 Certainty = Literal["", "likely", "sure"]
 
@@ -50,6 +50,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
         stall: whether the server makes no progress; empty if it does.
         store: of the API server that looks; None without one, or if it does not answer.
         known_bad: what the processes run with.
+        gpus: of the machine that looks, by the name of its node.
     """
 
     processes: tuple[ProcessState, ...] = ()
@@ -61,3 +62,4 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     stall: Certainty = ""
     store: StoreUse | None = None
     known_bad: tuple[KnownBad, ...] = ()
+    gpus: dict[str, tuple[Gpu, ...]] = {}

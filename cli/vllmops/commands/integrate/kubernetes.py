@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from ...errors import Exit, VllmopsError
 from ...keys import file as keys
+from ...metrics.alerts import Form, rules
 from ...output import Json, Result, Verbatim, command
 from ..options import count
 
@@ -69,6 +71,9 @@ def kubernetes(
             show_default=False,
         ),
     ] = None,
+    alerts: Annotated[
+        bool, typer.Option("--alerts", help="Print the PrometheusRule with the alerts alone.")
+    ] = False,
     json_: Json = False,
 ) -> Result:
     """Print patches for a Deployment: probes, a drain before the end, keys, a debug container.
@@ -84,6 +89,13 @@ def kubernetes(
         "grace": drain + SLACK_S,
         "image": debug,
     }
+    if alerts and secret is not None:
+        raise VllmopsError(
+            "usage", "--alerts and --secret print an object each: give one", exit_code=Exit.USAGE
+        )
+    if alerts:
+        text = rules(Form.KUBERNETES)
+        return Result({"manifest": text}, lambda: [Verbatim(text.rstrip())])
     if secret is not None:
         given["keyring"] = base64.b64encode(keys.encode(keys.load(secret))).decode()
         parts = ["secret"]
