@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllmops.bundle.redact import MARK, Redactor, secrets
+from vllmops.bundle.redact import MARK, TOLD, Redactor, secrets
 
 LOGS = Path(__file__).with_name("logs")
 SERVER, OTHER = ((LOGS / name).read_text() for name in ("server.log", "other.log"))
@@ -357,6 +357,36 @@ def test_the_columns_of_tables(name: str, value: str) -> None:
 )
 def test_tables_without_secrets(text: str) -> None:
     assert Redactor().text(text) == text
+
+
+# What a person typed, and what a program made; the name is in another line, or far from it.
+@pytest.mark.parametrize("value", ["hunter4521", "a8Dk2mXz91QwErTy", "amber-horse-orbit-maple"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "In [3]: settings.api_token\nOut[3]: '{}'",
+        ">>> cfg.db_password\n'{}'",
+        "(Pdb) p self.secret_key\n'{}'",
+        '(gdb) p cfg->password\n$3 = 0x55d2 "{}"',
+        '$1 = {{host = 0x55 "h", db_password = 0x7f3 "{}", n = 3}}',
+        "KeyError: '{}'\nThe above happened in tokens['api_token']",
+        "assert '{0}' == 'x'\n +  where '{0}' = Settings().api_key",
+        "login with '{0}'\napi_key={0}\nretried with {0} again",
+        '"store_api_key": {{\n  "value": "{}",\n  "type": "string"\n}}',
+        "cannot decode dbpass '{}': Incorrect padding",
+        'API_TOKENs = ["{}"]',
+        'gateway_passwords = ["{}"]',
+    ],
+)
+def test_a_secret_whose_name_is_elsewhere(text: str, value: str) -> None:
+    assert value not in Redactor().text(text.format(value))
+
+
+def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
+    values = [f"a8Dk2mXz91QwErT{n}" for n in range(1000)]
+    redactor = Redactor()
+    redactor.text("\n".join(f"password={value}" for value in values))
+    assert list(redactor.told) == values[-TOLD:]
 
 
 @pytest.mark.parametrize(

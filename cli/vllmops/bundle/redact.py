@@ -35,13 +35,14 @@ from .secretvalues import (
     random,
     written,
 )
-from .secretwords import near
+from .secretwords import WORD, near, odd
 
 __all__ = ["MARK", "Redactor", "secrets"]
 
 LINE = 32 << 10  # characters of a line; what is behind them is left out
 CUT = "[the rest of the line is left out]"
 CODED = 2  # how often what is coded in URLs or in base64 is decoded again
+TOLD = 32  # secrets found in a text that are looked for in the lines around; each costs time
 TEXT = 1 << 20  # characters of a text that is looked through for values
 
 # Where in the table a form stands, by what a line with it has, by the rarest letter of that.
@@ -86,6 +87,7 @@ class Redactor:
         forms = {form for secret in secrets for form in written(secret)}
         self.known = re.compile(any_of(forms)) if forms else None
         self.longest = max(map(len, forms), default=0)
+        self.told: deque[str] = deque(maxlen=TOLD)  # secrets that the text itself has named
 
     def text(self, text: str) -> str:
         """A text without secrets; prompts stay, see `log`."""
@@ -101,9 +103,17 @@ class Redactor:
 
     def lines(self, lines: Iterable[str]) -> Iterator[str]:
         """Lines as `text`, one by one."""
+        for line, _ in with_next(self.by_place(lines), 1):  # what the next one tells is known then
+            for secret in [secret for secret in self.told if secret in line]:
+                line = line.replace(secret, MARK)  # noqa: PLW2901
+                self.counts["known secret"] += 1
+            yield line
+
+    def by_place(self, lines: Iterable[str]) -> Iterator[str]:
+        """Lines without what is secret by where it stands, and by its form."""
         blocks, columns = Blocks(), Columns()
         for line, after in with_next(map(self.literal, self.whole(lines)), PAIR_LINES):
-            start = blocks.hidden(line)
+            start = blocks.hidden(line, after)
             if start is None:
                 start = value_first(line, after)
             if start is None:
@@ -113,6 +123,7 @@ class Redactor:
                 yield line
             else:
                 self.counts["secret of several lines"] += 1
+                self.tell(line[start:].strip(" \t\"',"))
                 yield line[:start] + MARK
 
     def log_lines(self, lines: Iterable[str]) -> Iterator[str]:
@@ -204,6 +215,11 @@ class Redactor:
         self.counts[kind] += count
         return text
 
+    def tell(self, value: str) -> None:
+        """Remember a secret that was found by its place, unless it may be a common word."""
+        if WORD.fullmatch(value) and odd(value) and value not in self.told:
+            self.told.append(value)
+
     def literal(self, text: str) -> str:
         """A text without what is known to be secret."""
         if self.known:
@@ -226,6 +242,7 @@ class Redactor:
             if start < at or end <= start or NOTHING.match(line, start):
                 continue
             self.counts["secret by its name"] += 1
+            self.tell(inside(line, start, min(end, len(line))))
             found += [line[at:start], MARK]
             at = min(end, len(line))
         return "".join(found) + line[at:] if found else line

@@ -23,13 +23,15 @@ PARENT = re.compile(
     r"(?P<indent>[\s-]*)(?P<block>(?:variable|output)\s)?(?:[\"']?(?P<name>[\w.-]+)[\"']?\s*(?:[:=]|(?=\{))\s*(?:[!&][\w./-]+\s+)?"
     r"(?P<style>[|>][+-]?\d?|\"\"\"|'''|\[|\{|)|\[(?P<section>[\w.-]+)\])\s*$"
 )
+# What was asked for at a prompt: `>>> X`, `In [1]: X`, `(gdb) p X`, `(Pdb) X`.
+PROMPT = r"(?:>>>|In \[\d+\]:|\([\w-]{2,20}\)) (?:(?:p|pp|print|echo|output)[ (])?"
 # A line that ends with a name, behind a label at most: `- name: X`, `"Key": "X",`, `<dt>X</dt>`.
 NAME_LINE = re.compile(
-    r"(?P<indent>\s*(?:[-#*] )?)(?:<\w+>)*[^\w\s]{0,4}"
+    rf"(?P<indent>\s*(?:[-#*] )?)(?:{PROMPT}(?:[\w.]{{1,60}}->)?)?(?:<\w+>)*[^\w\s]{{0,4}}"
     r"(?:(?i:[a-z_]{0,20}(?:name|key|id|type|var(?:iable)?|setting|parameter|field|option|property"
     r"|label|title)|k|td|dt|th)[\"']?\s{0,30}[:=>]+\s{0,4}[\"']?)?"
     r"(?P<name>[A-Za-z_][\w.-]{2,100}+)(?!,\s*$)"
-    r"(?:[\"'\])`*_:,]|=>?|</\w+>){0,4}(?:\s\([\w ,.-]{1,40}\):?)?\s*$"
+    r"(?:[\"'\])`*_:,]|=>?|</\w+>){0,4}(?:\s\([\w ,.-]{1,40}\):?)?\s*\{?\s*$"
 )
 NAME_LINE_LENGTH = 160
 BLOCK = re.compile(r"[|>][+-]?\d?\s*$")
@@ -81,8 +83,13 @@ class Blocks:
         self.before: deque[str] = deque(maxlen=LINES_BEFORE)
         self.last: str | None = None  # what the line before ended with: an option, a field
 
-    def hidden(self, line: str) -> int | None:
-        """From where a line is to be hidden, None where it is no part of a secret."""
+    def hidden(self, line: str, after: Iterable[str] = ()) -> int | None:
+        """From where a line is to be hidden, None where it is no part of a secret.
+
+        Args:
+            line: the line.
+            after: some of those that follow.
+        """
         if self.in_key(line):
             return 0
         if self.until:
@@ -93,7 +100,7 @@ class Blocks:
         if start is None:
             start = self.in_record(line)
         if start is None:
-            start = alone(line, self.before)
+            start = alone(line, self.before, after)
         self.before.append(line)
         return self.indented(line) if start is None and line.strip() else start
 

@@ -28,7 +28,7 @@ FOREIGN = re.compile(
 SOURCE = re.compile(
     r"\.(?:py|pyx|cc?|cpp|cu|cuh|h|hpp|go|rs|js|ts|java)$"
 )  # a file, a line behind it
-WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+WORD = re.compile(r"[A-Z]{2,}s(?![a-z])|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 
 class Kind(IntEnum):
@@ -95,7 +95,7 @@ OTHER_TOKENS = words(
     "prefix suffix middle text single cached reasoning completion speech decoder encoder padding "
     "mm multimodal patch newline separator unexpected every each one two any "
     "same vocab added continuation sot transcribe timestamp nl channel role turn ubatch by "
-    "retrieved computed word"
+    "retrieved computed word embed"
 )
 # Before "tokens": those that give rights.
 RIGHTS = words(
@@ -183,7 +183,7 @@ def judged(last: str, others: list[str], *, capitals: bool, alone: bool) -> Kind
         return token(last, qualifier, capitals=capitals, alone=alone)
     if last.endswith("pass"):
         return passing(last, qualifier, alone=alone)
-    if last.endswith(ENDINGS):
+    if last.removesuffix("s").endswith(ENDINGS):
         return Kind.SECRET
     if last in {"auth", "sig", "signature", "salt", "hmac", "session", "sid", "community"}:
         # "signature: (self, x)" is a function's; X-Amz-Signature is a secret.
@@ -213,12 +213,12 @@ def token(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Kind:
     if qualifier in OTHER_TOKENS:
         return Kind.LIKELY if capitals and last == "token" else Kind.NONE
     if last == "tokens":
-        return Kind.LIKELY if capitals or alone or qualifier in GIVEN else Kind.NONE
+        return Kind.LIKELY if capitals or alone or qualifier in GIVEN else Kind.MAYBE
     return Kind.LIKELY if alone and not capitals else Kind.SECRET
 
 
 def passing(last: str, qualifier: str, *, alone: bool) -> Kind:
-    if last in PASS_WORDS or qualifier in OTHER_PASSES:
+    if last in PASS_WORDS or (last == "pass" and qualifier in OTHER_PASSES):
         return Kind.NONE
     return Kind.LIKELY if alone and last == "pass" else Kind.SECRET
 

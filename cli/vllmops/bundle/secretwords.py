@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from .secretnames import STEMS, STRONG, Kind, kind
 from .secretnames import WORD as PARTS
 from .secretvalues import HASH, USUAL, UUID, generated, random
 
-__all__ = ["alone", "labelled", "near"]
+__all__ = ["WORD", "alone", "labelled", "near", "odd"]
 
 AROUND = 200  # characters
 BEFORE_LENGTH = 42
@@ -57,10 +58,10 @@ SAID = re.compile(
 )
 MADE_UP = re.compile(
     r"(?=\S*\d)(?=\S*[a-z])(?=\S*[A-Z])\S{8,}|(?=\S*[A-Za-z])(?=\S*\w[!@#$%^*&~])\S{8,}"
-    r"|[A-Za-z]+(?:-[A-Za-z]+){2,}-\d+|[a-z]{3,}(?:-[a-z]{3,}){3,}"
+    r"|[A-Za-z]{5,}\d{2,}|[A-Za-z]+(?:-[A-Za-z]+){2,}-\d+|[a-z]{3,}(?:-[a-z]{3,}){3,}"
 )
 TURN = re.compile(r"[a-z][A-Z]|[A-Z]{2}[a-z]")
-CLASS = re.compile(r"(?:[A-Z]+[a-z]*\d{0,2})+")
+CLASS = re.compile(r"k?(?:[A-Z]+[a-z]*\d{0,2})+")
 CLASS_PART = re.compile(r"[A-Z][a-z]{3,}")
 TURNS = 3  # between small letters and capitals, as hardly a name has them; digits count as one
 GROUPS = re.compile(r"(?=\S*[A-Za-z])(?!\S*\dGB$)(?:[A-Za-z0-9]{4,}-){2,}[A-Za-z0-9]{4,}")
@@ -73,9 +74,11 @@ RIGHTS = re.compile(
 # A word that is all of a line, or all but a label: `data: X`, `<dd>X</dd>`, `string(20) "X"`.
 LABELLED = re.compile(
     r"\s*(?:[>*#$-]\s+)?"
-    r"(?P<label><?[\"']?[A-Za-z][\w .()\[\]-]{0,40}[\"']?\s{0,30}(?:[:=>]+|(?<=[)]))\s*)?"
+    r"(?P<label><?[\"'$]?[A-Za-z\d][\w .()\[\]-]{0,40}[\"']?\s{0,30}(?:[:=>]+|(?<=[)]))\s*)?"
+    r"(?:0x[0-9a-f]+ )?"
     r"[\"'`(]?(?P<word>[^\s\"'`<>,;|()\[\]{}]{8,200})(?:</[\w:.-]+>|[\"'`),;.])*\s*$"
 )
+ERROR = re.compile(r"(?:Error|Exception): $")
 
 
 def near(line: str) -> Iterator[tuple[int, int]]:
@@ -179,14 +182,20 @@ def goes(line: str, start: int, word: str, around: Kind, since: int = 0) -> bool
     return around is Kind.SECRET and (quoted or bool(SAID.search(before)))
 
 
-def alone(line: str, before: Sequence[str]) -> int | None:
-    """Where a secret begins that stands alone in a line below one that names it."""
+def alone(line: str, before: Iterable[str], after: Iterable[str]) -> int | None:
+    """Where a secret begins that stands alone in a line below one that names it.
+
+    Of an exception that tells nothing else (`KeyError: 'X'`), the name may be below it, too.
+    """
     match = LABELLED.match(line)
-    if not match or match["label"] or not odd(match["word"]):
+    if not match or not odd(match["word"]):
         return None
-    for earlier in before:
-        kinds = [named(earlier, name) for name in NAME.finditer(earlier)]
-        if max(kinds, default=Kind.NONE) >= Kind.LIKELY and not FAR_ELSE.search(earlier):
+    raised = bool(match["label"] and ERROR.search(match["label"]))
+    if match["label"] and not raised:
+        return None
+    for other in (*before, *(islice(after, 1) if raised else ())):
+        kinds = [named(other, name) for name in NAME.finditer(other)]
+        if max(kinds, default=Kind.NONE) >= Kind.LIKELY and not FAR_ELSE.search(other):
             return match.start("word")
     return None
 
