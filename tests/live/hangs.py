@@ -107,7 +107,7 @@ def engine():
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.request import RequestStatus
     from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -123,15 +123,17 @@ def engine():
 
     EncoderCacheManager.free = keep_for_the_waiting
 
-    encode, broken = MsgpackEncoder.encode_into, file_of("output-thread")
 
-    def encode_into(self, output, buffer):
-        if os.path.exists(broken):
-            os.unlink(broken)
-            raise TypeError("it can't be encoded")
-        return encode(self, output, buffer)
+    def encoding(encode):
+        @wraps(encode)
+        def refuse(self, message, *buffer):
+            if any("unencodable" in one.request_id for one in getattr(message, "outputs", ())):
+                raise TypeError("it can't be encoded")
+            return encode(self, message, *buffer)
+        return refuse
 
-    MsgpackEncoder.encode_into = encode_into
+    MsgpackEncoder.encode = encoding(MsgpackEncoder.encode)
+    MsgpackEncoder.encode_into = encoding(MsgpackEncoder.encode_into)
     miss, path = EngineCoreProc._handle_mm_cache_miss, file_of("input-thread")
 
     def handle_miss(self, request, error):
@@ -140,6 +142,29 @@ def engine():
         miss(self, request, error)
 
     EngineCoreProc._handle_mm_cache_miss = handle_miss
+    add, together, held = EngineCore.add_request, file_of("together"), []
+
+    # Two requests come to the scheduler at once, however late the second one is.
+    def add_request(self, *given):
+        held.append(given)
+        if os.path.exists(together):
+            if len(held) < 2:
+                return
+            os.unlink(together)
+        while held:
+            add(self, *held.pop(0))
+
+    EngineCore.add_request = add_request
+
+    keep, gone = EngineCoreProc.add_request, file_of("lost-request")
+
+    def add_unless_gone(self, *args, **fields):
+        if os.path.exists(gone):
+            os.unlink(gone)
+        else:
+            keep(self, *args, **fields)
+
+    EngineCoreProc.add_request = add_unless_gone
     # PyDLL keeps the GIL.
     Scheduler.schedule = blocking(Scheduler.schedule, "gil", ctypes.PyDLL(None).flock)
     Scheduler.schedule = spinning(Scheduler.schedule, "scheduler", lambda: sum(range(100_000)))
@@ -214,9 +239,9 @@ BACKTRACKING = "[a(" + 60 * "a=1,"  # each argument doubles the time: 20 of them
 class Asked:
     """A chat request that nobody waits for, until asked for its answer."""
 
-    def __init__(self, url: str, body: dict[str, Any]) -> None:
+    def __init__(self, url: str, body: dict[str, Any], **headers: str) -> None:
         self.connection = http.client.HTTPConnection(urlsplit(url).netloc)
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **headers}
         self.connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         self.status: int | None = None
         self.aborted = False
@@ -256,6 +281,10 @@ class Prone(Stock):
 
     def ask(self, *seeds: int, text: str = "hi", **fields: Any) -> Asked:
         return Asked(self.url, chat(list(seeds), text, **fields))
+
+    def unencodable(self) -> Asked:
+        """A request whose output ends the engine's output thread."""
+        return Asked(self.url, chat([], "hi"), **{"X-Request-Id": "unencodable"})
 
     def tokens(self) -> float | None:
         """Counted so far, None where nobody answers."""
@@ -322,15 +351,12 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
     The encoder cache takes two. The one that runs has put them there, the one that waits holds on
     to them, and so the third has no room.
     """
-    with server.stopped("worker"):  # so that both are there when one is scheduled
-        first = server.ask()
-        until(lambda: server.handed() == 1)
-        bodies = [chat([1, 2, 3], letter * 750) for letter in "zq"]
-        for body in bodies:
-            body["messages"][0]["content"].reverse()  # the text is in the KV cache by then
-        asked = [Asked(server.url, body) for body in bodies]
-        until(lambda: server.handed() == 3)
-    assert first.answer(10) == 200
+    (server.place / "together").touch()
+    bodies = [chat([1, 2, 3], letter * 750) for letter in "zq"]
+    for body in bodies:
+        body["messages"][0]["content"].reverse()  # the text is in the KV cache by then
+    asked = [Asked(server.url, body) for body in bodies]
+    until(lambda: not (server.place / "together").exists())
     with ExitStack() as after:
         after.callback(asked[1].abort)
         yield asked
@@ -380,7 +406,9 @@ def backtracking(server: Prone) -> Iterator[list[Asked]]:
 def input_thread_dead(server: Prone) -> Iterator[list[Asked]]:
     (server.place / "input-thread").touch()
     asked = (server.ask(seed) for seed in drifted(server.url))
-    yield [next(item for item in asked if item.answer(2) is None), server.ask()]
+    lost = next(item for item in asked if item.answer(2) is None)
+    (server.place / "input-thread").unlink()
+    yield [lost, server.ask()]
 
 
 @contextmanager
