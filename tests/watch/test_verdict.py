@@ -151,6 +151,7 @@ def test_a_step_that_is_too_long_for_its_size_is_not_live(state: str) -> None:
         ({"looks": busy(share=0.05)}, "others have the processors"),
         ({"looks": busy("D", 0.0)}, "it waits for a disk"),
         ({"looks": busy("?", 0.0)}, "it is on another machine"),
+        ({"looks": busy("?")}, "it was on another machine"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
