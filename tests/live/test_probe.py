@@ -105,8 +105,7 @@ def probed(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) 
     watch = None
     try:
         launched.wait_up()
-        if EVERYTHING:
-            (place / "slow").write_text(str(STEP_S / LONG))
+        (place / "slow").write_text(str(STEP_S / LONG))
         words = ("watch", "-t", pid, "--listen", port, "-o", str(place / "kept"))
         watch = cli.begin(*words)
         made = Probed(Prone(cli, pid, launched, place), f"http://127.0.0.1:{port}")
@@ -130,13 +129,17 @@ def beats(server: Prone) -> list[Any]:
     return [agent.beat(process) for process in server.processes.values()]
 
 
+def hasten(server: Prone) -> None:
+    (server.place / "slow").unlink(missing_ok=True)
+
+
 def bundles(server: Prone) -> set[Path]:
     return set((server.place / "kept").glob("*.tar.gz"))
 
 
 @long
 def test_one_step_that_takes_long_is_no_stall(probed: Probed) -> None:
-    """The server is as slow from the start; the other tests have a fast one."""
+    """The server is as slow from the start; the other tests make it fast."""
     with probed.never_red():
         for _ in range(5):
             assert probed.server.ask(max_tokens=8, ignore_eos=True).answer(60) == 200
@@ -144,11 +147,11 @@ def test_one_step_that_takes_long_is_no_stall(probed: Probed) -> None:
         asked = probed.server.ask(text="z" * LONG, max_tokens=1)
         assert asked.answer(STEP_S + 60) == 200
         assert time.monotonic() - began >= STEP_S
-        (probed.server.place / "slow").unlink()
         until(lambda: probed.green("readyz"))
 
 
 def test_a_saturated_server_lives(probed: Probed) -> None:
+    hasten(probed.server)
     over, answered = threading.Event(), []
 
     def load() -> None:
@@ -195,6 +198,7 @@ def test_a_paused_server_lives_and_is_not_ready(probed: Probed) -> None:
 def test_a_hang_is_dead_in_time_and_its_evidence_is_there(probed: Probed, hang: Hang) -> None:
     """The last one ends the server."""
     server, before = probed.server, bundles(probed.server)
+    hasten(server)
     until(lambda: probed.green("readyz"), 60)
     for _ in range(30 if hang in SPINS else 0):  # what is usual is known
         assert server.ask().answer(60) == 200

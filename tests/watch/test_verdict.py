@@ -106,7 +106,14 @@ def forward(*inner: str) -> Any:
 
 def recorded(tokens: int, pid: int = 20, **fields: Any) -> StepsRecording:
     """An engine's short steps, and one of so many tokens that does not end."""
-    known = {"steps": 1, "tokens": 1, "requests": 1, "running": 1, "waiting": 0, "deferred": 0}
+    known: dict[str, Any] = {
+        "steps": 1,
+        "tokens": 1,
+        "requests": 1,
+        "running": 1,
+        "waiting": 0,
+        "deferred": 0,
+    }
     known |= {"kv_cache_usage": 0.1, **fields}
     done = [
         Step(number=n, began_at=n, seconds=0.02, ended=1, phase="ended", **known) for n in range(7)
@@ -144,6 +151,7 @@ def test_a_step_that_is_too_long_for_its_size_is_not_live(state: str) -> None:
         ({"looks": busy(share=0.05)}, "others have the processors"),
         ({"looks": busy("D", 0.0)}, "it waits for a disk"),
         ({"looks": busy("?", 0.0)}, "it is on another machine"),
+        ({"looks": busy("?")}, "it was on another machine"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

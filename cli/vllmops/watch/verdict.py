@@ -31,8 +31,9 @@ BUSY = 0.1  # of a core, or of a GPU's time; one that is blocked still beats and
 WINDOW_S = 8.0
 NUMBER = re.compile(r"\d+")
 STEPPING = {"engine", "worker"}  # the roles whose threads take part in a step
-# States of a process that could go on, waits for a disk, is on another machine.
-HINDERED = {"R", "D", "?"}
+UNSEEN = "?"  # the state of a process on another machine
+# States of a process that could go on, or waits for a disk.
+HINDERED = {"R", "D", UNSEEN}
 FEW = 3  # looks in a row
 # Waits that may take long in a server that works.
 OUTSIDE = {
@@ -134,6 +135,8 @@ def slowness(snapshot: ServerSnapshot) -> float | None:
     """How many times longer a step takes because others have the processors; None if unknown."""
     last = snapshot.looks[-1].processes if snapshot.looks else ()
     inside = {process.pid for process in last if process.role in STEPPING}
+    if any(process.state == UNSEEN for process in last):
+        return None
     busiest = max((shares(snapshot).get(pid, 0.0) for pid in inside), default=0.0)
     if busiest >= BUSY:
         return 1.0 / min(busiest, 1.0)
