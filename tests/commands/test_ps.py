@@ -15,6 +15,7 @@ import pytest
 from vllmops.instances.record import Folder
 from vllmops.streams import UNSAFE
 
+from ..support.extent import long
 from ..support.waiting import until
 
 KEYS = {"name", "state", "pid", "url", "model", "started_by_vllmops", "processes"}
@@ -69,6 +70,7 @@ def test_nothing_is_cut(lab: Any, columns: int | None) -> None:
     assert widest <= 60 if columns else widest > 80
 
 
+@long
 def test_those_that_are_over(lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")
