@@ -177,6 +177,7 @@ ErrorCode = Literal[
     "responses.unknown",
     "responses.unreachable",
     "responses.unreadable",
+    "restart.no-hand-over",
     "restart.stopped",
     "restart.stranger",
     "serve.failed",

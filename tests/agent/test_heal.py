@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
-from vllmops.agent.heal import io_threads
+from vllmops.agent.heal import io_threads, sockets, transfers
 from vllmops.agent.heal.between import between_steps
 
 # Each letter makes it longer by half: it never ends.
@@ -134,3 +140,167 @@ def test_who_loses_by_the_end_of_a_thread_is_noted(monkeypatch: pytest.MonkeyPat
         "process_output_sockets": ("a",),
         "process_input_sockets": ("b",),
     }
+
+
+class Outputs(msgspec.Struct):
+    outputs: list[Any]
+
+
+class One(msgspec.Struct):
+    request_id: str
+    what: Any = None
+
+
+def test_a_message_that_can_t_be_encoded_is_sent_without_those_to_blame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(io_threads, "_deaths", {})
+    sent = list[Any]()
+
+    class Core:
+        addresses = SimpleNamespace(outputs=["a"], coordinator_output=None)
+        engine_index, output_queue = 0, queue.Queue[Any]()
+        output_thread: threading.Thread
+
+        def process_output_sockets(self, paths: list[str], _: str | None, index: int) -> None:
+            assert (paths, index) == (["a"], 0)
+            encoder = msgspec.msgpack.Encoder()
+
+            def encode_into(outputs: Outputs) -> bytes:
+                return encoder.encode(outputs)
+
+            while True:
+                output = self.output_queue.get()
+                if output is None:
+                    break
+                sent.append(msgspec.msgpack.decode(encode_into(output[1]))["outputs"])
+
+    core = Core()
+
+    def work() -> None:
+        try:
+            core.process_output_sockets(["a"], None, 0)
+        except TypeError as error:
+            io_threads.note(error, error.__traceback__)
+
+    bad = One("b", what=object())
+    for outputs in ([One("a"), bad, One("c")], [One("d")]):
+        core.output_queue.put((0, Outputs(outputs)))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert io_threads._deaths["process_output_sockets"].requests == ("b",)
+    core.output_queue.put(None)
+    assert io_threads.started(core, "process_output_sockets") == ""
+    core.output_thread.join()
+    assert [[one["request_id"] for one in outputs] for outputs in sent] == [["a", "c"], ["d"]]
+
+
+def make_zmq_socket(context: Any, path: str) -> Any:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, b"engine")
+    socket.connect(path)
+    return socket
+
+
+class EngineCoreProc:
+    """As vLLM's: it gives the thread's frame the same names."""
+
+    def __init__(self) -> None:
+        self.read: list[bytes] = []
+
+    def process_input_sockets(
+        self, input_addresses: list[str], coord_input_address: str | None, ready: threading.Event
+    ) -> None:
+        with ExitStack() as stack, zmq.Context() as ctx:
+            sockets = [stack.enter_context(make_zmq_socket(ctx, path)) for path in input_addresses]
+            assert coord_input_address is None
+            for socket in sockets:
+                socket.send(b"ready")
+            ready.set()
+            while True:
+                message = sockets[0].recv()
+                if message == b"bad":
+                    raise AssertionError("bad")
+                self.read.append(message)
+                if message == b"end":
+                    return
+
+
+def test_what_is_sent_while_the_input_thread_is_dead_is_read_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        EngineCoreProc, "process_input_sockets", EngineCoreProc.process_input_sockets
+    )
+    for _ in range(2):
+        sockets.keep(sys.modules[__name__])
+    core, path = EngineCoreProc(), f"ipc://{tmp_path}/socket"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as front_end:
+        front_end.bind(path)
+
+        def work() -> None:
+            with suppress(AssertionError):
+                core.process_input_sockets([path], None, threading.Event())
+
+        for messages in ([b"a", b"bad", b"b", b"c"], [b"d", b"end"]):
+            thread = threading.Thread(target=work)
+            thread.start()
+            assert front_end.recv_multipart()[1] == b"ready"
+            for message in messages:
+                front_end.send_multipart([b"engine", message])
+            thread.join()
+    assert core.read == [b"a", b"b", b"c", b"d", b"end"]
+    assert sockets._opened == []
+
+
+class Connector:
+    """One that carries transfers out in threads of its own."""
+
+    def __init__(self) -> None:
+        self.by_id = {"in-a-dict": 1}
+        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.queue.put(lambda name="in-a-default": name)
+        self.pool = ThreadPoolExecutor(1)
+        self.over = threading.Event()
+        self.pool.submit(self.load, "in-a-frame")
+        self.pool.submit(self.load, "in-the-pool's-queue")
+        self.notes = (json.dumps({"id": "in-a-text"}) for _ in range(1))
+        self.raw = [b"in-bytes:0"]
+        self.settings = json
+
+    def load(self, name: str) -> None:
+        self.over.wait()
+        del name
+
+
+def test_every_word_of_a_connector_is_found_wherever_it_keeps_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connector = Connector()
+    # Those of the test runner have objects in C that no worker has.
+    threads = {thread.ident for thread in connector.pool._threads}
+    frames = sys._current_frames
+    monkeypatch.setattr(
+        sys, "_current_frames", lambda: {n: f for n, f in frames().items() if n in threads}
+    )
+    try:
+        found = transfers.mentioned([connector, *transfers.held_by_threads()])
+        assert found is not None
+        text = "\n".join(found)
+        for word in ("a-dict", "a-default", "a-frame", "the-pool's-queue", "bytes"):
+            assert f"in-{word}" in text, word
+        assert "JSONDecodeError" not in found  # a module's globals
+        connector.by_id.clear()
+        found = transfers.mentioned([connector, *transfers.held_by_threads()])
+        assert found is not None
+        assert "in-a-dict" not in found
+    finally:
+        connector.over.set()
+        connector.pool.shutdown()
+
+
+def test_what_keeps_ids_where_python_can_not_see_them_proves_nothing() -> None:
+    pydantic_core = pytest.importorskip("pydantic_core")
+    connector = SimpleNamespace(core=pydantic_core.SchemaValidator({"type": "str"}))
+    assert transfers.mentioned([connector]) is None

@@ -94,6 +94,15 @@ def blocking(function, defect, flock):
         return function(*args, **fields)
     return block
 
+def spinning(function, defect, turn):
+    path = file_of(defect)
+    @wraps(function)
+    def spin(*args, **fields):
+        while os.path.exists(path):
+            turn()
+        return function(*args, **fields)
+    return spin
+
 def engine():
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -114,15 +123,17 @@ def engine():
 
     EncoderCacheManager.free = keep_for_the_waiting
 
-    encode, broken = MsgpackEncoder.encode_into, file_of("output-thread")
 
-    def encode_into(self, output, buffer):
-        if os.path.exists(broken):
-            os.unlink(broken)
-            raise TypeError("it can't be encoded")
-        return encode(self, output, buffer)
+    def encoding(encode):
+        @wraps(encode)
+        def refuse(self, message, *buffer):
+            if any("unencodable" in one.request_id for one in getattr(message, "outputs", ())):
+                raise TypeError("it can't be encoded")
+            return encode(self, message, *buffer)
+        return refuse
 
-    MsgpackEncoder.encode_into = encode_into
+    MsgpackEncoder.encode = encoding(MsgpackEncoder.encode)
+    MsgpackEncoder.encode_into = encoding(MsgpackEncoder.encode_into)
     miss, path = EngineCoreProc._handle_mm_cache_miss, file_of("input-thread")
 
     def handle_miss(self, request, error):
@@ -144,12 +155,27 @@ def engine():
             add(self, *held.pop(0))
 
     EngineCore.add_request = add_request
+
+    keep, gone = EngineCoreProc.add_request, file_of("lost-request")
+
+    def add_unless_gone(self, *args, **fields):
+        if os.path.exists(gone):
+            os.unlink(gone)
+        else:
+            keep(self, *args, **fields)
+
+    EngineCoreProc.add_request = add_unless_gone
     # PyDLL keeps the GIL.
     Scheduler.schedule = blocking(Scheduler.schedule, "gil", ctypes.PyDLL(None).flock)
+    Scheduler.schedule = spinning(Scheduler.schedule, "scheduler", lambda: sum(range(100_000)))
 
 def worker():
+    import torch
     from vllm.v1.worker.cpu_worker import CPUWorker
     CPUWorker.execute_model = blocking(CPUWorker.execute_model, "worker", fcntl.flock)
+    numbers = torch.ones(400, 400)
+    kernel = lambda: torch.mm(numbers, numbers)
+    CPUWorker.execute_model = spinning(CPUWorker.execute_model, "kernel", kernel)
 
 def front_end():
     from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation
@@ -213,9 +239,9 @@ BACKTRACKING = "[a(" + 60 * "a=1,"  # each argument doubles the time: 20 of them
 class Asked:
     """A chat request that nobody waits for, until asked for its answer."""
 
-    def __init__(self, url: str, body: dict[str, Any]) -> None:
+    def __init__(self, url: str, body: dict[str, Any], **headers: str) -> None:
         self.connection = http.client.HTTPConnection(urlsplit(url).netloc)
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **headers}
         self.connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         self.status: int | None = None
         self.aborted = False
@@ -255,6 +281,10 @@ class Prone(Stock):
 
     def ask(self, *seeds: int, text: str = "hi", **fields: Any) -> Asked:
         return Asked(self.url, chat(list(seeds), text, **fields))
+
+    def unencodable(self) -> Asked:
+        """A request whose output ends the engine's output thread."""
+        return Asked(self.url, chat([], "hi"), **{"X-Request-Id": "unencodable"})
 
     def tokens(self) -> float | None:
         """Counted so far, None where nobody answers."""
@@ -339,6 +369,18 @@ def worker_blocked(server: Prone) -> Iterator[list[Asked]]:
 
 
 @contextmanager
+def kernel_spins(server: Prone) -> Iterator[list[Asked]]:
+    with server.defect("kernel"):
+        yield [server.ask()]
+
+
+@contextmanager
+def scheduler_spins(server: Prone) -> Iterator[list[Asked]]:
+    with server.defect("scheduler"):
+        yield [server.ask()]
+
+
+@contextmanager
 def worker_stopped(server: Prone) -> Iterator[list[Asked]]:
     with server.stopped("worker"):
         yield [server.ask()]
@@ -364,7 +406,9 @@ def backtracking(server: Prone) -> Iterator[list[Asked]]:
 def input_thread_dead(server: Prone) -> Iterator[list[Asked]]:
     (server.place / "input-thread").touch()
     asked = (server.ask(seed) for seed in drifted(server.url))
-    yield [next(item for item in asked if item.answer(2) is None), server.ask()]
+    lost = next(item for item in asked if item.answer(2) is None)
+    (server.place / "input-thread").unlink()
+    yield [lost, server.ask()]
 
 
 @contextmanager
@@ -422,6 +466,12 @@ HANGS = (
         told="engine.missing",
         captured=True,
     ),
+)
+
+# Nothing but their length tells them from work.
+SPINS = (
+    Hang("kernel spins", "", kernel_spins),
+    Hang("scheduler spins", "", scheduler_spins),
 )
 
 

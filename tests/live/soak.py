@@ -143,7 +143,7 @@ class Soak:
         try:
             kind(next(self.numbers))
             self.done[kind.__name__] += 1
-        except (httpx.HTTPError, AssertionError, ValueError, LookupError) as error:
+        except (httpx.HTTPError, OSError, AssertionError, ValueError, LookupError) as error:
             self.failed.append(f"{kind.__name__}: {type(error).__name__}: {error}")
 
     @contextmanager

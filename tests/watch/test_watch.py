@@ -23,11 +23,12 @@ from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Samp
 from vllmops.protocol.engine import Beat
 from vllmops.protocol.metrics import Metrics
 from vllmops.protocol.repairs import CacheRepair, Change, Fault, ProcessRepair
-from vllmops.protocol.server import Machine, Observation, ProcessState, Pulse, ServerSnapshot
+from vllmops.protocol.server import Gpu, Machine, Observation, ProcessState, Pulse, ServerSnapshot
 from vllmops.protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
+from vllmops.protocol.steps import StepsRecording
 from vllmops.protocol.watch import Event
 from vllmops.stacks.paste import read
-from vllmops.watch.watch import DOUBT_S, MENDING_S, Plan, Watch
+from vllmops.watch.watch import DOUBT_S, HEALS, MENDING_S, Plan, Watch
 from vllmops.watch.watched import Phase
 
 PIDS = {"api": 10, "engine": 20, "worker": 30}
@@ -95,7 +96,7 @@ class Scene:
         looks: what is seen at a time.
         phases: from when on it is where; up at first.
         takes_s: how long evidence takes.
-        stacks: as in the evidence.
+        stacks, recordings, gpus: as in the evidence.
         ghosts: whether a cache has a ghost key.
         disk_full: whether evidence can't be written.
     """
@@ -112,7 +113,11 @@ class Scene:
         final: bool = False,
         failed: bool = False,
         curable: bool = False,
+        recordings: Sequence[StepsRecording] = (),
+        gpus: Sequence[Gpu] = (),
     ) -> None:
+        self.gpus = tuple(gpus)
+        self.recordings = tuple(recordings)
         self.curable = curable
         self.server = Server(name="demo", processes=(), port=8000, model="m")
         self.looks = looks
@@ -129,6 +134,7 @@ class Scene:
         self.asked: list[float] = []
         self.captured: list[float] = []
         self.done: list[str] = []
+        self.lost: list[Outcome] = []
 
     def phase(self) -> Phase:
         past = [phase for at, phase in self.phases.items() if at <= self.time]
@@ -152,7 +158,8 @@ class Scene:
             looks=(*looks, self.looks(self.time)),
             caches=caches,
             stacks=self.stacks,
-            machine=Machine(memory_total=4, memory_available=4),
+            recordings=self.recordings,
+            machine=Machine(memory_total=4, memory_available=4, gpus=self.gpus),
         )
 
     def save(self, folder: Path) -> Path:
@@ -169,8 +176,11 @@ class Scene:
         self.ghosts, self.looks = False, well
         return Report([process], [], CacheSnapshot(server="demo", samples=[]))
 
-    def heal(self) -> Healed:
-        self.done.append("heal")
+    def heal(self, *, unseen: bool = False) -> Healed:
+        self.done.append("sweep" if unseen else "heal")
+        if unseen:
+            self.time += 0.1
+            return Healed(self.lost, [], [])
         if not self.curable:
             return Healed([], [], [])
         self.looks = well
@@ -368,6 +378,44 @@ def test_what_can_not_be_healed_is_tried_a_few_times_and_restarted_if_that_may_b
     scene = Scene(stuck(20.0))
     watched(scene, heal=True, restart=True)
     assert scene.done[:3] == ["save", "heal", "restart"]
+
+
+def busy(at_s: float) -> Observation:
+    """An engine that gets on."""
+    pulses = (beat("api", handed=2, loop_s=0.0), beat("engine", running=2, waiting=0, still_s=0.0))
+    return look(at_s, pulses=pulses)
+
+
+def test_a_request_that_is_lost_while_others_go_on_is_healed_without_a_stall() -> None:
+    scene = Scene(busy)
+    assert kinds(watched(scene, for_s=60)) == []
+    assert scene.done == []
+    watched(scene, for_s=60, heal=True)
+    assert set(scene.done) == {"sweep"}
+    assert 4 <= len(scene.done) <= 6
+    scene = Scene(busy)
+    scene.lost = [Outcome(action="zombies", process="engine 20", subject="a", seen="one-sided",
+                          done=False, did="x", left="it is still there")]  # fmt: skip
+    shown = watched(scene, for_s=3600, heal=True)
+    assert set(kinds(shown)) == {"healed"}
+    assert len(shown) < 10  # what can't be healed is not told again and again
+    idle = Scene()
+    watched(idle, for_s=600, heal=True)
+    assert idle.done == []
+
+
+def test_a_server_that_stalls_again_and_again_is_healed_as_long_as_that_helps() -> None:
+    class Again(Scene):
+        """Each time it is healed it stalls a minute later."""
+
+        def heal(self, *, unseen: bool = False) -> Healed:
+            found, self.looks = super().heal(), stuck(self.time + 60)
+            return found
+
+    scene = Again(stuck(20.0), curable=True)
+    shown = watched(scene, for_s=2400, heal=True)
+    assert scene.done.count("heal") > HEALS
+    assert "trouble" not in kinds(shown)
 
 
 def test_without_agents_an_idle_engine_is_left_in_peace() -> None:

@@ -39,8 +39,8 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
     Args:
         withheld: patches that are not applied, and why, by id.
     """
-    from . import compare, objects, recorder, service  # noqa: PLC0415
-    from .heal import event_loop, io_threads  # noqa: PLC0415
+    from . import compare, handover, objects, recorder, service  # noqa: PLC0415
+    from .heal import event_loop, io_threads, sockets  # noqa: PLC0415
     from .patches import registry  # noqa: PLC0415
 
     objects.check()
@@ -48,7 +48,9 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
     compare.install()
     recorder.install(service.own_directory)
     event_loop.install()
+    handover.install()
     io_threads.watch()
+    objects.watch("engine-core", sockets.keep)
     registry.install(withheld)
 
 

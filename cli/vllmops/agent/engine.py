@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..protocol.engine import EngineState, Traffic
-from . import objects
+from . import handover, objects
 from .adapters import engine as adapter
 from .gate import gate
 from .identity import role
@@ -155,7 +155,12 @@ def traffic() -> Traffic:
     """The HTTP requests of this process."""
     if not gate.installed or role() != "api":
         return Traffic()
-    return Traffic(in_flight=gate.in_flight, started=gate.started, draining=gate.closed)
+    return Traffic(
+        in_flight=gate.in_flight,
+        started=gate.started,
+        draining=gate.closed,
+        serves=handover.serves(),
+    )
 
 
 def busy() -> bool:

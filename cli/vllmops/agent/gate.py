@@ -81,6 +81,7 @@ class Gate:
         started: requests so far.
         draining: whether new requests are refused until an operator resumes the server.
         rerun: whether the server is about to start again, and then runs its background responses.
+        leaving: whether each answer asks its client for a new connection: another process takes it.
         holds: how many callers of `held` refuse new requests for a while.
         ending: ends background responses, from another thread; None where there are none.
         installed: whether requests are counted.
@@ -91,6 +92,7 @@ class Gate:
     started: int = 0
     draining: bool = False
     rerun: bool = False
+    leaving: bool = False
     holds: int = 0
     ending: Callable[[], Future[None]] | None = None
     installed: bool = False
@@ -189,6 +191,8 @@ def install(module: ModuleType) -> None:
 
         async def sent(message: Message) -> None:
             if not arrival.cut:
+                if gate.leaving and message["type"] == "http.response.start":
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
                 arrival.answer = arrival.answer or message
                 await send(message)
 

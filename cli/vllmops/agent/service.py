@@ -36,6 +36,7 @@ from . import (
     caches,
     compare,
     engine,
+    handover,
     keys,
     memory,
     nodes,
@@ -132,11 +133,13 @@ class Drain(msgspec.Struct, frozen=True):
         on: whether to refuse new requests.
         cut: whether to answer those in flight with 503, too.
         rerun: as in `Gate`.
+        leave: whether to take no more connections: another process does.
     """
 
     on: bool
     cut: bool = False
     rerun: bool = False
+    leave: bool = False
 
 
 class Running:
@@ -286,6 +289,7 @@ turns = engine.Turns()
 def beat(sequence: int, now: float) -> Beat:
     """A heartbeat's content."""
     step, running, waiting, still_s = engine.progress.look(now)
+    recorder.beat()
     return Beat(
         monotonic=now,
         sequence=sequence,
@@ -321,6 +325,8 @@ def hello() -> Hello:
 def drain(request: Drain) -> Traffic:
     """``POST /drain``."""
     gate.draining, gate.rerun = request.on, request.rerun
+    if request.leave:
+        handover.leave()
     if request.cut:
         gate.cut(CUT_S)
     return engine.traffic()

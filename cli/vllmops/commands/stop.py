@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
-from ..errors import VllmopsError
+from ..errors import Exit, VllmopsError
 from ..home import home, own
 from ..host.processes import alive
 from ..instances import launch
 from ..instances.control import NOTHING, STOP_TIMEOUT_S, Request, Session, connect, start_supervisor
+from ..instances.handover import refusal
 from ..instances.record import Folder, Record, State
 from ..instances.servers import Server, find, resolve
 from ..instances.takedown import END_S, drain, take_down
@@ -32,6 +33,10 @@ Timeout = Annotated[
 Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requests in flight.")]
 Rerun = Annotated[
     bool, typer.Option("--rerun", help="Run background responses again that the restart ends.")
+]
+HandOver = Annotated[
+    bool,
+    typer.Option("--hand-over", help="Start the second server first; no request is lost."),
 ]
 NoEvidence = Annotated[
     bool, typer.Option("--no-evidence", help="Do not keep the evidence of a server that hangs.")
@@ -95,6 +100,7 @@ def restart(
     timeout: Timeout = STOP_TIMEOUT_S,
     force: Force = False,
     rerun: Rerun = False,
+    hand_over: HandOver = False,
     no_evidence: NoEvidence = False,
     json_: Json = False,
 ) -> Result:
@@ -104,10 +110,23 @@ def restart(
     stopped or failed is also started again, detached. If a server hangs, a bundle with the
     evidence is written first. With --rerun, a background response that ran when the server went
     is run again from its stored input, once.
+
+    With --hand-over a second server is started first, where there is memory for both. Once it is
+    ready, it takes over the port, and the first one finishes its requests. If the second one
+    fails, the first one serves on.
     """
     record = recorded(name or target)
     folder = Folder(record.name)
     launch.ready_home()  # on a full disk a server that works would end, and none would start
+    if hand_over:
+        if force or rerun:
+            raise VllmopsError(
+                "usage",
+                "--hand-over ends no request, so it takes neither --force nor --rerun",
+                f"vllmops restart {record.name} --hand-over",
+                exit_code=Exit.USAGE,
+            )
+        return handed_over(folder, record, timeout, quiet=json_)
     if kept := not no_evidence and kept_of(record, quiet=json_):
         say(f"evidence: {kept}")
     if record.state is State.STOPPING:
@@ -131,6 +150,30 @@ def restart(
     if record.state is State.STOPPED:
         raise VllmopsError("restart.stopped", f"{record.name} was stopped while it started")
     return Result({**instance(record), "evidence": kept or None}, lambda: summary(record))
+
+
+def handed_over(folder: Folder, before: Record, timeout: float, *, quiet: bool) -> Result:
+    """Have a second server take over; raises VllmopsError: ``restart.no-hand-over``."""
+    if before.state is not State.READY:
+        raise refusal(before.name, f"it is {before.state}")
+    session = Session(folder, connect(folder))
+    session.send(Request(hand_over=timeout))
+    record, begun = before, False
+    with Progress(time.time(), quiet=quiet) as progress:
+        for record in session.records():
+            begun |= record.hand_over != before.hand_over
+            if not begun:
+                continue
+            if record.hand_over.startswith("failed: "):
+                session.close()
+                raise refusal(record.name, record.hand_over.removeprefix("failed: "))
+            if not record.hand_over:
+                session.close()
+                break
+            progress.update(f"{record.name}: {record.hand_over}")
+    if record.state.over:
+        raise VllmopsError("restart.stopped", f"{record.name} was stopped while it started")
+    return Result({**instance(record), "evidence": None}, lambda: summary(record))
 
 
 def kept_of(record: Record, *, quiet: bool) -> str:

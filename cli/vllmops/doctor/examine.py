@@ -21,6 +21,7 @@ from ..errors import VllmopsError
 from ..home import home, user
 from ..host import kmsg, proc, processes, ras, shm
 from ..host.gpu import AmdGpus, Gpus
+from ..host.memory import room
 from ..host.processes import ROLES, Process
 from ..host.roles import Role, titled
 from ..host.states import compilers, state
@@ -454,10 +455,7 @@ def machine(server: Server) -> Machine:
     if server.fleet:
         return Machine(memory_total=0, memory_available=0)
     table = processes.table()
-    free = psutil.virtual_memory()
-    total, available = free.total, free.available
-    if limit := container(server):
-        total, available = min(total, limit[0]), min(available, limit[1])
+    total, available = room(server.pid)
     return Machine(
         memory_total=total,
         memory_available=available,
@@ -467,25 +465,6 @@ def machine(server: Server) -> Machine:
         gpus=(*Gpus().states(), *AmdGpus().states()),
         xids=kmsg.xids(max((identity.age_s(p.start_ticks) for p in server.processes), default=0.0)),
     )
-
-
-def container(server: Server) -> tuple[int, int] | None:
-    """A control group's memory limit and what is left of it, in bytes; None without a limit.
-
-    Inactive page cache counts as left, because the kernel drops it first.
-    """
-    group = proc.cgroup(server.pid) if server.pid else None
-    if group is None:
-        return None
-    try:
-        limit = proc.text(group / "memory.max").strip()
-        used = int(proc.text(group / "memory.current"))
-        stat = dict(line.split() for line in proc.text(group / "memory.stat").splitlines())
-    except (OSError, ValueError):
-        return None
-    if not limit.isdigit():
-        return None
-    return int(limit), int(limit) - used + int(stat.get("inactive_file", 0))
 
 
 def disks() -> Iterator[Disk]:

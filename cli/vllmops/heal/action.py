@@ -45,6 +45,7 @@ class Action:
         risk: what somebody may lose by it.
         reference: a public report; empty without one.
         asks: whether it acts only with ``--resume``: somebody may have wanted the state.
+        unseen: whether other requests may go on meanwhile, so that no stall shows it.
     """
 
     name = ""
@@ -53,6 +54,7 @@ class Action:
     risk = ""
     reference = ""
     asks = False
+    unseen = False
 
     def look(self, server: Server) -> list[Case]:
         """What a look shows; raises VllmopsError."""

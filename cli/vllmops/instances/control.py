@@ -37,6 +37,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         stop: drain for that many seconds, then stop; 0 stops at once.
         restart: as ``stop``, and start again with the recorded command.
         rerun: whether the background responses that run then are run again after that.
+        hand_over: start another server beside it, have that take over, and drain this one for that
+            many seconds.
 
     Raises:
         ValueError: seconds that are not finite, which JSON would drop, or are
@@ -47,9 +49,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     stop: float | None = None
     restart: float | None = None
     rerun: bool = False
+    hand_over: float | None = None
 
     def __post_init__(self) -> None:
-        for seconds in (self.stop, self.restart):
+        for seconds in (self.stop, self.restart, self.hand_over):
             if seconds is not None and not 0 <= seconds < math.inf:
                 raise ValueError(f"{seconds} is not a number of seconds")
 

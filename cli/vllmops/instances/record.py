@@ -76,6 +76,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         ready_s: seconds that its last start took, by the monotonic clock; None before.
         run: names its last start; empty before.
         rerun: the start whose background responses the next one runs again; empty for none.
+        hand_over: how far a hand-over is; empty if none is going on. Or ``failed:`` and why.
+        beside: processes of the other one of two servers during a hand-over.
+        beside_session: their session.
     """
 
     schema: int = SCHEMA
@@ -107,6 +110,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     ready_s: float | None = None
     run: str = ""
     rerun: str = ""
+    hand_over: str = ""
+    beside: tuple[Process, ...] = ()
+    beside_session: int | None = None
 
     @property
     def url(self) -> str | None:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,12 @@ from ..host import ports, processes, shape, shm
 from ..host.processes import VITAL, Process, alive
 from ..host.roles import Role
 from ..protocol import identity
+from ..protocol.handover import LISTEN
 from ..protocol.identity import boot_id
 from ..protocol.place import named
 from ..rpc import membership
 from ..store.settings import RERUN, RUN
-from . import logs, readiness, takedown, watcher
+from . import handover, logs, readiness, takedown, watcher
 from .control import Request, connect
 from .peers import Peers
 from .record import Failure, Folder, Record, State, folders
@@ -58,6 +59,7 @@ HOLDER_GRACE_S = 10.0
 LOGS_KEPT = 3
 OWN_LOG_LIMIT_BYTES = 2**20
 LAST_WORDS_S = 10.0
+OWN = {RERUN, LISTEN}  # of one start
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -87,6 +89,7 @@ class Ending:
     drain_s: float = 0.0
     again: bool = False
     rerun: bool = False
+    hand_over: bool = False
 
 
 class Supervisor:
@@ -178,6 +181,8 @@ class Supervisor:
             self.requests.put_nowait(Ending(request.stop))
         if request.restart is not None:
             self.requests.put_nowait(Ending(request.restart, again=True, rerun=request.rerun))
+        if request.hand_over is not None:
+            self.requests.put_nowait(Ending(request.hand_over, hand_over=True))
         return True
 
     def send(self, writer: asyncio.StreamWriter) -> None:
@@ -230,27 +235,15 @@ class Supervisor:
         self.up.clear()
         self.raylets.clear()
         self.peers = Peers()
-        # Of another server that this one was started from, say.
-        inherited = {name: value for name, value in os.environ.items() if name != RERUN}
         run, rerun = uuid4().hex, self.record.rerun
-        environment = {**inherited, **self.record.environment, RUN: run}
-        if rerun:
-            environment[RERUN] = rerun
         if self.record.uds:
             shape.remove_dead(self.record.uds)
         try:
             logs.start_new(self.folder.log)
             self.tail = logs.Tail(self.folder.log)
-            with self.folder.log.open("ab") as log:
-                self.child = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-                    self.record.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    cwd=self.record.directory,
-                    env=environment,
-                    start_new_session=True,
-                )
+            self.child = self.spawn(
+                self.folder.log, {RUN: run, **({RERUN: rerun} if rerun else {})}
+            )
         except (OSError, ValueError) as error:  # ValueError: for example a NUL in an argument
             why = (
                 f"{error.filename or 'vLLM'}: {error.strerror}"
@@ -276,8 +269,35 @@ class Supervisor:
             processes=processes.tree(processes.table(), [self.child.pid]),
         )
 
+    def spawn(
+        self, path: Path, added: Mapping[str, str], files: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Run the recorded command; raises OSError or ValueError.
+
+        Args:
+            path: of its log.
+            added: to its environment.
+            files: open ones that it gets.
+        """
+        # Of another server that this one was started from, say.
+        inherited = {name: value for name, value in os.environ.items() if name not in OWN}
+        with path.open("ab") as log:
+            return subprocess.Popen(
+                self.record.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.record.directory,
+                env={**inherited, **self.record.environment, **added},
+                start_new_session=True,
+                pass_fds=files,
+            )
+
     async def take_over(self) -> None:
         """Continue where a supervisor died; take the server down if its holder is gone."""
+        if self.record.beside:
+            await self.end_beside()
+            self.publish(hand_over="failed: its supervisor died")
         for line in self.tail.lines():  # only for the processes that are up
             self.note_up(line)
         left = [process for process in self.record.processes if alive(process)]
@@ -488,6 +508,10 @@ class Supervisor:
 
     async def obey(self, ending: Ending) -> None:
         """Stop, or stop and start again; a further request in the meantime cuts the drain short."""
+        if ending.hand_over:
+            why = await self.hand_over(ending.drain_s)
+            self.publish(hand_over=why and f"failed: {why}")
+            return
         was_ready = self.record.state is State.READY
         self.publish(state=State.STOPPING, note="stopping")
         note = ""
@@ -520,6 +544,113 @@ class Supervisor:
             hurry=lambda: not self.requests.empty(),
             rerun=rerun,
         )
+
+    async def hand_over(self, drain_s: float) -> str:
+        """Have a second server take over; returns why it did not, and then the first serves on."""
+        first, next_log = self.record, self.folder.path / "next.log"
+        self.publish(hand_over="looking for memory")
+        if first.state is not State.READY or first.port is None or self.raylets:
+            return "it is not ready, or has no TCP port of its own, or runs on several nodes"
+        if why := await asyncio.to_thread(handover.lacking, first.processes):
+            return why
+        if not await asyncio.to_thread(handover.serves, first.processes):
+            return "not all of its API servers have the agent: vllmops attach loads it"
+        try:
+            listener = handover.listener(first.processes, first.port)
+        except OSError as error:
+            return f"its listening socket can't be shared: {error.strerror}"
+        run = uuid4().hex
+        try:
+            added = {RUN: run, LISTEN: f"{listener} {first.port} {first.host}"}
+            next_log.unlink(missing_ok=True)
+            second = self.spawn(next_log, added, (listener,))
+        except (OSError, ValueError) as error:
+            return f"the second server can't be started: {error}"
+        finally:
+            os.close(listener)
+        started_at = time.time()
+        self.publish(hand_over="the second server starts", beside_session=second.pid)
+        while not await asyncio.to_thread(handover.serves, self.scan_beside()):
+            if why := self.hindered(second, next_log):
+                await self.end_beside()
+                return why
+            await asyncio.sleep(TICK_S)
+        await asyncio.to_thread(handover.leave, first.processes)
+        self.swap(second, next_log, run, started_at)
+        hurry = self.requests.empty
+        loop = asyncio.get_running_loop()
+
+        def tell(text: str) -> None:
+            loop.call_soon_threadsafe(lambda: self.publish(hand_over=text))
+
+        note = await asyncio.to_thread(
+            handover.emptied,
+            first.processes,
+            drain_s,
+            tell,
+            lambda: not hurry(),
+            first.environment,
+        )
+        await self.end_beside()
+        self.publish(note=note)
+        return ""
+
+    def scan_beside(self) -> tuple[Process, ...]:
+        """Take stock of the other server of a hand-over; and of this one."""
+        self.look()
+        table = processes.table()
+        roots = takedown.members(table, self.record.beside_session)
+        self.publish(beside=processes.tree(table, roots))
+        return self.record.beside
+
+    def hindered(self, second: subprocess.Popen[bytes], log: Path) -> str:
+        """Why a hand-over does not go on; empty if it does."""
+        if not all(alive(p) for p in self.record.processes if p.role in VITAL):
+            return "the first server has died"
+        if not self.requests.empty():
+            return "another command for it came meanwhile"
+        code = second.poll()
+        if code is None:
+            return ""
+        lines = log.read_text(errors="replace").splitlines()
+        failure = logs.failure(lines) or logs.failure(lines, echoes=True)
+        cause = failure.cause if failure else f"exit code {code}"
+        return f"the second server failed: {cause}"
+
+    def swap(self, second: subprocess.Popen[bytes], log: Path, run: str, started_at: float) -> None:
+        """The second server becomes the instance's, the first one the other."""
+        first, now = self.record, time.time()
+        logs.start_new(self.folder.log)
+        log.rename(self.folder.log)
+        self.tail, self.child = logs.Tail(self.folder.log), second
+        self.recent.clear()
+        self.publish(
+            run=run,
+            rerun="",
+            started_at=started_at,
+            ready_at=now,
+            ready_s=now - started_at,
+            stage_at=now,
+            session=second.pid,
+            processes=first.beside,
+            segments=(),
+            beside=first.processes,
+            beside_session=first.session,
+        )
+        self.scan()
+
+    async def end_beside(self) -> None:
+        """Take the other server of a hand-over down."""
+        record = self.record
+        own = set(record.segments)
+        await asyncio.to_thread(
+            takedown.take_down,
+            record.beside,
+            record.beside_session,
+            {name for p in record.beside for name in shm.used_by(p.pid)} - own,
+        )
+        self.reap()
+        self.publish(beside=(), beside_session=None)
 
     def end_other_nodes(self, *, again: bool) -> None:
         """Have the supervisors of its headless nodes on this machine end them, or restart them."""

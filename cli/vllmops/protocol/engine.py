@@ -141,8 +141,10 @@ class Traffic(Answer, frozen=True, kw_only=True):
         in_flight: being answered now; None if this process can't count them.
         started: since the process started.
         draining: whether new requests are refused.
+        serves: whether this process takes connections.
     """
 
     in_flight: int | None = None
     started: int | None = None
     draining: bool = False
+    serves: bool = False

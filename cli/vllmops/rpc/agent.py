@@ -156,15 +156,18 @@ class Agent:
         """End requests."""
         return self.ask("POST", "/abort", Aborted, msgspec.json.encode(request))
 
-    def drain(self, on: bool = True, *, cut: bool = False, rerun: bool = False) -> Traffic:
+    def drain(
+        self, on: bool = True, *, cut: bool = False, rerun: bool = False, leave: bool = False
+    ) -> Traffic:
         """Refuse new HTTP requests from now on, or take them again.
 
         Args:
             on: whether to refuse them.
             cut: whether to refuse those in flight, too.
             rerun: whether the next start runs again what now runs in the background.
+            leave: whether to take no more connections.
         """
-        body = msgspec.json.encode({"on": on, "cut": cut, "rerun": rerun})
+        body = msgspec.json.encode({"on": on, "cut": cut, "rerun": rerun, "leave": leave})
         return self.ask("POST", "/drain", Traffic, body)
 
     def repair(self, request: RepairRequest) -> ProcessRepair:

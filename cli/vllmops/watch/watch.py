@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,9 +36,13 @@ DOUBT_S = 60.0
 SLIP_S = 5.0
 # A repaired server has this long to make progress before it is restarted.
 MENDING_S = 20.0
-# After how many seconds of a stall that is reported to heal it; and how often in an hour at most.
+# After how many seconds of a stall that is reported to heal it; and how often in an hour at most
+# where it does not help.
 HEAL_AFTER_S = (0.0, 15.0, 60.0)
 HEALS, HOUR_S = 20, 3600.0
+# How often to look for what is stuck while others go on, which no stall shows; and how many times
+# as long as a look took: it costs the server as much.
+SWEEP_S, SWEEP_FACTOR = 10.0, 100.0
 KEPT = 1000  # events
 REPAIRABLE = {"mm-cache.ghost-keys"}
 # Fields of an event that may quote a log.
@@ -91,7 +96,7 @@ class Subject(Protocol):
     ) -> ServerSnapshot: ...
     def save(self, folder: Path) -> Path: ...
     def repair(self) -> Report: ...
-    def heal(self) -> Healed: ...
+    def heal(self, *, unseen: bool = False) -> Healed: ...
     def restart(self) -> None: ...
 
 
@@ -104,7 +109,7 @@ class Ongoing:
         began: by the monotonic clock.
         kept: where its evidence is; empty if it could not be written.
         text: what makes no progress.
-        sure: whether the evidence proves it.
+        proof: from when on it is sure.
         restart_at: when to restart, by the monotonic clock; None for never.
         heal_at: when to heal next, by the monotonic clock, the next times first.
     """
@@ -113,7 +118,7 @@ class Ongoing:
     began: float
     kept: str
     text: str
-    sure: bool
+    proof: verdicts.Proof
     restart_at: float | None = None
     heal_at: list[float] = field(default_factory=list)
 
@@ -175,7 +180,10 @@ class Watch:
         self.begun = False  # a server without a record has been up
         self.ongoing: Ongoing | None = None
         self.doubt_until = 0.0
-        self.heals: deque[float] = deque(maxlen=HEALS)
+        self.heals: deque[float] = deque(maxlen=HEALS)  # that did not help
+        self.sweep_at = self.sweep_s = 0.0
+        # Stalls that were sure, in seconds since the epoch.
+        self.apart: deque[tuple[float, float]] = deque(maxlen=KEPT)
         self.ask = True  # once at the beginning, to know the processes
         self.failures = ErrorReporter("a check failed, and the watch continues", self.report_text)
 
@@ -218,13 +226,14 @@ class Watch:
         sure = False
         if ongoing:
             lasted_s = self.now() - ongoing.began
-            sure = (ongoing.sure or lasted_s >= verdicts.LONG_S) and not self.swapping()
+            sure = lasted_s >= ongoing.proof.after_s and not self.swapping()
+            stall = "; ".join(filter(None, (ongoing.text, ongoing.proof.why if sure else "")))
         found = verdicts.verdict(
             server,
             look,
             begun=self.begun,
             over=self.phase is Phase.OVER,
-            stall=ongoing.text if ongoing else stall,
+            stall=stall,
             sure=sure,
             evidence=ongoing.kept if ongoing else "",
             note=self.note,
@@ -288,6 +297,8 @@ class Watch:
         elif found and not (all(s.doubt for s in found) and self.now() < self.doubt_until):
             self.show(verdicts.likely(found))  # to collect the evidence takes a while
             self.stalled(found)
+        elif self.plan.heal and not self.vigil.standing and self.now() >= self.sweep_at:
+            self.sweep(self.vigil.looks[-1])
         self.show()
         step = self.vigil.step()
         self.ask = step.ask
@@ -301,6 +312,8 @@ class Watch:
             label = self.subject.server.label
             text = f"{label} makes progress again after {lasted:.0f} s"
             self.say("recovered", text, number=ongoing.number, seconds=lasted)
+            if lasted >= ongoing.proof.after_s:
+                self.apart.append((time.time() - lasted, time.time()))
         elif ongoing.heal_at and self.now() >= ongoing.heal_at[0]:
             ongoing.heal_at.pop(0)
             self.heal(ongoing)
@@ -332,7 +345,7 @@ class Watch:
             began,
             kept,
             found[0].evidence,
-            sure=verdicts.is_sure(found, snapshot, diagnosis),
+            verdicts.proof(found, snapshot, diagnosis, self.apart),
         )
         self.show()
         seconds = self.now() - began
@@ -393,23 +406,36 @@ class Watch:
         label, now = self.subject.server.label, self.now()
         if len(self.heals) == HEALS and now - self.heals[0] < HOUR_S:
             ongoing.heal_at.clear()
-            self.say("trouble", f"{label} is not healed: it was, {HEALS} times within an hour")
+            self.say(
+                "trouble", f"{label} is not healed: it did not help {HEALS} times within an hour"
+            )
             return
-        self.heals.append(now)
         try:
             found = self.subject.heal()
         except VllmopsError as error:
+            self.heals.append(now)
             self.report_failure(error)
             return
-        done = [
-            f"{outcome.action}, {outcome.process}, {outcome.subject}: {outcome.seen}; "
-            + (f"not healed: {outcome.left}" if outcome.left else outcome.did)
-            for outcome in found.outcomes
-        ]
-        text = "; ".join((*done, *found.problems)) or "nothing is proven that could be healed"
-        self.say("healed", f"{label}: {text}", number=ongoing.number)
-        if ongoing.restart_at is not None and any(outcome.done for outcome in found.outcomes):
+        self.say("healed", f"{label}: {told(found)}", number=ongoing.number)
+        if not any(outcome.done for outcome in found.outcomes):
+            self.heals.append(now)
+        elif ongoing.restart_at is not None:
             ongoing.restart_at = self.now() + MENDING_S
+
+    def sweep(self, look: Observation) -> None:
+        """Heal what is stuck while others go on; what can't be healed is tried ever less often."""
+        beats = [pulse.beat for pulse in look.pulses]
+        if not any(beat.handed or beat.running or beat.waiting for beat in beats):
+            return
+        began, found = self.now(), None
+        with suppress(VllmopsError):  # a stall is told; a server without agents has no such look
+            found = self.subject.heal(unseen=True)
+        left = found is None or any(not outcome.done for outcome in found.outcomes)
+        self.sweep_s = min(2 * self.sweep_s or SWEEP_S, HOUR_S) if left else SWEEP_S
+        now = self.now()
+        self.sweep_at = now + max(self.sweep_s, SWEEP_FACTOR * (now - began))
+        if found and found.outcomes:
+            self.say("healed", f"{self.subject.server.label}: {told(found)}")
 
     def restart(self, ongoing: Ongoing) -> None:
         """Restart the instance, but never before its evidence is on the disk."""
@@ -454,6 +480,16 @@ def stands(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) 
     """Whether a stall is confirmed by stacks and agents."""
     verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
     return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.reports})
+
+
+def told(found: Healed) -> str:
+    """What was healed, in a line."""
+    done = [
+        f"{outcome.action}, {outcome.process}, {outcome.subject}: {outcome.seen}; "
+        + (f"not healed: {outcome.left}" if outcome.left else outcome.did)
+        for outcome in found.outcomes
+    ]
+    return "; ".join((*done, *found.problems)) or "nothing is proven that could be healed"
 
 
 def words(process: ProcessRepair, changes: Sequence[Change], left: str | None) -> str:

@@ -240,9 +240,17 @@ class Watched:
         """Repair its caches; raises as `repairs.repair` does."""
         return repairs.repair(self.server)
 
-    def heal(self) -> Healed:
-        """Heal what is proven; nothing that somebody may have wanted."""
-        return healing.heal(self.server, by="vllmops watch --heal")
+    def heal(self, *, unseen: bool = False) -> Healed:
+        """Heal what is proven; nothing that somebody may have wanted.
+
+        Args:
+            unseen: only what no stall shows, since other requests go on.
+
+        Raises:
+            VllmopsError: as `heal.heal`.
+        """
+        actions = [action for action in healing.ACTIONS if action.unseen or not unseen]
+        return healing.heal(self.server, actions, by="vllmops watch --heal")
 
     def restart(self) -> None:
         """Have its supervisor take it down at once and start it again.

@@ -1,6 +1,7 @@
 """Threads that read and write an engine's sockets: an uncaught error ends one for good.
 
-A new thread opens the same sockets again, as vLLM does at start (vLLM #26195, #31404).
+A new thread opens the same sockets again, as vLLM does at start (vLLM #26195, #31404). Of a message
+that could not be encoded, the outputs of the requests that are not to blame are sent after all.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ...protocol.heal import Proof
 from .. import engine, objects
 from ..adapters import engine as adapter
 
 READER, WRITER, LOOP = "process_input_sockets", "process_output_sockets", "run_busy_loop"
 NAMES = {READER: "input thread", WRITER: "output thread"}
+ENCODES = {"encode", "encode_into"}
 READY_S = 5.0
 ERROR_LETTERS = 300
 
@@ -29,10 +33,12 @@ class Death(NamedTuple):
     Args:
         error: what it raised.
         requests: ids of the requests whose message it had.
+        rest: what of that message is still to be sent; None if nothing is.
     """
 
     error: str
     requests: tuple[str, ...]
+    rest: tuple[int, Any] | None = None
 
 
 _deaths: dict[str, Death] = {}
@@ -54,7 +60,7 @@ def watch() -> None:
 
 
 def note(error: BaseException, traceback: TracebackType | None) -> None:
-    """Keep what ended a thread, and whose message it had: not the message, a user's text."""
+    """Keep what ended a thread, and whose message it had."""
     calls = []
     while traceback is not None:
         calls.append(traceback.tb_frame)
@@ -66,8 +72,32 @@ def note(error: BaseException, traceback: TracebackType | None) -> None:
             found = [frame.f_locals.get("output")] if name == WRITER else []
             for inner in calls[number + 1 :]:
                 found += [inner.f_locals.get(word) for word in ("request", "req")]
+            rest = None
+            if any(inner.f_code.co_name in ENCODES for inner in calls[number + 1 :]):
+                with suppress(Exception):  # another version's message: all of it is lost
+                    found, rest = parted(frame.f_locals["output"], frame.f_locals["encoder"])
             text = f"{type(error).__name__}: {error}"[:ERROR_LETTERS]
-            _deaths[name] = Death(text, tuple(dict.fromkeys(ids(found))))
+            _deaths[name] = Death(text, tuple(dict.fromkeys(ids(found))), rest)
+
+
+def parted(message: tuple[int, Any], encoder: Any) -> tuple[list[Any], tuple[int, Any] | None]:
+    """The outputs of a message that can't be encoded, and the message without them.
+
+    Nothing of it was sent.
+    """
+    client, whole = message
+
+    def encodes(outputs: list[Any]) -> bool:
+        with suppress(Exception):
+            encoder.encode(msgspec.structs.replace(whole, outputs=outputs))
+            return True
+        return False
+
+    good = [output for output in whole.outputs if encodes([output])]
+    if not encodes(good):
+        return [message], None
+    bad = [output for output in whole.outputs if not any(output is one for one in good)]
+    return bad, (client, msgspec.structs.replace(whole, outputs=good))
 
 
 def ids(found: list[Any]) -> list[str]:
@@ -156,7 +186,10 @@ def started(core: Any, name: str) -> str:
         inspect.signature(target).bind(*arguments)
     except TypeError as error:
         return f"this vLLM starts it in another way: {error}"
-    _deaths.pop(name, None)
+    death = _deaths.pop(name, None)
+    if death and death.rest:
+        with core.output_queue.mutex:
+            core.output_queue.queue.appendleft(death.rest)
     thread = threading.Thread(target=target, args=arguments, daemon=True)
     thread.start()
     if name == WRITER:

@@ -18,7 +18,7 @@ class IoThreads(InAgents):
     name = "io-threads"
     state = "the thread that reads or writes an engine's sockets has ended"
     does = "starts it again on the same sockets; the request whose message ended it ends"
-    risk = "the clients of requests that were lost meanwhile get status 410"
+    risk = "the client of that request gets status 410"
     reference = "https://github.com/vllm-project/vllm/issues/26195"
 
     def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:

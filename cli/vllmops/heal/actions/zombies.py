@@ -21,6 +21,7 @@ class Zombies(Action):
     does = "ends it, and frees what it holds"
     risk = "its client, if there is one, gets status 410"
     reference = "https://github.com/vllm-project/vllm/issues/55521"
+    unseen = True
 
     def look(self, server: Server) -> list[Case]:
         processes, silent = listing.look(server)

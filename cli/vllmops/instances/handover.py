@@ -1,0 +1,144 @@
+"""What a hand-over needs: memory for two servers, one listening socket, and an empty first one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import psutil
+
+from ..errors import VllmopsError
+from ..host import memory
+from ..host.gpu import Gpus
+from ..host.processes import Process, alive
+from ..host.roles import Role
+from . import takedown
+
+PIDFD_GETFD = 438  # on x86-64 and aarch64
+# A client may use its connection again as long as vLLM keeps it: for 5 s, unless it was told else.
+KEEP_ALIVE, KEEP_ALIVE_S, SLACK_S = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", 5.0, 1.0
+POLL_S = 0.2
+SPARE = 1.1
+
+
+def lacking(tree: Sequence[Process]) -> str:
+    """Why a second server like this one does not fit beside it; empty if it does."""
+    needed = 0
+    for process in tree:
+        with suppress(psutil.Error):
+            # What processes share counts once.
+            needed += psutil.Process(process.pid).memory_full_info().pss
+    _, available = memory.room(tree[0].pid if tree else None)
+    if SPARE * needed > available:
+        return f"it takes {gb(needed)}, and {gb(available)} of memory are free"
+    gpus = Gpus()
+    pids = {process.pid for process in tree}
+    for index, handle in enumerate(gpus.handles):
+        used: Counter[str] = Counter()
+        with suppress(gpus.nvml.NVMLError):
+            for process in gpus.nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                used["here"] += (process.usedGpuMemory or 0) if process.pid in pids else 0
+            free = gpus.nvml.nvmlDeviceGetMemoryInfo(handle).free
+            if used["here"] > free:
+                return f"it takes {gb(used['here'])} of GPU {index}, and {gb(free)} are free"
+    return ""
+
+
+def gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def listener(tree: Sequence[Process], port: int) -> int:
+    """A copy of the socket on which a server listens: the number of an open file.
+
+    Raises:
+        OSError: there is none, or the kernel does not give it.
+    """
+    for process in tree:
+        if process.role not in {Role.API, Role.LAUNCHER}:
+            continue
+        with suppress(psutil.Error):
+            for one in psutil.Process(process.pid).net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
+                    return copied(process.pid, one.fd)
+    raise OSError(0, f"no process of it listens on port {port}")
+
+
+def copied(pid: int, number: int) -> int:
+    """A copy of another process's open file; raises OSError."""
+    process = os.pidfd_open(pid)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        copy: int = libc.syscall(PIDFD_GETFD, process, number, 0)
+    finally:
+        os.close(process)
+    if copy < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return copy
+
+
+def serves(tree: Sequence[Process]) -> bool:
+    """Whether all API servers of a tree take connections, as their agents say."""
+    apis = takedown.of(tree, Role.API)
+    answers = takedown.ask(apis, lambda api: api.traffic().serves)
+    return bool(apis) and all(answers)
+
+
+def leave(tree: Sequence[Process]) -> bool:
+    """Have all API servers of a tree take no more connections; False if one can't be told."""
+    answers = takedown.ask(takedown.of(tree, Role.API), lambda api: api.drain(on=False, leave=True))
+    return bool(answers) and all(traffic and not traffic.serves for traffic in answers)
+
+
+def emptied(
+    tree: Sequence[Process],
+    seconds: float,
+    tell: Callable[[str], None],
+    hurry: Callable[[], bool],
+    environment: dict[str, str],
+) -> str:
+    """Wait until a server that was left has nothing to do; what was cut off gets 503.
+
+    Args:
+        tree: its processes.
+        seconds: how long to wait at most.
+        tell: called with what is waited for.
+        hurry: whether to wait no longer.
+        environment: of the server.
+
+    Returns:
+        What happened, in words.
+    """
+    with suppress(ValueError):
+        quiet_s = SLACK_S + float(environment.get(KEEP_ALIVE) or KEEP_ALIVE_S)
+    until, since, before = time.monotonic() + seconds + quiet_s, time.monotonic(), -1
+    while time.monotonic() < until and not hurry() and any(map(alive, tree)):
+        left, now = takedown.in_flight(tree, None), started(tree)
+        if left or now != before:
+            since, before = time.monotonic(), now
+        elif time.monotonic() - since > quiet_s:
+            return "no request was lost"
+        tell(f"the first server finishes {'unknown' if left is None else left} requests")
+        time.sleep(POLL_S)
+    left = takedown.in_flight(tree, None)
+    takedown.close_gates(tree, cut=True)
+    return f"requests cut off: {'unknown' if left is None else left}" if left != 0 else ""
+
+
+def started(tree: Sequence[Process]) -> int:
+    """How many requests its API servers have got so far."""
+    answers = takedown.ask(takedown.of(tree, Role.API), lambda api: api.traffic().started)
+    return sum(count or 0 for count in answers)
+
+
+def refusal(name: str, why: str) -> VllmopsError:
+    return VllmopsError(
+        "restart.no-hand-over",
+        f"{name} was not handed over, and serves on: {why}",
+        f"vllmops restart {name} stops it first; vllmops logs {name} shows the server",
+    )

@@ -1,0 +1,550 @@
+"""Every state that ``vllmops heal`` heals, at random, under load of every kind.
+
+``python -m tests.live.healing --minutes 240 --each 50 --seed 1`` ends when the time is over or when
+each state was healed so often. The same seed injects the same states in the same order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from vllmops.demo.inputs import chat
+
+from ..support import plug_ins
+from . import hangs
+from .conftest import Cli, launch
+from .hangs import ARGUMENTS, BACKTRACKING, ENVIRONMENT, OLD, PLACE, PLUG_IN, TOOL, Asked, Prone
+from .soak import Soak
+
+# vLLM 0.27 and newer look again on their own. A message between engine and worker gets lost once.
+LOST_NOTIFY = """
+import os
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
+
+def register():
+    notify, lost = SpinCondition.notify, os.path.join(os.environ["VLLM_TEST_HANGS"], "notify")
+    Timeout = MessageQueue.ReadTimeoutWithWarnings
+    until = Timeout.timeout_ms
+
+    def lose(self):
+        if os.path.exists(lost):
+            os.unlink(lost)
+        else:
+            notify(self)
+
+    SpinCondition.notify = lose
+    Timeout.timeout_ms = lambda self: None if self.timeout is None else until(self)
+"""
+HEALED_S = 30.0  # from a stall to its end
+PATIENCE_S = 90.0  # until it counts as not healed
+TAKES_S = 4.0  # requests that a state stalls are not answered in this time
+APART_S = (1.0, 6.0)  # healthy load between two states
+SAMPLE_S = 10.0
+WARM_UP = 0.2  # of the run: memory grows until caches are full
+FLAT = 1.1
+BUNDLES = 20
+ACTION = "vllmops watch --heal by ", "vllmops heal by "
+
+
+class Load(Soak):
+    """Clients whose requests fit into the caches of a server that is prone to hang."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.client.timeout = httpx.Timeout(PATIENCE_S)
+        self.open, self.busy, self.lock = threading.Event(), 0, threading.Lock()
+        self.open.set()
+        self.kinds = tuple(kind for kind in self.kinds if kind != self.carried)
+
+    def one(self, kind: Callable[[int], None]) -> None:
+        self.open.wait()
+        with self.lock:
+            self.busy += 1
+        try:
+            super().one(kind)
+        finally:
+            with self.lock:
+                self.busy -= 1
+
+    def images(self, number: int) -> None:
+        self.post("/v1/chat/completions", chat([number], max_tokens=5))
+
+    def same_images(self, number: int) -> None:
+        self.post("/v1/chat/completions", chat([number % 3], max_tokens=5))
+
+    def long_prompt(self, number: int) -> None:
+        self.ask(f"{number} " + "z" * 500)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        answer = self.client.post(path, json=body)
+        if answer.is_error:
+            raise ValueError(f"{answer.status_code}: {answer.text}")
+        return answer.json()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No request is in flight during the block."""
+        self.open.clear()
+        try:
+            while self.busy:
+                time.sleep(0.05)
+            yield
+        finally:
+            self.open.set()
+
+
+@dataclass(frozen=True)
+class Victims:
+    """The requests of a state.
+
+    Args:
+        kept: those that get their answer once it is healed.
+        ended: those that end with it, with an error.
+        over: whether all else about it is over.
+    """
+
+    kept: tuple[Asked, ...] = ()
+    ended: tuple[Asked, ...] = ()
+    over: Callable[[], bool] = lambda: True
+
+    def answered(self) -> bool:
+        asked = (*self.kept, *self.ended)
+        return all(one.aborted or one.answer(0.05) is not None for one in asked) and self.over()
+
+    @property
+    def wrong(self) -> list[str]:
+        return [f"a request of it: {one.status}" for one in self.kept if one.status != 200]
+
+
+@dataclass(frozen=True)
+class State:
+    """A state that is injected.
+
+    Args:
+        name: in the summary.
+        made: puts the server into it; ends it where it was not healed.
+        actions: what may be done about it.
+        loses: how many requests of the load may end with it.
+        asks: whether it is healed by ``heal --resume`` alone.
+    """
+
+    name: str
+    made: Callable[[Prone, Load], AbstractContextManager[Victims]]
+    actions: frozenset[str]
+    loses: int = 0
+    asks: bool = False
+
+
+_numbers = count(1)
+
+
+@contextmanager
+def ghosts(server: Prone, load: Load) -> Iterator[Victims]:
+    assert hangs.leave_ghost(server.url)
+    # What is new to the cache evicts.
+    yield Victims(tuple(server.ask(50_000 + next(_numbers)) for _ in range(8)))
+
+
+@contextmanager
+def larger_than_the_cache(server: Prone, load: Load) -> Iterator[Victims]:
+    first = server.ask(text="z" * 1500)
+    time.sleep(0.3)
+    yield Victims((server.ask(),), (first,))
+
+
+@contextmanager
+def knot(server: Prone, load: Load) -> Iterator[Victims]:
+    """As `hangs.livelock`, with requests of others about."""
+    seeds = [60_000 + next(_numbers) for _ in range(3)]
+    with server.stopped("worker"):
+        first = server.ask()
+        time.sleep(0.3)
+        bodies = [chat(seeds, letter * 750) for letter in "zq"]
+        for body in bodies:
+            body["messages"][0]["content"].reverse()
+        asked = [Asked(server.url, body) for body in bodies]
+        time.sleep(0.5)
+    yield Victims((first, *asked))
+
+
+@contextmanager
+def input_thread(server: Prone, load: Load) -> Iterator[Victims]:
+    with hangs.input_thread_dead(server) as (lost, behind):
+        yield Victims((behind,), (lost,))
+
+
+@contextmanager
+def output_thread(server: Prone, load: Load) -> Iterator[Victims]:
+    lost = server.unencodable()
+    yield Victims((server.ask(),), (lost,))
+
+
+@contextmanager
+def lost_notify(server: Prone, load: Load) -> Iterator[Victims]:
+    with load.held():
+        time.sleep(1.5)  # until then the reader looks by itself
+        (server.place / "notify").touch()
+        asked = server.ask()
+        time.sleep(0.3)
+        (server.place / "notify").unlink(missing_ok=True)
+    yield Victims((asked,))
+
+
+@contextmanager
+def lost_abort(server: Prone, load: Load) -> Iterator[Victims]:
+    """The engine goes on with a request that nobody waits for."""
+    path, before = server.place / "lost-abort", ids(server)
+    with load.held():
+        path.touch()
+        asked = server.ask(max_tokens=1100, ignore_eos=True)
+        time.sleep(0.3)
+        asked.abort()
+        time.sleep(0.3)
+        path.unlink()
+        lost = ids(server) - before
+    yield Victims(over=lambda: not lost & ids(server))
+
+
+@contextmanager
+def lost_request(server: Prone, load: Load) -> Iterator[Victims]:
+    """A client waits for a request that the engine does not have."""
+    path = server.place / "lost-request"
+    with load.held():
+        path.touch()
+        asked = server.ask()
+        while path.exists():
+            time.sleep(0.01)
+    yield Victims(ended=(asked,))
+
+
+@contextmanager
+def paused(server: Prone, load: Load) -> Iterator[Victims]:
+    httpx.post(f"{server.url}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
+    yield Victims((server.ask(),))
+
+
+@contextmanager
+def stopped(server: Prone, load: Load) -> Iterator[Victims]:
+    role = random.choice(("worker", "engine", "api"))
+    with server.stopped(role):
+        yield Victims((server.ask(),))
+
+
+@contextmanager
+def backtracking(server: Prone, load: Load) -> Iterator[Victims]:
+    forced = {"choice": [BACKTRACKING]}
+    asked = server.ask(tools=[TOOL], structured_outputs=forced, max_tokens=500)
+    with suppress(httpx.HTTPError):
+        while httpx.get(f"{server.url}/health", timeout=1):
+            time.sleep(0.05)
+    yield Victims((server.ask(),), (asked,))
+
+
+def state(
+    name: str,
+    made: Callable[[Prone, Load], AbstractContextManager[Victims]],
+    *actions: str,
+    **fields: Any,
+) -> State:
+    return State(name, made, frozenset(actions or {name}), **fields)
+
+
+STATES = (
+    state("caches", ghosts),
+    state("admission", larger_than_the_cache),
+    state("encoder-cache", knot),
+    state("input thread", input_thread, "io-threads", "caches"),
+    state("output thread", output_thread, "io-threads"),
+    state("broadcast", lost_notify),
+    state("zombie of the engine", lost_abort, "zombies"),
+    state("zombie of the API server", lost_request, "zombies"),
+    state("paused", paused, asks=True),
+    state("stopped", stopped, asks=True),
+    state("event-loop", backtracking),
+)
+
+
+def ids(server: Prone) -> set[str]:
+    """The requests that the server knows."""
+    ran = server.cli("requests", "list", "-t", server.name, "--json")
+    return {row["id"] for row in ran.data["requests"]}
+
+
+@dataclass
+class Injected:
+    """What became of an injection.
+
+    Args:
+        state: its name.
+        at_s: since the run began.
+        took: whether the server got into it.
+        healed_s: from then to its end; None if it did not end by itself.
+        actions: what was done about it, as the server's log has it.
+        wrong: what should not have been.
+    """
+
+    state: str
+    at_s: float
+    took: bool = True
+    healed_s: float | None = None
+    actions: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Tail:
+    """The lines of the server's log that tell of an action, each once."""
+
+    path: Path
+    at: int = 0
+
+    def new(self) -> list[str]:
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            lines = file.read().rpartition(b"\n")[0]
+        self.at += len(lines) + bool(lines)
+        words = lines.decode(errors="replace").splitlines()
+        return [line.partition("vllmops: heal: ")[2] for line in words if "vllmops: heal: " in line]
+
+
+class Run:
+    """A run of the soak.
+
+    Args:
+        server: that hangs and is healed.
+        load: of other clients.
+        seed: of the order of the states.
+        each: how often each state is to be healed.
+        minutes: when to end at the latest.
+        only: names of states; all where empty.
+        kept: where the results are written after each injection.
+    """
+
+    def __init__(
+        self, server: Prone, load: Load, *, seed: int, each: int, minutes: float,
+        only: tuple[str, ...], kept: Path,
+    ) -> None:  # fmt: skip
+        self.server, self.load, self.each, self.kept = server, load, each, kept
+        self.choice, self.seed = random.Random(seed), seed
+        self.began, self.ends = time.monotonic(), time.monotonic() + 60 * minutes
+        self.states = [one for one in STATES if not only or one.name in only]
+        self.injections: list[Injected] = []
+        self.unasked: list[str] = []
+        self.memory: list[dict[str, int]] = []
+        self.tail = Tail(server.launched.log)
+
+    def run(self) -> None:
+        """Inject until the end."""
+        over = threading.Event()
+        sampling = threading.Thread(target=self.sample, args=(over,))
+        sampling.start()
+        try:
+            with self.load.working():
+                time.sleep(3)
+                while time.monotonic() < self.ends and (left := self.left()):
+                    self.inject(self.choice.choice(left))
+                    self.write()
+                    time.sleep(self.choice.uniform(*APART_S))
+        finally:
+            over.set()
+            sampling.join()
+            self.unasked += self.tail.new()
+
+    def left(self) -> list[State]:
+        """The states that were not healed often enough; the chance of each is the same."""
+        done = Counter(one.state for one in self.injections if one.took)
+        return [one for one in self.states if done[one.name] < self.each]
+
+    def inject(self, chosen: State) -> None:
+        self.unasked += self.tail.new()
+        lost_before, at = len(self.load.failed), time.monotonic()
+        result = Injected(chosen.name, round(at - self.began, 1))
+        self.injections.append(result)
+        try:
+            with chosen.made(self.server, self.load) as victims:
+                at = time.monotonic()
+                self.follow(chosen, victims, result, at)
+        except (httpx.HTTPError, AssertionError, OSError) as error:
+            result.took = False
+            result.wrong.append(f"not injected: {type(error).__name__}: {error}")
+        lost = self.load.failed[lost_before:]
+        del self.load.failed[lost_before : lost_before + chosen.loses]
+        lines = self.tail.new()
+        result.actions += [action(line) for line in lines]
+        result.wrong += [line for line in lines if action(line) not in chosen.actions]
+        sys.stderr.write(
+            f"{result.at_s:7.1f} s  {chosen.name}: "
+            + (f"{result.healed_s} s" if result.took else "did not take")
+            + f"  {result.actions} {result.wrong} {lost}\n"
+        )
+
+    def follow(self, chosen: State, victims: Victims, result: Injected, at: float) -> None:
+        """Wait until a state is over."""
+        if chosen.asks:
+            time.sleep(TAKES_S)
+            self.server.cli("heal", "--resume", "-t", self.server.name, "--json")
+        while time.monotonic() - at < PATIENCE_S:
+            if victims.answered():
+                took_s = time.monotonic() - at
+                result.took = took_s > TAKES_S
+                result.healed_s = round(took_s, 1)
+                result.wrong += victims.wrong
+                break
+            time.sleep(0.1)
+        else:
+            heal = self.server.cli("heal", "-t", self.server.name, "--json")
+            result.wrong.append(f"not healed: {heal.out}")
+
+    def sample(self, over: threading.Event) -> None:
+        """Note the memory of each process."""
+        while not over.wait(SAMPLE_S):
+            with suppress(psutil.Error):
+                self.memory.append(
+                    {
+                        role: psutil.Process(pid).memory_info().rss >> 10
+                        for role, pid in self.server.pids().items()
+                    }
+                )
+
+    def growth(self) -> dict[str, float]:
+        """By role, the memory of the last tenth of the run as a share of that after a warm-up."""
+        rows = self.memory[int(WARM_UP * len(self.memory)) :]
+        some = max(len(rows) // 10, 1)
+        return {
+            role: round(
+                statistics.median(row[role] for row in rows[-some:])
+                / statistics.median(row[role] for row in rows[:some]),
+                3,
+            )
+            for role in (rows[0] if rows else ())
+        }
+
+    def faults(self) -> list[str]:
+        """What is wrong."""
+        took = [one for one in self.injections if one.took]
+        found = [f"{one.state} at {one.at_s} s: {text}" for one in took for text in one.wrong]
+        found += [
+            f"{one.state} at {one.at_s} s: it took {one.healed_s:.0f} s"
+            for one in took
+            if one.healed_s is not None and one.healed_s > HEALED_S
+        ]
+        found += [f"lost: {text}" for text in self.load.failed]
+        found += [f"nothing was wrong: {text}" for text in self.unasked]
+        grown = self.growth().items()
+        return found + [f"{role}: memory x {rate}" for role, rate in grown if rate > FLAT]
+
+    def write(self) -> None:
+        data = {
+            "seed": self.seed,
+            "seconds": round(time.monotonic() - self.began),
+            "injections": [asdict(one) for one in self.injections],
+            "requests": dict(self.load.done),
+            "lost": self.load.failed,
+            "unasked": self.unasked,
+            "memory_kib": self.memory[:: max(len(self.memory) // 500, 1)],
+            "growth": self.growth(),
+            "faults": self.faults(),
+        }
+        self.kept.write_text(json.dumps(data, indent=1))
+
+    def table(self) -> str:
+        """The summary."""
+        rows = [f"{'state':26}{'injected':>9}{'healed':>8}{'median':>8}{'longest':>9}"]
+        for one in self.states:
+            took = [each for each in self.injections if each.state == one.name and each.took]
+            times = [each.healed_s for each in took if each.healed_s is not None]
+            middle = f"{statistics.median(times):.1f} s" if times else ""
+            longest = f"{max(times):.1f} s" if times else ""
+            rows.append(f"{one.name:26}{len(took):9}{len(times):8}{middle:>8}{longest:>9}")
+        rows += [
+            f"other requests: {sum(self.load.done.values()):,}, lost {len(self.load.failed)}",
+            f"actions while nothing was injected: {len(self.unasked)}",
+            f"memory, end by begin: {self.growth()}",
+            *(f"WRONG {text}" for text in self.faults()),
+        ]
+        return "\n".join(rows)
+
+
+def action(line: str) -> str:
+    """The action that a line of the server's log tells of."""
+    return line.partition(": ")[2].partition(",")[0]
+
+
+@contextmanager
+def prone(cli: Cli, place: Path) -> Iterator[Prone]:
+    """A server of one's own with every defect, watched and healed."""
+    for name, module in (("old_code", OLD), ("hangs", PLUG_IN), ("lost_notify", LOST_NOTIFY)):
+        plug_ins.write(place / name, name, module)
+    plug_ins.lean(place / "lean")
+    folders = [str(place / name) for name in ("old_code", "hangs", "lost_notify", "lean")]
+    environment = {
+        **ENVIRONMENT,
+        PLACE: str(place),
+        "PYTHONPATH": os.pathsep.join((*folders, cli.environment["PYTHONPATH"])),
+        "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+    }
+    environment["VLLMOPS_NO_PATCH"] += ",broadcast-recheck"
+    launched = launch(cli, place / "log", environment, *ARGUMENTS)
+    with ExitStack() as after:
+        after.callback(launched.stop)
+        launched.wait_up()
+        name = str(launched.process.pid)
+        words = ("watch", "--heal", "-t", name, "-o", str(place / "bundles"))
+        with (place / "watch.log").open("wb") as file:
+            watch = cli.begin(*words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        after.callback(watch.wait, 30)
+        after.callback(watch.send_signal, signal.SIGINT)
+        yield Prone(cli, name, launched, place)
+
+
+def main() -> int:
+    """Soak a server of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=240.0, help="when to end at the latest")
+    parser.add_argument("--each", type=int, default=50, help="how often each state is healed")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--only", action="append", default=[], help="a state; repeatable")
+    parser.add_argument("--out", type=Path, default=Path("healing.json"))
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="vllmops-") as home:
+        cli, place = Cli(Path(home)), Path(home) / "soak"
+        place.mkdir()
+        with prone(cli, place) as server:
+            sys.stderr.write(f"seed {given.seed}, log {server.launched.log}\n")
+            run = Run(
+                server, Load(server.url), seed=given.seed, each=given.each,
+                minutes=given.minutes, only=tuple(given.only), kept=given.out,
+            )  # fmt: skip
+            with suppress(KeyboardInterrupt):
+                run.run()
+            run.write()
+            kept = given.out.with_suffix(".log")
+            kept.write_bytes((place / "watch.log").read_bytes())
+            given.out.with_suffix(".server.log").write_bytes(server.launched.log.read_bytes())
+    sys.stdout.write(run.table() + "\n")
+    return 1 if run.faults() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
