@@ -14,6 +14,7 @@ import pytest
 
 from vllmops.instances.record import Folder
 from vllmops.streams import UNSAFE
+from vllmops.vllm_api.http import TIMEOUT_S
 
 from ..support.extent import long
 from ..support.waiting import until
@@ -142,7 +143,8 @@ def test_many_that_do_not_answer(vllmops: Any, tmp_path: Path, home: Path) -> No
         took_s = time.monotonic() - began
     shown = {one["pid"]: one["state"] for one in answer.data["instances"]}
     assert {shown.get(pid) for pid in silent} == {"not answering"}
-    assert took_s < 10
+    # One after the other takes longer, on any machine.
+    assert took_s < len(silent) * TIMEOUT_S
 
 
 EVIL = "m\x1b[2J\x1b]0;t\x07\u202e\u2028[red]\nb  ready  up 9d"
