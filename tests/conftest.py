@@ -10,6 +10,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,10 @@ hypothesis.settings.register_profile(
     "vllmops", deadline=None, max_examples=100 if EVERYTHING else 30
 )
 hypothesis.settings.load_profile("vllmops")
+
+TRANSPORTS: Any = import_module("httpx._transports.default")
+# `httpx.get` reads all well-known certificates each time, which takes longer than its request.
+TRANSPORTS.create_ssl_context = cache(TRANSPORTS.create_ssl_context)
 
 # Started in the background of a script, or by nohup, we ignore them, and our children would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

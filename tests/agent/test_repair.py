@@ -13,6 +13,8 @@ import pytest
 from vllmops.protocol.repairs import Fault, RepairRequest
 from vllmops.rpc.agent import reach
 
+from ..support.extent import long
+
 Spawn = Callable[..., Any]
 ROOT = str(Path(__file__).parents[2])
 
@@ -151,6 +153,7 @@ def test_entries_of_the_front_end_alone_are_dropped(child: Callable[..., Any]) -
     assert repair(engine, front_only=["k3"]).caches == []
 
 
+@long
 def test_a_hundred_thousand_entries_in_time(child: Callable[..., Any]) -> None:
     process = child(entries=100_000, capacity=1_000_000)
     process.run(GHOSTS.format(ghosts=1000))

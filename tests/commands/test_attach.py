@@ -24,6 +24,7 @@ from vllmops.host.roles import Role
 from vllmops.protocol import identity
 
 from ..support.commands import Answer, Vllmops
+from ..support.extent import long
 from ..support.waiting import until
 from .test_stacks import tree
 
@@ -176,6 +177,7 @@ time.sleep(60)
 """
 
 
+@long
 def test_a_gil_that_is_never_free_is_waited_for_in_vain(home: Path, attach: Attach) -> None:
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHOME": sys.base_prefix}
     greedy = subprocess.Popen(

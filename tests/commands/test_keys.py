@@ -24,6 +24,7 @@ from vllmops.keys.ring import Ring, Status
 from vllmops.store.settings import CARRIER_TTL as TTL
 
 from ..keys.test_file import killed_at
+from ..support.extent import long
 
 TEXT = "ab" * 32
 NAME = file.SIGNING_KEY
@@ -368,6 +369,7 @@ def test_status_of_a_broken_ring_still_tells_who_holds_what(
     assert [key["kid"] for key in answer.data["servers"][0]["keys"]] == [kid]
 
 
+@long
 def test_two_rotations_at_once(vllmops: Any, path: Path) -> None:
     vllmops("keys", "add")
     both = [

@@ -13,6 +13,7 @@ from vllmops.instances.logs import rotate
 from vllmops.instances.record import Folder
 
 from ..support.commands import background
+from ..support.extent import long
 from ..support.waiting import until
 
 
@@ -130,6 +131,7 @@ def test_the_log_is_rotated_while_it_serves(lab: Any, monkeypatch: Any) -> None:
     assert lab.vllmops("logs", "a").out.count("x" * 3000) == 3
 
 
+@long
 @pytest.mark.parametrize("columns", [100, None])
 def test_a_log_moves_no_cursor(lab: Any, columns: int | None) -> None:
     lab.serve("a")

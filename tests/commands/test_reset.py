@@ -20,6 +20,8 @@ from vllmops.commands.cache import reset
 from vllmops.protocol.resets import ResetRequest
 from vllmops.rpc.agent import reach
 
+from ..support.extent import long
+
 Spawn = Callable[..., Any]
 
 CLIENT = """
@@ -93,6 +95,7 @@ def test_one_that_is_busy(api: Any, run: Any) -> None:
     assert busy.run("out = gate.closed") == "False"
 
 
+@long
 def test_all_are_busy(api: Any, run: Any) -> None:
     answer = run(api(left=1), api(left=2))
     assert (answer.code, answer.error["code"]) == (3, "reset.busy")

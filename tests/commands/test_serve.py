@@ -32,6 +32,7 @@ from vllmops.store.opening import backend
 from vllmops.store.store import ResponseStore
 
 from ..support.commands import background
+from ..support.extent import long
 from ..support.waiting import until
 
 LOGS = Path(__file__).parents[1] / "instances" / "logs"
@@ -201,7 +202,7 @@ def test_a_keyring_is_made_where_there_is_none(lab: Any, keyring: Path) -> None:
     [
         (("--keyring", "none"), {}, "none"),
         ((), {"VLLMOPS_KEYRING": "none"}, "none"),
-        (("--env", "VLLMOPS_KEYRING=none"), {}, "none"),
+        pytest.param(("--env", "VLLMOPS_KEYRING=none"), {}, "none", marks=long),
         (("--keyring", "none"), {"VLLM_RESPONSES_STATE_SIGNING_KEY": "ab" * 32}, "none"),
         ((), {"VLLM_RESPONSES_STATE_SIGNING_KEY": "ab" * 32}, None),
     ],
@@ -369,8 +370,8 @@ def test_a_state_directory_of_somebody_else(lab: Any) -> None:
 
 
 def test_a_state_directory_too_long_for_a_socket(lab: Any, tmp_path: Path) -> None:
-    long = {"VLLMOPS_HOME": str(lab.home / ("x" * 90))}
-    error = refused(lab, "home.path-too-long", str(lab.model), env=long)
+    deep = {"VLLMOPS_HOME": str(lab.home / ("x" * 90))}
+    error = refused(lab, "home.path-too-long", str(lab.model), env=deep)
     assert "Unix socket" in error["message"]
 
 
@@ -401,7 +402,11 @@ def test_several_at_once_get_different_names_and_ports(lab: Any) -> None:
     ("log", "cause"),
     [
         ("unknown-argument", "unrecognized arguments: --frobnicate"),
-        ("worker-assertion", "AssertionError: num_heads (3) is not divisible by num_kv_heads (4)"),
+        pytest.param(
+            "worker-assertion",
+            "AssertionError: num_heads (3) is not divisible by num_kv_heads (4)",
+            marks=long,
+        ),
     ],
 )
 def test_the_true_cause_comes_first(lab: Any, log: str, cause: str) -> None:
@@ -456,7 +461,12 @@ def test_ready_then_ended_from_outside(lab: Any) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, -1), (signal.SIGKILL, -9)],
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 0, marks=long),
+        pytest.param(signal.SIGHUP, -1, marks=long),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_however_it_ends_nothing_is_left(lab: Any, number: signal.Signals, code: int) -> None:
     serve = lab.hold("a")

@@ -14,7 +14,7 @@ from vllmops.host.processes import alive
 from vllmops.instances import control, takedown
 from vllmops.instances.record import Folder
 
-from ..support.extent import sampled
+from ..support.extent import long, sampled
 from ..support.waiting import until
 
 
@@ -182,6 +182,7 @@ def test_restart_what_is_just_being_taken_down(
     assert after.failure is None
 
 
+@long
 def test_restart_what_somebody_else_stops(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
     lab.serve("a", stubborn=True)
@@ -249,6 +250,7 @@ def test_restart_on_a_full_disk_leaves_a_server_running(full_disk: Any, lab: Any
     assert all(map(alive, record.processes))
 
 
+@long
 def test_an_end_on_a_full_disk_contradicts_nothing(full_disk: Any, lab: Any) -> None:
     lab.serve("a")
     full_disk()
@@ -260,6 +262,7 @@ def test_an_end_on_a_full_disk_contradicts_nothing(full_disk: Any, lab: Any) -> 
     )
 
 
+@long
 def test_restart_on_a_full_disk(full_disk: Any, lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllmops.instances.record import Folder
 
+from ..support.extent import long
 from ..support.waiting import until
 
 
@@ -17,6 +18,7 @@ def test_until_ready(lab: Any) -> None:
     assert lab.vllmops("wait", "--for", "ready").out == "a is ready\n"
 
 
+@long
 def test_until_stopped(lab: Any) -> None:
     lab.serve("a")
     answers: list[Any] = []
@@ -51,6 +53,7 @@ def test_until_it_fails(lab: Any) -> None:
     assert answer.error["message"]
 
 
+@long
 def test_one_that_has_stopped_already(lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")

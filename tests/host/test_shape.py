@@ -13,6 +13,7 @@ from vllmops.host.shape import Shape, remove_dead, shape, shown, unix_path, unix
 from vllmops.instances import readiness
 from vllmops.vllm_api import http
 
+from ..support.extent import long
 from ..support.waiting import until
 
 
@@ -86,6 +87,7 @@ def test_a_server_on_a_unix_socket(lab: Any) -> None:
     assert not path.exists()
 
 
+@long
 def test_a_unix_socket_that_was_left_does_not_hinder_a_restart(lab: Any) -> None:
     path = lab.home / "a.sock"
     record = lab.serve("a", "--", "--uds", str(path))
@@ -151,6 +153,7 @@ def test_a_headless_server_that_waits_for_its_head_is_not_ready(lab: Any) -> Non
     assert "is ready" not in out + err
 
 
+@long
 def test_stopped_before_it_was_ready(lab: Any) -> None:
     answers = []
     words = lab.words("a", "--detach", ready_s=600)

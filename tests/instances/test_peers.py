@@ -17,6 +17,7 @@ from vllmops.host.roles import Role
 from vllmops.instances.peers import PORT, answers
 
 from ..support.children import Spawn
+from ..support.extent import long
 from ..support.far import ip, network, running
 from ..support.waiting import until
 
@@ -56,6 +57,7 @@ def test_a_node_whose_network_is_cut_is_named(
     until(lambda: not lab.record("a").note)
 
 
+@long
 def test_what_ends_without_its_node_says_so(lab: Any, node: tuple[str, str, int, IO[str]]) -> None:
     link, there, port, output = node
     record = lab.serve("a", node=f"{there}:{port}")

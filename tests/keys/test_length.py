@@ -18,7 +18,7 @@ import pytest
 from vllmops.keys import carrier
 from vllmops.keys.ring import fresh, only
 
-from ..support.extent import EVERYTHING, sampled
+from ..support.extent import EVERYTHING, long, sampled
 
 RING = only(fresh())
 ALPHABET = string.ascii_uppercase + string.digits
@@ -151,6 +151,7 @@ def test_the_attack_finds_nothing(place: str) -> None:
     assert right(guess) <= CHANCE
 
 
+@long
 @pytest.mark.usefixtures("bare")
 def test_within_one_text_the_attack_needs_silence() -> None:
     guess, _ = attacked(partial(together, SECRET), length, tries=24)
@@ -191,6 +192,7 @@ def test_whatever_is_padded_comes_back(size: int) -> None:
         assert carrier.unseal(text, RING, model="m", owner="o").history == history
 
 
+@long
 def test_many_tiny_objects_come_back_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is kept apart, which makes them longer than they were."""
     history = [{"a": n % 10} for n in range(100_000)]

@@ -107,7 +107,7 @@ def engine():
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.request import RequestStatus
     from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -142,20 +142,6 @@ def engine():
         miss(self, request, error)
 
     EngineCoreProc._handle_mm_cache_miss = handle_miss
-    add, together, held = EngineCore.add_request, file_of("together"), []
-
-    # Two requests come to the scheduler at once, however late the second one is.
-    def add_request(self, *given):
-        held.append(given)
-        if os.path.exists(together):
-            if len(held) < 2:
-                return
-            os.unlink(together)
-        while held:
-            add(self, *held.pop(0))
-
-    EngineCore.add_request = add_request
-
     keep, gone = EngineCoreProc.add_request, file_of("lost-request")
 
     def add_unless_gone(self, *args, **fields):
@@ -351,12 +337,15 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
     The encoder cache takes two. The one that runs has put them there, the one that waits holds on
     to them, and so the third has no room.
     """
-    (server.place / "together").touch()
-    bodies = [chat([1, 2, 3], letter * 750) for letter in "zq"]
-    for body in bodies:
-        body["messages"][0]["content"].reverse()  # the text is in the KV cache by then
-    asked = [Asked(server.url, body) for body in bodies]
-    until(lambda: not (server.place / "together").exists())
+    with server.stopped("worker"):  # so that both are there when one is scheduled
+        first = server.ask()
+        until(lambda: server.handed() == 1)
+        bodies = [chat([1, 2, 3], letter * 750) for letter in "zq"]
+        for body in bodies:
+            body["messages"][0]["content"].reverse()  # the text is in the KV cache by then
+        asked = [Asked(server.url, body) for body in bodies]
+        until(lambda: server.handed() == 3)
+    assert first.answer(10) == 200
     with ExitStack() as after:
         after.callback(asked[1].abort)
         yield asked

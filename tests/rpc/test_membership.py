@@ -21,6 +21,7 @@ from vllmops.protocol.place import who
 from vllmops.rpc import agent
 
 from ..support.children import Child
+from ..support.extent import long
 from ..support.own import foreign
 from ..support.ranked import standing
 from ..support.waiting import until
@@ -90,6 +91,7 @@ def test_actors_of_ray_are_of_the_server_whose_configuration_they_have(start: St
     assert (names(alone), alone.pid) == (["worker TP0 PP0"], other.process.pid)
 
 
+@long
 def test_an_actor_of_a_class_that_nobody_knows_is_found_by_its_agent(start: Start) -> None:
     ours = start(API, "api", sizes=(1, 2, 1))
     own = start("ray::Trainer.step", "worker", rank=1, sizes=(1, 2, 1))

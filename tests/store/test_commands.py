@@ -31,6 +31,7 @@ from vllmops.vllm_api.endpoint import Endpoint
 from vllmops.vllm_api.responses import Http
 
 from ..support.databases import nobodys
+from ..support.extent import combinations
 from ..support.waiting import until
 
 SERVED = Path(__file__).with_name("served.py")
@@ -648,8 +649,12 @@ def test_export_over_http(ask: Ask, served: Ours, vllmops: Any, tmp_path: Path) 
     assert "--store" in refused.error["hint"]
 
 
-@pytest.mark.parametrize("words", [("list",), ("stats",), ("purge", "--older-than", "1d", "--yes")])
-@pytest.mark.parametrize("kind", ["stock", "gateway"])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    combinations(
+        ("stock", "gateway"), (("list",), ("stats",), ("purge", "--older-than", "1d", "--yes"))
+    ),
+)
 def test_without_the_route(
     vllmops: Any, request: pytest.FixtureRequest, kind: str, words: tuple[str, ...]
 ) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -347,7 +348,12 @@ def test_a_line_has_a_bound(tmp_path: Path) -> None:
         ("/", "file.unreadable"),
     ],
 )
-def test_what_is_no_file_of_lines(name: str, code: str, tmp_path: Path, vllmops: Any) -> None:
+def test_what_is_no_file_of_lines(
+    name: str, code: str, tmp_path: Path, vllmops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How long a line really may be is seen where it comes from standard input.
+    lines = import_module("vllmops.commands.responses.import_")
+    monkeypatch.setattr(lines, "ENDLESS", lines.LONGEST_LINE + 1)
     answer = vllmops("responses", "import", name, "--store", f"sqlite:///{tmp_path}/r.db", "--json")
     assert answer.error["code"] == code, answer
 

@@ -30,7 +30,7 @@ def test_what_several_processes_do_to_a_response(
     kinds: set[str | None] = set()
 
     @settings(
-        max_examples=60 if EVERYTHING else 20,
+        max_examples=60 if EVERYTHING else 8,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,

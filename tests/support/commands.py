@@ -12,6 +12,7 @@ import pty
 import re
 import select
 import signal
+import ssl
 import struct
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Final, NoReturn, TypeAlias
 
+import httpx
 import typer.main
 
 from vllmops import app
@@ -49,6 +51,21 @@ typer.main.get_command = cache(typer.main.get_command)
 for entry in app.COMMANDS.values():
     place, _, attribute = entry.module.partition(":")
     typer.main.get_command(getattr(import_module(f"vllmops.commands.{place}"), attribute or "app"))
+
+
+@cache
+def certificates(outside: bool, *named: str | None) -> ssl.SSLContext:
+    return httpx.create_ssl_context(verify=outside)
+
+
+def trust(*, outside: bool) -> ssl.SSLContext:
+    """`http.trust`, with what this process has read already; a fork may name other files."""
+    return certificates(outside, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+
+vars(http)["trust"] = trust
+for outside in (False, True):
+    trust(outside=outside)
 
 MAINS: Final = {"vllmops": app.main, "vllmops.instances.supervisor": supervisor.main}
 PR_SET_NAME: Final = 15
@@ -301,7 +318,6 @@ def become(
     code = 70
     try:
         gc.freeze()  # what it has from here is never freed, nor copied only to be looked at
-        http.trust.cache_clear()  # it has read this process's SSL_CERT_FILE
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2 and number not in keep:
                 with contextlib.suppress(OSError):
