@@ -150,6 +150,13 @@ class Recorder:
 _place: Callable[[], Path] = Path
 _recorder: Recorder | None = None
 _off = False
+_computed = 0
+_hooked = False
+
+
+def computed() -> int | None:
+    """The tokens of all steps so far whose output was taken; None where nobody counts them."""
+    return _computed if _hooked else None
 
 
 def install(place: Callable[[], Path]) -> None:
@@ -181,13 +188,22 @@ def hook(module: ModuleType) -> None:
 
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        global _computed  # noqa: PLW0603
         result = update(self, scheduler_output, *args, **kwargs)
+        _computed += attempt(tokens_of, scheduler_output) or 0
         if _recorder:
             attempt(_recorder.end, self, scheduler_output)
         return result
 
     scheduled.__vllmops__ = update_from_output.__vllmops__ = True  # type: ignore[attr-defined]
     cls.schedule, cls.update_from_output = scheduled, update_from_output
+    global _hooked  # noqa: PLW0603
+    _hooked = True
+
+
+def tokens_of(output: Any) -> int:
+    """The tokens that a step computes."""
+    return int(output.total_num_scheduled_tokens)
 
 
 def attempt(act: Callable[..., Any], *args: Any) -> Any:
