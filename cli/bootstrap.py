@@ -140,7 +140,7 @@ def test(*, everything: bool) -> None:
         run("lint-imports")
     # Tests wait about half of their time, for processes above all; the type checker uses the rest.
     with beside("mypy"):
-        pytest("6", "worksteal", "--ignore", "tests/live")
+        pytest("4", "worksteal", "--ignore", "tests/live")
     # Those of a file share servers, each of which takes 1 GB and, at work, one core.
     pytest("3", "loadgroup", "tests/live")
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))

@@ -31,7 +31,10 @@ from .support.lab import Lab
 from .support.own import in_home
 from .support.waiting import until
 
-hypothesis.settings.register_profile("vllmops", deadline=None)  # a busy machine is no failure
+# A busy machine is no failure.
+hypothesis.settings.register_profile(
+    "vllmops", deadline=None, max_examples=100 if EVERYTHING else 30
+)
 hypothesis.settings.load_profile("vllmops")
 
 # Started in the background of a script, or by nohup, we ignore them, and our children would, too.

@@ -18,7 +18,7 @@ from vllmops import __version__, app
 from vllmops.app import COMMANDS
 from vllmops.errors import Exit
 
-from .support.extent import EVERYTHING
+from .support.extent import EVERYTHING, sampled
 from .support.here import here
 
 KEYS = ["version", "command", "status", "exit_code", "data", "errors"]
@@ -70,7 +70,9 @@ def test_every_command_has_help_with_an_example(words: tuple[str, ...]) -> None:
 
 
 # What completions prints is a script, in any case.
-@pytest.mark.parametrize("words", [w for w in WORDS if w != ("completions",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", sampled([w for w in WORDS if w != ("completions",)], 3), ids=" ".join
+)
 def test_every_command_keeps_the_envelope(
     vllmops: Any, words: tuple[str, ...], standin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +202,7 @@ print(sorted(slow & {name.partition(".")[0] for name in sys.modules}), file=sys.
     assert answer.stderr == "[]\n"
 
 
-@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+@pytest.mark.parametrize("words", sampled(WORDS, 3), ids=" ".join)
 def test_help_on_a_narrow_terminal(
     vllmops: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,12 +30,12 @@ from vllmops.app import COMMANDS
 from vllmops.errors import Exit
 from vllmops.streams import UNSAFE
 
-from .support.extent import EVERYTHING
+from .support.extent import EVERYTHING, long
 
 # A user who may not read this Python's library would not find what is imported late.
 assert importlib.readers
 
-TURNS = 2  # commands, or places in them, for each bad input
+TURNS = 1  # commands, or places in them, for each bad input
 TIMEOUT_S = 10.0
 IMPORT_S = 90.0  # of `patches` without a target: the import of vLLM takes 10 s of CPU by itself
 NOBODY = 65534
@@ -374,7 +374,7 @@ def test_so_few_files_that_nothing_is_imported(number: int, words: str) -> None:
     assert ended.returncode == Exit.FAILED
 
 
-@pytest.mark.parametrize("size", [48, 64, 80])
+@pytest.mark.parametrize("size", [48, pytest.param(64, marks=long), 80])
 def test_too_little_memory(size: int) -> None:
     ended = alone(limited(resource.RLIMIT_AS, size << 20), "ps")
     if ended.returncode == -signal.SIGABRT:  # the interpreter does not even start
@@ -385,10 +385,10 @@ def test_too_little_memory(size: int) -> None:
     assert ended.returncode == Exit.FAILED
 
 
-@pytest.mark.parametrize("size", [96, 128, 256, 512])
+@pytest.mark.parametrize("size", [96, *(pytest.param(n, marks=long) for n in (128, 256)), 512])
 def test_with_little_memory_a_command_takes_little(size: int) -> None:
     """Its threads would reserve more than 1 GiB of addresses."""
-    for _ in range(5):
+    for _ in range(5 if EVERYTHING else 1):
         ended = alone(limited(resource.RLIMIT_AS, size << 20), "ps")
         assert not ended.stderr
         assert ended.returncode == Exit.OK

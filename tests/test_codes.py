@@ -57,16 +57,20 @@ def compared() -> set[str]:
     return found
 
 
+@cache
 def raised() -> set[str]:
     """The error codes that stand somewhere else than in a comparison."""
     found: set[str] = set()
     for tree in trees():
-        skipped: list[ast.AST] = [n for n in ast.walk(tree) if isinstance(n, ast.Compare)]
-        skipped += collections(tree).values()
-        ignored = {id(part) for node in skipped for part in ast.walk(node)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and id(node) not in ignored and node.value in CODES:
+        skipped = set(collections(tree).values())
+        left: list[ast.AST] = [tree]
+        while left:
+            node = left.pop()
+            if isinstance(node, ast.Compare) or node in skipped:
+                continue
+            if isinstance(node, ast.Constant) and node.value in CODES:
                 found.add(str(node.value))
+            left += ast.iter_child_nodes(node)
     return found
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from .support.children import CHILD
+from .support.forks import FORKS, Answered
 
 # Another root, which has a folder of its own; the way to it leads over an absolute link.
 START = """
@@ -46,20 +47,28 @@ class Container:
     pid: int
     inner: int
 
-    def seen(self, outside: bool, *words: str, right: bool = True) -> tuple[int, Any]:
-        """Run a command on it from outside, or beside it; its exit code and its answer."""
+    def seen(
+        self, outside: bool, *lines: tuple[str, ...], right: bool = True
+    ) -> list[tuple[int, Any]]:
+        """Run commands on it from outside, or beside it; the exit code and answer of each."""
         pid = self.pid if outside else self.inner
         debug = [] if outside else ["nsenter", "--pid", f"--target={self.pid}", *DEBUG]
         lower = [] if right else WITHOUT_RIGHT
         done = subprocess.run(
-            [*debug, *lower, sys.executable, "-m", "vllmops", *words, "-t", str(pid), "--json"],
+            [
+                *(*debug, *lower, sys.executable, str(FORKS)),
+                json.dumps([[*words, "-t", str(pid), "--json"] for words in lines]),
+            ],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
-        assert "Traceback" not in done.stderr, done.stderr
-        return done.returncode, json.loads(done.stdout)
+        assert done.returncode == 0, done.stderr
+        answers: list[Answered] = json.loads(done.stdout)
+        for answer in answers:
+            assert "Traceback" not in answer["err"], answer["err"]
+        return [(answer["code"], json.loads(answer["out"])) for answer in answers]
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +101,24 @@ def test_every_command_that_reads_works(
     container: Container, outside: bool, home: Path, tmp_path: Path
 ) -> None:
     pid = container.pid if outside else container.inner
-    _, status = container.seen(outside, "status")
+    file = str(tmp_path / "bundle.tar.gz")
+    lines = [
+        *(("status",), ("cache", "inspect"), ("patches", "list")),
+        *(("memory", "record", "--duration", "2"), ("stacks", "dump"), ("bundle", "-o", file)),
+    ]
+    answers = container.seen(outside, *lines)
+    (_, status), (code, caches), *answers = answers
     (process,) = status["data"]["instance"]["processes"]
     assert (process["pid"], process["role"], process["dp_rank"]) == (pid, "engine", 3)
     assert process["agent"] == "answers"
-    code, caches = container.seen(outside, "cache", "inspect")
     assert (code, caches["data"]["silent"]) == (0, []), caches
-    code, patches = container.seen(outside, "patches", "list")
+    (code, patches), (recorded_code, recorded), (dump_code, stacks), (bundle_code, bundle) = answers
     assert (code, patches["errors"]) == (0, [])
-    code, recorded = container.seen(outside, "memory", "record", "--duration", "2")
-    assert (code, recorded["errors"]) == (0, []), recorded["errors"]
-    code, stacks = container.seen(outside, "stacks", "dump")
+    assert (recorded_code, recorded["errors"]) == (0, []), recorded["errors"]
     (dumped,) = stacks["data"]["processes"]
-    assert (code, dumped["pid"]) == (0, pid)
+    assert (dump_code, dumped["pid"]) == (0, pid)
     assert any(frame["file"].endswith("child.py") for frame in dumped["threads"][0]["frames"])
-    code, bundle = container.seen(outside, "bundle", "-o", str(tmp_path / "bundle.tar.gz"))
-    assert code == 0
+    assert bundle_code == 0
     assert {part["name"] for part in bundle["data"]["missing"]} == {
         "metrics.txt",  # it serves no HTTP
         "collect_env.txt",
@@ -118,8 +129,8 @@ def test_every_command_that_reads_works(
 def test_without_the_right_to_look_the_error_says_what_the_pod_needs(
     container: Container, outside: bool, home: Path
 ) -> None:
-    code, answer = container.seen(outside, "cache", "inspect", right=False)
+    lines = (("cache", "inspect"), ("stacks", "dump"))
+    (code, caches), (_, stacks) = container.seen(outside, *lines, right=False)
     assert code == 4
-    assert "SYS_PTRACE" in answer["errors"][0]["hint"]
-    code, answer = container.seen(outside, "stacks", "dump", right=False)
-    assert "SYS_PTRACE" in json.dumps(answer)
+    assert "SYS_PTRACE" in caches["errors"][0]["hint"]
+    assert "SYS_PTRACE" in json.dumps(stacks)

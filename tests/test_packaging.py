@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from .support.extent import long
+
 CLI = Path(__file__).parent.parent / "cli"
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 MOST_BYTES = 60_000_000
@@ -82,7 +84,7 @@ def told(path: Path, environment: dict[str, str]) -> str:
     ("name", "script", "words"),
     [
         ("vllmops", "vllmops", True),
-        ("vllmops", "ops", True),
+        pytest.param("vllmops", "ops", True, marks=long),
         ("stranger", "vllmops", True),
         ("stranger", "vllmops-extra", False),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from .support.extent import long
 from .support.far import far
 from .support.fleet import token_file
 from .support.forks import FORKS, Answered
@@ -55,7 +56,7 @@ def run(elsewhere: list[str], lines: list[list[str]], system: str) -> list[Answe
     return answers
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32", "linux"])
+@pytest.mark.parametrize("system", ["darwin", "win32", pytest.param("linux", marks=long)])
 def test_what_needs_no_linux_works_and_the_rest_says_so(
     elsewhere: list[str], tmp_path: Path, system: str
 ) -> None:
@@ -95,7 +96,7 @@ def test_what_needs_no_linux_works_and_the_rest_says_so(
         assert "Linux" in added["err"]
 
 
-@pytest.mark.parametrize("system", ["darwin", "linux"])
+@pytest.mark.parametrize("system", [pytest.param("darwin", marks=long), "linux"])
 def test_a_server_on_another_machine_is_reached_from_anywhere(
     elsewhere: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
 ) -> None:

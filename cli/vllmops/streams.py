@@ -16,6 +16,7 @@ import re
 import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
@@ -145,6 +146,27 @@ def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
     with suppress(ValueError):  # not the main thread
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, handler)
+
+
+def stopped_by(*numbers: int) -> threading.Event:
+    """An event that these signals set.
+
+    A thread sets it. A handler runs in the midst of what the main thread does: if that is `wait`,
+    or the handler of an earlier signal, `set` waits for ever for the lock that these hold.
+    """
+    stop = threading.Event()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+
+    def wait() -> None:
+        os.read(reader, 1)
+        stop.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return stop
 
 
 def printable(text: str, *, lines: bool = True) -> str:

@@ -103,12 +103,27 @@ def test_steps_that_overlap(engine: Child) -> None:
     """vLLM schedules the next step before it takes the output of the one before."""
     engine.run("first = s.schedule(); time.sleep(0.02); second = s.schedule()")
     engine.run("s.update_from_output(first, None)")
+    engine.run("recorder.beat(); recorder.beat()")
     found = after(engine)
     assert [(step.number, step.whole) for step in found.steps] == [(4701, True), (4702, False)]
 
 
+def test_the_end_of_a_step_is_written_with_what_follows(engine: Child) -> None:
+    """While requests are pending that is the next step, else a heartbeat, or nothing."""
+    engine.run("step(); time.sleep(0.02); s.schedule()")
+    assert [step.whole for step in history.own(engine.process).steps] == [True, False]
+    engine.run("time.sleep(0.02); s.update_from_output(s.schedule(), None)")
+    assert [step.whole for step in history.own(engine.process).steps] == [True, False, False]
+    assert [step.whole for step in reach(engine.process).steps().steps] == [True, False, True]
+    until(lambda: history.own(engine.process).steps[-1].whole)
+    engine.run("s.running, s.waiting, s.skipped_waiting = [], [], []; recorder._recorder.open = {}")
+    engine.run("recorder._recorder.later = recorder; step()")  # a heartbeat has nothing to write
+    assert history.own(engine.process).steps[-1].whole
+
+
 def test_fast_steps_share_a_record(engine: Child) -> None:
     engine.run("for _ in range(3000): step(0)")
+    engine.run("recorder.beat(); recorder.beat()")
     found = after(engine)
     assert sum(step.steps for step in found.steps) == 3000
     assert len(found.steps) < 1500

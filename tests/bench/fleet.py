@@ -29,7 +29,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
             "one": partial(setting.seconds, VLLMOPS, *command, "-t", urls[0], *token),
             "all": partial(setting.seconds, VLLMOPS, *command, "-t", f"@{listed}", *token),
         }
-        values = interleaved(2 if setting.short else 10, targets)
+        values = interleaved(1 if setting.short else 10, targets)
         of = medians(values)
         yield Figure(
             f"{' '.join(command)} of {SERVERS} servers",

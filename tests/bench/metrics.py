@@ -59,7 +59,7 @@ def scrapes(setting: Setting, ours: Server, stock: Server) -> Figure:
 
 def gathering(setting: Setting, server: Server) -> Figure:
     """The CPU time of all agents of a server that is scraped, beyond that of one that is not."""
-    lasts_s = 10.0 if setting.short else 60.0
+    lasts_s = 5.0 if setting.short else 60.0
 
     def spent(scraped: bool) -> float:
         before, began = cpu_s(server), time.monotonic()

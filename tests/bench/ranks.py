@@ -50,7 +50,7 @@ signal.pause()
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    rounds = 3 if setting.short else 20
+    rounds = 2 if setting.short else 20
     taken: dict[tuple[str, int], list[float]] = {}
     for count in (FEW, MANY):
         with server(setting, count) as pid:

@@ -91,7 +91,7 @@ def gateway(setting: Setting, behind: Server) -> Iterator[Server]:
 def created(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
     """Requests that are stored, with one token of output."""
     bursts = {name: [item.request(PATH, BODY)] * BURST for name, item in servers.items()}
-    times = taken(servers, bursts, 6 if setting.short else 200)
+    times = taken(servers, bursts, 3 if setting.short else 200)
     for kind, share in SHARES.items():
         if kind in times:
             yield compared(setting, "a stored request, 1 token", kind, times, STOCK, 1 / share)
@@ -104,7 +104,7 @@ def read(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
     for name, server in servers.items():
         kept = [answer["id"] for _, answer in chain(server, BURST, stored_apart=True)]
         bursts[name] = [server.request(f"{PATH}/{item}") for item in kept]
-    times = taken(servers, bursts, 6 if setting.short else 200)
+    times = taken(servers, bursts, 3 if setting.short else 200)
     for name in times:
         if name not in {STOCK, GATEWAY}:
             yield compared(setting, "GET of a response", name, times, STOCK, 1.0)
@@ -116,7 +116,7 @@ def chained(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]
     """Conversations by ``previous_response_id``."""
     whole = defaultdict[str, list[float]](list)
     choice = random.Random(1)
-    for _ in range(2 if setting.short else 30):
+    for _ in range(1 if setting.short else 30):
         for name in choice.sample(list(servers), len(servers)):
             whole[name].append(sum(seconds for seconds, _ in chain(servers[name], TURNS)))
     for name in servers:
@@ -127,14 +127,14 @@ def chained(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]
 
 def continued(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
     """The turn after a long conversation, again and again."""
-    bursts = {}
+    bursts, turns = {}, LONG // 4 if setting.short else LONG
     for name, server in servers.items():
-        before = {"previous_response_id": chain(server, LONG - 1)[-1][1]["id"]}
+        before = {"previous_response_id": chain(server, turns - 1)[-1][1]["id"]}
         bursts[name] = [server.request(PATH, {**TURN, **before})] * 4
     times = taken(servers, bursts, 2 if setting.short else 60, connections=1)
     for name in servers:
         if name not in {STOCK, GATEWAY}:
-            yield compared(setting, f"turn {LONG} of a conversation", name, times, STOCK, 1.1)
+            yield compared(setting, f"turn {turns} of a conversation", name, times, STOCK, 1.1)
 
 
 def stored_bytes(server: Server, file: Path) -> Figure:

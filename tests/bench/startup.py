@@ -31,7 +31,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     for words in targets.values():
         setting.run(*words)  # compiles what is not
     values = interleaved(
-        6 if setting.short else 40,
+        4 if setting.short else 40,
         {name: partial(setting.seconds, *words) for name, words in targets.items()},
     )
     of, n = medians(values), len(values["typer"])
@@ -75,7 +75,7 @@ def probed(setting: Setting) -> Iterator[Figure]:
 
     typer, probe = (PYTHON, "-c", "import typer"), (VLLMOPS, "probe", "--liveness", "-t", "probed")
     values = interleaved(
-        6 if setting.short else 40,
+        4 if setting.short else 40,
         {"probe": partial(cpu_s, *probe), "typer": partial(cpu_s, *typer)},
     )
     of = medians(values)

@@ -71,7 +71,7 @@ def probed(setting: Setting, watch: Sequence[str]) -> Figure:
         try:
             time.sleep(2)
             values = interleaved(
-                100 if setting.short else 2000,
+                50 if setting.short else 2000,
                 {
                     "probe": partial(seconds, port, "/readyz"),
                     "health": partial(seconds, server.port, "/health"),
@@ -97,7 +97,7 @@ def felt(setting: Setting, pid: int) -> Figure:
     server, choice = setting.vision, random.Random(1)
     burst = [server.request(PATH, BODY)] * BURST
     values: dict[str, list[float]] = {name: [] for name in BLOCKS}
-    for number in range(10 if setting.short else 300):
+    for number in range(8 if setting.short else 300):
         for name in choice.sample(BLOCKS, len(BLOCKS)):
             os.kill(pid, signal.SIGCONT if name == WATCHED else signal.SIGSTOP)
             began = time.perf_counter()

@@ -17,7 +17,7 @@ import pytest
 
 from vllmops.bundle.redact import Redactor
 
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, sampled
 
 MOST_MIB = 150
 PART_MIB = 64 if EVERYTHING else 16  # some more than is kept
@@ -85,7 +85,7 @@ LINES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LINES)
+@pytest.mark.parametrize("kind", sampled(LINES, 2))
 def test_memory_for_big_logs(tmp_path: Path, kind: str) -> None:
     lines = LINES[kind]()
     for name in ("server.log", "server.log.1", "server.log.2"):
@@ -99,7 +99,7 @@ def test_memory_for_big_logs(tmp_path: Path, kind: str) -> None:
     (tmp_path / "server.log").unlink()
 
 
-@pytest.mark.parametrize("command", [("doctor",), ("stacks", "explain")])
+@pytest.mark.parametrize("command", sampled([("doctor",), ("stacks", "explain")], 2))
 def test_memory_for_reading_what_unfolds(
     tmp_path: Path, command: tuple[str, ...], vllmops: Any
 ) -> None:
@@ -171,7 +171,7 @@ HOSTILE: dict[str, Callable[[int], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", sampled(HOSTILE, 3))
 def test_ten_times_as_long_takes_about_ten_times_as_long(name: str) -> None:
     write = HOSTILE[name]
     redactor = Redactor(["planted-secret", "another-of-them"])

@@ -20,7 +20,7 @@ from vllmops.host.roles import Role
 from vllmops.protocol.remote import PROCESSES
 
 from ..agent.test_recorder import SCHEDULER
-from ..support.children import Spawn
+from ..support.children import Child, Spawn, started
 from ..support.commands import Vllmops, background
 from ..support.far import far
 from ..support.fleet import TOKEN, Fleet, token_file
@@ -28,8 +28,25 @@ from ..support.ranked import standing
 from ..support.waiting import until
 
 
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A server that tests share: each leaves it as it was."""
+    children: list[Child] = []
+
+    def spawn(title: str, home: Path, **env: str) -> Child:
+        children.append(started(title, Role.API, home, **env))
+        return children[-1]
+
+    made = Fleet(spawn, tmp_path_factory.mktemp("fleet"))
+    yield made
+    made.kill()
+    for child in children:
+        child.kill()
+
+
 @pytest.fixture
-def fleet(spawn: Spawn, tmp_path: Path) -> Iterator[Fleet]:
+def own(spawn: Spawn, tmp_path: Path) -> Iterator[Fleet]:
+    """A server of a test that changes it."""
     made = Fleet(spawn, tmp_path)
     yield made
     made.kill()
@@ -48,7 +65,7 @@ def test_every_command_that_reads(vllmops: Vllmops, fleet: Fleet) -> None:
     assert roles(row["processes"]) == fleet.pids
     assert [p["ranks"] for p in row["processes"]] == ["", "DP1", "DP1 TP0"]
     assert {p["node"] for p in row["processes"]} == {os.uname().nodename}
-    assert 0 < row["uptime_s"] < 60
+    assert 0 < row["uptime_s"] < 600
     answer = vllmops("status", *fleet.words(), "--json")
     assert answer.code == 0, answer
     assert roles(answer.data["instance"]["processes"]) == fleet.pids
@@ -79,29 +96,29 @@ def test_every_command_that_reads(vllmops: Vllmops, fleet: Fleet) -> None:
 
 
 def test_actors_of_the_server_and_no_other_process(
-    vllmops: Vllmops, fleet: Fleet, spawn: Spawn, tmp_path: Path
+    vllmops: Vllmops, own: Fleet, spawn: Spawn, tmp_path: Path
 ) -> None:
     """Ray's actors are not below the server; their agents say whose they are."""
-    fleet.child.run(standing("api", sizes=(1, 2, 1)))
-    own, away, stranger = (
+    own.child.run(standing("api", sizes=(1, 2, 1)))
+    near, away, stranger = (
         spawn("ray::RayWorkerProc.run", Role.WORKER, tmp_path / home)
         for home in ("there", "elsewhere", "there")
     )
-    for actor, instance, rank in ((own, "1", 0), (away, "1", 1), (stranger, "2", 1)):
+    for actor, instance, rank in ((near, "1", 0), (away, "1", 1), (stranger, "2", 1)):
         actor.run(standing("worker", instance=instance, rank=rank, sizes=(1, 2, 1)))
 
     def listed() -> dict[int, str]:
-        answer = vllmops("ps", *fleet.words(), "--json")
+        answer = vllmops("ps", *own.words(), "--json")
         assert answer.code == 0, answer
         (row,) = answer.data["instances"]
         return {p["pid"]: f"{p['role']} {p['ranks']} {p['agent']}" for p in row["processes"]}
 
-    rows = {own.process.pid: "worker DP0 TP0 answers", away.process.pid: "worker DP0 TP1 answers"}
+    rows = {near.process.pid: "worker DP0 TP0 answers", away.process.pid: "worker DP0 TP1 answers"}
     until(lambda: rows.items() <= listed().items(), explain=listed)
     assert stranger.process.pid not in listed()
-    dumped = vllmops("stacks", "dump", *fleet.words(), "--json").data["processes"]
-    assert {own.process.pid, away.process.pid} < {process["pid"] for process in dumped}
-    url = f"{fleet.url}{PROCESSES}/{stranger.process.pid}/hello"
+    dumped = vllmops("stacks", "dump", *own.words(), "--json").data["processes"]
+    assert {near.process.pid, away.process.pid} < {process["pid"] for process in dumped}
+    url = f"{own.url}{PROCESSES}/{stranger.process.pid}/hello"
     refused = httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "agent.gone")
 
@@ -214,14 +231,14 @@ def test_a_recording_of_memory(vllmops: Vllmops, fleet: Fleet, home: Path) -> No
     assert kept.parent == home / "memory"
 
 
-def test_the_last_steps_of_an_engine(vllmops: Vllmops, fleet: Fleet) -> None:
+def test_the_last_steps_of_an_engine(vllmops: Vllmops, own: Fleet) -> None:
     code = repr(SCHEDULER + "step(); s.schedule()") + "\n"
     engine = f"pipe = below[0].stdin; pipe.write({code.encode()!r}); pipe.flush()"
-    fleet.child.run(f"{engine}; below[0].stdout.readline()")
-    answer = vllmops("doctor", "--history", *fleet.words(), "--json")
+    own.child.run(f"{engine}; below[0].stdout.readline()")
+    answer = vllmops("doctor", "--history", *own.words(), "--json")
     assert answer.code == 0, answer
     (found,) = answer.data["recordings"]
-    assert (found["pid"], found["alive"], found["dp_rank"]) == (fleet.engine, True, 1)
+    assert (found["pid"], found["alive"], found["dp_rank"]) == (own.engine, True, 1)
     assert "has not ended for" in found["end"]
     assert [part["code"] for part in answer.data["unseen"]] == ["remote"]
 
@@ -244,13 +261,13 @@ def test_a_bundle_of_what_can_be_had(vllmops: Vllmops, fleet: Fleet, tmp_path: P
     assert vllmops("doctor", str(file), "--json").code == 0
 
 
-def test_a_watch_follows_it(vllmops: Vllmops, fleet: Fleet, home: Path) -> None:
+def test_a_watch_follows_it(vllmops: Vllmops, own: Fleet, home: Path) -> None:
     watch = background(
-        *("watch", *fleet.words(), "--interval", "0.3", "--for", "20", "--json"),
+        *("watch", *own.words(), "--interval", "0.3", "--for", "20", "--json"),
         env={"VLLMOPS_HOME": str(home)},
     )
     time.sleep(3)
-    fleet.child.kill()
+    own.child.kill()
     out, err = watch.communicate(timeout=60)
     assert "Traceback" not in err
     assert [event["event"] for event in json.loads(out)["data"]["events"]] == ["ended"], out + err

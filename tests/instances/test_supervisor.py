@@ -28,11 +28,12 @@ from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.protocol import identity
 
+from ..support.extent import long, sampled
 from ..support.own import in_home
 from ..support.waiting import until
 
 
-@pytest.mark.parametrize("role", ["api", "engine", "worker"])
+@pytest.mark.parametrize("role", sampled(["engine", "api", "worker"], 3))
 def test_one_process_killed_takes_the_whole_server_down(lab: Any, role: str) -> None:
     record = lab.serve("a")
     assert [p.role for p in record.processes] == ["api", "engine", "worker"]
@@ -232,7 +233,7 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
         bystander.wait()
 
 
-@pytest.mark.parametrize("hours", [-1, 1])
+@pytest.mark.parametrize("hours", sampled([-1, 1], 2))
 def test_a_clock_that_is_set_does_not_lose_the_server(lab: Any, hours: int) -> None:
     """To set the machine's clock would disturb all that runs on it: the record is shifted instead.
 
@@ -266,7 +267,7 @@ linux.boot_time = lambda: booted() + step
 """
 
 
-@pytest.mark.parametrize("step_s", [-3600, -3, 3, 3600])
+@pytest.mark.parametrize("step_s", sampled([-3600, -3, 3, 3600], 2))
 def test_a_clock_that_steps_after_the_start_does_not_lose_the_server(
     lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: int
 ) -> None:
@@ -349,7 +350,7 @@ def test_who_still_listens_at_the_end_is_let_go_in_order(lab: Any) -> None:
 # -- somebody harms the supervisor -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", sampled([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], 3))
 def test_signals_do_not_end_the_supervisor(lab: Any, number: int) -> None:
     record = lab.serve("a")
     supervisor = lab.supervisor("a")
@@ -387,7 +388,7 @@ def test_a_fifo_in_place_of_its_log_does_not_block_a_new_supervisor(lab: Any) ->
     assert lab.vllmops("stop", "a").code == 0
 
 
-@pytest.mark.parametrize("what", ["record", "lock", "all"])
+@pytest.mark.parametrize("what", sampled(["all", "record", "lock"], 3))
 def test_deleted_files_are_made_again(lab: Any, what: str) -> None:
     record = lab.serve("a")
     folder, supervisor = Folder("a"), lab.supervisor("a")
@@ -419,6 +420,7 @@ def test_without_a_descriptor_left_nothing_is_taken_for_dead(lab: Any) -> None:
     lab.nothing_left(record)
 
 
+@long
 def test_descriptors_run_out_while_it_stops(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
     record = lab.serve("a", stubborn=True)

@@ -94,11 +94,20 @@ def blocking(function, defect, flock):
         return function(*args, **fields)
     return block
 
+def spinning(function, defect, turn):
+    path = file_of(defect)
+    @wraps(function)
+    def spin(*args, **fields):
+        while os.path.exists(path):
+            turn()
+        return function(*args, **fields)
+    return spin
+
 def engine():
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.request import RequestStatus
     from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -133,21 +142,40 @@ def engine():
         miss(self, request, error)
 
     EngineCoreProc._handle_mm_cache_miss = handle_miss
-    add, gone = EngineCoreProc.add_request, file_of("lost-request")
+    add, together, held = EngineCore.add_request, file_of("together"), []
 
-    def add_request(self, *args, **fields):
+    # Two requests come to the scheduler at once, however late the second one is.
+    def add_request(self, *given):
+        held.append(given)
+        if os.path.exists(together):
+            if len(held) < 2:
+                return
+            os.unlink(together)
+        while held:
+            add(self, *held.pop(0))
+
+    EngineCore.add_request = add_request
+
+    keep, gone = EngineCoreProc.add_request, file_of("lost-request")
+
+    def add_unless_gone(self, *args, **fields):
         if os.path.exists(gone):
             os.unlink(gone)
         else:
-            add(self, *args, **fields)
+            keep(self, *args, **fields)
 
-    EngineCoreProc.add_request = add_request
+    EngineCoreProc.add_request = add_unless_gone
     # PyDLL keeps the GIL.
     Scheduler.schedule = blocking(Scheduler.schedule, "gil", ctypes.PyDLL(None).flock)
+    Scheduler.schedule = spinning(Scheduler.schedule, "scheduler", lambda: sum(range(100_000)))
 
 def worker():
+    import torch
     from vllm.v1.worker.cpu_worker import CPUWorker
     CPUWorker.execute_model = blocking(CPUWorker.execute_model, "worker", fcntl.flock)
+    numbers = torch.ones(400, 400)
+    kernel = lambda: torch.mm(numbers, numbers)
+    CPUWorker.execute_model = spinning(CPUWorker.execute_model, "kernel", kernel)
 
 def front_end():
     from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation
@@ -323,15 +351,12 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
     The encoder cache takes two. The one that runs has put them there, the one that waits holds on
     to them, and so the third has no room.
     """
-    with server.stopped("worker"):  # so that both are there when one is scheduled
-        first = server.ask()
-        until(lambda: server.handed() == 1)
-        bodies = [chat([1, 2, 3], letter * 750) for letter in "zq"]
-        for body in bodies:
-            body["messages"][0]["content"].reverse()  # the text is in the KV cache by then
-        asked = [Asked(server.url, body) for body in bodies]
-        until(lambda: server.handed() == 3)
-    assert first.answer(10) == 200
+    (server.place / "together").touch()
+    bodies = [chat([1, 2, 3], letter * 750) for letter in "zq"]
+    for body in bodies:
+        body["messages"][0]["content"].reverse()  # the text is in the KV cache by then
+    asked = [Asked(server.url, body) for body in bodies]
+    until(lambda: not (server.place / "together").exists())
     with ExitStack() as after:
         after.callback(asked[1].abort)
         yield asked
@@ -340,6 +365,18 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
 @contextmanager
 def worker_blocked(server: Prone) -> Iterator[list[Asked]]:
     with server.defect("worker"):
+        yield [server.ask()]
+
+
+@contextmanager
+def kernel_spins(server: Prone) -> Iterator[list[Asked]]:
+    with server.defect("kernel"):
+        yield [server.ask()]
+
+
+@contextmanager
+def scheduler_spins(server: Prone) -> Iterator[list[Asked]]:
+    with server.defect("scheduler"):
         yield [server.ask()]
 
 
@@ -429,6 +466,12 @@ HANGS = (
         told="engine.missing",
         captured=True,
     ),
+)
+
+# Nothing but their length tells them from work.
+SPINS = (
+    Hang("kernel spins", "", kernel_spins),
+    Hang("scheduler spins", "", scheduler_spins),
 )
 
 

@@ -17,6 +17,7 @@ from vllmops.metrics import families
 from vllmops.metrics.counters import COUNTERS
 from vllmops.metrics.families import FAMILIES, PREFIX
 
+from ..support.extent import long
 from ..support.prometheus import program
 
 RULES: list[dict[str, Any]] = yaml.safe_load(rules(Form.PROMETHEUS))["groups"][0]["rules"]
@@ -142,12 +143,21 @@ def length(values: str) -> int:
     return sum(int(found[1]) + (not gap) if found else 1 for gap, found in repeated)
 
 
-@pytest.mark.parametrize(("alert", "given"), [(k, v) for k, item in FIRES.items() for v in item])
+def each(cases: dict[str, list[Series]]) -> list[Any]:
+    """Each alert's first series, and all others in the long form: each takes a promtool."""
+    return [
+        pytest.param(alert, given, marks=long if number else ())
+        for alert, several in cases.items()
+        for number, given in enumerate(several)
+    ]
+
+
+@pytest.mark.parametrize(("alert", "given"), each(FIRES))
 def test_it_fires(tmp_path: Path, alert: str, given: Series) -> None:
     assert judged(tmp_path, alert, given)
 
 
-@pytest.mark.parametrize(("alert", "given"), [(k, v) for k, item in QUIET.items() for v in item])
+@pytest.mark.parametrize(("alert", "given"), each(QUIET))
 def test_it_does_not_fire(tmp_path: Path, alert: str, given: Series) -> None:
     assert not judged(tmp_path, alert, given)
 

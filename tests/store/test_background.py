@@ -23,6 +23,7 @@ from vllmops.store.memory import Memory
 from vllmops.store.sqlite import Sqlite, Worker, transaction
 from vllmops.store.store import ResponseStore
 
+from ..support.extent import sampled
 from ..support.waiting import until_async
 
 RUN = Response(id="resp_1", owner="", model="m", status="in_progress", body=b"{}")
@@ -43,7 +44,8 @@ class Faulty(Memory):
 
 
 @pytest.mark.parametrize(
-    "error", [TypeError("None"), RuntimeError("again"), asyncio.CancelledError(), MemoryError()]
+    "error",
+    sampled([TypeError("None"), RuntimeError("again"), asyncio.CancelledError(), MemoryError()], 2),
 )
 def test_the_heartbeat_goes_on(
     error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -224,14 +226,17 @@ def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["redis", "postgresql"])
 @pytest.mark.parametrize(
     "words",
-    [
-        b"",
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        b"\xff" * 5000,
-        b"$9999\r\n",
-        b"*-5\r\n:x\r\n",
-        b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I" * 20,
-    ],
+    sampled(
+        [
+            b"",
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            b"$9999\r\n",
+            b"R\0\0\0\x08\0\0\0\0Z\0\0\0\x05I" * 20,
+            b"\xff" * 5000,
+            b"*-5\r\n:x\r\n",
+        ],
+        3,
+    ),
 )
 def test_whoever_answers_instead_of_a_database(scheme: str, words: bytes) -> None:
     """A proxy, or a server of another kind: each call says that the store is unavailable."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any, Final
 
@@ -14,6 +14,14 @@ EVERYTHING: Final = os.environ.get("VLLMOPS_TEST_ALL") == "1"
 
 
 long: Final = pytest.mark.long
+
+
+def sampled(cases: Iterable[Any], every: int) -> list[Any]:
+    """The first of so many cases each; the others are `long`. For tests of one argument."""
+    return [
+        pytest.param(case, marks=long if number % every else ())
+        for number, case in enumerate(cases)
+    ]
 
 
 def combinations(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -7,6 +7,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,10 +16,31 @@ import pytest
 
 from vllmops.targets import Pod, parsed
 
+from ..support import commands
 from ..support.children import Spawn
 from ..support.cluster import TOKEN, Cluster
 from ..support.commands import Vllmops
 from ..support.fleet import Fleet
+from ..support.forking import Forking
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Commands are forks of a process that has the client: its import takes seconds.
+
+    The folder has the client's configuration, whose place it reads from the environment once.
+    """
+    place = tmp_path_factory.mktemp("configuration")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KUBECONFIG", str(place / "kubeconfig"))
+        kube_config = import_module("kubernetes.config.kube_config")
+        patch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", os.environ["KUBECONFIG"])
+        import_module("kubernetes.client")
+        import_module("kubernetes.stream")
+        forking = Forking(commands.alone)
+        patch.setattr(commands, "forking", lambda: forking)
+        yield place
+        forking.close()
 
 
 @pytest.fixture
@@ -43,10 +65,8 @@ def test_what_names_a_pod() -> None:
     assert parsed(f"{text}:9000") == Pod(f"{text}:9000", "inference", "vllm-0", 9000)
 
 
-def test_a_server_in_a_pod(
-    vllmops: Vllmops, fleet: Fleet, cluster: Cluster, tmp_path: Path
-) -> None:
-    environment = cluster.configuration(tmp_path)
+def test_a_server_in_a_pod(vllmops: Vllmops, fleet: Fleet, cluster: Cluster, folder: Path) -> None:
+    environment = cluster.configuration(folder)
     target = ("-t", "k8s:inference/vllm-0:8123", "--admin-token", str(fleet.token), "--json")
     for words in (("ps",), ("status",), ("cache", "inspect"), ("stacks", "dump"), ("doctor",)):
         answer = vllmops(*words, *target, env=environment)
@@ -68,18 +88,18 @@ def test_a_server_in_a_pod(
 
 
 def test_what_is_wrong_with_a_pod_is_told(
-    vllmops: Vllmops, fleet: Fleet, cluster: Cluster, tmp_path: Path
+    vllmops: Vllmops, fleet: Fleet, cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:
-    environment = cluster.configuration(tmp_path)
+    environment = cluster.configuration(folder)
     target = ("--admin-token", str(fleet.token), "--json", "-t")
     answer = vllmops("status", *target, "k8s:inference/none", env=environment)
     assert (answer.code, answer.error["code"]) == (5, "target.k8s")
     assert "404" in answer.error["message"]
     assert "kubectl port-forward -n inference none 8000" in answer.error["hint"]
-    answer = vllmops(
-        *("status", *target, "k8s:inference/none"), env={"KUBECONFIG": str(tmp_path / "none")}
-    )
+    Path(environment["KUBECONFIG"]).unlink()
+    answer = vllmops("status", *target, "k8s:inference/none", env=environment)
     assert (answer.code, answer.error["code"]) == (5, "target.k8s")
+    assert "404" not in answer.error["message"]
 
     (tmp_path / "kubernetes.py").write_text("raise ModuleNotFoundError(name='kubernetes')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -90,11 +110,11 @@ def test_what_is_wrong_with_a_pod_is_told(
 
 
 def test_nobody_else_reaches_the_pod(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllmops.vllm_api.forward import Forward
 
-    monkeypatch.setenv("KUBECONFIG", cluster.configuration(tmp_path)["KUBECONFIG"])
+    cluster.configuration(folder)
     made = Forward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
     assert stat.S_IMODE(os.stat(made.path.parent).st_mode) == 0o700
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from vllmops.protocol.probe import Verdict, judge
+from vllmops.protocol.server import Gpu
+from vllmops.protocol.steps import Step, StepsRecording
 from vllmops.stacks.paste import read
 from vllmops.watch.verdict import LONG_S
 from vllmops.watch.watch import Plan, Watch
@@ -68,6 +70,94 @@ def hangs() -> Any:
         for rank, deep in enumerate((inside, ""))
     )
     return read(text).samples * 3
+
+
+def busy(state: str = "R", share: float = 1.0) -> Any:
+    """An engine that stands while its worker computes."""
+
+    def seen(at_s: float) -> Any:
+        found = stuck(20.0)(at_s)
+        states = tuple(
+            msgspec.structs.replace(process, cpu_s=share * at_s, state=state)
+            if process.role == "worker"
+            else process
+            for process in found.processes
+        )
+        return msgspec.structs.replace(found, processes=states)
+
+    return seen
+
+
+def forward(*inner: str) -> Any:
+    """Stacks of a worker that computes; an engine waits for it."""
+    text = "".join(
+        f'Process {pid}: {title}\nThread {pid} (active): "MainThread"\n'
+        + "".join(f"    {frame}\n" for frame in frames)
+        for pid, title, frames in (
+            (20, "VLLM::EngineCore", ("get_response (vllm/v1/executor/multiproc_executor.py:9)",
+                                      "run_busy_loop (vllm/v1/engine/core.py:9)")),
+            (30, "VLLM::Worker", (*inner, "forward (vllm/model_executor/models/llama.py:9)",
+                                  "execute_model (vllm/v1/worker/gpu_model_runner.py:9)",
+                                  "worker_busy_loop (vllm/v1/executor/multiproc_executor.py:9)")),
+        )
+    )  # fmt: skip
+    return read(text).samples * 3
+
+
+def recorded(tokens: int, pid: int = 20, **fields: Any) -> StepsRecording:
+    """An engine's short steps, and one of so many tokens that does not end."""
+    known = {"steps": 1, "tokens": 1, "requests": 1, "running": 1, "waiting": 0, "deferred": 0}
+    known |= {"kv_cache_usage": 0.1, **fields}
+    done = [
+        Step(number=n, began_at=n, seconds=0.02, ended=1, phase="ended", **known) for n in range(7)
+    ]
+    last = {**known, "tokens": tokens}
+    done.append(Step(number=7, began_at=7, seconds=0.0, ended=0, phase="executing", **last))
+    done = [*done[:-1] * 5, done[-1]]
+    return StepsRecording(role="engine", pid=pid, steps=tuple(done))
+
+
+@pytest.mark.parametrize("state", ["R", "S"])
+def test_a_step_that_is_too_long_for_its_size_is_not_live(state: str) -> None:
+    seen = busy(state, 1.0 if state == "R" else 0.0)
+    gpu = Gpu(index=0, busy=1.0)
+    words = published(Scene(seen, stacks=forward(), recordings=[recorded(10)], gpus=[gpu]))
+    (red, *_) = [item for item in words if not item.verdict.live]
+    assert red.at <= 20 + 30
+    assert "step 7 with 10 tokens has not ended" in red.verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("scene", "why"),
+    [
+        ({"recordings": [recorded(1150)]}, "a long prompt"),
+        ({"recordings": []}, "no recording"),
+        ({"recordings": [recorded(10), recorded(1150, 21)]}, "another rank has a long prompt"),
+        ({"recordings": [recorded(10, deferred=1)]}, "a transfer"),
+        ({"stacks": ()}, "no stacks"),
+        ({"stacks": forward("make_cubin (triton/backends/nvidia/compiler.py:1)")}, "it compiles"),
+        ({"stacks": forward("load_binary (triton/compiler/compiler.py:1)")}, "it loads"),
+        (
+            {"stacks": forward("_execute_mm_encoder (vllm/v1/worker/gpu_model_runner.py:1)")},
+            "image",
+        ),
+        ({"looks": busy(share=0.05)}, "others have the processors"),
+        ({"looks": busy("D", 0.0)}, "it waits for a disk"),
+        ({"looks": busy("?", 0.0)}, "it is on another machine"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_may_be_work_is_live_for_two_minutes(scene: dict[str, Any], why: str) -> None:
+    known = {"looks": busy(), "stacks": forward(), "recordings": [recorded(10)], **scene}
+    words = published(Scene(**known), for_s=20 + LONG_S + 40)
+    assert at(words, 20 + LONG_S - 5).live
+    assert not at(words, 20 + LONG_S + 35).live
+
+
+def test_nothing_computes_and_nothing_is_waited_for() -> None:
+    words = published(Scene(busy("S", 0.0), stacks=forward(), recordings=[recorded(1150)]))
+    (red, *_) = [item for item in words if not item.verdict.live]
+    assert red.at <= 20 + 30
 
 
 def test_all_is_well() -> None:

@@ -23,8 +23,9 @@ from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Samp
 from vllmops.protocol.engine import Beat
 from vllmops.protocol.metrics import Metrics
 from vllmops.protocol.repairs import CacheRepair, Change, Fault, ProcessRepair
-from vllmops.protocol.server import Machine, Observation, ProcessState, Pulse, ServerSnapshot
+from vllmops.protocol.server import Gpu, Machine, Observation, ProcessState, Pulse, ServerSnapshot
 from vllmops.protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
+from vllmops.protocol.steps import StepsRecording
 from vllmops.protocol.watch import Event
 from vllmops.stacks.paste import read
 from vllmops.watch.watch import DOUBT_S, HEALS, MENDING_S, Plan, Watch
@@ -95,7 +96,7 @@ class Scene:
         looks: what is seen at a time.
         phases: from when on it is where; up at first.
         takes_s: how long evidence takes.
-        stacks: as in the evidence.
+        stacks, recordings, gpus: as in the evidence.
         ghosts: whether a cache has a ghost key.
         disk_full: whether evidence can't be written.
     """
@@ -112,7 +113,11 @@ class Scene:
         final: bool = False,
         failed: bool = False,
         curable: bool = False,
+        recordings: Sequence[StepsRecording] = (),
+        gpus: Sequence[Gpu] = (),
     ) -> None:
+        self.gpus = tuple(gpus)
+        self.recordings = tuple(recordings)
         self.curable = curable
         self.server = Server(name="demo", processes=(), port=8000, model="m")
         self.looks = looks
@@ -153,7 +158,8 @@ class Scene:
             looks=(*looks, self.looks(self.time)),
             caches=caches,
             stacks=self.stacks,
-            machine=Machine(memory_total=4, memory_available=4),
+            recordings=self.recordings,
+            machine=Machine(memory_total=4, memory_available=4, gpus=self.gpus),
         )
 
     def save(self, folder: Path) -> Path:

@@ -2,6 +2,9 @@
 
 Written with ``pwrite`` from the engine's own thread: a mapped write raises SIGBUS on a full disk,
 and another thread would not write the step in which the process hangs with the GIL held.
+
+A write is most of what a step's record costs. While requests are pending the next step begins at
+once, so the end of a step is written together with the next one's beginning.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from os import pwrite
 from pathlib import Path
+from time import monotonic
 from types import ModuleType
 from typing import Any
 
@@ -20,15 +25,24 @@ import msgspec
 from ..background import ErrorReporter
 from ..files import open_plain, read_private, take
 from ..protocol import steps
-from ..protocol.steps import ENDED, EXECUTING, SCHEDULING, StepsFile, StepsHead
+from ..protocol.steps import (
+    ENDED,
+    EXECUTING,
+    SCHEDULING,
+    SHARED_S,
+    StepsFile,
+    StepsHead,
+    packed,
+)
 from . import objects
-from .adapters import engine as adapter
+from .adapters.engine import kv_cache_usage, queues
 from .identity import here, own, standing
 from .log import log
 
 KEPT = 8  # recordings of processes that have ended
 KEPT_S = 24 * 3600.0
 NEW_S = 60.0
+SIZE = steps.RECORD.size
 OPEN = 64  # steps whose end is awaited; vLLM schedules a few ahead at most
 
 
@@ -99,50 +113,78 @@ class Recorder:
         self.reporter = ErrorReporter("the engine's steps can't be recorded", log.warning)
         self.run: Run | None = None
         self.open: dict[int, Run] = {}
+        self.late: Run | None = None  # its end is not written
+        self.later: Run | None = None  # the same at the heartbeat before
 
     def begin(self, scheduler: Any) -> Run:
         """A step begins: it is about to be scheduled."""
-        now, run = time.monotonic(), self.run
-        if run is None or now - run.began >= steps.SHARED_S:
+        now, run, late = monotonic(), self.run, self.late
+        if run is None or now - run.began >= SHARED_S:
             sequence = 0 if run is None else run.sequence + 1
             number = getattr(scheduler, "current_step", sequence) + 1
             run = self.run = Run(sequence, number, now)
         run.steps += 1
         run.phase = SCHEDULING
-        self.write(run)
+        if late is None or late is run:
+            self.write(packed(run), run.offset)
+        elif late.offset + SIZE == run.offset:
+            self.write(packed(late) + packed(run), late.offset)
+        else:
+            self.write(packed(late), late.offset)
+            self.write(packed(run), run.offset)
+        self.late = None
         return run
 
     def scheduled(self, run: Run, scheduler: Any, output: Any) -> None:
         """What was scheduled, before it is executed."""
-        run.seconds = time.monotonic() - run.began
+        run.seconds = monotonic() - run.began
         run.tokens += output.total_num_scheduled_tokens
         run.requests = len(output.num_scheduled_tokens)
-        run.kv_cache_usage = adapter.kv_cache_usage(scheduler)
+        run.kv_cache_usage = kv_cache_usage(scheduler)
         run.phase = EXECUTING
-        self.count(run, scheduler)
+        run.running, run.waiting, run.deferred = queues(scheduler)
         self.open[id(output)] = run
         if len(self.open) > OPEN:
             del self.open[next(iter(self.open))]
-        self.write(run)
+        self.write(packed(run), run.offset)
 
     def end(self, scheduler: Any, output: Any) -> None:
         """A step's output has been taken."""
         run = self.open.pop(id(output), None)
         if run is None:
             return  # it began before the hooks were there
-        run.seconds = time.monotonic() - run.began
+        run.seconds = monotonic() - run.began
         run.ended += 1
         if run.ended == run.steps:
             run.phase = ENDED
-        self.count(run, scheduler)
-        self.write(run)
+        run.running, run.waiting, run.deferred = queues(scheduler)
+        if self.late is not None and self.late is not run:
+            self.write(packed(self.late), self.late.offset)
+        self.late = run
+        if not (run.running or run.waiting or self.open):
+            self.write(packed(run), run.offset)
+            self.late = None
 
-    def count(self, run: Run, scheduler: Any) -> None:
-        run.running, run.waiting, run.deferred = adapter.queues(scheduler)
+    def beat(self) -> None:
+        """Write such an end where no step has begun since the last heartbeat.
 
-    def write(self, run: Run) -> None:
+        Called by another thread, so it changes nothing that the engine's uses.
+        """
+        late = self.late
+        if late is not None and late is self.later:
+            self.write(packed(late), late.offset)
+        self.later = late
+
+    def content(self) -> bytes:
+        """Of the file, with what is not written yet."""
+        found = bytearray(read_private(self.path, None, steps.FILE_BYTES))
+        if late := self.late:
+            found[late.offset : late.offset + SIZE] = packed(late)
+        return bytes(found)
+
+    def write(self, content: bytes, offset: int) -> None:
         try:
-            os.pwrite(self.fd, steps.packed(run), run.offset)
+            pwrite(self.fd, content, offset)
         except OSError as error:
             self.reporter.report(error)
 
@@ -177,42 +219,40 @@ def hook(module: ModuleType) -> None:
     if hasattr(schedule, "__vllmops__"):
         return
 
+    # Nothing the recorder raises may reach vLLM, and one report is enough.
     @functools.wraps(schedule)
     def scheduled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = recorder()
-        run = attempt(found.begin, self) if found else None
+        run = None
+        if found := _recorder or recorder():
+            try:
+                run = found.begin(self)
+            except Exception as error:
+                off(error)
         output = schedule(self, *args, **kwargs)
         if found and run:
-            attempt(found.scheduled, run, self, output)
+            try:
+                found.scheduled(run, self, output)
+            except Exception as error:
+                off(error)
         return output
 
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        global _computed  # noqa: PLW0603
+        global _computed, _hooked  # noqa: PLW0603
         result = update(self, scheduler_output, *args, **kwargs)
-        _computed += attempt(tokens_of, scheduler_output) or 0
-        if _recorder:
-            attempt(_recorder.end, self, scheduler_output)
+        try:
+            _computed += scheduler_output.total_num_scheduled_tokens
+            if found := _recorder:
+                found.end(self, scheduler_output)
+        except Exception as error:
+            _hooked = False
+            off(error)
         return result
 
     scheduled.__vllmops__ = update_from_output.__vllmops__ = True  # type: ignore[attr-defined]
     cls.schedule, cls.update_from_output = scheduled, update_from_output
     global _hooked  # noqa: PLW0603
     _hooked = True
-
-
-def tokens_of(output: Any) -> int:
-    """The tokens that a step computes."""
-    return int(output.total_num_scheduled_tokens)
-
-
-def attempt(act: Callable[..., Any], *args: Any) -> Any:
-    """The result of `act`; nothing it raises may reach vLLM, and one report is enough."""
-    try:
-        return act(*args)
-    except Exception as error:
-        off(error)
-        return None
 
 
 def recorder() -> Recorder | None:
@@ -262,6 +302,11 @@ def sweep(directory: Path) -> None:
 
 def snapshot() -> StepsFile:
     """``GET /steps``."""
-    found = _recorder
-    content = b"" if found is None else read_private(found.path, None, steps.FILE_BYTES)
+    content = _recorder.content() if _recorder else b""
     return StepsFile(**here(), pid=os.getpid(), content=content)
+
+
+def beat() -> None:
+    """With each heartbeat, see `Recorder.beat`."""
+    if found := _recorder:
+        found.beat()

@@ -289,6 +289,7 @@ turns = engine.Turns()
 def beat(sequence: int, now: float) -> Beat:
     """A heartbeat's content."""
     step, running, waiting, still_s = engine.progress.look(now)
+    recorder.beat()
     return Beat(
         monotonic=now,
         sequence=sequence,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..instances.servers import Server, find, resolve
 from ..output import Json, Progress, Result, size, table, typer_app
 from ..protocol.bundles import Index
 from ..protocol.place import named
+from ..streams import stopped_by
 from .options import Target, seconds, to_write
 from .several import remote
 
@@ -83,9 +83,8 @@ def bundle(
     if path.is_file() and not force:
         output.confirm(f"{path} exists. Replace it?", "vllmops bundle --force, or another -o FILE")
         replace = True
-    stop = threading.Event()
     # Not an exception: what was captured must be written, however often Ctrl-C is pressed.
-    signal.signal(signal.SIGINT, lambda *_: stop.set())
+    stop = stopped_by(signal.SIGINT)
     with Progress(time.time(), quiet=json_) as progress:
         contents = collect(
             server,

@@ -20,6 +20,7 @@ from ..instances.servers import resolve
 from ..output import Json, Result, say, typer_app
 from ..protocol.probe import WORDS, Verdict, judge
 from ..quick_probe import verdict as of_instance
+from ..streams import stopped_by
 from ..watch import verdict as verdicts
 from ..watch.board import PATHS, Listener
 from .options import Target, host_port, listening
@@ -122,8 +123,5 @@ def serving(target: str | None, place: tuple[str, int]) -> VllmopsError:
 
     Listener(place, now)
     say(f"{label}: {', '.join(PATHS)} at {place[0]}:{place[1]}")
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    stop.wait()
+    stopped_by(signal.SIGINT, signal.SIGTERM).wait()
     return VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)

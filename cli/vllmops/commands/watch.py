@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +23,7 @@ from ..instances.record import Folder
 from ..instances.servers import Server, resolve
 from ..output import Json, Result, span, typer_app
 from ..protocol.watch import Event
+from ..streams import stopped_by
 from ..watch.board import Board, Listener
 from ..watch.messenger import Hook, Messenger, Webhook
 from ..watch.watch import Diary, Plan, Watch
@@ -177,9 +177,8 @@ def watch(
         heal=heal,
         restart=restart,
     )
-    stop = threading.Event()
     # Not an exception: evidence that is being written must get to the disk.
-    signal.signal(signal.SIGINT, lambda *_: stop.set())
+    stop = stopped_by(signal.SIGINT)
     log = Log(Folder(server.label)) if supervised else Screen()
     messenger = Messenger(receivers, lambda text: log.write([text], "WARNING"))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 import time
-import zlib
 from collections.abc import Iterator
 from typing import Any, Final, Literal, Protocol
+from zlib import crc32
 
 import msgspec
 
@@ -28,6 +28,7 @@ RECORDED_S: Final = 300.0  # what a recording holds at least, once the engine ha
 # deferred, KV use, phase; and the checksum of these.
 FIELDS: Final = struct.Struct("<QIdfHHIHHHHHH")
 CHECKSUM: Final = struct.Struct("<I")
+pack, checksum = FIELDS.pack, CHECKSUM.pack  # to look them up each time costs more
 RECORD: Final = struct.Struct("<QIdfHHIHHHHHHI")
 SLOTS: Final = (FILE_BYTES - HEAD_BYTES) // RECORD.size
 # Steps that begin within this time share a record, so that the ring lasts for `RECORDED_S`.
@@ -182,7 +183,7 @@ def packed(run: Recorded) -> bytes:
     usage = run.kv_cache_usage
     kv = UNKNOWN if usage is None else int(usage * KV_PARTS)
     try:
-        content = FIELDS.pack(  # without a tuple between: this runs three times a step
+        content = pack(  # without a tuple between: this runs three times a step
             run.sequence,
             run.number & 0xFFFFFFFF,
             run.began_at,
@@ -202,8 +203,8 @@ def packed(run: Recorded) -> bytes:
         counts = run.requests, run.running, run.waiting, run.deferred, kv
         kept = (min(max(count, 0), MOST) for count in amounts + counts)
         began = run.sequence, run.number & 0xFFFFFFFF, run.began_at, run.seconds
-        content = FIELDS.pack(*began, *kept, run.phase)
-    return content + CHECKSUM.pack(zlib.crc32(content))
+        content = pack(*began, *kept, run.phase)
+    return content + checksum(crc32(content))
 
 
 def file_name(identity: Identity) -> str:
@@ -257,11 +258,11 @@ def records(content: bytes) -> Iterator[tuple[int, Step]]:
     view = view[: len(view) - len(view) % RECORD.size]
     for slot, fields in enumerate(RECORD.iter_unpack(view)):
         sequence, number, began_at, seconds, count, ended, tokens, *rest = fields
-        requests, running, waiting, deferred, usage, phase, checksum = rest
+        requests, running, waiting, deferred, usage, phase, kept = rest
         at = slot * RECORD.size
         if (
             sequence % SLOTS == slot
-            and checksum == zlib.crc32(view[at : at + FIELDS.size])
+            and kept == crc32(view[at : at + FIELDS.size])
             and phase < len(PHASES)
             and count >= 1
             # NaN fails both.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from ..diagnose.doctor import Diagnosis, cause
 from ..diagnose.findings import Finding
+from ..diagnose.overdue import overdue
+from ..diagnose.places import Position, place_of
 from ..diagnose.progress import ENDED, UNHEALTHY, Stall, living
 from ..instances.record import State
 from ..instances.servers import Server
-from ..protocol.probe import Verdict, judge
+from ..protocol.place import who
+from ..protocol.probe import VITAL, Verdict, judge
 from ..protocol.server import Observation, ServerSnapshot
 
 # Whatever it is, so long without progress is no work: not a prompt of many tokens.
@@ -26,43 +30,154 @@ PROOFS = {
 BUSY = 0.1  # of a core, or of a GPU's time; one that is blocked still beats and is looked into
 WINDOW_S = 8.0
 NUMBER = re.compile(r"\d+")
+STEPPING = {"engine", "worker"}  # the roles whose threads take part in a step
+# States of a process that could go on, waits for a disk, is on another machine.
+HINDERED = {"R", "D", "?"}
+FEW = 3  # looks in a row
+# Waits that may take long in a server that works.
+OUTSIDE = {
+    *("transfer", "module-load", "benchmark", "compile", "build-lock", "storage"),
+    "grammar-compile",
+}
+# Images and videos are encoded in the step that schedules the first token of one.
+ENCODER = re.compile(r"encoder|embed_multimodal|vision_(?:tower|model)")
 
 
-def is_sure(found: Sequence[Stall], snapshot: ServerSnapshot, diagnosis: Diagnosis) -> bool:
-    """Whether the evidence proves stalls, so that nobody needs to wait any longer.
+class Proof(NamedTuple):
+    """What makes a stall sure.
+
+    Args:
+        after_s: how many seconds it must have lasted.
+        why: in words; empty where only its length tells.
+    """
+
+    after_s: float
+    why: str = ""
+
+
+def proof(
+    found: Sequence[Stall],
+    snapshot: ServerSnapshot,
+    diagnosis: Diagnosis,
+    apart: Sequence[tuple[float, float]] = (),
+) -> Proof:
+    """From when on stalls are sure.
 
     A step of a long prompt keeps one place in the stacks for half a minute, as a hang does. What
-    tells it from a hang is that the processor or the GPU works.
+    tells it from a hang: the processor or the GPU works, and its length agrees with its size.
+
+    Args:
+        found: the stalls.
+        snapshot: the evidence.
+        diagnosis: of that.
+        apart: earlier stalls, from when to when in seconds since the epoch.
     """
-    if any(stall.code in CERTAIN for stall in found):
-        return True
-    why = cause(found, diagnosis)
-    if why.code in PROOFS:
-        return True
-    explained = diagnosis.explanation
-    return explained is not None and explained.verdict == "hang" and not works(snapshot, why)
+    why, explained = cause(found, diagnosis), diagnosis.explanation
+    if any(stall.code in CERTAIN for stall in found) or why.code in PROOFS:
+        return Proof(0.0, why.title)
+    if explained and explained.verdict == "hang" and not works(snapshot, why):
+        return Proof(0.0, f"{why.title}, and nothing computes")
+    stuck = {stall.subject for stall in found if stall.doubt in {"", "writing"}}
+    engines = [each for each in snapshot.recordings if each.alive and who(each) in stuck]
+    if not engines or excused(snapshot):
+        return Proof(LONG_S)
+    if idle(snapshot):
+        return Proof(0.0, "nothing computes, and nothing outside the server is waited for")
+    # Data parallel ranks step together: each waits for the one with the longest prompt.
+    steps = {p.pid: p.beat.current_step for look in snapshot.looks[-1:] for p in look.pulses}
+    paces = [
+        overdue(each, steps.get(each.pid), apart)
+        for each in snapshot.recordings
+        if each in engines or (each.alive and each.open)
+    ]
+    known, slow = [pace for pace in paces if pace], slowness(snapshot)
+    if slow is None or len(known) < len(paces):
+        return Proof(LONG_S)
+    last = max(known)
+    return Proof(min(slow * last.after_s, LONG_S), last.why)
 
 
-def works(snapshot: ServerSnapshot, why: Finding) -> bool:
-    """Whether the processes that a finding is about compute; all of them if it names none."""
-    pids = set(map(int, NUMBER.findall(why.subject)))
+def excused(snapshot: ServerSnapshot) -> bool:
+    """Whether a step may take long for a reason that its size does not tell."""
+    if any(each.steps and each.steps[-1].deferred for each in snapshot.recordings):
+        return True  # for a transfer, from elsewhere
+    inside = [
+        process
+        for sample in snapshot.stacks
+        for process in sample.processes
+        if process.role in STEPPING
+    ]
+    return (
+        not inside
+        or not all(process.threads for process in inside)
+        or any(is_apart(place_of(p, thread)) for p in inside for thread in p.threads)
+    )
+
+
+def is_apart(place: Position) -> bool:
+    """Whether a thread does, or waits for, what is no part of most steps."""
+    return (
+        place.wait in OUTSIDE
+        or place.phase.stage == "start"
+        or place.phase.id == "maintenance"
+        or any(ENCODER.search(frame.function) for frame in place.thread.frames)
+    )
+
+
+def idle(snapshot: ServerSnapshot) -> bool:
+    """Whether no process and no GPU does anything."""
+    vital = {p.pid for look in snapshot.looks[-1:] for p in look.processes if p.role in VITAL}
+    return bool(vital) and not active(snapshot, vital)
+
+
+def slowness(snapshot: ServerSnapshot) -> float | None:
+    """How many times longer a step takes because others have the processors; None if unknown."""
+    last = snapshot.looks[-1].processes if snapshot.looks else ()
+    inside = {process.pid for process in last if process.role in STEPPING}
+    busiest = max((shares(snapshot).get(pid, 0.0) for pid in inside), default=0.0)
+    if busiest >= BUSY:
+        return 1.0 / min(busiest, 1.0)
+    return None if inside & hindered(snapshot) else 1.0
+
+
+def hindered(snapshot: ServerSnapshot) -> set[int]:
+    """The processes that could go on but get no processor, wait for a disk, or can't be seen."""
+    found = [
+        {process.pid for process in look.processes if process.state in HINDERED}
+        for look in snapshot.looks[-FEW:]
+    ]
+    return set[int].intersection(*found) if found else set()
+
+
+def shares(snapshot: ServerSnapshot) -> dict[int, float]:
+    """How much of a processor each process has used of late, by pid."""
     first, last = dict[int, tuple[float, float]](), dict[int, tuple[float, float]]()
     for look in snapshot.looks:
         if snapshot.looks[-1].at_s - look.at_s <= WINDOW_S:
             for process in look.processes:
                 first.setdefault(process.pid, (look.at_s, process.cpu_s))
                 last[process.pid] = (look.at_s, process.cpu_s)
-    shares = {
+    return {
         pid: (cpu_s - first[pid][1]) / (at_s - first[pid][0])
         for pid, (at_s, cpu_s) in last.items()
         if at_s > first[pid][0]
     }
-    named = {pid: share for pid, share in shares.items() if pid in pids} or shares
-    gpus = snapshot.machine.gpus
+
+
+def works(snapshot: ServerSnapshot, why: Finding) -> bool:
+    """Whether the processes that a finding is about compute; all of them if it names none."""
+    found, pids = shares(snapshot), set(map(int, NUMBER.findall(why.subject)))
+    named = pids & found.keys() or found.keys()
+    return not named or active(snapshot, named)
+
+
+def active(snapshot: ServerSnapshot, pids: Collection[int]) -> bool:
+    """Whether one of these processes, or any GPU, works, or would if it could."""
+    found = shares(snapshot)
     return (
-        not named
-        or max(named.values()) >= BUSY
-        or any(gpu.busy is None or gpu.busy >= BUSY for gpu in gpus)
+        max((found.get(pid, 0.0) for pid in pids), default=0.0) >= BUSY
+        or not hindered(snapshot).isdisjoint(pids)
+        or any(gpu.busy is None or gpu.busy >= BUSY for gpu in snapshot.machine.gpus)
     )
 
 

@@ -108,7 +108,7 @@ class Ongoing:
         began: by the monotonic clock.
         kept: where its evidence is; empty if it could not be written.
         text: what makes no progress.
-        sure: whether the evidence proves it.
+        proof: from when on it is sure.
         restart_at: when to restart, by the monotonic clock; None for never.
         heal_at: when to heal next, by the monotonic clock, the next times first.
     """
@@ -117,7 +117,7 @@ class Ongoing:
     began: float
     kept: str
     text: str
-    sure: bool
+    proof: verdicts.Proof
     restart_at: float | None = None
     heal_at: list[float] = field(default_factory=list)
 
@@ -181,6 +181,8 @@ class Watch:
         self.doubt_until = 0.0
         self.heals: deque[float] = deque(maxlen=HEALS)  # that did not help
         self.sweep_at = self.sweep_s = 0.0
+        # Stalls that were sure, in seconds since the epoch.
+        self.apart: deque[tuple[float, float]] = deque(maxlen=KEPT)
         self.ask = True  # once at the beginning, to know the processes
         self.failures = ErrorReporter("a check failed, and the watch continues", self.report_text)
 
@@ -223,13 +225,14 @@ class Watch:
         sure = False
         if ongoing:
             lasted_s = self.now() - ongoing.began
-            sure = (ongoing.sure or lasted_s >= verdicts.LONG_S) and not self.swapping()
+            sure = lasted_s >= ongoing.proof.after_s and not self.swapping()
+            stall = "; ".join(filter(None, (ongoing.text, ongoing.proof.why if sure else "")))
         found = verdicts.verdict(
             server,
             look,
             begun=self.begun,
             over=self.phase is Phase.OVER,
-            stall=ongoing.text if ongoing else stall,
+            stall=stall,
             sure=sure,
             evidence=ongoing.kept if ongoing else "",
             note=self.note,
@@ -308,6 +311,8 @@ class Watch:
             label = self.subject.server.label
             text = f"{label} makes progress again after {lasted:.0f} s"
             self.say("recovered", text, number=ongoing.number, seconds=lasted)
+            if lasted >= ongoing.proof.after_s:
+                self.apart.append((time.time() - lasted, time.time()))
         elif ongoing.heal_at and self.now() >= ongoing.heal_at[0]:
             ongoing.heal_at.pop(0)
             self.heal(ongoing)
@@ -339,7 +344,7 @@ class Watch:
             began,
             kept,
             found[0].evidence,
-            sure=verdicts.is_sure(found, snapshot, diagnosis),
+            verdicts.proof(found, snapshot, diagnosis, self.apart),
         )
         self.show()
         seconds = self.now() - began

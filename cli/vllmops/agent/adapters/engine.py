@@ -18,7 +18,7 @@ def queues(scheduler: Any) -> tuple[int, int, int]:
     """Requests running, waiting for a place, and waiting for anything else, as a transfer."""
     running, waiting = counts(scheduler)
     deferred = len(passed_over(scheduler))
-    return running, max(waiting - deferred, 0), deferred
+    return running, waiting - deferred if waiting > deferred else 0, deferred
 
 
 def passed_over(scheduler: Any) -> Any:
