@@ -3,8 +3,8 @@
     python3 cli/bootstrap.py demo         start a server with a demo model, and show its caches
     python3 cli/bootstrap.py test         run the formatter, the linters, the type checker,
                                           the fast tests, the live tests and short benchmarks
-    python3 cli/bootstrap.py test --all   the same with whole test matrices, a longer soak
-                                          and whole benchmarks
+    python3 cli/bootstrap.py test --all   the same with whole test matrices, longer soaks and
+                                          whole benchmarks; --soak MINUTES for the longest one
 
 It imports the standard library alone, because it runs before anything is installed.
 """
@@ -161,8 +161,9 @@ def main() -> None:
     tests.add_argument(
         "--all",
         action="store_true",
-        help="run whole test matrices, a longer soak and whole benchmarks (hours)",
+        help="run whole test matrices, longer soaks and whole benchmarks (hours)",
     )
+    tests.add_argument("--soak", help="minutes of the soak that heals, at most (240)")
     given = parser.parse_args()
     if sys.version_info < (3, 11):
         sys.exit(f"vllmops needs Python 3.11 or newer; this is Python {sys.version.split()[0]}")
@@ -170,6 +171,8 @@ def main() -> None:
     if given.job == "demo":
         demo()
     else:
+        if given.soak:
+            os.environ["VLLMOPS_SOAK_MINUTES"] = given.soak
         test(everything=given.all)
 
 

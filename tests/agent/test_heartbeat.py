@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllmops.agent import engine, heartbeat, objects
+from vllmops.agent import engine, heartbeat, objects, recorder
 from vllmops.agent.heartbeat import Heart
 from vllmops.protocol.engine import BEAT_BYTES, Beat
 
@@ -94,6 +94,27 @@ def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert progress.look(214.0)[3] == 0.0, "it got a token"
     scheduler.running.clear()
     assert progress.look(300.0)[3] == 0.0
+
+
+def test_who_arrives_and_gives_up_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under load there is always somebody."""
+    scheduler, tokens = Scheduler(), 0
+    monkeypatch.setattr(objects, "latest", lambda kind: scheduler if kind == "scheduler" else None)
+    monkeypatch.setattr(recorder, "computed", lambda: tokens)
+    progress = engine.Progress()
+    progress.look(100.0)
+    for second in range(20):
+        scheduler.waiting = [
+            SimpleNamespace(request_id=f"{second} {n}") for n in range(second % 3 + 1)
+        ]
+        assert progress.look(200.0 + second)[3] == second
+    tokens = 1
+    assert progress.look(220.0)[3] == 0.0
+    scheduler.waiting.clear()
+    assert progress.look(230.0)[3] == 0.0
+    scheduler.waiting.append(SimpleNamespace(request_id="late"))
+    assert progress.look(240.0)[3] == 0.0, "it has just come"
+    assert progress.look(241.0)[3] == 1.0
 
 
 def test_a_session_whose_user_says_nothing_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:

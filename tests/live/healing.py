@@ -58,6 +58,7 @@ def register():
 HEALED_S = 30.0  # from a stall to its end
 PATIENCE_S = 90.0  # until it counts as not healed
 TAKES_S = 4.0  # requests that a state stalls are not answered in this time
+TOLD_S = 8.0  # from then to the line in the log
 APART_S = (1.0, 6.0)  # healthy load between two states
 SAMPLE_S = 10.0
 WARM_UP = 0.2  # of the run: memory grows until caches are full
@@ -389,7 +390,11 @@ class Run:
             result.wrong.append(f"not injected: {type(error).__name__}: {error}")
         lost = self.load.failed[lost_before:]
         del self.load.failed[lost_before : lost_before + chosen.loses]
-        lines = self.tail.new()
+        lines, until = self.tail.new(), time.monotonic() + TOLD_S
+        while not lines and time.monotonic() < until:
+            time.sleep(0.2)
+            lines = self.tail.new()
+        result.took |= bool(lines)
         result.actions += [action(line) for line in lines]
         result.wrong += [line for line in lines if action(line) not in chosen.actions]
         sys.stderr.write(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..protocol.engine import EngineState, Traffic
-from . import handover, objects
+from . import handover, objects, recorder
 from .adapters import engine as adapter
 from .gate import gate
 from .identity import role
@@ -39,13 +39,14 @@ def state() -> EngineState:
 class Progress:
     """Whether an engine makes progress, checked with each heartbeat, so cheap.
 
-    Steps are no proof: an idle scheduler takes them too. Progress means that a request gets
-    tokens, arrives or ends.
+    Steps are no proof: an idle scheduler takes them too. Nor is who arrives or gives up: under load
+    there is always somebody. Progress means that tokens are computed.
     """
 
     def __init__(self) -> None:
         self.seen: object = None
         self.since = 0.0
+        self.pending = False
         # By id: a running request's computed tokens, and since when it has had them.
         self.requests: dict[str, tuple[int, float]] = {}
 
@@ -65,12 +66,15 @@ class Progress:
             name: known if (known := before.get(name)) and known[0] == count else (count, now)
             for name, count in tokens.items()
         }
-        seen = tokens, running, waiting
+        computed = recorder.computed()
+        seen = (tokens, running, waiting) if computed is None else computed
         # vLLM counts an idle streaming session as waiting, too.
         listening = attempt(lambda: int(scheduler.num_waiting_for_streaming_input)) or 0
         pending = (running or 0) + (waiting or 0) > listening
-        if seen != self.seen or not pending or rests(scheduler):
+        waits = pending and not rests(scheduler)
+        if seen != self.seen or not (waits and self.pending):
             self.seen, self.since = seen, now
+        self.pending = waits
         return step(scheduler), running, waiting, now - self.since
 
     def still_s(self, request: Any, now: float) -> float | None:

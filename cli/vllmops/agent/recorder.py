@@ -192,6 +192,13 @@ class Recorder:
 _place: Callable[[], Path] = Path
 _recorder: Recorder | None = None
 _off = False
+_computed = 0
+_hooked = False
+
+
+def computed() -> int | None:
+    """The tokens of all steps so far whose output was taken; None where nobody counts them."""
+    return _computed if _hooked else None
 
 
 def install(place: Callable[[], Path]) -> None:
@@ -231,16 +238,21 @@ def hook(module: ModuleType) -> None:
 
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        global _computed, _hooked  # noqa: PLW0603
         result = update(self, scheduler_output, *args, **kwargs)
-        if found := _recorder:
-            try:
+        try:
+            _computed += scheduler_output.total_num_scheduled_tokens
+            if found := _recorder:
                 found.end(self, scheduler_output)
-            except Exception as error:
-                off(error)
+        except Exception as error:
+            _hooked = False
+            off(error)
         return result
 
     scheduled.__vllmops__ = update_from_output.__vllmops__ = True  # type: ignore[attr-defined]
     cls.schedule, cls.update_from_output = scheduled, update_from_output
+    global _hooked  # noqa: PLW0603
+    _hooked = True
 
 
 def recorder() -> Recorder | None:

@@ -40,9 +40,8 @@ MENDING_S = 20.0
 # where it does not help.
 HEAL_AFTER_S = (0.0, 15.0, 60.0)
 HEALS, HOUR_S = 20, 3600.0
-# How often to look for what is stuck while others go on, which no stall shows; and how many times
-# as long as a look took: it costs the server as much.
-SWEEP_S, SWEEP_FACTOR = 10.0, 100.0
+# How often to look for what is stuck while others go on, which no stall shows.
+SWEEP_S = 10.0
 KEPT = 1000  # events
 REPAIRABLE = {"mm-cache.ghost-keys"}
 # Fields of an event that may quote a log.
@@ -427,13 +426,12 @@ class Watch:
         beats = [pulse.beat for pulse in look.pulses]
         if not any(beat.handed or beat.running or beat.waiting for beat in beats):
             return
-        began, found = self.now(), None
+        found = None
         with suppress(VllmopsError):  # a stall is told; a server without agents has no such look
             found = self.subject.heal(unseen=True)
         left = found is None or any(not outcome.done for outcome in found.outcomes)
         self.sweep_s = min(2 * self.sweep_s or SWEEP_S, HOUR_S) if left else SWEEP_S
-        now = self.now()
-        self.sweep_at = now + max(self.sweep_s, SWEEP_FACTOR * (now - began))
+        self.sweep_at = self.now() + self.sweep_s
         if found and found.outcomes:
             self.say("healed", f"{self.subject.server.label}: {told(found)}")
 

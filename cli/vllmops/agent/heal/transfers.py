@@ -13,6 +13,7 @@ import gc
 import sys
 import threading
 import time
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from types import FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ OLD_S = 10.0
 OBJECTS, LETTERS = 200_000, 10_000_000
 # What these define in C keeps no ids of its own.
 KNOWN = frozenset({"numpy", "torch", "zmq", "msgspec", *sys.stdlib_module_names})
+TRANSFER = "vllm.distributed.kv_transfer"
 # Of the server, not of a request; and too large to be read.
 SETTINGS = ("vllm.config.", "transformers.")
 
@@ -56,19 +58,23 @@ def known() -> list[Proof]:
     if connector is None:
         return []
     name = type(connector).__name__
-    words = mentioned([connector, *held_by_threads()])
+    words = mentioned(connector)
     if words is None:
         return [Proof(subject="", what=f"not all of {name} can be read")]
     return [Proof(subject="connector", what=name, requests=tuple(words))]
 
 
-def mentioned(roots: list[Any]) -> set[str] | None:
-    """The words in all that some objects refer to; None if some of it can't be read."""
-    words, letters = set[str](), 0
+def mentioned(connector: Any) -> set[str] | None:
+    """The words in all that a connector refers to; None if some of it can't be read.
+
+    So do its threads: what one has taken from a queue is in its frames alone.
+    """
+    words, letters, packages = set[str](), 0, set[str]()
     seen = {
         id(vars(module)) for module in list(sys.modules.values()) if hasattr(module, "__dict__")
     }
-    todo, others = list(roots), len(seen)
+    others, threads = len(seen), False
+    todo = [connector]
     while todo:
         one = todo.pop()
         if isinstance(one, (bytes, bytearray)):
@@ -77,20 +83,36 @@ def mentioned(roots: list[Any]) -> set[str] | None:
             if one not in words:
                 words.add(one)
                 letters += len(one)
-            continue
-        kind = type(one)
-        if id(one) in seen or isinstance(one, (type, ModuleType)) or settings(kind):
-            continue
-        seen.add(id(one))
-        if len(seen) - others > OBJECTS or letters > LETTERS or opaque(kind):
-            return None
-        if isinstance(one, dict):
-            todo += (word for pair in dict.copy(one).items() for word in pair)
-        if isinstance(one, FunctionType):
-            todo += one.__closure__, one.__defaults__, one.__kwdefaults__
-        else:
-            todo += gc.get_referents(one)
+        elif id(one) not in seen:
+            seen.add(id(one))
+            kind = type(one)
+            if not (isinstance(one, (type, ModuleType)) or settings(kind)):
+                if len(seen) - others > OBJECTS or letters > LETTERS or opaque(kind):
+                    return None
+                packages.add(package(kind.__module__))
+                todo += referents(one)
+        if not todo and not threads:
+            threads = True
+            todo += held_by_threads(packages)
     return words
+
+
+def package(module: str) -> str:
+    """Whose code a module is; empty if that is no connector's."""
+    root = module.partition(".")[0]
+    if root in KNOWN:
+        return ""
+    return TRANSFER if root == "vllm" else root
+
+
+def referents(one: Any) -> list[Any]:
+    """What an object refers to: not a function's module, and of a dictionary the keys, too."""
+    if isinstance(one, FunctionType):
+        return [one.__closure__, one.__defaults__, one.__kwdefaults__]
+    found = gc.get_referents(one)
+    if isinstance(one, dict):
+        found += dict.copy(one)
+    return found
 
 
 def settings(kind: type) -> bool:
@@ -107,19 +129,29 @@ def opaque(kind: type) -> bool:
     )
 
 
-def held_by_threads() -> list[Any]:
-    """What the functions have that threads are in, which may carry a transfer out.
+def held_by_threads(packages: Collection[str]) -> list[Any]:
+    """What the functions have that a connector's threads are in.
 
-    The main thread is not among them: it asks the connector, and waits for none of them.
+    The main thread is not among them: it asks the connector, and waits for no transfer.
+
+    Args:
+        packages: of the connector's code.
     """
     main, own = threading.main_thread().ident, threading.get_ident()
     found: list[Any] = []
     for name, frame in list(sys._current_frames().items()):
-        at: Any = frame if name not in {main, own} else None
-        while at is not None:
-            found += at.f_locals.values()
-            at = at.f_back
+        frames = [] if name in {main, own} else list(calls(frame))
+        codes = (str(one.f_globals.get("__name__", "")) for one in frames)
+        if any(code.startswith(each) for code in codes for each in packages if each):
+            found += (value for one in frames for value in one.f_locals.values())
     return found
+
+
+def calls(frame: Any) -> Iterator[Any]:
+    """A frame, and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def act(subjects: list[str]) -> dict[str, str]:
