@@ -62,5 +62,5 @@ def test_what_waits_for_a_server_that_went_is_taken_by_the_one_that_got_its_sock
 def test_a_second_server_needs_as_much_memory_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = [Process(Role.API, os.getpid(), 0)]
     assert handover.lacking(tree) == ""
-    monkeypatch.setattr(handover.memory, "room", lambda _: (10**6, 10**6))
+    monkeypatch.setattr("vllmops.host.memory.room", lambda _: (10**6, 10**6))
     assert "0.0 GB of memory are free" in handover.lacking(tree)
