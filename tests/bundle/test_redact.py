@@ -382,6 +382,12 @@ def test_a_secret_whose_name_is_elsewhere(text: str, value: str) -> None:
     assert value not in Redactor().text(text.format(value))
 
 
+@pytest.mark.parametrize("word", ["A" * 200 + "-", "aA1" * 60 + "-", "Ab-" * 60, "a1" * 100 + "/"])
+def test_there_is_one_way_to_read_a_word(word: str) -> None:
+    """An expression with several takes longer than anybody waits."""
+    assert Redactor().text(f"password\n{word}\n").count("\n") == 2
+
+
 def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
     values = [f"a8Dk2mXz91QwErT{n}" for n in range(1000)]
     redactor = Redactor()

@@ -61,7 +61,8 @@ MADE_UP = re.compile(
     r"|[A-Za-z]{5,}\d{2,}|[A-Za-z]+(?:-[A-Za-z]+){2,}-\d+|[a-z]{3,}(?:-[a-z]{3,}){3,}"
 )
 TURN = re.compile(r"[a-z][A-Z]|[A-Z]{2}[a-z]")
-CLASS = re.compile(r"k?(?:[A-Z]+[a-z]*\d{0,2})+")
+# Each capital begins a part, so that there is one way to read a word.
+CLASS = re.compile(r"k?(?:[A-Z][a-z]*\d{0,2})+")
 CLASS_PART = re.compile(r"[A-Z][a-z]{3,}")
 TURNS = 3  # between small letters and capitals, as hardly a name has them; digits count as one
 GROUPS = re.compile(r"(?=\S*[A-Za-z])(?!\S*\dGB$)(?:[A-Za-z0-9]{4,}-){2,}[A-Za-z0-9]{4,}")

@@ -122,7 +122,7 @@ def restart(
         if force or rerun:
             raise VllmopsError(
                 "usage",
-                "--hand-over ends no request, so it takes neither --force nor --rerun",
+                "--hand-over ends no request, and the other two options do: give one way",
                 f"vllmops restart {record.name} --hand-over",
                 exit_code=Exit.USAGE,
             )

@@ -19,6 +19,7 @@ from ..options import count
 FOLDER = Path(__file__).parent
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}")
+OTHERS = "Other objects"
 SLACK_S = 60  # to end what a drain has left
 
 
@@ -69,10 +70,16 @@ def kubernetes(
             readable=False,
             help="Print this Secret alone, with the keys of this file.",
             show_default=False,
+            rich_help_panel=OTHERS,
         ),
     ] = None,
     alerts: Annotated[
-        bool, typer.Option("--alerts", help="Print the PrometheusRule with the alerts alone.")
+        bool,
+        typer.Option(
+            "--alerts",
+            help="Print the PrometheusRule with the alerts alone.",
+            rich_help_panel=OTHERS,
+        ),
     ] = False,
     json_: Json = False,
 ) -> Result:
