@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ import msgspec
 import pytest
 import zmq
 
-from vllmops.agent.heal import io_threads, sockets, transfers
+from vllmops.agent.heal import io_threads, sockets
 from vllmops.agent.heal.between import between_steps
 
 # Each letter makes it longer by half: it never ends.
@@ -252,55 +250,3 @@ def test_what_is_sent_while_the_input_thread_is_dead_is_read_by_the_next_one(
             thread.join()
     assert core.read == [b"a", b"b", b"c", b"d", b"end"]
     assert sockets._opened == []
-
-
-class Connector:
-    """One that carries transfers out in threads of its own."""
-
-    def __init__(self) -> None:
-        self.by_id = {"in-a-dict": 1}
-        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.queue.put(lambda name="in-a-default": name)
-        self.pool = ThreadPoolExecutor(1)
-        self.over = threading.Event()
-        self.pool.submit(self.load, "in-a-frame")
-        self.pool.submit(self.load, "in-the-pool's-queue")
-        self.notes = (json.dumps({"id": "in-a-text"}) for _ in range(1))
-        self.raw = [b"in-bytes:0"]
-        self.settings = json
-
-    def load(self, name: str) -> None:
-        self.over.wait()
-        del name
-
-
-def test_every_word_of_a_connector_is_found_wherever_it_keeps_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    connector = Connector()
-    # Those of the test runner have objects in C that no worker has.
-    threads = {thread.ident for thread in connector.pool._threads}
-    frames = sys._current_frames
-    monkeypatch.setattr(
-        sys, "_current_frames", lambda: {n: f for n, f in frames().items() if n in threads}
-    )
-    try:
-        found = transfers.mentioned(connector)
-        assert found is not None
-        text = "\n".join(found)
-        for word in ("a-dict", "a-default", "a-frame", "the-pool's-queue", "bytes"):
-            assert f"in-{word}" in text, word
-        assert "JSONDecodeError" not in found  # a module's globals
-        connector.by_id.clear()
-        found = transfers.mentioned(connector)
-        assert found is not None
-        assert "in-a-dict" not in found
-    finally:
-        connector.over.set()
-        connector.pool.shutdown()
-
-
-def test_what_keeps_ids_where_python_can_not_see_them_proves_nothing() -> None:
-    pydantic_core = pytest.importorskip("pydantic_core")
-    connector = SimpleNamespace(core=pydantic_core.SchemaValidator({"type": "str"}))
-    assert transfers.mentioned(connector) is None

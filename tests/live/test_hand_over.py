@@ -69,7 +69,7 @@ def test_a_hand_over_loses_no_request(cli: Cli) -> None:
             while not handing.done():
                 lines = stream(server, 1500)
                 assert lines[-1] == "data: [DONE]"
-                assert len(lines) > 1500
+                assert '"finish_reason":"length"' in lines[-2]  # several tokens may share a line
             time.sleep(2)
         assert handing.result().code == 0, handing.result()
         assert wrong == []

@@ -24,7 +24,6 @@ from .actions.event_loop import EventLoop
 from .actions.io_threads import IoThreads
 from .actions.paused import Paused
 from .actions.stopped import Stopped
-from .actions.transfers import Transfers
 from .actions.zombies import Zombies
 
 # In this order: a process that runs again may need the next ones, and what threads have lost is
@@ -36,7 +35,6 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Broadcast(),
     Caches(),
     Paused(),
-    Transfers(),
     EncoderCache(),
     Admission(),
     Zombies(),

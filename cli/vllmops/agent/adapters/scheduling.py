@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
-import sys
 from typing import Any
 
 from . import requests
@@ -76,34 +73,3 @@ def release(manager: Any, request: Any) -> None:
     """Release what a request holds of the encoder cache; it asks again when its turn comes."""
     for number in list(manager.get_cached_input_ids(request)):
         manager.free_encoder_input(request, number)
-
-
-def transferred(scheduler: Any) -> list[Any]:
-    """The requests that wait for the transfer of their KV blocks, and whose end is not reported."""
-    over = getattr(scheduler, "finished_recving_kv_req_ids", ())
-    return [
-        request
-        for request in requests.scheduled(scheduler)
-        if request.status.name == "WAITING_FOR_REMOTE_KVS" and request.request_id not in over
-    ]
-
-
-def recomputes(scheduler: Any) -> bool:
-    """Whether vLLM computes what can't be loaded; it ends the request otherwise."""
-    return bool(getattr(scheduler, "recompute_kv_load_failures", True))
-
-
-def takes_failures() -> bool:
-    """Whether a worker of this version can report a failed transfer by its request; since 0.32."""
-    reports = getattr(sys.modules.get("vllm.v1.outputs"), "KVConnectorOutput", None)
-    return "failed_recving" in getattr(reports, "__dataclass_fields__", ())
-
-
-def failing(output: Any, names: set[str]) -> Any:
-    """A worker's output that also reports that the transfers of some requests have failed."""
-    report = output.kv_connector_output or sys.modules["vllm.v1.outputs"].KVConnectorOutput()
-    output = copy.copy(output)  # an empty one is the same object each time
-    output.kv_connector_output = dataclasses.replace(
-        report, failed_recving={*report.failed_recving, *names}
-    )
-    return output

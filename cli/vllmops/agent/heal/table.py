@@ -10,7 +10,7 @@ from ...protocol.heal import Healing, HealRequest, Proof
 from .. import account
 from ..identity import here
 from ..log import log
-from . import admission, broadcast, encoder_cache, io_threads, paused, transfers, transit
+from . import admission, broadcast, encoder_cache, io_threads, paused, transit
 
 
 class Action(NamedTuple):
@@ -33,8 +33,6 @@ ACTIONS: Final = {
     "io-threads": Action(io_threads.look, io_threads.act),
     "paused": Action(paused.look, paused.act),
     "pauser": Action(paused.pauser),
-    "transfers": Action(transfers.look, transfers.act),
-    "transfers-known": Action(transfers.known),
     "transit": Action(transit.look),
 }
 
