@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextlib import suppress
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any
 
@@ -31,11 +32,12 @@ def keep(module: ModuleType) -> None:
 
     @functools.wraps(process)
     def process_input_sockets(self: Any, *args: Any, **fields: Any) -> None:
-        given = inspect.signature(process).bind(self, *args, **fields).arguments
-        if given["coord_input_address"] is None:
-            keeping(process)(self, *args, **fields)
-        else:
-            process(self, *args, **fields)
+        run = process
+        with suppress(Exception):  # then the thread runs as stock's does
+            given = inspect.signature(process).bind(self, *args, **fields).arguments
+            if given["coord_input_address"] is None:
+                run = keeping(process)
+        run(self, *args, **fields)
 
     kind.process_input_sockets = process_input_sockets  # type: ignore[union-attr]
 
