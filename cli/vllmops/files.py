@@ -366,12 +366,12 @@ def open_plain(path: Path, owner: int | None = None, *, follow: bool = False) ->
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise PermissionError(errno.EPERM, "it is no plain file", str(path))
         owner = os.geteuid() if owner is None else owner
-        if owner not in (found.st_uid, ANYBODY):
-            why = f"it belongs to uid {found.st_uid}, not to uid {owner}"
+        if owner not in (status.st_uid, ANYBODY):
+            why = f"it belongs to uid {status.st_uid}, not to uid {owner}"
             raise PermissionError(errno.EPERM, why, str(path))
     except BaseException:
         os.close(descriptor)

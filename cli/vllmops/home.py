@@ -33,7 +33,7 @@ def place() -> Path:
     """Where the state directory is, whoever owns it."""
     chosen = os.environ.get("VLLMOPS_HOME", "")
     try:
-        found = Path(chosen).expanduser().absolute() if chosen else default()
+        path = Path(chosen).expanduser().absolute() if chosen else default()
     except RuntimeError as error:
         if name := chosen.startswith("~") and chosen[1:].partition("/")[0]:
             raise VllmopsError(
@@ -49,16 +49,16 @@ def place() -> Path:
             "for example: export VLLMOPS_HOME=/var/lib/vllmops",
         ) from error
     try:
-        str(found).encode()
+        str(path).encode()
     except UnicodeEncodeError as error:
         # Records, keyrings and answers are JSON: they could not name their own files.
         raise VllmopsError(
             "home.encoding",
-            f"the state directory's name is not UTF-8: {os.fsencode(found)!r}",
+            f"the state directory's name is not UTF-8: {os.fsencode(path)!r}",
             "rename the directory, or export VLLMOPS_HOME=/var/lib/vllmops, for example",
             exit_code=Exit.USAGE,
         ) from error
-    return found
+    return path
 
 
 def default() -> Path:
@@ -91,16 +91,16 @@ def own(path: Path, *, sticky: bool = False) -> Path:
             at = at.parent
             continue
         try:
-            found = step.lstat()
+            status = step.lstat()
         except OSError:
             break  # it does not exist; opening it reports any other reason
-        if not stat.S_ISLNK(found.st_mode):
+        if not stat.S_ISLNK(status.st_mode):
             at = step
-            judge(at, found, path, last=not left, sticky=sticky or bool(left))
+            judge(at, status, path, last=not left, sticky=sticky or bool(left))
             continue
         links += 1
-        if found.st_uid not in {0, os.geteuid()}:
-            raise unsafe(step, path, f"is a symbolic link that belongs to {user(found.st_uid)}")
+        if status.st_uid not in {0, os.geteuid()}:
+            raise unsafe(step, path, f"is a symbolic link that belongs to {user(status.st_uid)}")
         if links > LINKS:
             break
         target = Path(os.readlink(step))
@@ -127,19 +127,19 @@ def make_missing(path: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def judge(at: Path, found: os.stat_result, path: Path, *, last: bool, sticky: bool) -> None:
+def judge(at: Path, status: os.stat_result, path: Path, *, last: bool, sticky: bool) -> None:
     """Raise `unsafe` where a folder on the way to `path`, or at its end, is not as `own` says."""
     me = os.geteuid()
-    if found.st_uid not in ({me} if last else {0, me}):
-        raise unsafe(at, path, f"belongs to {user(found.st_uid)}, not to {user(me)}")
-    lax = found.st_mode & OTHERS_WRITE
-    if not lax or (sticky and found.st_mode & stat.S_ISVTX):
+    if status.st_uid not in ({me} if last else {0, me}):
+        raise unsafe(at, path, f"belongs to {user(status.st_uid)}, not to {user(me)}")
+    lax = status.st_mode & OTHERS_WRITE
+    if not lax or (sticky and status.st_mode & stat.S_ISVTX):
         return
     hint = ""
-    if me in {0, found.st_uid}:
+    if me in {0, status.st_uid}:
         change = "g-w" if lax == stat.S_IWGRP else "700" if last else "go-w"
         hint = f"chmod {change} {shlex.quote(str(at))}, or "
-    raise unsafe(at, path, f"can be written to by others (mode {found.st_mode & 0o7777:o})", hint)
+    raise unsafe(at, path, f"can be written to by others (mode {status.st_mode & 0o7777:o})", hint)
 
 
 def unsafe(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:

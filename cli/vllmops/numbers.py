@@ -21,8 +21,8 @@ def number(text: str, least: float, most: float) -> float:
     Raises:
         ValueError: it is not; the text says what is valid.
     """
-    if NUMBER.fullmatch(text) and least <= (found := float(text)) <= most:
-        return found
+    if NUMBER.fullmatch(text) and least <= (value := float(text)) <= most:
+        return value
     raise ValueError(f"{text!r} is not a number from {least:.10g} to {most:.10g}")
 
 
@@ -32,6 +32,6 @@ def whole(text: str, least: int, most: int = MOST) -> int:
     Raises:
         ValueError: it is not; the text says what is valid.
     """
-    if WHOLE.fullmatch(text) and least <= (found := int(text)) <= most:
-        return found
+    if WHOLE.fullmatch(text) and least <= (value := int(text)) <= most:
+        return value
     raise ValueError(f"{text!r} is not a whole number from {least} to {most}")

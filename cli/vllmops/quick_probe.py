@@ -35,24 +35,24 @@ def quick(words: list[str]) -> int | None:
             return None
     if not NAME.fullmatch(name or "") or name.isdigit():
         return None
-    found = verdict(own(home() / "instances" / name))
-    if found is None:
+    verdict_ = verdict(own(home() / "instances" / name))
+    if verdict_ is None:
         return None
     kind = option[2:]
-    print(f"{name} is {found.line(kind)}")
-    return 0 if found.says(kind) else 1
+    print(f"{name} is {verdict_.line(kind)}")
+    return 0 if verdict_.says(kind) else 1
 
 
 def only() -> str:
     """The name of the only instance that has not ended; empty if there is none, or several."""
     root = home() / "instances"
-    found = [
+    names = [
         entry.name
         for entry in (os.scandir(root) if root.is_dir() else ())
         if (record := read(own(root / entry.name) / "instance.json"))
         and record["state"] not in OVER
     ]
-    return found[0] if len(found) == 1 else ""
+    return names[0] if len(names) == 1 else ""
 
 
 def verdict(folder: Path) -> Verdict | None:
@@ -116,7 +116,7 @@ def runs(process: dict[str, Any]) -> bool:
 def read(path: Path) -> dict[str, Any] | None:
     """A JSON object in a file of this user's; None if there is none that can be read."""
     try:
-        found = json.loads(read_private(path, None, MOST_BYTES))
+        content = json.loads(read_private(path, None, MOST_BYTES))
     except (OSError, ValueError):  # ValueError: caught in the middle of a write
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None

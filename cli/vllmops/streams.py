@@ -126,11 +126,11 @@ def set_width() -> None:
 
 def close() -> OutputError | None:
     """Flush at the end; returns the error if that fails, else None."""
-    found = None
+    failure = None
     try:
         sys.stdout.flush()
     except OutputError as error:
-        found = error
+        failure = error
     except ReaderGoneError:
         pass
     else:
@@ -138,7 +138,7 @@ def close() -> OutputError | None:
     with suppress(OSError):  # else Python would flush again at exit, and print an error of its own
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.stdout.flush()
-    return found
+    return failure
 
 
 def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
@@ -182,9 +182,9 @@ def printable(text: str, *, lines: bool = True) -> str:
     return text if lines else text.replace("\n", "␊").replace("\t", "␉")
 
 
-def visible(found: re.Match[str]) -> str:
+def visible(match: re.Match[str]) -> str:
     """The visible form of a character, one column wide: layout must not change."""
-    code = ord(found[0])
+    code = ord(match[0])
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"
 
 
@@ -204,6 +204,6 @@ def json_safe(text: str, encoding: str | None) -> str:
     return UNSAFE.sub(escaped, text)
 
 
-def escaped(found: re.Match[str]) -> str:
-    units = found[0].encode("utf-16-be", "surrogatepass")
+def escaped(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

@@ -76,10 +76,10 @@ def parsed(target: str) -> str | Url | Pod:
         return target
     if "://" in target:
         return url(target)
-    if found := POD.fullmatch(target):
-        port = int(found[3] or POD_PORT)
+    if match := POD.fullmatch(target):
+        port = int(match[3] or POD_PORT)
         if 0 < port < 1 << 16:
-            return Pod(target, found[1], found[2], port)
+            return Pod(target, match[1], match[2], port)
     if NAME.fullmatch(target):
         return target
     raise refused(f"{target!r} is not an instance name, a pid, a URL or a pod")

@@ -207,18 +207,18 @@ def connected(address: str, token: str, end: float) -> Secured:
                 until = time.monotonic() + APART_S if number < MOST_BEGUN - 1 else end
                 while ready := begun.select(min(until, end) - time.monotonic()):
                     for one, _ in ready:
-                        found = cast(Secured, one.fileobj)
+                        connection = cast(Secured, one.fileobj)
                         try:
-                            found.do_handshake()
+                            connection.do_handshake()
                         except ssl.SSLWantReadError:
-                            begun.modify(found, selectors.EVENT_READ)
+                            begun.modify(connection, selectors.EVENT_READ)
                         except ssl.SSLWantWriteError:
-                            begun.modify(found, selectors.EVENT_WRITE)
+                            begun.modify(connection, selectors.EVENT_WRITE)
                         else:
-                            begun.unregister(found)
-                            found.deadline = end
-                            found.settimeout(left(end))
-                            return found
+                            begun.unregister(connection)
+                            connection.deadline = end
+                            connection.settimeout(left(end))
+                            return connection
         finally:
             for one in list(begun.get_map().values()):
                 cast(Secured, one.fileobj).close()

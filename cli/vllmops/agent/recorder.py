@@ -223,15 +223,15 @@ def hook(module: ModuleType) -> None:
     @functools.wraps(schedule)
     def scheduled(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = None
-        if found := _recorder or recorder():
+        if ring := _recorder or recorder():
             try:
-                run = found.begin(self)
+                run = ring.begin(self)
             except Exception as error:
                 off(error)
         output = schedule(self, *args, **kwargs)
-        if found and run:
+        if ring and run:
             try:
-                found.scheduled(run, self, output)
+                ring.scheduled(run, self, output)
             except Exception as error:
                 off(error)
         return output

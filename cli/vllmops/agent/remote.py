@@ -132,28 +132,28 @@ _nearby = Nearby()
 
 def near() -> Members:
     """The processes of this server on this node."""
-    found = _nearby.all()
-    beats = {process: beat(process) for process in found}
+    local = _nearby.all()
+    beats = {process: beat(process) for process in local}
     arguments = own_arguments()
     first = next(iter(arguments), "-")
     return Members(
         vllmops=__version__,
         node=os.uname().nodename,
         model=option(arguments, "--model") or (None if first.startswith("-") else first),
-        processes=tuple(map(member, found)),
+        processes=tuple(map(member, local)),
         pulses=tuple(
             Pulse(**agent.shown(process), pid=process.pid, age_s=pulse.age_s, beat=pulse.beat)
             for process, pulse in beats.items()
             if pulse
         ),
-        compilers=tuple(compilers(found[:1])),
+        compilers=tuple(compilers(local[:1])),
     )
 
 
 def own_arguments() -> Sequence[str]:
     """What the server was given on its command line on this node."""
-    found = _nearby.all()
-    return (processes.serve_arguments(proc.command_line(found[0].pid)) or ()) if found else ()
+    nearby = _nearby.all()
+    return (processes.serve_arguments(proc.command_line(nearby[0].pid)) or ()) if nearby else ()
 
 
 class Node:
@@ -266,13 +266,13 @@ class Afar:
     def learn(self, token: Path) -> None:
         """Look for connections; who has none any more is kept if its network may be cut."""
         port = option(own_arguments(), "--port") or ""
-        found = connected(_nearby.all(), int(port) if port.isdecimal() else HTTP_PORT)
+        addresses = connected(_nearby.all(), int(port) if port.isdecimal() else HTTP_PORT)
         kept = {
             a: node
             for a, node in self.nodes.items()
-            if a in found or (node.members and not node.refused)
+            if a in addresses or (node.members and not node.refused)
         }
-        self.nodes = {a: kept.get(a) or Node(a, token) for a in {*found, *kept}}
+        self.nodes = {a: kept.get(a) or Node(a, token) for a in {*addresses, *kept}}
 
 
 _afar = Afar()
@@ -280,11 +280,11 @@ _afar = Afar()
 
 def members() -> Members:
     """The processes of this server: of this node, and of those others that can be asked."""
-    found = near()
-    seen = identities(found)
-    names = {found.node}
-    processes_, pulses, silent = list(found.processes), list(found.pulses), list[Silence]()
-    for node in _afar.all(found.pulses):
+    own = near()
+    seen = identities(own)
+    names = {own.node}
+    processes_, pulses, silent = list(own.processes), list(own.pulses), list[Silence]()
+    for node in _afar.all(own.pulses):
         there, at = node.members, node.address
         if node.why:
             silent.append(node.silence(node.why))
@@ -304,26 +304,26 @@ def members() -> Members:
         # Who was never heard is a host of something else, as the head of Ray's cluster may be.
         silent = [node for node in silent if node.node]
     return msgspec.structs.replace(
-        found, processes=tuple(processes_), pulses=tuple(pulses), silent=tuple(silent)
+        own, processes=tuple(processes_), pulses=tuple(pulses), silent=tuple(silent)
     )
 
 
-def whole(found: Sequence[Member], pulses: Sequence[Pulse]) -> bool:
+def whole(ranks: Sequence[Member], pulses: Sequence[Pulse]) -> bool:
     """Whether all ranks of a server are there, as far as its agents know how many there are."""
     sizes = dict.fromkeys(DIMENSIONS, 1)
     for pulse in pulses:
         for name, size in pulse.beat.standing.sizes.items():
             sizes[name] = max(size, sizes.get(name, 1))
     count = math.prod(sizes.values())
-    workers = {(p.dp_rank, p.tp_rank, p.pp_rank) for p in found if p.role == Role.WORKER}
+    workers = {(p.dp_rank, p.tp_rank, p.pp_rank) for p in ranks if p.role == Role.WORKER}
     # An engine that has one worker may be that itself.
-    alone = {p.dp_rank for p in found if p.role == Role.ENGINE} if count == sizes["DP"] else ()
+    alone = {p.dp_rank for p in ranks if p.role == Role.ENGINE} if count == sizes["DP"] else ()
     return max(len(workers), len(alone)) >= count
 
 
-def identities(found: Members) -> set[tuple[str, int, int]]:
+def identities(answer: Members) -> set[tuple[str, int, int]]:
     """Which processes a node has, whatever address it was asked at."""
-    return {(found.node, p.pid, p.start_ticks) for p in found.processes}
+    return {(answer.node, p.pid, p.start_ticks) for p in answer.processes}
 
 
 def worded(error: Exception) -> str:
@@ -342,13 +342,13 @@ def worded(error: Exception) -> str:
 
 def root(pid: int) -> int:
     """The topmost vLLM process above one, or that one itself."""
-    found = pid
+    top = pid
     while pid := proc.parent(pid):
         with suppress(OSError):
             words = processes.seen(pid).words
             if processes.serve_arguments(words) is not None or titled(words):
-                found = pid
-    return found
+                top = pid
+    return top
 
 
 def member(process: Process) -> Member:

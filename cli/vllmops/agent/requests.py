@@ -114,7 +114,7 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
     pins = attempt(lambda: adapter.pins(scheduler)) or {}
     now, at = time.monotonic(), time.time()
     queue, limit = bottleneck(scheduler)
-    found = []
+    requests = []
     for request in adapter.scheduled(scheduler):
         state, reason = adapter.state(request)
         cause = ""
@@ -123,7 +123,7 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
         elif state is State.WAITING:
             reason, cause = (reason, "") if reason else (limit, queue)
         name = request.request_id
-        found.append(
+        requests.append(
             EngineRequest(
                 id=name,
                 state=state,
@@ -140,30 +140,30 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
                 lora=request.lora_request and request.lora_request.lora_name,
             )
         )
-    return found
+    return requests
 
 
 def bottleneck(scheduler: Any) -> tuple[Cause | Literal[""], str]:
     """What a scheduler's queue waits for, as far as its own figures tell; and in words."""
-    found = engine.state()
+    state = engine.state()
     if engine.rests(scheduler):
         return Cause.PAUSED, "the engine is paused or asleep"
-    if found.max_running is not None and (found.running or 0) >= found.max_running:
-        words = f"{found.running} requests run, as many as --max-num-seqs allows"
+    if state.max_running is not None and (state.running or 0) >= state.max_running:
+        words = f"{state.running} requests run, as many as --max-num-seqs allows"
         return Cause.MAX_NUM_SEQS, words
-    if (found.kv_cache_usage or 0) >= NEARLY_FULL:
-        return Cause.KV_CACHE, f"{found.kv_cache_usage:.0%} of the KV cache is in use"
+    if (state.kv_cache_usage or 0) >= NEARLY_FULL:
+        return Cause.KV_CACHE, f"{state.kv_cache_usage:.0%} of the KV cache is in use"
     return "", ""
 
 
 def prompt(request: Reveal) -> Prompt:
     """``POST /prompt``: what a client sent; only for who asks for it."""
     client = objects.latest("engine-client")
-    found = client and adapter.front(client, request.id)
-    if found is None:
+    front = client and adapter.front(client, request.id)
+    if front is None:
         return Prompt()
-    tokens = tuple((found.prompt_token_ids or [])[:PROMPT_TOKENS])
-    return Prompt(text=found.prompt, tokens=tokens, known=True)
+    tokens = tuple((front.prompt_token_ids or [])[:PROMPT_TOKENS])
+    return Prompt(text=front.prompt, tokens=tokens, known=True)
 
 
 def abort(request: Abort) -> Aborted:

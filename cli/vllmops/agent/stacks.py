@@ -47,13 +47,13 @@ def snapshot() -> AgentStacks:
 
 def frames(frame: FrameType | None) -> tuple[Frame, ...]:
     """The calls of a thread, innermost first."""
-    found: list[Frame] = []
-    while frame is not None and len(found) < MOST_FRAMES:
+    stack: list[Frame] = []
+    while frame is not None and len(stack) < MOST_FRAMES:
         code = frame.f_code
         name = code.co_filename
-        found.append(Frame(code.co_qualname, name, short(name, frame), frame.f_lineno))
+        stack.append(Frame(code.co_qualname, name, short(name, frame), frame.f_lineno))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(stack)
 
 
 def short(path: str, frame: FrameType) -> str:

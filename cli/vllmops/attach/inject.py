@@ -112,10 +112,10 @@ class Target:
         for path in (*libraries, program):
             inside = Path(f"/proc/{self.pid}/exe" if path == program else self.seen(path))
             with suppress(OSError), Elf(inside) as elf:
-                found = [elf.symbol(name) for name in SYMBOLS]
-                if None not in found:
+                addresses = [elf.symbol(name) for name in SYMBOLS]
+                if None not in addresses:
                     bias = self.bias(path, elf)
-                    return tuple(address + bias for address in found if address is not None)
+                    return tuple(address + bias for address in addresses if address is not None)
         raise VllmopsError(
             "attach.not-python",
             f"no usable Python symbols in pid {self.pid}: it runs no Python, or its files were "
@@ -191,8 +191,8 @@ class Elf:
 
         for section in map(self.elf.get_section_by_name, (".gnu.hash", ".hash")):
             if isinstance(section, (GNUHashSection, ELFHashSection)):
-                found = section.get_symbol(name)
-                return (int(found["st_value"]) or None) if found else None
+                symbols = section.get_symbol(name)
+                return (int(symbols["st_value"]) or None) if symbols else None
         return None
 
 

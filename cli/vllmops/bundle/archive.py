@@ -51,11 +51,11 @@ class Limited(io.RawIOBase):
         self.left = LIMIT_BYTES
 
     def read(self, size: int = -1, /) -> bytes:
-        found = self.source.read(size)
-        self.left -= len(found)
+        content = self.source.read(size)
+        self.left -= len(content)
         if self.left < 0:
             raise tarfile.TarError(f"it unfolds to more than {LIMIT_BYTES >> 20} MiB")
-        return found
+        return content
 
 
 def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
@@ -69,7 +69,7 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
         VllmopsError: ``file.unreadable``, or ``bundle.damaged`` where it is broken, too large, or
             holds what no bundle holds: links, devices, names that lead out of it.
     """
-    found: dict[str, bytes] = {}
+    parts: dict[str, bytes] = {}
     left = LIMIT_READ
     try:
         with (
@@ -85,7 +85,7 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
                 if member.type not in {tarfile.REGTYPE, tarfile.AREGTYPE} or member.issparse():
                     raise tarfile.TarError(f"{member.name!r} is no plain file")
                 name = PurePosixPath(member.name)
-                if name.is_absolute() or ".." in name.parts or str(name) in found:
+                if name.is_absolute() or ".." in name.parts or str(name) in parts:
                     raise tarfile.TarError(f"{member.name!r} does not belong in it")
                 if not 0 <= member.size <= LIMIT_BYTES:
                     raise tarfile.TarError(f"{member.name!r} has {member.size} bytes")
@@ -95,7 +95,7 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
                         raise tarfile.TarError(
                             f"{name} and others have over {LIMIT_READ >> 20} MiB"
                         )
-                    found[str(name)] = part.read()
+                    parts[str(name)] = part.read()
             # To the end, where the checksum stands.
             while stream.read(tarfile.RECORDSIZE):
                 pass
@@ -103,7 +103,7 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
         raise damaged(path, str(error)) from error
     except OSError as error:
         raise unreadable(path, error) from error
-    return found
+    return parts
 
 
 def damaged(path: Path, why: str) -> VllmopsError:

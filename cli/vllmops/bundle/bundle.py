@@ -185,11 +185,11 @@ def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
 
 def joined(lines: Iterator[str] | Iterator[bytes]) -> bytes:
     """Lines in one, made one by one: not all of them are in memory in two forms."""
-    found = bytearray()
+    content = bytearray()
     for line in lines:
-        found += line.encode(errors="backslashreplace") if isinstance(line, str) else line
-        found += b"\n"
-    return bytes(memoryview(found)[:-1])
+        content += line.encode(errors="backslashreplace") if isinstance(line, str) else line
+        content += b"\n"
+    return bytes(memoryview(content)[:-1])
 
 
 def redacted_lines(name: str, text: str, redactor: Redactor) -> Iterator[str]:
@@ -205,14 +205,14 @@ def redacted_lines(name: str, text: str, redactor: Redactor) -> Iterator[str]:
     return redactor.log_lines(lines)
 
 
-def configured(found: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
+def configured(configuration: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
     """A configuration whose words and variables are judged by their names."""
-    record = found["record"] or {}
+    record = configuration["record"] or {}
     shown: dict[str, Any] = redactor.walk(
-        {**found, "command": [], "environment": {}, "record": None}, log=True
+        {**configuration, "command": [], "environment": {}, "record": None}, log=True
     )
-    shown["command"] = redactor.words(found["command"])
-    shown["environment"] = redactor.environment(found["environment"])
+    shown["command"] = redactor.words(configuration["command"])
+    shown["environment"] = redactor.environment(configuration["environment"])
     if record:
         shown["record"] = {
             **redactor.walk({**record, "command": [], "environment": {}, "watch": []}, log=True),
@@ -234,11 +234,11 @@ def load(path: Path) -> ServerSnapshot:
         VllmopsError: as `archive.unpacked` and `judged` do, or ``bundle.no-snapshot`` where the
             server was not looked at.
     """
-    found = archive.unpacked(path, READ.__contains__)
-    if INDEX not in found:
+    parts = archive.unpacked(path, READ.__contains__)
+    if INDEX not in parts:
         raise archive.damaged(path, f"there is no {INDEX} in it")
-    index = part(path, INDEX, found, Index)
-    if "server.json" not in found:
+    index = part(path, INDEX, parts, Index)
+    if "server.json" not in parts:
         whys = [gap.why for gap in index.missing if gap.name == "server.json"]
         raise VllmopsError(
             "bundle.no-snapshot",
@@ -246,26 +246,26 @@ def load(path: Path) -> ServerSnapshot:
             f"tar -xzf {path} unpacks what it holds",
         )
     with judged(path, "memory.jsonl"):
-        recording = found.get("memory.jsonl")
+        recording = parts.get("memory.jsonl")
         remembered = memory.decode(path, clean(recording)) if recording else None
     return msgspec.structs.replace(
-        part(path, "server.json", found, ServerSnapshot),
-        stacks=lines(path, "stacks.jsonl", found, StacksSnapshot),
-        recordings=lines(path, "steps.jsonl", found, StepsRecording),
-        caches=part(path, "caches.json", found, CacheSnapshot) if "caches.json" in found else None,
+        part(path, "server.json", parts, ServerSnapshot),
+        stacks=lines(path, "stacks.jsonl", parts, StacksSnapshot),
+        recordings=lines(path, "steps.jsonl", parts, StepsRecording),
+        caches=part(path, "caches.json", parts, CacheSnapshot) if "caches.json" in parts else None,
         memory=remembered,
     )
 
 
-def lines(path: Path, name: str, found: Mapping[str, bytes], kind: type[S]) -> tuple[S, ...]:
+def lines(path: Path, name: str, parts: Mapping[str, bytes], kind: type[S]) -> tuple[S, ...]:
     """A part with a snapshot in each line; raises as `judged` does."""
-    return tuple(part(path, name, {name: line}, kind) for line in found.get(name, b"").splitlines())
+    return tuple(part(path, name, {name: line}, kind) for line in parts.get(name, b"").splitlines())
 
 
-def part(path: Path, name: str, found: Mapping[str, bytes], kind: type[S]) -> S:
+def part(path: Path, name: str, parts: Mapping[str, bytes], kind: type[S]) -> S:
     """One part; raises as `judged` does."""
     with judged(path, name):
-        return files.decode(path, clean(found[name]), kind)
+        return files.decode(path, clean(parts[name]), kind)
 
 
 @contextlib.contextmanager

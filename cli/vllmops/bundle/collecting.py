@@ -212,8 +212,8 @@ class Collecting:
     def seen(self) -> ServerSnapshot:
         """What has been seen of the server by now."""
         looked = self.tasks.get("server.json")
-        found: ServerSnapshot | None = looked.result if looked else None
-        return found or self.looking.so_far(self.why_late())
+        snapshot: ServerSnapshot | None = looked.result if looked else None
+        return snapshot or self.looking.so_far(self.why_late())
 
     def begin_rest(self) -> None:
         """Begin with all else, unless that is done."""
@@ -280,19 +280,19 @@ class Collecting:
     def versions(self, until: float) -> dict[str, Any]:
         """Versions of everything; of the server's environment as its own Python tells them."""
         packages: dict[str, str] = {}
-        found: dict[str, Any] = {"vllmops": __version__}
+        versions: dict[str, Any] = {"vllmops": __version__}
         try:
             answer = msgspec.json.decode(self.ask(["-c", PACKAGES], until))
             packages = dict(
                 sorted(answer["packages"].items(), key=lambda package: package[0].lower())
             )
-            found["python"] = answer["python"]
+            versions["python"] = answer["python"]
         except (VllmopsError, msgspec.MsgspecError) as error:
-            found["problem"] = f"the server's own packages are not known: {error}"
+            versions["problem"] = f"the server's own packages are not known: {error}"
         for name in ("vllm", "torch"):
-            found[name] = version_of(name, packages)
+            versions[name] = version_of(name, packages)
         return {
-            **found,
+            **versions,
             "kernel": platform.release(),
             "machine": platform.machine(),
             "system": system(),
@@ -303,11 +303,11 @@ class Collecting:
 
     def facts_of(self, pid: int) -> Callable[[], None]:
         """What reads a process's facts, so that those are there that came before one that hangs."""
-        found = self.facts[f"proc/{pid}.txt"] = []
+        sections = self.facts[f"proc/{pid}.txt"] = []
 
         def make() -> None:
             for section in procfacts.sections(pid):
-                found.append(section)  # noqa: PERF402 - one by one
+                sections.append(section)  # noqa: PERF402 - one by one
 
         return make
 
@@ -317,27 +317,27 @@ class Collecting:
             self.wait_rest()
         finally:
             self.end()
-        found = Contents(self.server.label, self.made_at, interrupted=self.stop.is_set())
-        found.known = list(self.secrets)
+        contents = Contents(self.server.label, self.made_at, interrupted=self.stop.is_set())
+        contents.known = list(self.secrets)
         if not self.known.done or self.known.error:
             why = self.known.error or "the server's environment was not read in time"
-            found.missing.append(Missing("known secrets", f"{why}: redacted by form alone"))
+            contents.missing.append(Missing("known secrets", f"{why}: redacted by form alone"))
         about = {f"proc/{p.pid}.txt": named(p.role, p.place) for p in self.server.processes}
         for name, task in self.tasks.items():
             done = task.done
             whole = name not in self.facts
             content = task.result if whole else "".join(self.facts[name])
             if content:
-                found.pieces[name] = Piece(content, task.seconds, about.get(name, ""))
+                contents.pieces[name] = Piece(content, task.seconds, about.get(name, ""))
             if not done and not (whole and content):
-                found.missing.append(Missing(name, self.late(name)))
+                contents.missing.append(Missing(name, self.late(name)))
             elif task.error:
-                found.missing.append(Missing(name, task.error))
-        looked = found.pieces.pop("server.json", None)
-        recording = found.pieces.pop("memory.jsonl", None)
-        steps = found.pieces.get("steps.jsonl")
+                contents.missing.append(Missing(name, task.error))
+        looked = contents.pieces.pop("server.json", None)
+        recording = contents.pieces.pop("memory.jsonl", None)
+        steps = contents.pieces.get("steps.jsonl")
         self.add(
-            found,
+            contents,
             msgspec.structs.replace(
                 self.seen(),
                 memory=recording.content if recording else None,
@@ -345,8 +345,8 @@ class Collecting:
             ),
             looked.seconds if looked else time.monotonic() - self.began,
         )
-        found.seconds = time.monotonic() - self.began
-        return found
+        contents.seconds = time.monotonic() - self.began
+        return contents
 
     def late(self, name: str) -> str:
         """Why a part is not there, or not whole."""
@@ -360,32 +360,32 @@ class Collecting:
             return "interrupted"
         return f"not done within {time.monotonic() - self.began:.0f} s"
 
-    def add(self, found: Contents, snapshot: ServerSnapshot, seconds: float) -> None:
+    def add(self, contents: Contents, snapshot: ServerSnapshot, seconds: float) -> None:
         """Take a snapshot into parts, each in the form that its own command reads."""
         rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None, recordings=())
-        found.pieces["server.json"] = Piece(rest, seconds)
+        contents.pieces["server.json"] = Piece(rest, seconds)
         if snapshot.stacks:
             taken_s = sum(sample.seconds for sample in snapshot.stacks)
-            found.pieces["stacks.jsonl"] = Piece(list(snapshot.stacks), taken_s)
+            contents.pieces["stacks.jsonl"] = Piece(list(snapshot.stacks), taken_s)
         if snapshot.caches:
-            found.pieces["caches.json"] = Piece(snapshot.caches, seconds)
+            contents.pieces["caches.json"] = Piece(snapshot.caches, seconds)
         if recording := snapshot.memory:
             end = [recording.end] if recording.end else []
-            found.pieces["memory.jsonl"] = Piece(
+            contents.pieces["memory.jsonl"] = Piece(
                 [recording.head, *recording.samples, *end], self.tasks["memory.jsonl"].seconds
             )
         judging = Task(lambda: doctor.examine(snapshot))
         judging.thread.join(JUDGE_S)
         if judging.result:
-            found.findings = judging.result.findings
-            found.pieces["doctor.json"] = Piece(judging.result, judging.seconds)
-            text = in_words(snapshot, found.findings)
-            found.pieces["doctor.txt"] = Piece(text, judging.seconds)
+            contents.findings = judging.result.findings
+            contents.pieces["doctor.json"] = Piece(judging.result, judging.seconds)
+            text = in_words(snapshot, contents.findings)
+            contents.pieces["doctor.txt"] = Piece(text, judging.seconds)
         else:
-            found.missing.append(Missing("doctor.json", judging.error or self.why_late()))
-        found.missing += [Missing(unseen.part, unseen.why) for unseen in snapshot.unseen]
+            contents.missing.append(Missing("doctor.json", judging.error or self.why_late()))
+        contents.missing += [Missing(unseen.part, unseen.why) for unseen in snapshot.unseen]
         if not snapshot.stacks and not snapshot.unseen:
-            found.missing.append(Missing("stacks.jsonl", "the server has no process"))
+            contents.missing.append(Missing("stacks.jsonl", "the server has no process"))
 
 
 def quietly(_: str) -> None:
@@ -558,12 +558,14 @@ def recorded(server: Server) -> Recording:
     """
     record = server.record
     began = [process.create_time for process in server.processes]
-    found = memory.newest(server.label, min(began, default=record.created_at if record else 0.0))
-    if found is None:
+    recording = memory.newest(
+        server.label, min(began, default=record.created_at if record else 0.0)
+    )
+    if recording is None:
         raise VllmopsError(
             "bundle.no-memory", "there is no memory recording: vllmops memory record makes one"
         )
-    return found
+    return recording
 
 
 def system() -> str:
@@ -586,23 +588,23 @@ def version_of(name: str, packages: Mapping[str, str]) -> str | None:
 
 def drivers() -> dict[str, str]:
     """The versions of GPU drivers, as far as the kernel tells."""
-    found = {}
+    versions = {}
     for name, place in (
         ("nvidia", Path("/proc/driver/nvidia/version")),
         ("amdgpu", Path("/sys/module/amdgpu/version")),
     ):
         try:
-            found[name] = proc.text(place).strip()
+            versions[name] = proc.text(place).strip()
         except OSError:
             continue
-    return found
+    return versions
 
 
-def in_words(snapshot: ServerSnapshot, found: Sequence[Finding]) -> str:
+def in_words(snapshot: ServerSnapshot, findings: Sequence[Finding]) -> str:
     """Findings as text."""
     where = f" at {snapshot.url}" if snapshot.url else ""
     lines = [f"{snapshot.server}{where}, vLLM {snapshot.vllm_version or 'of unknown version'}", ""]
-    for number, finding in enumerate(found, 1):
+    for number, finding in enumerate(findings, 1):
         lines += [
             f"{number}. {finding.severity}: {finding.title} [{finding.code}]",
             f"   where: {finding.subject}",
@@ -611,6 +613,6 @@ def in_words(snapshot: ServerSnapshot, found: Sequence[Finding]) -> str:
             *([f"   see: {finding.reference}"] if finding.reference else []),
             "",
         ]
-    if not found:
+    if not findings:
         lines.append("No findings" + (" in what could be seen." if snapshot.unseen else "."))
     return "\n".join(lines) + "\n"

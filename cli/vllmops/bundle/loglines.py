@@ -61,9 +61,9 @@ class Lines:
 
     def kept(self, line: str) -> int:
         """How much of a line is known: all its characters, or those before what anybody wrote."""
-        found = PROCESS.match(line)
-        assert found is not None  # all of it is optional
-        process, at = found.group(), found.end()
+        match = PROCESS.match(line)
+        assert match is not None  # all of it is optional
+        process, at = match.group(), match.end()
         if BLOCK.match(line, at):
             self.inside.add(process)
             return len(line)

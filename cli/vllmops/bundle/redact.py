@@ -237,15 +237,15 @@ class Redactor:
 
     def without(self, line: str, places: Iterable[tuple[int, int]]) -> str:
         """A line without what stands in some places, those of nothing excepted."""
-        found, at = [], 0
+        pieces, at = [], 0
         for start, end in places:
             if start < at or end <= start or NOTHING.match(line, start):
                 continue
             self.counts["secret by its name"] += 1
             self.tell(inside(line, start, min(end, len(line))))
-            found += [line[at:start], MARK]
+            pieces += [line[at:start], MARK]
             at = min(end, len(line))
-        return "".join(found) + line[at:] if found else line
+        return "".join(pieces) + line[at:] if pieces else line
 
     # -- data --------------------------------------------------------------------------------
 
@@ -286,23 +286,23 @@ class Redactor:
 
     def words(self, words: Sequence[str]) -> list[str]:
         """A command line without secrets."""
-        found = []
+        redacted = []
         option, before = "", ""
         for word in words:
             if word.startswith("-") and len(word) > 1:
                 option, sign, value = word.partition("=")
                 if sign and hides(option, value):
                     self.counts["secret argument"] += 1
-                    found.append(f"{option}={MARK}")
+                    redacted.append(f"{option}={MARK}")
                 else:
-                    found.append(option + self.text(sign + value) if sign else self.text(option))
+                    redacted.append(option + self.text(sign + value) if sign else self.text(option))
             elif hides(option, word) or (before in LOGIN_OPTIONS and ":" in word):
                 self.counts["secret argument"] += 1
-                found.append(MARK)
+                redacted.append(MARK)
             else:
-                found.append(self.text(word))
+                redacted.append(self.text(word))
             before = word
-        return found
+        return redacted
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Every variable's name, and the values of those that are harmless."""

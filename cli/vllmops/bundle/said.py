@@ -68,7 +68,7 @@ def without(lines: Iterable[str], counts: Counter[str]) -> Iterator[str]:
 
 def quoted(line: str, counts: Counter[str]) -> tuple[str, bool]:
     """A line without what was said, and whether that ended with the line."""
-    found, whole, at = [], True, 0
+    pieces, whole, at = [], True, 0
     while whole and (match := SAID.search(line, at)):
         if WHOLE.match(line, match.start()):
             break  # it looks like a call, and may be one in a prompt's first words
@@ -79,12 +79,12 @@ def quoted(line: str, counts: Counter[str]) -> tuple[str, bool]:
             end = len(line)
         if not NOTHING.fullmatch(line, match.end(), end):
             counts[KIND] += 1
-            found += [line[at : match.end()], MARK]
+            pieces += [line[at : match.end()], MARK]
             whole = end <= len(line)
         else:
-            found.append(line[at:end])
+            pieces.append(line[at:end])
         at = min(end, len(line))
-    line = "".join(found) + line[at:]
+    line = "".join(pieces) + line[at:]
     if match := WHOLE.search(line):
         counts[KIND] += 1
         return line[: match.end()] + MARK, False
@@ -96,18 +96,18 @@ def exception(line: str, counts: Counter[str]) -> str:
     raised = RAISED.search(line) if "Error" in line or "Exception" in line else None
     if not raised:
         return line
-    found, at = [line[: raised.end()]], raised.end()
+    pieces, at = [line[: raised.end()]], raised.end()
     while match := WORDS.search(line, at):
         end = closing(line, match.end(), match[0])
         if end < 0:
             break
         if not ORDINARY_WORDS.match(line, match.start()):
             counts[KIND] += 1
-            found += [line[at : match.start()], MARK]
+            pieces += [line[at : match.start()], MARK]
         else:
-            found.append(line[at:end])
+            pieces.append(line[at:end])
         at = end
-    return "".join(found) + line[at:]
+    return "".join(pieces) + line[at:]
 
 
 def closing(line: str, start: int, mark: str) -> int:

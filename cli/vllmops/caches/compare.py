@@ -86,9 +86,9 @@ def located(comparison: Comparison, server: Server) -> Comparison:
 
 
 def ask(process: Process, request: CompareRequest) -> Comparison:
-    found = capable(process)
-    found.timeout_s = request.timeout_s + SLACK_S
-    return found.compare(request)
+    peer = capable(process)
+    peer.timeout_s = request.timeout_s + SLACK_S
+    return peer.compare(request)
 
 
 def capable(process: Process) -> agent.Agent:
@@ -97,11 +97,11 @@ def capable(process: Process) -> agent.Agent:
     Raises:
         VllmopsError: as `agent.reach`, or ``agent.older``.
     """
-    found = agent.reach(process)
-    if FEATURE not in found.hello().features:
+    peer = agent.reach(process)
+    if FEATURE not in peer.hello().features:
         raise VllmopsError(
             "agent.older",
             f"the agent of {agent.name(process)} is older than this vllmops and can't compare",
             "restart the server, so that it loads this vllmops",
         )
-    return found
+    return peer

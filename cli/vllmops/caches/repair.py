@@ -72,6 +72,6 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
 
 
 def ask(process: Process, request: RepairRequest) -> ProcessRepair:
-    found = agent.reach(process, timeout_s=REACH_S)
-    found.timeout_s = TIMEOUT_S
-    return found.repair(request)
+    peer = agent.reach(process, timeout_s=REACH_S)
+    peer.timeout_s = TIMEOUT_S
+    return peer.repair(request)

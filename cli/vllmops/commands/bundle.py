@@ -95,17 +95,17 @@ def bundle(
         )
         progress.update("writing the file")
         path, index = bundles.write(contents, path, redact=not no_redact, overwrite=replace)
-    found = contents.findings
+    findings = contents.findings
     data = {
         "file": str(path),
         "bytes": path.stat().st_size,
         **msgspec.to_builtins(index),
-        "findings": found,
+        "findings": findings,
     }
     if not contents.interrupted:
-        return Result(data, lambda: list(shown(path, index, found)))
+        return Result(data, lambda: list(shown(path, index, findings)))
     if not json_:
-        output.show(*shown(path, index, found))
+        output.show(*shown(path, index, findings))
     raise VllmopsError(
         "interrupted",
         f"interrupted; what was captured until then is in {path}",
@@ -169,7 +169,7 @@ def preview(server: Server, *, redact: bool) -> Result:
     return Result(data, text)
 
 
-def shown(path: Path, index: Index, found: Sequence[Finding] | None) -> Iterator[RenderableType]:
+def shown(path: Path, index: Index, findings: Sequence[Finding] | None) -> Iterator[RenderableType]:
     """The index for a person."""
     from rich.text import Text  # noqa: PLC0415
 
@@ -179,14 +179,14 @@ def shown(path: Path, index: Index, found: Sequence[Finding] | None) -> Iterator
         listed.add_row(name, size(part.bytes), f"{part.seconds:.1f} s")
     yield listed
     yield Text()
-    if found is not None:
-        codes = ", ".join(dict.fromkeys(finding.code for finding in found))
-        yield Text(f"doctor: {codes or 'no findings'}", "bold" if found else "")
+    if findings is not None:
+        codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
+        yield Text(f"doctor: {codes or 'no findings'}", "bold" if findings else "")
     for missing in index.missing:
         yield Text(f"not captured: {missing.name}: {missing.why}", "yellow")
     redactions = ", ".join(f"{count} x {kind}" for kind, count in index.redactions.items())
     if index.redacted:
-        yield Text(f"redacted: {redactions or 'nothing: no secret was found'}")
+        yield Text(f"redacted: {redactions or 'nothing: no secret was findings'}")
     yield Text(
         f"{index.note[0].upper()}{index.note[1:]}.", "bold" if index.redacted else "bold red"
     )

@@ -158,14 +158,14 @@ def doctor(
             say(line, "yellow")
         snapshot = live(target, interval, canary=canary, quiet=json_)
     diagnosis = judge.examine(snapshot)
-    found = [finding for finding in diagnosis.findings if finding.code in selected]
+    findings = [finding for finding in diagnosis.findings if finding.code in selected]
     data = {
         "server": snapshot.server,
         "url": snapshot.url,
         "model": snapshot.model,
         "vllm_version": snapshot.vllm_version,
         "taken_at": snapshot.taken_at,
-        "findings": found,
+        "findings": findings,
         "stalls": diagnosis.stalls,
         "stacks": diagnosis.explanation.verdict if diagnosis.explanation else None,
         "figures": figures(snapshot),
@@ -173,8 +173,8 @@ def doctor(
     }
     return Result(
         data,
-        lambda: list(screen(snapshot, found, skipped=len(selected) < len(every))),
-        exit_code(found, fail_on),
+        lambda: list(screen(snapshot, findings, skipped=len(selected) < len(every))),
+        exit_code(findings, fail_on),
     )
 
 
@@ -239,7 +239,7 @@ def chosen(
     known = {check.code for check in every}
 
     def meant(words: Sequence[str]) -> set[str]:
-        found: set[str] = set()
+        codes: set[str] = set()
         for word in words:
             here = {code for code in known if code == word or code.startswith(f"{word}.")}
             if not here:
@@ -249,8 +249,8 @@ def chosen(
                     "vllmops doctor --list",
                     exit_code=Exit.USAGE,
                 )
-            found |= here
-        return found
+            codes |= here
+        return codes
 
     return (meant(only) if only else known) - meant(skip or ())
 
@@ -263,19 +263,19 @@ def listing(checks: Sequence[judge.Check]) -> RenderableType:
 
 
 def screen(
-    snapshot: ServerSnapshot, found: Sequence[Finding], *, skipped: bool
+    snapshot: ServerSnapshot, findings: Sequence[Finding], *, skipped: bool
 ) -> Iterator[RenderableType]:
     """The result for a person: the server, what is wrong, its figures, what could not be seen."""
     from rich.text import Text  # noqa: PLC0415
 
     yield Text(headline(snapshot), "bold")
-    for number, finding in enumerate(found, 1):
+    for number, finding in enumerate(findings, 1):
         yield Text()
         yield Folded(tuple(paragraph(number, finding)))
-    if found:
+    if findings:
         yield Text()
-        more = " (each finding has its page)" if len(found) > 1 else ""
-        yield Text(f"help: vllmops help {found[0].code}{more}")
+        more = " (each finding has its page)" if len(findings) > 1 else ""
+        yield Text(f"help: vllmops help {findings[0].code}{more}")
     facts = figures(snapshot)
     if facts:
         yield Text()
@@ -288,7 +288,7 @@ def screen(
     if snapshot.unseen:
         yield Text()
         yield Folded(tuple(unseen(snapshot)))
-    if not found:
+    if not findings:
         yield Text()
         where = " in what could be seen" if snapshot.unseen else ""
         of_checks = " of the selected checks" if skipped else ""
@@ -342,25 +342,25 @@ def unseen(snapshot: ServerSnapshot) -> Iterator[Line]:
 def figures(snapshot: ServerSnapshot) -> dict[str, str]:
     """The server's figures, as far as they are known."""
     looks = [look for look in snapshot.looks if look.metrics]
-    found: dict[str, str] = {}
+    rows: dict[str, str] = {}
     engines = [report.engine for report in snapshot.reports if report.engine.running is not None]
     last = looks[-1].metrics if looks else None
     http = sum(report.traffic.in_flight or 0 for report in snapshot.reports)
     if engines:
         running = sum(engine.running or 0 for engine in engines)
         waiting = sum(engine.waiting or 0 for engine in engines)
-        found["requests"] = f"{running} running, {waiting} waiting, {http} HTTP requests in flight"
+        rows["requests"] = f"{running} running, {waiting} waiting, {http} HTTP requests in flight"
     elif last and last.running is not None:
-        found["requests"] = f"{last.running:.0f} running, {last.waiting or 0:.0f} waiting (metrics)"
+        rows["requests"] = f"{last.running:.0f} running, {last.waiting or 0:.0f} waiting (metrics)"
     if not looks or last is None or looks[0].metrics is None:
-        return found
+        return rows
     first = looks[0].metrics
     seconds = looks[-1].at_s - looks[0].at_s
     if rates := list(pace(first, last, seconds)):
-        found[f"over {seconds:.1f} s"] = ", ".join(rates)
+        rows[f"over {seconds:.1f} s"] = ", ".join(rates)
     if shares := list(hits(last)):
-        found["caches"] = ", ".join(shares)
-    return found
+        rows["caches"] = ", ".join(shares)
+    return rows
 
 
 def pace(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:

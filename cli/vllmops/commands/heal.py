@@ -83,20 +83,20 @@ def heal(
         return Result({"actions": [row(action) for action in actions]}, lambda: [table(actions)])
     server = resolve(target)
     with Progress(time.time(), quiet=json_) as progress:
-        found = healing.heal(server, actions, dry_run=dry_run, resume=resume, show=progress.update)
+        healed = healing.heal(server, actions, dry_run=dry_run, resume=resume, show=progress.update)
         rest = beyond(server, progress.update)
     data = {
         "server": server.label,
         "dry_run": dry_run,
-        "actions": found.outcomes,
-        "silent": found.silent,
-        "problems": found.problems,
+        "actions": healed.outcomes,
+        "silent": healed.silent,
+        "problems": healed.problems,
         "stuck": rest,
     }
-    left = any(not outcome.done for outcome in found.outcomes)
-    failed = rest is not None or left or bool(found.problems)
+    left = any(not outcome.done for outcome in healed.outcomes)
+    failed = rest is not None or left or bool(healed.problems)
     code = Exit.FAILED if failed else Exit.OK
-    return Result(data, lambda: list(text(found, rest, dry_run)), code)
+    return Result(data, lambda: list(text(healed, rest, dry_run)), code)
 
 
 def chosen(only: Sequence[str] | None, skip: Sequence[str] | None) -> list[Action]:
@@ -136,11 +136,11 @@ def table(actions: Sequence[Action]) -> RenderableType:
     return made
 
 
-def text(found: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[RenderableType]:
+def text(healed: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[RenderableType]:
     """What was done, for a person."""
     from rich.text import Text  # noqa: PLC0415
 
-    for outcome in found.outcomes:
+    for outcome in healed.outcomes:
         verb, style = ("healed", "green") if outcome.done else ("not healed", "yellow")
         if dry_run and not outcome.left:
             verb = "would heal"
@@ -149,11 +149,11 @@ def text(found: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[Renderab
         yield Text(f"  action: {outcome.did}")
         if outcome.left:
             yield Text(f"  left: {outcome.left}")
-    for silent in found.silent:
+    for silent in healed.silent:
         yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
-    for problem in found.problems:
+    for problem in healed.problems:
         yield Text(problem, "yellow")
-    if not found.outcomes:
+    if not healed.outcomes:
         yield Text("Nothing to heal.", "" if rest else "green")
     if rest:
         yield Text("Still stuck:", "bold red")

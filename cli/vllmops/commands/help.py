@@ -42,14 +42,18 @@ def help_(
 
     Without a word, list the topics.
     """
-    found = pages()
+    manual = pages()
     if word is None:
         return Result(
-            {"pages": [{"name": p.name, "kind": p.kind, "title": p.title} for p in found.values()]},
-            lambda: [topics(found)],
+            {
+                "pages": [
+                    {"name": p.name, "kind": p.kind, "title": p.title} for p in manual.values()
+                ]
+            },
+            lambda: [topics(manual)],
         )
-    if (page := found.get(word.lower())) is None:
-        near = difflib.get_close_matches(word.lower(), found, n=3)
+    if (page := manual.get(word.lower())) is None:
+        near = difflib.get_close_matches(word.lower(), manual, n=3)
         raise VllmopsError(
             "help.unknown",
             f"no page {word!r} in the manual" + (f"; similar: {', '.join(near)}" if near else ""),
@@ -59,10 +63,10 @@ def help_(
     return Result({"name": page.name, "kind": page.kind, "text": page.text}, lambda: shown(page))
 
 
-def topics(found: dict[str, Page]) -> RenderableType:
+def topics(manual: dict[str, Page]) -> RenderableType:
     """The topics, one per line."""
     listed = table("topic", "")
-    for page in found.values():
+    for page in manual.values():
         if page.kind == "topic":
             listed.add_row(page.name, page.title)
     return listed

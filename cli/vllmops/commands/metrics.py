@@ -80,17 +80,17 @@ def metrics(
 
     from ..metrics import families, state  # noqa: PLC0415
 
-    found = families.metrics(state.samples(viewing(lambda: server)()[0]))
+    samples = families.metrics(state.samples(viewing(lambda: server)()[0]))
 
     class Found:
         def collect(self) -> list[Metric]:
-            return found
+            return samples
 
     registry = CollectorRegistry()
     registry.register(Found())
     rows = [
         {"name": sample.name, "labels": sample.labels, "value": sample.value}
-        for family in found
+        for family in samples
         for sample in family.samples
     ]
     text = generate_latest(registry).decode()

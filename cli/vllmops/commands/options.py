@@ -94,8 +94,8 @@ def duration(text: str) -> float:
     Raises:
         VllmopsError: ``usage``.
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
-    length = float(found[1]) * UNITS[found[2]] if found else 0.0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    length = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not TINIEST_S <= length <= CENTURY_S:
         raise VllmopsError(
             "usage",

@@ -72,12 +72,12 @@ def probe(
         )
     if listen:
         raise serving(target, host_port(listen))
-    label, found = look(target)
+    label, verdict = look(target)
     (kind,) = kinds
     return Result(
-        {"server": label, **found._asdict()},
-        lambda: [f"{label} is {found.line(kind)}"],
-        Exit.OK if found.says(kind) else Exit.FAILED,
+        {"server": label, **verdict._asdict()},
+        lambda: [f"{label} is {verdict.line(kind)}"],
+        Exit.OK if verdict.says(kind) else Exit.FAILED,
     )
 
 
@@ -93,8 +93,8 @@ def look(target: str | None) -> tuple[str, Verdict]:
         if error.code != "target.over" or target is None:
             raise
         return target, judge(State.STOPPED)._replace(reason=error.message)
-    if server.record and (found := of_instance(Folder(server.record.name).path)):
-        return server.label, found
+    if server.record and (verdict := of_instance(Folder(server.record.name).path)):
+        return server.label, verdict
     seen = examine.look(server, time.monotonic())
     over = not server.processes
     stall = verdicts.likely(stalls([seen], PATIENCE_S))
@@ -115,10 +115,10 @@ def serving(target: str | None, place: tuple[str, int]) -> VllmopsError:
         with lock:
             if time.monotonic() - last[0] > FRESH_S:
                 try:
-                    found = look(label)[1]
+                    verdict = look(label)[1]
                 except VllmopsError as error:
-                    found = judge(State.FAILED)._replace(reason=error.message)
-                last = time.monotonic(), found
+                    verdict = judge(State.FAILED)._replace(reason=error.message)
+                last = time.monotonic(), verdict
             return last[1]
 
     Listener(place, now)

@@ -356,13 +356,13 @@ def check_store(order: launch.Order) -> None:
     settings.check(environment)
     if not settings.wanted(environment):
         return
-    found = settings.backend(environment)
+    backend = settings.backend(environment)
     several = option(order.arguments, "--api-server-count") not in {None, "1"}
-    if several and found.url.startswith("memory:"):
+    if several and backend.url.startswith("memory:"):
         raise usage(
             "memory:// works for one process only: with several API servers use another --store"
         )
-    asyncio.run(try_store(ResponseStore(found, deadline_s=STORE_TIMEOUT_S)))
+    asyncio.run(try_store(ResponseStore(backend, deadline_s=STORE_TIMEOUT_S)))
 
 
 async def try_store(store: ResponseStore) -> None:

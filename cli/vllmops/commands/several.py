@@ -116,15 +116,15 @@ def expanded(words: Sequence[str]) -> dict[str, None]:
     Raises:
         VllmopsError: ``usage``, ``file.unreadable`` or ``file.too-large``.
     """
-    found: dict[str, None] = {}
+    targets: dict[str, None] = {}
     for word in words:
         if not word.startswith("@"):
-            found[word] = None
+            targets[word] = None
             continue
         for line in lines(Path(word[1:])):
             parsed(line)
-            found[line] = None
-    return found
+            targets[line] = None
+    return targets
 
 
 def lines(path: Path) -> Iterator[str]:
@@ -136,12 +136,12 @@ def lines(path: Path) -> Iterator[str]:
     from ..files import read  # noqa: PLC0415
 
     text = read(path, MOST_BYTES).decode(errors="replace")
-    found = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
-    if not found:
+    targets = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
+    if not targets:
         raise VllmopsError(
             "usage", f"{path} names no target", "one target on each line", exit_code=Exit.USAGE
         )
-    yield from found
+    yield from targets
 
 
 def side_by_side(targets: Sequence[str], run: Callable[..., Result]) -> Result:
@@ -174,13 +174,13 @@ def side_by_side(targets: Sequence[str], run: Callable[..., Result]) -> Result:
     return Result(
         {
             "targets": [
-                {"target": target, **output.outcome(found.data, found.exit_code, found.errors)}
-                for target, found in outcomes.items()
+                {"target": target, **output.outcome(result.data, result.exit_code, result.errors)}
+                for target, result in outcomes.items()
             ]
         },
         lambda: list(text(outcomes)),
-        max(found.exit_code for found in outcomes.values()),
-        tuple(error for found in outcomes.values() for error in found.errors),
+        max(result.exit_code for result in outcomes.values()),
+        tuple(error for result in outcomes.values() for error in result.errors),
     )
 
 
@@ -199,12 +199,12 @@ def text(outcomes: dict[str, Result]) -> Iterator[RenderableType]:
     """The results for a person, each below the name of its server."""
     from rich.text import Text  # noqa: PLC0415
 
-    for number, (target, found) in enumerate(outcomes.items()):
+    for number, (target, outcome) in enumerate(outcomes.items()):
         if number:
             yield Text()
         yield Text(f"== {target}", "bold")
-        yield from found.text()
-        for error in found.errors:
+        yield from outcome.text()
+        for error in outcome.errors:
             yield Text(f"error: {error.message}", "bold red")
             if error.hint:
                 yield Text(f"  hint: {error.hint}")

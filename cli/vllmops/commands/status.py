@@ -85,7 +85,7 @@ def patch_states(answers: Iterable[ProcessPatches]) -> dict[str, list[str]]:
 
 def uses(answers: Iterable[ProcessCaches]) -> list[CacheUse]:
     """How full the multimodal caches are, as far as agents report it."""
-    found = []
+    rows = []
     for answer in answers:
         for cache in answer.caches:
             if isinstance(cache, LruCache):
@@ -95,8 +95,8 @@ def uses(answers: Iterable[ProcessCaches]) -> list[CacheUse]:
             else:
                 continue
             where = who(answer)
-            found.append(CacheUse(where, cache.side, cache.kind, *used, cache.capacity_bytes))
-    return found
+            rows.append(CacheUse(where, cache.side, cache.kind, *used, cache.capacity_bytes))
+    return rows
 
 
 def screen(

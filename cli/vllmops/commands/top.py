@@ -61,11 +61,11 @@ def at_once(targets: list[str]) -> Result:
         followers = [Follower(server.label, server) for server in running]
     look.once(followers, ONCE_S)
     now_s = time.monotonic()
-    found = [rows.server(each.target, each.looks, now_s) for each in followers]
+    servers = [rows.server(each.target, each.looks, now_s) for each in followers]
     errors = tuple(each.failure for each in followers if each.failure)
     return Result(
-        {"servers": found},
-        lambda: list(screen(found)),
+        {"servers": servers},
+        lambda: list(screen(servers)),
         max((error.exit_code for error in errors), default=Exit.OK),
         errors,
     )

@@ -419,14 +419,14 @@ def ahead(snapshot: CacheSnapshot) -> tuple[int, list[str]] | None:
     """
     if FRONT_ONLY.code not in {finding.code for finding in diagnose(snapshot)}:
         return None
-    process, found = 0, set[str]()
+    process, entries = 0, set[str]()
     for number, sample in enumerate(snapshot.samples):
         if (sides := pair(sample)) is None:
             return None
         (front, sent), (_, held) = sides
         process, beyond = front.pid, set(sent.order or ()) - set(held.order or ())
-        found = found & beyond if number else beyond
-    return (process, sorted(found)) if found else None
+        entries = entries & beyond if number else beyond
+    return (process, sorted(entries)) if entries else None
 
 
 def encoders(sample: Sample) -> Iterator[Finding]:
@@ -496,16 +496,16 @@ def runs_encoder(worker: WorkerEncoderCache, setup: Setup | None) -> bool:
 
 def notes(sample: Sample) -> list[Note]:
     """Which caches this kind of server has, and what was not compared."""
-    found = kind(setup_of(sample))
+    notes_ = kind(setup_of(sample))
     if not sample.quiet:
-        found.append(
+        notes_.append(
             Note(
                 "busy",
                 "requests were in flight, or a process did not answer: front end and engine, "
                 "scheduler and worker were not compared",
             )
         )
-    return found
+    return notes_
 
 
 def kind(setup: Setup | None) -> list[Note]:
@@ -530,9 +530,9 @@ def kind(setup: Setup | None) -> list[Note]:
         return [
             Note("text-model", "a text model: it has no multimodal cache and no encoder entries")
         ]
-    found = []
+    notes_ = []
     if setup.cache_gb is not None and setup.cache_gb <= 0:
-        found.append(
+        notes_.append(
             Note("cache-off", "the multimodal processor cache is off: --mm-processor-cache-gb is 0")
         )
     elif (setup.api_processes or 1) > 1 or (setup.data_parallel or 1) > 1:
@@ -541,14 +541,14 @@ def kind(setup: Setup | None) -> list[Note]:
             if (setup.api_processes or 1) > 1
             else f"{setup.data_parallel} engines"
         )
-        found.append(
+        notes_.append(
             Note(
                 "processor-only",
                 f"{several}: each front end has a cache of its own, and the engine keeps no copy",
             )
         )
     elif setup.cache_type == "shm":
-        found.append(
+        notes_.append(
             Note(
                 "shm",
                 "the cache is in shared memory (--mm-processor-cache-type shm): the front end "
@@ -556,13 +556,13 @@ def kind(setup: Setup | None) -> list[Note]:
             )
         )
     if setup.encoder_connector:
-        found.append(
+        notes_.append(
             Note(
                 "encoder-connector",
                 "encoder outputs are transferred: scheduler and worker are not compared",
             )
         )
-    return found
+    return notes_
 
 
 def setup_of(sample: Sample) -> Setup | None:
@@ -570,12 +570,12 @@ def setup_of(sample: Sample) -> Setup | None:
 
     An engine of a model without experts takes itself for the only one: those that are seen count.
     """
-    found = next((process.setup for process in sample.processes if process.setup), None)
+    setup = next((process.setup for process in sample.processes if process.setup), None)
     ranks = [process.dp_rank for process in sample.processes if process.dp_rank is not None]
-    if found is None or not ranks:
-        return found
-    engines = max(found.data_parallel or 1, max(ranks) + 1)
-    return msgspec.structs.replace(found, data_parallel=engines)
+    if setup is None or not ranks:
+        return setup
+    engines = max(setup.data_parallel or 1, max(ranks) + 1)
+    return msgspec.structs.replace(setup, data_parallel=engines)
 
 
 def subject(process: ProcessCaches, cache: Cache) -> str:

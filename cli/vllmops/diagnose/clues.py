@@ -83,11 +83,11 @@ def clues(text: str, log: str) -> list[Clue]:
         text: as it was read.
         log: the same without blanks.
     """
-    found: list[Clue] = []
+    read: list[Clue] = []
     for words, reader in READERS:
         if words in log:
-            found += reader(text, log)
-    return found
+            read += reader(text, log)
+    return read
 
 
 def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
@@ -168,8 +168,8 @@ def gpu(text: str) -> str:
 
 def _before(row: re.Match[str]) -> float | None:
     """The number just before a row that matches."""
-    found = NUMBER.search(row.string, max(row.start() - LONGEST, 0), row.start())
-    return float(found[0]) if found and found[0].count(".") < 2 else None
+    match = NUMBER.search(row.string, max(row.start() - LONGEST, 0), row.start())
+    return float(match[0]) if match and match[0].count(".") < 2 else None
 
 
 def _state(busy: float, cold: bool) -> str:
@@ -253,7 +253,7 @@ def polled(captures: Sequence[RasCapture]) -> list[Clue]:
     log = "".join(last.text.split())
     if _operations(first.text) != _operations(last.text):
         return []
-    found = [*_ras(last.text, log), *_launched(last.text, log)]
+    rows = [*_ras(last.text, log), *_launched(last.text, log)]
     aborted = re.search(ABORTED, last.text)
     still = f"the counts have stood still for {last.at_s - first.at_s:.0f} s"
     return [
@@ -265,18 +265,18 @@ def polled(captures: Sequence[RasCapture]) -> list[Clue]:
             if clue.ids[0] == "collective-mismatch" and not aborted
             else "possible",
         )
-        for clue in found
+        for clue in rows
     ]
 
 
 def _operations(text: str) -> set[str]:
     """All counts of a capture, in no order."""
-    found = {str(row) for row in re.findall(LAUNCHED, "".join(text.split()))}
+    operations = {str(row) for row in re.findall(LAUNCHED, "".join(text.split()))}
     for document in _documents(text):
         for communicator in _each(document, "communicators"):
             for rank in _each(communicator, "ranks"):
-                found.add(f"{communicator.get('hash')} {rank.get('rank')} {_counts(rank)}")
-    return found
+                operations.add(f"{communicator.get('hash')} {rank.get('rank')} {_counts(rank)}")
+    return operations
 
 
 def _weight(ranks: dict[int, int]) -> tuple[int, int]:

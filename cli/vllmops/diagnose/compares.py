@@ -79,16 +79,16 @@ def undecided(comparison: Comparison) -> Iterator[Note]:
 
 def mirrors(comparison: Comparison) -> Iterator[Pair]:
     """Front end and engine, if one mirrors the other."""
-    yield from (found for found in pairs(comparison) if found.kind == "mm-lru")
+    yield from (pair for pair in pairs(comparison) if pair.kind == "mm-lru")
 
 
 def drift(comparison: Comparison) -> list[Finding]:
     """What differs, worst first; scheduler and worker must differ in every sample."""
     *earlier, last = (list(encoders(sample(look))) for look in comparison.looks)
-    found = lasting(earlier, last)
+    findings_ = lasting(earlier, last)
     if (reduced := provable(comparison)) is not None:
-        found += mirrored(reduced)
-    return sorted(found, key=lambda finding: -finding.severity.rank)
+        findings_ += mirrored(reduced)
+    return sorted(findings_, key=lambda finding: -finding.severity.rank)
 
 
 def sample(look: CacheReading) -> Sample:
@@ -196,11 +196,11 @@ def both(
 def notes(comparison: Comparison) -> list[Note]:
     """What is not there to compare, and what could not be compared."""
     last = sample(comparison.looks[-1])
-    found = kind(setup_of(last))
+    notes_ = kind(setup_of(last))
     if pair(last) is None:
-        return found
+        return notes_
     if not comparison.settled:
-        found.append(
+        notes_.append(
             Note(
                 "unsettled",
                 f"a request has been in the front end for {comparison.waited_s:.1f} s without "
@@ -209,15 +209,17 @@ def notes(comparison: Comparison) -> list[Note]:
             )
         )
     elif provable(comparison) is None:
-        found.append(Note("reset", "the caches were reset in between: P0 and P1 were not compared"))
+        notes_.append(
+            Note("reset", "the caches were reset in between: P0 and P1 were not compared")
+        )
     else:
         (front_end, *_) = pairs(comparison)
         if front_end.judged < front_end.entries[0]:
-            found.append(
+            notes_.append(
                 Note(
                     "in-use",
                     f"{front_end.entries[0] - front_end.judged} of P0's {front_end.entries[0]} "
                     "entries were not compared, because requests may have used them in between",
                 )
             )
-    return found
+    return notes_

@@ -73,23 +73,23 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
     """
     explained = explanation(snapshot, patience_s)
     stopped = stalled(snapshot, explained, patience_s)
-    found = [*stalls(stopped, snapshot.recordings), *hung(explained), *server.diagnose(snapshot)]
+    findings = [*stalls(stopped, snapshot.recordings), *hung(explained), *server.diagnose(snapshot)]
     if snapshot.caches:
-        found += caches.diagnose(snapshot.caches)
+        findings += caches.diagnose(snapshot.caches)
     for comparison in snapshot.comparisons:
-        found += compares.drift(comparison)
+        findings += compares.drift(comparison)
     if snapshot.memory:
-        found += memory.diagnose(snapshot.memory, memory.trends(snapshot.memory))
-    return Diagnosis(tuple(ranked(found)), tuple(stopped), explained)
+        findings += memory.diagnose(snapshot.memory, memory.trends(snapshot.memory))
+    return Diagnosis(tuple(ranked(findings)), tuple(stopped), explained)
 
 
-def cause(found: Sequence[progress.Stall], diagnosis: Diagnosis) -> Finding:
+def cause(stalls_: Sequence[progress.Stall], diagnosis: Diagnosis) -> Finding:
     """The finding that explains stalls best; there is at least one."""
     for finding in diagnosis.findings:
         if finding.code.startswith("stack.") or finding.code in CAUSES:
             return finding
     rules = {rule.code: rule for rule in progress.RULES}
-    return rules[found[0].code].at(found[0].subject, found[0].evidence)
+    return rules[stalls_[0].code].at(stalls_[0].subject, stalls_[0].evidence)
 
 
 def explanation(
@@ -128,15 +128,15 @@ def facts(looks: Sequence[Observation], patience_s: float) -> dict[str, str]:
     """Facts for the stacks' signatures; an agent's are fresh, those of metrics may be stale."""
     if not looks:
         return {}
-    found = from_metrics(looks[0].metrics, looks[-1].metrics, looks[-1].at_s - looks[0].at_s)
+    known = from_metrics(looks[0].metrics, looks[-1].metrics, looks[-1].at_s - looks[0].at_s)
     if beats := engines(looks):
-        found["running"] = str(sum(beat.running or 0 for beat in beats))
-        found["waiting"] = str(sum(beat.waiting or 0 for beat in beats))
-        if found.get("progress") == "frozen":
-            del found["progress"]
+        known["running"] = str(sum(beat.running or 0 for beat in beats))
+        known["waiting"] = str(sum(beat.waiting or 0 for beat in beats))
+        if known.get("progress") == "frozen":
+            del known["progress"]
     if any(stall.doubt in {"", "writing"} for stall in progress.stalls(looks, patience_s)):
-        found["progress"] = "frozen"
-    return found | pace(looks)
+        known["progress"] = "frozen"
+    return known | pace(looks)
 
 
 def pace(looks: Sequence[Observation]) -> dict[str, str]:
@@ -156,16 +156,16 @@ def stalled(
     """What has stopped; a doubtful stall counts only if stacks and agents confirm it."""
     verdict = explained.verdict if explained else None
     answered = {progress.process_name(report) for report in snapshot.reports}
-    found = progress.stalls(snapshot.looks, patience_s)
-    return [stall for stall in found if stall.is_confirmed(verdict, answered)]
+    stalls_ = progress.stalls(snapshot.looks, patience_s)
+    return [stall for stall in stalls_ if stall.is_confirmed(verdict, answered)]
 
 
 def stalls(
-    found: Sequence[progress.Stall], recordings: Sequence[StepsRecording]
+    stalls_: Sequence[progress.Stall], recordings: Sequence[StepsRecording]
 ) -> Iterator[Finding]:
     """A finding for each stall, with what the recording of its steps shows."""
     rules = {rule.code: rule for rule in progress.RULES}
-    for stall in found:
+    for stall in stalls_:
         recorded = history.evidence(recordings, stall.subject)
         yield rules[stall.code].at(
             stall.subject, "; ".join(filter(None, (stall.evidence, recorded)))
@@ -179,11 +179,13 @@ def hung(explained: stacks.Explanation | None) -> Iterator[Finding]:
             yield finding
 
 
-def ranked(found: Sequence[Finding]) -> list[Finding]:
+def ranked(findings: Sequence[Finding]) -> list[Finding]:
     """Every finding once, worst first; the cause before its symptoms."""
-    hidden = {code for finding in found for code in HIDES.get(finding.code, ())}
+    hidden = {code for finding in findings for code in HIDES.get(finding.code, ())}
     once = {
-        (finding.code, finding.subject): finding for finding in found if finding.code not in hidden
+        (finding.code, finding.subject): finding
+        for finding in findings
+        if finding.code not in hidden
     }
     return sorted(
         once.values(),

@@ -42,8 +42,8 @@ def from_log(log: str) -> dict[str, str]:
 
 def _engine(line: re.Match[str]) -> str:
     """The engine whose figures they are; empty if the line has none."""
-    found = ENGINE.search(line.string, max(line.start() - LONGEST_ID, 0), line.start())
-    return found["id"] if found else ""
+    match = ENGINE.search(line.string, max(line.start() - LONGEST_ID, 0), line.start())
+    return match["id"] if match else ""
 
 
 def _is_still(line: re.Match[str]) -> bool:

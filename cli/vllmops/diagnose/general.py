@@ -48,10 +48,10 @@ def hypotheses(scene: Scene) -> list[Hit]:
     hits = [hit for clue in clues(scene.pasted.text, scene.log) for hit in _hits_of(clue)]
     samples = scene.pasted.samples
     for sample in reversed(samples):
-        if found := chain(sample, scene.facts):
-            if found.roots[0].wait == "compile" and compiles(scene.pasted.text):
+        if chain_ := chain(sample, scene.facts):
+            if chain_.roots[0].wait == "compile" and compiles(scene.pasted.text):
                 continue
-            hits += _hits(found, samples, scene)
+            hits += _hits(chain_, samples, scene)
             break
     if not hits:
         # A traceback that breaks off tells less than the words around it.
@@ -69,7 +69,7 @@ def hypotheses(scene: Scene) -> list[Hit]:
 
 def _both(hit: Hit, other: Hit) -> Hit:
     """One hit with the evidence of two that say the same, and the higher confidence."""
-    surer = max(hit, other, key=lambda found: RANKS.index(found.confidence))
+    surer = max(hit, other, key=lambda hit_: RANKS.index(hit_.confidence))
     return dataclasses.replace(
         hit,
         confidence=surer.confidence,
@@ -97,36 +97,36 @@ def known(name: str) -> Signature:
     return next(signature for signature in catalogue() if signature.id == name)
 
 
-def _hits(found: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iterator[Hit]:
-    agreeing = _agreeing(found, samples)
-    confidence = _confidence(found, agreeing, scene)
-    lines = [_evidence(root) for root in found.roots[:SHOWN_FRAMES]]
-    if found.relation in TOGETHER:
-        lines += [f"meanwhile {_evidence(place)}" for place in found.victims[:1]]
+def _hits(chain_: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iterator[Hit]:
+    agreeing = _agreeing(chain_, samples)
+    confidence = _confidence(chain_, agreeing, scene)
+    lines = [_evidence(root) for root in chain_.roots[:SHOWN_FRAMES]]
+    if chain_.relation in TOGETHER:
+        lines += [f"meanwhile {_evidence(place)}" for place in chain_.victims[:1]]
     if agreeing > 1:
         lines.append(f"the same in {agreeing} of {len(samples)} samples")
-    for index, name in enumerate(found.ids):
+    for index, name in enumerate(chain_.ids):
         yield Hit(
             known(name),
             "possible" if index else confidence,
             tuple(lines),
-            _names(found.roots),
-            victims=tuple(dict.fromkeys(label(victim.process) for victim in found.victims)),
-            doubts=tuple(_doubts(found, agreeing)) if confidence == "possible" else (),
-            phase=found.roots[0].phase.title,
-            waits_for=found.roots[0].waits_for,
+            _names(chain_.roots),
+            victims=tuple(dict.fromkeys(label(victim.process) for victim in chain_.victims)),
+            doubts=tuple(_doubts(chain_, agreeing)) if confidence == "possible" else (),
+            phase=chain_.roots[0].phase.title,
+            waits_for=chain_.roots[0].waits_for,
         )
 
 
-def _confidence(found: Chain, agreeing: int, scene: Scene) -> Confidence:
+def _confidence(chain_: Chain, agreeing: int, scene: Scene) -> Confidence:
     """One dump is possible; dumps that agree, a figure or a log line make it likely."""
-    alone = not found.relation and found.roots[0].wait in COLLECTIVES
-    if alone or found.relation == "connector":
+    alone = not chain_.relation and chain_.roots[0].wait in COLLECTIVES
+    if alone or chain_.relation == "connector":
         return "possible"  # whom it waits for is not in the text; a connector's thread may rest
     proof = any(scene.facts.get(name) == "frozen" for name in PROOF)
     proof = proof or scene.facts.get("gpu") == "spins"
     agrees = proof or TIMED_OUT_LINE.search(scene.log) is not None
-    host = all(root.wait in HOST_BOUND for root in found.roots)
+    host = all(root.wait in HOST_BOUND for root in chain_.roots)
     if agrees and agreeing >= ENOUGH:
         return "sure" if host else "likely"
     if agrees or (host and agreeing >= ENOUGH):
@@ -134,21 +134,21 @@ def _confidence(found: Chain, agreeing: int, scene: Scene) -> Confidence:
     return "possible"
 
 
-def _doubts(found: Chain, agreeing: int) -> Iterator[str]:
+def _doubts(chain_: Chain, agreeing: int) -> Iterator[str]:
     if agreeing < ENOUGH:
         dumps = "one dump" if agreeing == 1 else f"{agreeing} dumps"
         yield f"{dumps} can't tell this from work: take {ENOUGH} some seconds apart into one file"
-    if found.relation in {"unseen", "remote"}:
+    if chain_.relation in {"unseen", "remote"}:
         yield "the workers' stacks tell the rest: dump them, too"
-    if not found.relation and found.roots[0].wait in COLLECTIVES:
+    if not chain_.relation and chain_.roots[0].wait in COLLECTIVES:
         yield "the other ranks' stacks tell which of them is missing: dump them, too"
 
 
-def _agreeing(found: Chain, samples: Sequence[StacksSnapshot]) -> int:
+def _agreeing(chain_: Chain, samples: Sequence[StacksSnapshot]) -> int:
     """In how many samples every thread at the root is at the same places."""
-    if not all(has_lines(root.thread) for root in found.roots):
+    if not all(has_lines(root.thread) for root in chain_.roots):
         return 1
-    return sum(all(_is_there(root, sample) for root in found.roots) for sample in samples)
+    return sum(all(_is_there(root, sample) for root in chain_.roots) for sample in samples)
 
 
 def _is_there(root: Position, sample: StacksSnapshot) -> bool:

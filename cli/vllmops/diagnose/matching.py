@@ -129,13 +129,13 @@ def _samples(case: Case, pasted: Pasted) -> list[StacksSnapshot]:
     case is about the GIL and needs more: in most dumps of a process at work some thread holds it.
     """
     needed = [pattern.roles for pattern in case.threads if pattern.who == "some"]
-    found = [
+    samples = [
         sample
         for sample in pasted.samples
         if all(any(_may_be(process, roles) for process in sample.processes) for roles in needed)
     ]
     about_gil = any(pattern.gil for pattern in case.threads)
-    return [] if about_gil and len(found) < case.samples else found
+    return [] if about_gil and len(samples) < case.samples else samples
 
 
 def _has_extra_process(case: Case, sample: StacksSnapshot) -> bool:
@@ -192,24 +192,24 @@ def _lasting_spots(
     """The threads that match in all samples, as in the last one; None if a pattern fails."""
     kept: list[Spot] = []
     for pattern in case.threads:
-        found: list[list[Spot]] = []
+        by_sample: list[list[Spot]] = []
         for sample in samples:
-            found.append(list(_spots(pattern, sample, scene)))
-            if pattern.who == "some" and not found[-1]:
+            by_sample.append(list(_spots(pattern, sample, scene)))
+            if pattern.who == "some" and not by_sample[-1]:
                 return None
         match pattern.who:
             case "none":
-                if any(found):
+                if any(by_sample):
                     return None
             case "every":
                 if not all(
                     _is_in_every(pattern, sample, spots)
-                    for sample, spots in zip(samples, found, strict=True)
+                    for sample, spots in zip(samples, by_sample, strict=True)
                 ):
                     return None
-                kept += found[-1]
+                kept += by_sample[-1]
             case "some":
-                *earlier, last = found
+                *earlier, last = by_sample
                 lasting = [
                     spot for spot in last if all(_again(pattern, spot, spots) for spots in earlier)
                 ]
@@ -278,12 +278,12 @@ def _matching_frames(pattern: ThreadPattern, thread: Thread) -> tuple[Frame, ...
     frames = _frames(thread)
     patterns = iter(pattern.frames)
     current = next(patterns)
-    found: list[Frame] = []
+    matching: list[Frame] = []
     for depth, frame in enumerate(frames):
-        if not found and pattern.within and depth >= pattern.within:
+        if not matching and pattern.within and depth >= pattern.within:
             return None
         if is_called(frame, current):
-            found.append(frame)
+            matching.append(frame)
             following = next(patterns, None)
             if following is None:
                 break
@@ -294,7 +294,7 @@ def _matching_frames(pattern: ThreadPattern, thread: Thread) -> tuple[Frame, ...
         excluded = "|".join(pattern.without)
         if any(is_called(frame, excluded) for frame in frames):
             return None
-    return tuple(found)
+    return tuple(matching)
 
 
 def _functions(thread: Thread) -> Iterator[str]:
@@ -342,8 +342,8 @@ def _absences(case: Case, sample: StacksSnapshot) -> Iterator[str]:
 
 def _log_line(words: str, text: str) -> str:
     """The log line that holds some words; the words alone if the line was cut."""
-    found = re.search(f"^.*{words}.*$", text, re.MULTILINE)
-    return found[0].strip()[:LOG_SHOWN] if found else words
+    match = re.search(f"^.*{words}.*$", text, re.MULTILINE)
+    return match[0].strip()[:LOG_SHOWN] if match else words
 
 
 def place(frame: Frame) -> str:

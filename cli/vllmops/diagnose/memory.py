@@ -100,10 +100,10 @@ Point = tuple[float, float]
 
 def diagnose(recording: Recording, trends: Sequence[Trend]) -> list[Finding]:
     """What a recording and its `trends` show."""
-    found = list(growing(trends))
-    found += finished(recording)
-    found += stores(recording)
-    return found
+    findings = list(growing(trends))
+    findings += finished(recording)
+    findings += stores(recording)
+    return findings
 
 
 def growing(trends: Sequence[Trend]) -> Iterator[Finding]:
@@ -175,17 +175,17 @@ def trends(recording: Recording, tolerance_bytes: int | None = None) -> list[Tre
 
 def judged(recording: Recording) -> dict[str, list[tuple[float, ProcessMemory]]]:
     """The samples of each process after the warm-up, each with its round or its hours."""
-    found: dict[str, list[tuple[float, ProcessMemory]]] = {}
+    series: dict[str, list[tuple[float, ProcessMemory]]] = {}
     for sample in recording.samples:
         at = position(recording, sample)
         if at is None or not all(process.rss_bytes for process in sample.processes):
             continue
         for process in sample.processes:
-            before = found.setdefault(who(process), [])
+            before = series.setdefault(who(process), [])
             # Not every sample has the agent's report; the last one counts until the next.
             agent = process.agent or (before[-1][1].agent if before else None)
             before.append((at, msgspec.structs.replace(process, agent=agent)))
-    return found
+    return series
 
 
 def position(recording: Recording, sample: MemorySample) -> float | None:
@@ -224,7 +224,7 @@ def trend(
     if not by_rounds:
         points = pooled(points)
     slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points) if x1 > x0]
-    found = Trend(
+    trend_ = Trend(
         subject=subject,
         per="round" if by_rounds else "hour",
         verdict=OPEN,
@@ -233,18 +233,18 @@ def trend(
         more=float(LEAST_STEPS - len(slopes)) if by_rounds else None,
     )
     if not slopes:
-        return found
+        return trend_
     apart = (points[-1][0] - points[0][0]) / len(slopes)
     mean = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
-    found = msgspec.structs.replace(
-        found,
+    trend_ = msgspec.structs.replace(
+        trend_,
         mean=mean,
         rss_growth=int(rss[-1][1] - rss[0][1]),
         rss_mean=(rss[-1][1] - rss[0][1]) / (rss[-1][0] - rss[0][0]),
         cache_growth=int(held[-1] - held[0]),
     )
     if len(slopes) < LEAST_STEPS:
-        return found
+        return trend_
     scatter = statistics.stdev(slopes)
     half = halfwidth(scatter, len(slopes), apart)
     new = max(entries[-1] - entries[0], 0) / (rss[-1][0] - rss[0][0])
@@ -255,7 +255,7 @@ def trend(
         most = MOST_STEPS if by_rounds else BLOCKS
         steps = enough(scatter, len(slopes), apart, abs(mean - tolerance), most)
         more = steps and steps * (1 if by_rounds else 3600 * apart)
-    return msgspec.structs.replace(found, verdict=verdict, low=low, high=high, more=more)
+    return msgspec.structs.replace(trend_, verdict=verdict, low=low, high=high, more=more)
 
 
 def pooled(points: Sequence[Point]) -> list[Point]:

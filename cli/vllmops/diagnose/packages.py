@@ -67,5 +67,5 @@ def findings(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[Finding
     """A finding for each row that holds; as `bad`."""
     for row in bad(versions, nodes=nodes):
         subject = f"{row.package} {versions[row.package]}"
-        found = BAD_VERSION.at(subject, f"{row.title}; {', '.join(row.references)}")
-        yield msgspec.structs.replace(found, next=row.next, reference=row.references[0])
+        finding = BAD_VERSION.at(subject, f"{row.title}; {', '.join(row.references)}")
+        yield msgspec.structs.replace(finding, next=row.next, reference=row.references[0])

@@ -256,13 +256,13 @@ def place_of(process: ProcessStacks, thread: Thread) -> Position:
     inner = frames[: inside + 1]
     if not frames or ASIDE.match(thread.name) or _rests(process, thread, phase, inner, frames):
         return Position(process, thread, phase, "rest", frames[0] if frames else None)
-    found = [(ids[0], at) for at, frame in enumerate(inner) if (ids := waits_of(frame))]
+    waits = [(ids[0], at) for at, frame in enumerate(inner) if (ids := waits_of(frame))]
     if phase.id == "spawn":
         return Position(process, thread, phase, "ipc-read", frames[0])
     telling = next((f for f in frames if not _is_silent(f)), frames[0])
-    if not found:
+    if not waits:
         return Position(process, thread, phase, _unnamed(thread, frames, telling), telling)
-    wait, at = min(found, key=lambda row: (_order()[row[0]], row[1]))
+    wait, at = min(waits, key=lambda row: (_order()[row[0]], row[1]))
     if wait in {"metadata", "structure"} and waits_of(telling)[:1] != (wait,):
         wait, at = "call", frames.index(telling)
     entered = wait == "collective" and any(
@@ -287,11 +287,11 @@ ENTERED = re.compile(r"torch/distributed|distributed_c10d|lib\w*ccl|pynccl|gloo|
 
 def _phase(shown: Sequence[str]) -> Phase:
     """The phase of a thread, from those that its frames show, innermost first."""
-    found = [_phases()[name] for name in shown]
+    phases = [_phases()[name] for name in shown]
     if "dummy" in shown:  # it runs what a trial runs
         return _phases()["dummy"]
     for stage in ("end", "start", "serve"):
-        for phase in found:
+        for phase in phases:
             if phase.stage == stage:
                 return phase
     return NOWHERE

@@ -154,10 +154,10 @@ def certainty(looks: Sequence[Observation], answers: Callable[[str], bool]) -> C
             return False
         return not stall.doubt or (stall.doubt == "writing" and not answers(stall.subject))
 
-    found = stalls(looks)
-    if any(map(is_sure, found)):
+    stalls_ = stalls(looks)
+    if any(map(is_sure, stalls_)):
         return "sure"
-    return "likely" if found else ""
+    return "likely" if stalls_ else ""
 
 
 def suspicious(looks: Sequence[Observation]) -> bool:
@@ -365,10 +365,10 @@ def counted(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
 
 def counters(look: Observation) -> object:
     """The counters while requests are pending; None without such requests, or in sleep mode."""
-    found = look.metrics
-    if found is None or not (found.running or found.waiting) or found.awake == 0:
+    metrics = look.metrics
+    if metrics is None or not (metrics.running or metrics.waiting) or metrics.awake == 0:
         return None
-    return found.running, found.waiting, found.tokens, found.finished, found.preemptions
+    return metrics.running, metrics.waiting, metrics.tokens, metrics.finished, metrics.preemptions
 
 
 def lasting(looks: Sequence[Observation], sign: Callable[[Observation], object]) -> float | None:

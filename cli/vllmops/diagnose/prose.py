@@ -95,19 +95,19 @@ def chain_of(text: str, facts: Mapping[str, str]) -> Chain | None:
     text = reported(text)
     if not is_stuck(text):
         return None
-    found: dict[str, ProcessStacks] = {}
+    processes: dict[str, ProcessStacks] = {}
     for clause in CLAUSE.split(text):
         names = tuple(_names(clause))
         if not names:
             continue
         for title, role in dict.fromkeys(_subjects(clause)) or {("", "worker"): None}:
-            found.setdefault(title, _process(title, role, names))
-    named = [frame for process in found.values() for frame in process.threads[0].frames]
+            processes.setdefault(title, _process(title, role, names))
+    named = [frame for process in processes.values() for frame in process.threads[0].frames]
     # A step of a start is a place to be stuck in; of one that serves, it takes more to tell.
     if not any(map(_tells, named)):
         return None
     sample = StacksSnapshot(
-        captured_at=0.0, seconds=0.0, options=Options(), processes=tuple(found.values())
+        captured_at=0.0, seconds=0.0, options=Options(), processes=tuple(processes.values())
     )
     return chain(sample, facts)
 

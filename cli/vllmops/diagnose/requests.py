@@ -45,22 +45,22 @@ def one_sided(processes: Sequence[ProcessRequests], silent: Sequence[Silent]) ->
     handed = {request.id for process in fronts for request in process.front or ()}
     scheduled = {request.id for process in engines for request in process.engine or ()}
     leaving = {name for process in engines for name in process.leaving}
-    found: dict[str, str] = {}
+    zombies: dict[str, str] = {}
     if fronts and "api" not in unread:
         for process in engines:
             for request in process.engine or ():
                 if request.id not in handed and request.state != State.FINISHED:
                     holds = f"{request.kv_blocks or 0} KV blocks, {request.cache_pins} cache pins"
-                    found[request.id] = (
+                    zombies[request.id] = (
                         f"{who(process)} has it ({request.state}; {holds}), no API server does"
                     )
     if engines and "engine" not in unread:
         for process in fronts:
             for front in process.front or ():
                 if front.id and front.id not in scheduled:
-                    found[front.id] = f"{who(process)} waits for it, no engine has it"
+                    zombies[front.id] = f"{who(process)} waits for it, no engine has it"
         for process in workers:
             for name in process.worker or ():
                 if name not in scheduled | leaving | handed:
-                    found[name] = f"{who(process)} has it, no scheduler does"
-    return found
+                    zombies[name] = f"{who(process)} has it, no scheduler does"
+    return zombies

@@ -377,18 +377,19 @@ def installed(snapshot: ServerSnapshot) -> Iterator[Finding]:
 
 def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Shared memory, disks, memory and GPUs of the machine."""
-    found = snapshot.machine
-    left = [segment for segment in found.leftovers if segment.age_s >= LEFT_AGE_S]
+    machine_ = snapshot.machine
+    left = [segment for segment in machine_.leftovers if segment.age_s >= LEFT_AGE_S]
     if left:
         yield SHM.at("/dev/shm", "; ".join(leftover(left)))  # noqa: S108 - the kernel's own place
-    for disk in found.disks:
+    for disk in machine_.disks:
         if nearly_full(disk):
             yield DISK.at(disk.path, f"{disk.use}: {size(disk.free)} of {size(disk.total)} free")
-    if found.memory_available < FULL_SHARE * found.memory_total:
+    if machine_.memory_available < FULL_SHARE * machine_.memory_total:
         yield MEMORY.at(
-            "memory", f"{size(found.memory_available)} of {size(found.memory_total)} available"
+            "memory",
+            f"{size(machine_.memory_available)} of {size(machine_.memory_total)} available",
         )
-    for gpu in found.gpus:
+    for gpu in machine_.gpus:
         subject = f"GPU {gpu.index} ({gpu.name})"
         if gpu.bad_memory:
             yield GPU_MEMORY.at(subject, f"{gpu.bad_memory} uncorrected errors")
@@ -399,7 +400,7 @@ def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
         if spins(gpu):
             share = f"busy {gpu.busy:.0%}, memory {gpu.memory_busy:.0%}"
             yield GPU_SPINNING.at(subject, f"{share}, {gpu.watts:.0f} of {gpu.limit_watts:.0f} W")
-    for address, errors in grouped(found.xids).items():
+    for address, errors in grouped(machine_.xids).items():
         last = errors[-1]
         yield GPU_ERROR.at(
             address,
@@ -418,10 +419,10 @@ def spins(gpu: Gpu) -> bool:
 
 def grouped(xids: Sequence[Xid]) -> dict[str, list[Xid]]:
     """Errors by GPU."""
-    found: dict[str, list[Xid]] = {}
+    by_gpu: dict[str, list[Xid]] = {}
     for xid in xids:
-        found.setdefault(xid.gpu, []).append(xid)
-    return found
+        by_gpu.setdefault(xid.gpu, []).append(xid)
+    return by_gpu
 
 
 def leftover(left: Sequence[Leftover]) -> Iterator[str]:

@@ -120,12 +120,12 @@ def catalogue() -> tuple[Signature, ...]:
 @functools.cache
 def alternatives(pattern: str) -> tuple[tuple[str, str, str], ...]:
     """Class, function and file of each alternative; empty what it does not name."""
-    found = []
+    patterns = []
     for alternative in pattern.split("|"):
         name, _, file = alternative.partition("@")
         owner, _, function = name.rpartition(".")
-        found.append((owner, function, file))
-    return tuple(found)
+        patterns.append((owner, function, file))
+    return tuple(patterns)
 
 
 @functools.cache

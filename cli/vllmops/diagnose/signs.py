@@ -27,7 +27,7 @@ def read(text: str) -> dict[str, str]:
     }
     stuck = max(weights.values()) > 1
     votes: Counter[str] = Counter()
-    found: dict[str, str] = {}
+    signs: dict[str, str] = {}
     weak = True  # as long as only names of parts were found
     for sign in table().sign:
         if not (stuck or sign.proof) or (sign.part and votes and not weak):
@@ -41,5 +41,5 @@ def read(text: str) -> dict[str, str]:
             weight = sum(map(weights.__getitem__, best))
             for index, name in enumerate(sign.ids):
                 votes[name] += weight * (1 if index else FIRST)
-                found.setdefault(name, " ".join(sentences[best[0]].split())[:SHOWN])
-    return {name: found[name] for name, _ in votes.most_common(MOST)}
+                signs.setdefault(name, " ".join(sentences[best[0]].split())[:SHOWN])
+    return {name: signs[name] for name, _ in votes.most_common(MOST)}

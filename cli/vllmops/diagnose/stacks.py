@@ -150,13 +150,13 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     elif hits and any(not crash.error for crash in others) and _waited(scene):
         # What ended the wait is cut off: the traceback shows where it was, and no crash.
         others = [crash for crash in others if crash.error]
-    found = [*map(_crashed, others), *map(_stopped, stopped)]
-    found += map(_finding, hits)
-    found.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
-    verdict = _verdict(found, scene.facts)
+    findings = [*map(_crashed, others), *map(_stopped, stopped)]
+    findings += map(_finding, hits)
+    findings.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
+    verdict = _verdict(findings, scene.facts)
     return Explanation(
         verdict=verdict,
-        findings=tuple(found),
+        findings=tuple(findings),
         seen=tuple(map(_seen, last)),
         samples=len(pasted.samples),
         facts=dict(scene.facts),
@@ -166,13 +166,13 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
 
 def _merged(parts: Sequence[Explanation]) -> Explanation:
     """One explanation from those of what several persons wrote: the most certain findings first."""
-    found: dict[str, StackFinding] = {}
+    by_code: dict[str, StackFinding] = {}
     for finding in (finding for part in parts for finding in part.findings):
-        known = found.get(finding.code)
+        known = by_code.get(finding.code)
         if not known or RANKS.index(known.confidence) < RANKS.index(finding.confidence):
-            found[finding.code] = finding
+            by_code[finding.code] = finding
     ordered = sorted(
-        found.values(),
+        by_code.values(),
         key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)),
     )
     verdicts = [part.verdict for part in parts]
@@ -271,15 +271,15 @@ def _distinct(crashes: Sequence[Crash]) -> list[Crash]:
 
 def _ended(crashes: Sequence[Crash], text: str) -> Iterator[Hit]:
     """The hangs of which tracebacks are what is left, each once."""
-    found: dict[str, Crash] = {}
+    crashed: dict[str, Crash] = {}
     for crash in crashes:
         if name := hang_of(crash):
-            found.setdefault(name, crash)
-    if crashes and not found and (line := INPUT_THREAD.search(text)):
-        found["input-thread-dead"] = Crash("", line[0], ())
+            crashed.setdefault(name, crash)
+    if crashes and not crashed and (line := INPUT_THREAD.search(text)):
+        crashed["input-thread-dead"] = Crash("", line[0], ())
     # Who waits for a process that crashed times out.
     real = any(not hang_of(crash) and not AFTERMATH.search(crash.error) for crash in crashes)
-    for name, crash in found.items():
+    for name, crash in crashed.items():
         if real and name != "input-thread-dead":
             continue
         yield Hit(known(name), "likely", _told(crash), crash.process or "EngineCore")
@@ -329,16 +329,16 @@ def _stopped(process: ProcessStacks) -> StackFinding:
     )
 
 
-def _verdict(found: Sequence[StackFinding], facts: Mapping[str, str]) -> str:
-    if any(finding.hang and finding.confidence != "possible" for finding in found):
+def _verdict(findings: Sequence[StackFinding], facts: Mapping[str, str]) -> str:
+    if any(finding.hang and finding.confidence != "possible" for finding in findings):
         return "hang"
-    if any(finding.code == "stack.crash" for finding in found):
+    if any(finding.code == "stack.crash" for finding in findings):
         return "crash"
-    if any(not finding.hang for finding in found):
+    if any(not finding.hang for finding in findings):
         return "idle"
     if facts.get("progress") == "moving":
         return "working"
-    return "maybe" if found else "unknown"
+    return "maybe" if findings else "unknown"
 
 
 def _seen(process: ProcessStacks) -> Seen:

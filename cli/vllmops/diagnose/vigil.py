@@ -69,12 +69,12 @@ class Vigil:
 
     def after(self, seconds: float) -> list[Stall]:
         """What has stopped for so many seconds, without what was dismissed."""
-        found = stalls(self.looks, seconds)
-        return [stall for stall in found if key(stall) not in self.dismissed]
+        stalls_ = stalls(self.looks, seconds)
+        return [stall for stall in stalls_ if key(stall) not in self.dismissed]
 
-    def dismiss(self, found: list[Stall]) -> None:
+    def dismiss(self, stalls_: list[Stall]) -> None:
         """These are no stalls: ignore them until they change."""
-        self.dismissed |= {key(stall) for stall in found}
+        self.dismissed |= {key(stall) for stall in stalls_}
         self.row = 0
 
     @property

@@ -191,8 +191,8 @@ def _rooted(busy: Sequence[Position], rest: Sequence[Position]) -> tuple[str, li
 def _name(place: Position) -> str:
     """The collective that a thread is in, by the outermost frame that names it."""
     frames = [frame for frame in own(place.thread.frames) if place.wait in waits_of(frame)]
-    found = frames[-1] if frames else place.frame
-    return name_of(found.function) if found else ""
+    innermost = frames[-1] if frames else place.frame
+    return name_of(innermost.function) if innermost else ""
 
 
 def _step(place: Position) -> str:

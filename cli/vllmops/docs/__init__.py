@@ -40,18 +40,18 @@ class Page:
 def pages() -> dict[str, Page]:
     """Every page by its name: topics first, then findings, then errors, each in order."""
     root = files(__package__)
-    found = [Page(stem(file), "topic", file.read_text("utf-8")) for file in texts(root)]
-    found += [
+    all_pages = [Page(stem(file), "topic", file.read_text("utf-8")) for file in texts(root)]
+    all_pages += [
         Page(stem(file), "finding", file.read_text("utf-8")) for file in texts(root / "findings")
     ]
-    found += [Page(f"stack.{each.id}", "finding", described(each)) for each in catalogue()]
+    all_pages += [Page(f"stack.{each.id}", "finding", described(each)) for each in catalogue()]
     for file in texts(root / "errors"):
         _, *sections = HEADING.split(file.read_text("utf-8"))
-        found += [
+        all_pages += [
             Page(section.partition("\n")[0].strip(), "error", f"# {section}")
             for section in sections
         ]
-    return {page.name: page for page in found}
+    return {page.name: page for page in all_pages}
 
 
 def described(signature: Signature) -> str:

@@ -169,14 +169,14 @@ class Examination:
     def sample(self) -> None:
         """Take the stacks once."""
         try:
-            found = pyspy.capture(
+            snapshot = pyspy.capture(
                 self.server.processes, timeout_s=self.patience_s(), server=self.server.name
             )
         except VllmopsError as error:
             self.miss(Unseen("stacks", error.code, error.message, error.hint))
             return
-        self.samples.append(found)
-        for process in found.processes:
+        self.samples.append(snapshot)
+        for process in snapshot.processes:
             problem = process.error or process.instead
             if problem and problem.code != "stacks.gone":
                 what = "stacks by py-spy" if process.instead else "stacks"
@@ -225,9 +225,9 @@ class Examination:
     def undecided(self) -> bool:
         """Whether something has made no progress, but not for long enough yet."""
         patience_s = self.options.patience_s
-        found = progress.stalls(self.looks, patience_s)
+        stalls = progress.stalls(self.looks, patience_s)
         within_s = 1.5 * patience_s
-        return not found and self.age < within_s and progress.decidable(self.looks[-3:], within_s)
+        return not stalls and self.age < within_s and progress.decidable(self.looks[-3:], within_s)
 
     def so_far(self, why: str) -> ServerSnapshot:
         """What has been seen until now.
@@ -330,8 +330,8 @@ class Parts:
 
         The engine is asked between two steps; an engine that may hang is not asked.
         """
-        found = self.caches.result()
-        sample = found.samples[-1] if found else None
+        caches = self.caches.result()
+        sample = caches.samples[-1] if caches else None
         # `agents` names who did not answer.
         if sample is None or sample.silent or not judge.worthwhile(sample):
             return ()
@@ -389,14 +389,14 @@ def look(server: Server, began: float, *, web: bool = True) -> Observation:
     if web and server.url:
         health = http.status(server.url)
         metrics = http.metrics(server.url) if health else None
-    found = seen(server, compiling=True)
+    state = seen(server, compiling=True)
     return Observation(
         at_s=at_s,
-        pulses=found.pulses,
+        pulses=state.pulses,
         metrics=metrics,
         health=health,
-        processes=found.states,
-        compilers=found.compilers,
+        processes=state.states,
+        compilers=state.compilers,
     )
 
 
@@ -417,11 +417,11 @@ def seen(server: Server, *, compiling: bool = False) -> Seen:
     """
     if server.fleet:
         try:
-            found = server.fleet.members()
+            members = server.fleet.members()
         except VllmopsError as error:
             gone = error.code == "admin.unreachable"
             return Seen(tuple(unseen(process, gone=gone) for process in server.processes), ())
-        return Seen(found.processes, found.pulses, found.compilers)
+        return Seen(members.processes, members.pulses, members.compilers)
     below = tuple(compilers(server.processes)) if compiling else ()
     return Seen(tuple(map(state, server.processes)), tuple(pulses(server)), below)
 
@@ -443,9 +443,9 @@ def pulses(server: Server) -> Iterator[Pulse]:
     """The heartbeats of a server's processes."""
     for process in server.of(*ROLES):
         with suppress(VllmopsError):
-            if found := agent.beat(process):
+            if pulse := agent.beat(process):
                 yield Pulse(
-                    **agent.shown(process), pid=process.pid, age_s=found.age_s, beat=found.beat
+                    **agent.shown(process), pid=process.pid, age_s=pulse.age_s, beat=pulse.beat
                 )
 
 
@@ -485,10 +485,10 @@ def disks() -> Iterator[Disk]:
 
 def leftovers() -> Iterator[Leftover]:
     """Segments of the kinds that vLLM makes and that no live process uses."""
-    found = shm.unused()
-    for segment in found.segments:
+    unused = shm.unused()
+    for segment in unused.segments:
         owner = user(segment.uid)
-        yield Leftover(segment.name, segment.bytes, segment.age_s, owner, found.doubt)
+        yield Leftover(segment.name, segment.bytes, segment.age_s, owner, unused.doubt)
 
 
 def orphans(table: processes.Table) -> Iterator[ProcessState]:

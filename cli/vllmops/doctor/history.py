@@ -56,24 +56,24 @@ def take(target: str | None) -> History:
         VllmopsError: as `resolve` does, or ``steps.none``.
     """
     try:
-        found = of(resolve(target))
+        history = of(resolve(target))
     except VllmopsError as error:
         wanted = target or os.environ.get("VLLMOPS_TARGET") or ""
         if error.code == "target.over":
-            found = of(next(server for server in find() if server.name == wanted))
+            history = of(next(server for server in find() if server.name == wanted))
         elif error.code == "target.unknown" and (dead := by_pid(wanted)):
-            found = History(wanted, dead)
+            history = History(wanted, dead)
         else:
             raise
-    if not found.recordings:
-        why = "".join(f"; {part.part}: {part.why}" for part in found.unseen)
+    if not history.recordings:
+        why = "".join(f"; {part.part}: {part.why}" for part in history.unseen)
         raise VllmopsError(
             "steps.none",
-            f"there is no recording of the steps of {found.server}{why}",
+            f"there is no recording of the steps of {history.server}{why}",
             "vllmops help flight-recorder",
             exit_code=Exit.NOT_FOUND,
         )
-    return found
+    return history
 
 
 def of(server: Server) -> History:
@@ -85,7 +85,7 @@ def of(server: Server) -> History:
         missed = (Unseen(f"steps of {who(one)}", one.code, one.why, one.hint) for one in silent)
         # Nobody there reads the files of dead processes for an operator on another machine.
         return History(server.label, ordered(answers), (*missed, AWAY))
-    found: list[StepsRecording] = []
+    recordings: list[StepsRecording] = []
     folders: dict[Path, int | None] = {home() / DIRECTORY: None}
     ids: set[str] = set()
     for process in server.of(*ROLES):
@@ -93,8 +93,8 @@ def of(server: Server) -> History:
             if pulse := agent.beat(process):
                 ids |= {*pulse.beat.standing.servers}
             folders[agent.socket_path(process).parent] = agent.owner(process)
-            found.append(own(process))
-    known = {recording.head.identity for recording in found if recording.head}
+            recordings.append(own(process))
+    known = {recording.head.identity for recording in recordings if recording.head}
 
     def belongs(head: StepsHead) -> bool:
         mine = server.record is not None and of_run(server.record, head)
@@ -104,8 +104,8 @@ def of(server: Server) -> History:
         for recording in dead(folder, uid, belongs):
             assert recording.head
             known.add(recording.head.identity)
-            found.append(recording)
-    return History(server.label, ordered(found))
+            recordings.append(recording)
+    return History(server.label, ordered(recordings))
 
 
 def own(process: Process) -> StepsRecording:
@@ -117,18 +117,18 @@ def own(process: Process) -> StepsRecording:
     """
     known = agent.own_identity(process)
     path = agent.socket_path(process).with_name(steps.file_name(known))
-    found = steps.recording(read(path, agent.owner(process)), process.pid, process.role)
-    same = found.head is None or found.head.identity == known
-    return replace(found, head=found.head if same else None, **agent.shown(process))
+    recording = steps.recording(read(path, agent.owner(process)), process.pid, process.role)
+    same = recording.head is None or recording.head.identity == known
+    return replace(recording, head=recording.head if same else None, **agent.shown(process))
 
 
 def read(path: Path, uid: int | None) -> bytes:
     return read_private(path, uid, steps.FILE_BYTES)
 
 
-def ordered(found: Iterable[StepsRecording]) -> tuple[StepsRecording, ...]:
+def ordered(recordings: Iterable[StepsRecording]) -> tuple[StepsRecording, ...]:
     """Those that are some, by rank."""
-    recorded = (recording for recording in found if recording.head)
+    recorded = (recording for recording in recordings if recording.head)
     return tuple(sorted(recorded, key=lambda one: (one.dp_rank or 0, one.read_at, one.pid)))
 
 

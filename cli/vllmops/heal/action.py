@@ -85,8 +85,8 @@ def asked(server: Server, action: str, roles: Sequence[Role]) -> list[Case]:
     """What the agents of a server see of an action's state; one that does not answer sees none."""
 
     def one(process: Process) -> list[Case]:
-        found = ask(process, HealRequest(action=action)).proofs
-        return [Case(process, proof) for proof in found]
+        proofs = ask(process, HealRequest(action=action)).proofs
+        return [Case(process, proof) for proof in proofs]
 
     answers, _ = agent.side_by_side(filter(awake, server.of(*roles)), one)
     return [case for cases in answers for case in cases]
@@ -122,14 +122,14 @@ def proven(looks: Sequence[Sequence[Case]]) -> list[Case]:
         return float("nan") if case.proof.rises is None else case.proof.rises
 
     seen = [{case.key: case for case in look} for look in looks]
-    found = []
+    cases = []
     for name, case in seen[-1].items() if seen else ():
         row = [look[name] for look in seen if name in look]
         tries = [steps(later) - steps(earlier) for earlier, later in pairwise(row)]
         # Of what needs no steps, each difference is NaN, which is not less than anything.
         if len(row) == len(seen) and not any(grown < LEAST_STEPS for grown in tries):
-            found.append(case)
-    return found
+            cases.append(case)
+    return cases
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

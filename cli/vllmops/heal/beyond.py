@@ -43,13 +43,13 @@ def beyond(server: Server, show: Callable[[str], None] = lambda _: None) -> Beyo
         server: to look at; heartbeats alone, unless they show a stall.
         show: called with what is waited for.
     """
-    found = progress.stalls(looked(server))
-    if not found:
+    stalls = progress.stalls(looked(server))
+    if not stalls:
         return None
     diagnosis = doctor.examine(examine.take(server, show=show))
     in_flight, background = lost(server)
     return Beyond(
-        finding=doctor.cause(found, diagnosis),
+        finding=doctor.cause(stalls, diagnosis),
         in_flight=in_flight,
         background=background,
         restart=brought_back(server),

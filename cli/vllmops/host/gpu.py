@@ -90,13 +90,13 @@ class Gpus:
 
     def reasons(self, bits: int) -> tuple[str, ...]:
         """NVML's names of what lowers a clock."""
-        found = {
+        bits_of = {
             name.removeprefix(SLOWED): bit
             for name, bit in vars(self.nvml).items()
             if name.startswith(SLOWED) and isinstance(bit, int)
         }
         return tuple(
-            sorted(name for name, bit in found.items() if bit.bit_count() == 1 and bits & bit)
+            sorted(name for name, bit in bits_of.items() if bit.bit_count() == 1 and bits & bit)
         )
 
 

@@ -26,15 +26,15 @@ def xids(since_s: float, log: Path = KMSG) -> tuple[Xid, ...]:
         log: where to read.
     """
     now = time.clock_gettime(time.CLOCK_MONOTONIC)
-    found = []
+    xids_ = []
     for record in records(log):
         # Fields that follow a record stand on lines of their own.
         if match := LINE.match(record):
             age_s = max(now - int(match["us"]) / 1e6, 0.0)
             if age_s <= since_s:
                 text = match["text"].partition("\n")[0].strip(" ,")
-                found.append(Xid(match["gpu"], int(match["n"]), text, age_s))
-    return tuple(found)
+                xids_.append(Xid(match["gpu"], int(match["n"]), text, age_s))
+    return tuple(xids_)
 
 
 def records(log: Path) -> Iterator[str]:

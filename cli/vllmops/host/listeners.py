@@ -34,10 +34,10 @@ def distrust(url: str) -> str:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         if not here(parts.hostname or ""):
             return ""
-        found = listeners(port)
-        if others := found - {0, os.geteuid()}:
+        users = listeners(port)
+        if others := users - {0, os.geteuid()}:
             return f"the process that listens on port {port} belongs to {user(min(others))}"
-        if found or not answers(parts.hostname or "", port):
+        if users or not answers(parts.hostname or "", port):
             return ""  # where nobody listens, nothing can be sent
         return f"the owner of the process on port {port} is unknown"
     return f"{url} is not an address"
@@ -48,7 +48,7 @@ def here(host: str, *, surely: bool = False) -> bool:
     if host in {"", "localhost"}:
         return True
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
     own = {
@@ -57,7 +57,7 @@ def here(host: str, *, surely: bool = False) -> bool:
         for address in addresses
         if address.family in {socket.AF_INET, socket.AF_INET6}
     }
-    named = {plain(str(address[0])) for *_, address in found}
+    named = {plain(str(address[0])) for *_, address in resolved}
     judge = all if surely else any
     return judge(
         address.is_loopback or address.is_unspecified or address in own for address in named
@@ -75,8 +75,8 @@ def answers(host: str, port: int) -> bool:
 
 def plain(address: str) -> IPv4Address | IPv6Address:
     """An address, without its scope, and as of version 4 where it stands for one."""
-    found = ip_address(address.partition("%")[0])
-    return getattr(found, "ipv4_mapped", None) or found
+    ip = ip_address(address.partition("%")[0])
+    return getattr(ip, "ipv4_mapped", None) or ip
 
 
 def listeners(port: int) -> set[int]:
@@ -126,9 +126,9 @@ def own_processes() -> Iterator[tuple[int, int]]:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.uids().effective == uid:
-                    for found in process.net_connections("tcp"):
-                        if found.status == psutil.CONN_LISTEN:
-                            yield found.laddr.port, uid
+                    for connection in process.net_connections("tcp"):
+                        if connection.status == psutil.CONN_LISTEN:
+                            yield connection.laddr.port, uid
 
 
 OWNERS = PortOwners()

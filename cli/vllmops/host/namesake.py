@@ -18,11 +18,11 @@ SCRIPT_BYTES = 1 << 16
 
 def warning() -> str:
     """One line for a person; empty if this is the only one."""
-    found = sorted({*packages(), *scripts()})
-    if not found:
+    others = sorted({*packages(), *scripts()})
+    if not others:
         return ""
     return (
-        f"another program is also called {COMMAND}: {', '.join(found)}; "
+        f"another program is also called {COMMAND}: {', '.join(others)}; "
         f"{sys.executable} -m vllmops runs this one"
     )
 
@@ -38,12 +38,12 @@ def packages() -> Iterator[str]:
         except OSError:
             continue
         for name in names:
-            found = METADATA.fullmatch(name)
-            if not found or (own := re.sub(r"[-_.]+", "-", found["name"].lower())) == OURS:
+            match = METADATA.fullmatch(name)
+            if not match or (own := re.sub(r"[-_.]+", "-", match["name"].lower())) == OURS:
                 continue
             text = content(os.path.join(folder, name, "entry_points.txt"))
             if own == COMMAND or SCRIPT.search(text.decode(errors="replace")):
-                yield f"package {found['name']} {found['version']} in {folder}"
+                yield f"package {match['name']} {match['version']} in {folder}"
 
 
 def scripts() -> Iterator[str]:

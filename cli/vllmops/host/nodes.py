@@ -24,7 +24,7 @@ def connected(tree: Sequence[Process], port: int | None) -> set[str]:
 
     API servers connect to stores, and clients to them; other processes to other nodes.
     """
-    own = {one.address for found in psutil.net_if_addrs().values() for one in found}
+    own = {one.address for interface in psutil.net_if_addrs().values() for one in interface}
     addresses = set()
     for process in tree:
         try:
@@ -45,14 +45,14 @@ def unanswered(tree: Sequence[Process], port: int | None) -> set[str]:
 
     It says nothing of a node that is sent nothing.
     """
-    found = set()
+    peers = set()
     for name in ("tcp", "tcp6"):
         with suppress(OSError, ValueError, IndexError):
             for line in Path(f"/proc/{tree[0].pid}/net/{name}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == ESTABLISHED and int(fields[6], 16) >= SENT_AGAIN:
-                    found.add(address(fields[2].partition(":")[0]))
-    return found & connected(tree, port) if found else found
+                    peers.add(address(fields[2].partition(":")[0]))
+    return peers & connected(tree, port) if peers else peers
 
 
 def address(words: str) -> str:

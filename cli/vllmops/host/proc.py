@@ -153,11 +153,11 @@ def threads(pid: int) -> list[int]:
 
 def children(pid: int) -> list[int]:
     """The pids of the children of a process; raises OSError."""
-    found = []
+    pids = []
     for thread in threads(pid):
         with suppress(OSError):  # the thread may have ended
-            found += text(folder(pid) / f"task/{thread}/children").split()
-    return list(map(int, found))
+            pids += text(folder(pid) / f"task/{thread}/children").split()
+    return list(map(int, pids))
 
 
 def name(pid: int) -> str:

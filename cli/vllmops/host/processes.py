@@ -92,12 +92,12 @@ def table() -> Table:
     """
     if not Path("/proc/self/stat").exists():
         raise needs_linux("to look into processes")
-    found = {}
+    processes = {}
     # Supervisors and watches do this all the time: one look at `stat` has all but the words.
     for process in psutil.process_iter(["cmdline"]):
         with suppress(ProcessLookupError):  # gone meanwhile
-            found[process.pid] = seen(process.pid, process.info["cmdline"] or ())
-    return found
+            processes[process.pid] = seen(process.pid, process.info["cmdline"] or ())
+    return processes
 
 
 def seen(pid: int, words: Sequence[str] | None = None) -> Seen:
@@ -162,24 +162,24 @@ def tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...]:
     children: dict[int, list[Seen]] = {}
     for seen in table.values():
         children.setdefault(seen.ppid, []).append(seen)
-    found: dict[int, Seen] = {}
+    by_pid: dict[int, Seen] = {}
     queue = [table[pid] for pid in roots if pid in table]
     while queue:
         seen = queue.pop(0)
-        if seen.pid not in found and not seen.zombie:
-            found[seen.pid] = seen
+        if seen.pid not in by_pid and not seen.zombie:
+            by_pid[seen.pid] = seen
             queue += sorted(children.get(seen.pid, []), key=lambda child: child.start_ticks)
-    many_api_servers = any(titled(seen.words) is Role.API for seen in found.values())
+    many_api_servers = any(titled(seen.words) is Role.API for seen in by_pid.values())
     return tuple(
         Process(
-            role=role(seen, found.get(seen.ppid), many_api_servers=many_api_servers),
+            role=role(seen, by_pid.get(seen.ppid), many_api_servers=many_api_servers),
             pid=seen.pid,
             start_ticks=seen.start_ticks,
             title=" ".join(seen.words).rstrip(),
             rss_bytes=seen.rss_bytes,
             place=of_title(seen.words[0]) if titled(seen.words) else Place(),
         )
-        for seen in found.values()
+        for seen in by_pid.values()
     )
 
 

@@ -55,8 +55,8 @@ def about(text: str) -> set[int]:
 def listening(pid: int) -> list[tuple[str, int]]:
     """Where a process's RAS service listens: at most one address."""
     port = wanted(proc.environment(pid))
-    found = processes.listening(pid) if port else []
-    return [(local(address), port) for address, at in found if at == port][:1]
+    addresses = processes.listening(pid) if port else []
+    return [(local(address), port) for address, at in addresses if at == port][:1]
 
 
 def wanted(environment: dict[str, str]) -> int:

@@ -54,7 +54,7 @@ class Segment:
 
 def segments() -> list[Segment]:
     """The files in ``/dev/shm``, by name."""
-    found = []
+    segments_ = []
     now = time.time()
     with contextlib.suppress(OSError), os.scandir(SHM) as entries:
         for entry in entries:
@@ -64,8 +64,8 @@ def segments() -> list[Segment]:
                     continue
                 age_s = max(now - at.st_mtime, 0.0)
                 file = at.st_dev, at.st_ino
-                found.append(Segment(entry.name, file, at.st_size, at.st_uid, age_s))
-    return sorted(found, key=lambda segment: segment.name)
+                segments_.append(Segment(entry.name, file, at.st_size, at.st_uid, age_s))
+    return sorted(segments_, key=lambda segment: segment.name)
 
 
 def files_of(pid: int) -> set[File]:
@@ -214,13 +214,13 @@ def clean() -> tuple[Unused, list[Segment]]:
     Returns:
         What is left, and what was removed.
     """
-    found = unused()
-    old = {segment.file for segment in found.segments if segment.age_s >= OLD_S}
-    if found.doubt or not old:
-        return found, []
+    unused_ = unused()
+    old = {segment.file for segment in unused_.segments if segment.age_s >= OLD_S}
+    if unused_.doubt or not old:
+        return unused_, []
     # Once more: somebody may have opened one since that process was looked into.
     again = unused(lambda segment: segment.file in old and segment.age_s >= OLD_S)
     names = [] if again.doubt else remove(again.segments)
-    left = tuple(segment for segment in found.segments if segment.name not in names)
-    removed = [segment for segment in found.segments if segment.name in names]
+    left = tuple(segment for segment in unused_.segments if segment.name not in names)
+    removed = [segment for segment in unused_.segments if segment.name in names]
     return Unused(left, again.doubt), removed

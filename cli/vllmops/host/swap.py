@@ -29,5 +29,5 @@ class Swapping:
 
 def moved() -> int:
     """Bytes that the machine has swapped in and out since it was booted."""
-    found = psutil.swap_memory()
-    return int(found.sin + found.sout)
+    swap = psutil.swap_memory()
+    return int(swap.sin + swap.sout)

@@ -43,10 +43,10 @@ def set_draining(server: Server, *, on: bool) -> list[Traffic]:
 
 def unready(server: Server) -> str:
     """Why new requests had better go to another server, by its heartbeats; empty without reason."""
-    found: dict[str, None] = {}
+    reasons: dict[str, None] = {}
     for process in server.of(*ROLES):
         with suppress(VllmopsError):
             pulse = agent.beat(process)
             if pulse and pulse.beat.unready:
-                found[pulse.beat.unready] = None
-    return ", ".join(found)
+                reasons[pulse.beat.unready] = None
+    return ", ".join(reasons)

@@ -120,10 +120,10 @@ def check(order: Order) -> None:
     logs.limit()
     check_installed()
     check_model(order.model)
-    found = order.shape
-    if found.uds:
-        check_socket(found.uds)
-    elif not found.headless:
+    shape = order.shape
+    if shape.uds:
+        check_socket(shape.uds)
+    elif not shape.headless:
         # Any port shows whether the host is an address of this machine.
         check_port(order.host, order.port or 0)
 
@@ -167,7 +167,7 @@ def check_model(model: str) -> None:
     if not looks_like_path and not path.exists():
         return
     try:
-        found = path.is_dir()
+        is_folder = path.is_dir()
         if not path.exists():
             raise VllmopsError(
                 "model.missing",
@@ -175,7 +175,7 @@ def check_model(model: str) -> None:
                 "give a directory with a config.json, or a hub id such as Qwen/Qwen3-0.6B",
             )
         if (
-            found
+            is_folder
             and not any((path / name).is_file() for name in MODEL_FILES)
             and not any(path.glob("*.gguf"))
         ):
@@ -272,12 +272,12 @@ def lingering(port: int) -> bool:
 def holder(port: int) -> str:
     """The process that uses a port, or will; empty if unknown."""
     with contextlib.suppress(psutil.Error):
-        for found in psutil.net_connections("tcp"):
-            address = found.laddr
-            if found.status == psutil.CONN_LISTEN and address and address.port == port:
-                if found.pid is None:
+        for connection in psutil.net_connections("tcp"):
+            address = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and address and address.port == port:
+                if connection.pid is None:
                     break
-                return f" ({psutil.Process(found.pid).name()}, pid {found.pid}, uses it)"
+                return f" ({psutil.Process(connection.pid).name()}, pid {connection.pid}, uses it)"
     pids = [server.pid for server in find() if server.processes and server.port == port]
     return f" (a vLLM server, pid {pids[0]}, was started with it)" if pids else ""
 
@@ -350,7 +350,7 @@ def environment(order: Order, name: str) -> dict[str, str]:
 
 def plan(order: Order, name: str, port: int | None) -> Record:
     now = time.time()
-    found = order.shape
+    shape = order.shape
     return Record(
         name=name,
         model=order.model,
@@ -364,8 +364,8 @@ def plan(order: Order, name: str, port: int | None) -> Record:
         watch=order.watch,
         created_at=now,
         stage_at=now,
-        uds=found.uds and str(Path(found.uds).absolute()),
-        headless=found.headless,
+        uds=shape.uds and str(Path(shape.uds).absolute()),
+        headless=shape.headless,
     )
 
 

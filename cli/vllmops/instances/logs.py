@@ -144,7 +144,7 @@ def failure(raw_lines: Iterable[str], *, echoes: bool = False) -> Failure | None
 
 def lost_node(raw_lines: Iterable[str]) -> str | None:
     """The name of the node of Ray's cluster that is gone, None if there is none."""
-    return next((found["name"] for raw in raw_lines if (found := NODE_LOST.search(raw))), None)
+    return next((match["name"] for raw in raw_lines if (match := NODE_LOST.search(raw))), None)
 
 
 def errors(lines: Sequence[Line]) -> Iterator[Failure]:
@@ -241,12 +241,12 @@ def first(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[
     oldest = aside(path, number - 1) if number > 1 else path
     try:
         with opened(oldest, of) as file:
-            found = file.read(limit)
+            content = file.read(limit)
     except OSError:
         return []
     # Not all of it in lines: there may be a million.
-    found = b"\n".join(found.split(b"\n", lines)[:lines])
-    return found.decode(errors="replace").splitlines()[:lines]
+    content = b"\n".join(content.split(b"\n", lines)[:lines])
+    return content.decode(errors="replace").splitlines()[:lines]
 
 
 def last(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[str]:
@@ -258,24 +258,24 @@ def last(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[s
         limit: bytes to read, at most; a line that is cut off by it is left out.
         of: as for `opened`.
     """
-    found, number, place = b"", 0, path
-    while len(found) < limit and found.count(b"\n") <= lines:
+    content, number, place = b"", 0, path
+    while len(content) < limit and content.count(b"\n") <= lines:
         try:
             with opened(place, of) as file:
                 size = file.seek(0, os.SEEK_END)
-                start = max(size - (limit - len(found)), 0)
+                start = max(size - (limit - len(content)), 0)
                 file.seek(start)
-                found = file.read(size - start) + found
+                content = file.read(size - start) + content
         except OSError:
             break
         if start:
-            found = found.partition(b"\n")[2]
+            content = content.partition(b"\n")[2]
             break
         number += 1
         place = aside(path, number)
     # Not all of it in lines: there may be a million.
-    found = b"\n".join(found.rsplit(b"\n", lines + 1)[-lines - 1 :])
-    return found.decode(errors="replace").splitlines()[-lines:]
+    content = b"\n".join(content.rsplit(b"\n", lines + 1)[-lines - 1 :])
+    return content.decode(errors="replace").splitlines()[-lines:]
 
 
 def inode(path: Path) -> int | None:

@@ -40,11 +40,11 @@ class Notifier:
         """
         while not self.over.wait(wait_s):
             with suppress(Exception):
-                found = verdict(self.folder.path)
-                if found is None or found.live:
+                verdict_ = verdict(self.folder.path)
+                if verdict_ is None or verdict_.live:
                     self.tell("WATCHDOG=1")
                 else:
-                    self.tell(f"STATUS={found.line('liveness')}")
+                    self.tell(f"STATUS={verdict_.line('liveness')}")
 
     def follow(self, record: Record) -> None:
         """Tell how far an instance is.

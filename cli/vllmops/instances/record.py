@@ -183,8 +183,8 @@ class Folder:
         """
         try:
             content = read_private(own(self.path) / self.record_file.name, None, RECORD_BYTES)
-            found: Record = RECORDS.decode(content)
-            return found
+            record: Record = RECORDS.decode(content)
+            return record
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -144,9 +144,9 @@ def stranger(table: processes.Table, tree: membership.Tree) -> Server:
         return Server(name=None, processes=tree)
     port = option(arguments, "--port")
     listening = processes.listening_ports(pid)
-    found = shape(arguments)
-    reached = not (found.headless or found.uds)
-    uds = found.uds and processes.absolute(pid, found.uds)
+    shape_ = shape(arguments)
+    reached = not (shape_.headless or shape_.uds)
+    uds = shape_.uds and processes.absolute(pid, shape_.uds)
     known = int(port) if port and port.isdigit() else listening[0] if listening else DEFAULT_PORT
     return Server(
         name=None,
@@ -156,7 +156,7 @@ def stranger(table: processes.Table, tree: membership.Tree) -> Server:
         model=option(arguments, "--model") or positional(arguments),
         scheme="https" if option(arguments, "--ssl-certfile") else "http",
         uds=uds,
-        headless=found.headless,
+        headless=shape_.headless,
     )
 
 
@@ -182,8 +182,8 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
     if target is None:
         target = os.environ.get("VLLMOPS_TARGET") or None
     asked = parsed(target) if target is not None else None
-    if isinstance(asked, Url | Pod) and (found := distant(asked)):
-        return found
+    if isinstance(asked, Url | Pod) and (remote := distant(asked)):
+        return remote
     try:
         every = find()
     except VllmopsError:  # there is no /proc
@@ -329,7 +329,7 @@ def is_local(asked: str, listening: str) -> bool:
     loopback = {"localhost", "127.0.0.1", "::1"}
     if asked in loopback:
         return listening in loopback | {"", "0.0.0.0", "::"}
-    own = {address.address for found in psutil.net_if_addrs().values() for address in found}
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     return asked == listening or (asked in own and listening in {"", "0.0.0.0", "::"})
 
 

@@ -204,20 +204,20 @@ def look(seen: Iterable[Process], shared: set[str]) -> None:
 def survivors(tree: Sequence[Process], session: int | None) -> list[Process]:
     """The live processes of a tree, by its members and by their session."""
     table = processes.table()
-    found = {process.pid: process for process in tree if alive(process)}
+    by_pid = {process.pid: process for process in tree if alive(process)}
     for pid in members(table, session):
-        found[pid] = Process(Role.OTHER, pid, table[pid].start_ticks)
-    return list(found.values())
+        by_pid[pid] = Process(Role.OTHER, pid, table[pid].start_ticks)
+    return list(by_pid.values())
 
 
 def members(table: processes.Table, session: int | None) -> list[int]:
     """The live processes of a session; its number is not reused while it has any."""
-    found = []
+    pids = []
     for pid, seen in table.items():
         with contextlib.suppress(OSError):
             if session and not seen.zombie and os.getsid(pid) == session:
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def kill(process: Process, number: int) -> None:

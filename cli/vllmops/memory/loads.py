@@ -250,12 +250,12 @@ def words(request: str) -> list[str]:
         VllmopsError: ``load.no-command``.
     """
     try:
-        found = shlex.split(request)
+        command = shlex.split(request)
     except ValueError as error:
         raise no_command(request, str(error).lower()) from error
-    if not found or not shutil.which(found[0]):
+    if not command or not shutil.which(command[0]):
         raise no_command(request, "no such program")
-    return found
+    return command
 
 
 def no_command(request: str, why: str) -> VllmopsError:

@@ -108,10 +108,10 @@ def newest(label: str, since: float) -> Recording | None:
     """
     try:
         path = kept(label)
-        found = decode(path, read_private(path, None, RECORDING_BYTES))
+        recording = decode(path, read_private(path, None, RECORDING_BYTES))
     except (OSError, VllmopsError):
         return None
-    return found if found.head.started_at >= since - CLOCK_SLACK_S else None
+    return recording if recording.head.started_at >= since - CLOCK_SLACK_S else None
 
 
 def read(path: Path) -> Recording:

@@ -103,9 +103,9 @@ def decode_lines(
         VllmopsError: as `decode` does.
     """
     first, *rest = content.split(b"\n")
-    found = decode(path, first, head)
+    first_ = decode(path, first, head)
     try:
-        return found, [entry.decode(line) for line in rest[:-1]]
+        return first_, [entry.decode(line) for line in rest[:-1]]
     except DAMAGE as error:
         raise damaged(path, error) from error
 

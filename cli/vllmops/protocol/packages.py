@@ -35,16 +35,16 @@ def distributions() -> dict[str, str]:
     """The versions of Python packages in this environment."""
     from importlib import metadata  # noqa: PLC0415 - slow, and only the agent and `serve` need it
 
-    found = {MACHINE: platform.machine()}
+    versions = {MACHINE: platform.machine()}
     for name in (*PACKAGES, *NCCL):
         with suppress(Exception):  # no such package, or one that is damaged
-            found["nccl" if name in NCCL else name.removesuffix("-cpu")] = metadata.version(name)
-    return found
+            versions["nccl" if name in NCCL else name.removesuffix("-cpu")] = metadata.version(name)
+    return versions
 
 
 def of_this_process() -> Packages:
     """What this process runs with."""
-    found = dict(distributions())
+    versions = dict(distributions())
     with suppress(OSError):
-        found |= LIBRARIES.findall(Path("/proc/self/maps").read_text("utf-8", "replace"))
-    return Packages(versions=found)
+        versions |= LIBRARIES.findall(Path("/proc/self/maps").read_text("utf-8", "replace"))
+    return Packages(versions=versions)

@@ -220,37 +220,37 @@ def offset(sequence: int) -> int:
 def head(content: bytes) -> StepsHead | None:
     """The head of a file; None if it is none of this format."""
     try:
-        found = HEADS.decode(content[:HEAD_BYTES])
+        head_ = HEADS.decode(content[:HEAD_BYTES])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return found if found.format == FORMAT else None
+    return head_ if head_.format == FORMAT else None
 
 
 def recording(content: bytes, pid: int, role: str, *, alive: bool = True) -> StepsRecording:
     """What the content of a file says; of one that is none, nothing."""
-    found = head(content)
-    found_steps = steps(content) if found else ()
+    head_ = head(content)
+    found_steps = steps(content) if head_ else ()
     return StepsRecording(
-        **place_of(found),
+        **place_of(head_),
         role=role,
         pid=pid,
-        head=found,
+        head=head_,
         alive=alive,
         read_at=time.time(),
         steps=found_steps,
     )
 
 
-def place_of(found: StepsHead | None) -> dict[str, Any]:
-    where = found.standing if found else Place()
+def place_of(head_: StepsHead | None) -> dict[str, Any]:
+    where = head_.standing if head_ else Place()
     return {name: getattr(where, name) for name in Place.__struct_fields__}
 
 
 def steps(content: bytes) -> tuple[Step, ...]:
     """The whole records of a file, oldest first; whatever else is in it is dropped."""
-    found = sorted(records(content), key=lambda record: record[0])
-    newest = found[-1][0] if found else 0
-    return tuple(step for sequence, step in found if sequence > newest - SLOTS)
+    numbered = sorted(records(content), key=lambda record: record[0])
+    newest = numbered[-1][0] if numbered else 0
+    return tuple(step for sequence, step in numbered if sequence > newest - SLOTS)
 
 
 def records(content: bytes) -> Iterator[tuple[int, Step]]:

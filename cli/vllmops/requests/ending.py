@@ -81,9 +81,9 @@ def ask(server: Server, request: Abort, role: Role) -> dict[int, str]:
 def remaining(server: Server, ids: Sequence[str]) -> dict[str, dict[str, int]]:
     """Who still knows a request after a while: by its id the pids, by role."""
     until = time.monotonic() + GONE_S
-    while (found := knowing(look(server)[0], set(ids))) and time.monotonic() < until:
+    while (left := knowing(look(server)[0], set(ids))) and time.monotonic() < until:
         time.sleep(POLL_S)
-    return found
+    return left
 
 
 def knowing(processes: Sequence[ProcessRequests], ids: set[str]) -> dict[str, dict[str, int]]:
@@ -92,12 +92,12 @@ def knowing(processes: Sequence[ProcessRequests], ids: set[str]) -> dict[str, di
     A worker forgets a request with the next step of its engine, which may be far away: it does not
     count.
     """
-    found: dict[str, dict[str, int]] = {}
+    by_request: dict[str, dict[str, int]] = {}
     for process in processes:
         known = {request.id for request in (*(process.front or ()), *(process.engine or ()))}
         for name in known & ids:
-            found.setdefault(name, {})[process.role] = process.pid
-    return found
+            by_request.setdefault(name, {})[process.role] = process.pid
+    return by_request
 
 
 def remark(row: Row, where: dict[str, int], late: dict[int, str]) -> str:

@@ -129,12 +129,12 @@ def look(server: Server) -> tuple[list[ProcessRequests], list[Silent]]:
     def one(process: Process) -> ProcessRequests:
         return agent.reach(process, timeout_s=TIMEOUT_S).requests()
 
-    found, silent = agent.side_by_side(asked, one)
-    if not found:
+    processes, silent = agent.side_by_side(asked, one)
+    if not processes:
         raise agent.nobody(
             "requests.no-agent", f"no process of {server.label} reported its requests", silent
         )
-    return found, silent
+    return processes, silent
 
 
 def joined(processes: Sequence[ProcessRequests], stuck_s: float, lone: dict[str, str]) -> list[Row]:
@@ -159,8 +159,8 @@ def joined(processes: Sequence[ProcessRequests], stuck_s: float, lone: dict[str,
         row = of_front(process, front, State.SENT)
         rows.append(with_engine(row, *engines[name]) if name in engines else row)
     rows += [
-        with_engine(Row(id=name, state=""), *found)
-        for name, found in engines.items()
+        with_engine(Row(id=name, state=""), *known)
+        for name, known in engines.items()
         if name not in fronts
     ]
     still = {key(process): process for process in processes if process.engine is not None}

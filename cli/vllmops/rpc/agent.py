@@ -131,14 +131,14 @@ class Agent:
 
     def stacks(self) -> ProcessStacks:
         """Its own view of its threads."""
-        found = self.ask("GET", "/stacks", AgentStacks).stacks
-        return msgspec.structs.replace(found, **shown(self.process), pid=self.process.pid)
+        stacks = self.ask("GET", "/stacks", AgentStacks).stacks
+        return msgspec.structs.replace(stacks, **shown(self.process), pid=self.process.pid)
 
     def steps(self) -> StepsRecording:
         """The last steps of its engine."""
         answer = self.ask("GET", "/steps", StepsFile)
-        found = recording(answer.content, self.process.pid, self.process.role)
-        return msgspec.structs.replace(found, **shown(self.process))
+        recording_ = recording(answer.content, self.process.pid, self.process.role)
+        return msgspec.structs.replace(recording_, **shown(self.process))
 
     def traffic(self) -> Traffic:
         """How many HTTP requests it has."""
@@ -377,7 +377,7 @@ def side_by_side(
     processes = list(processes)
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
         answers = list(pool.map(one, processes))
-    return [answer for found, _ in answers for answer in found], [
+    return [answer for parts, _ in answers for answer in parts], [
         process for _, silent in answers for process in silent
     ]
 
@@ -445,14 +445,14 @@ def beat(process: Process) -> Pulse | None:
     path, uid = socket_path(process).with_suffix(".beat"), owner(process)
     for _ in range(3):
         try:
-            found = BEATS.decode(read_private(path, uid, BEAT_BYTES))
+            beat_ = BEATS.decode(read_private(path, uid, BEAT_BYTES))
         except OSError:
             return None
         except DAMAGE:
             time.sleep(0.005)  # caught in the middle of a write
             continue
-        own = found.schema == SCHEMA and found.identity == own_identity(process)
-        return Pulse(found, max(time.monotonic() - found.monotonic, 0.0)) if own else None
+        own = beat_.schema == SCHEMA and beat_.identity == own_identity(process)
+        return Pulse(beat_, max(time.monotonic() - beat_.monotonic, 0.0)) if own else None
     return None
 
 
@@ -470,8 +470,8 @@ def listed(place: Path) -> set[int]:
         names = os.listdir(place / DIRECTORY)
     except OSError:
         return set()
-    found = (name.removesuffix(".beat") for name in names if name.endswith(".beat"))
-    return {int(stem) for stem in found if stem.isdecimal()}
+    stems = (name.removesuffix(".beat") for name in names if name.endswith(".beat"))
+    return {int(stem) for stem in stems if stem.isdecimal()}
 
 
 def socket_path(process: Process) -> Path:

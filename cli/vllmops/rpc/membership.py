@@ -36,15 +36,15 @@ def roots(table: Table) -> set[int]:
         if not seen.zombie
         and (processes.serve_arguments(seen.words) is not None or titled(seen.words))
     }
-    found = set()
+    pids = set()
     for pid in vllm:
         # A tree counts once, even with another program's process inside it.
         above = table[pid].ppid
         while above in table and above not in vllm:
             above = table[above].ppid
         if above not in vllm:
-            found.add(pid)
-    return found
+            pids.add(pid)
+    return pids
 
 
 def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[Tree]]:
@@ -105,13 +105,13 @@ def share(table: Table, ids: Iterable[str], uid: int) -> Tree:
         uid: the user whose processes count.
     """
     trees, voices, _ = look(table)
-    known, found = set(ids), list[Tree]()
+    known, joined = set(ids), list[Tree]()
     left = [tree for tree in trees if user(tree) == uid]
     while more := [tree for tree in left if ids_of(tree, voices) & known]:
-        found += more
+        joined += more
         left = [tree for tree in left if tree not in more]
         known.update(*(ids_of(tree, voices) for tree in more))
-    once = {process.pid: process for tree in found for process in tree}
+    once = {process.pid: process for tree in joined for process in tree}
     return labelled(tuple(once.values()), voices)
 
 
@@ -147,14 +147,14 @@ def complete(table: Table, tree: Tree) -> Tree:
 
 def ray_nodes(table: Table, tree: Tree) -> dict[Process, str]:
     """The raylets that a server's actors hang below, each with the name of its node."""
-    found = {}
+    names = {}
     for process in tree:
         above = table.get(table[process.pid].ppid) if process.pid in table else None
         if above and os.path.basename(above.words[0] if above.words else "") == "raylet":
             name = option(above.words, "--node-name") or option(above.words, "--node-ip-address")
             raylet = Process(Role.OTHER, above.pid, above.start_ticks, "raylet")
-            found[raylet] = name or "of raylet"
-    return found
+            names[raylet] = name or "of raylet"
+    return names
 
 
 def by_rank(process: Process) -> tuple[int, bool, int, int]:
@@ -188,31 +188,31 @@ def heard(table: Table, known: Iterable[Process]) -> dict[int, Voice]:
     environment only once it runs. So all agents in the state directories of the known processes
     are heard.
     """
-    found: dict[int, Voice] = {}
+    voices: dict[int, Voice] = {}
     homes: set[Path] = set()
 
     def hear(place: Path) -> None:
         if place in homes:
             return
         homes.add(place)
-        for pid in agent.listed(place) - found.keys():
+        for pid in agent.listed(place) - voices.keys():
             if (seen := table.get(pid)) and not seen.zombie:
                 process = Process(Role.OTHER, pid, seen.start_ticks, home=str(place))
                 with suppress(VllmopsError):
                     if pulse := agent.beat(process):
-                        found[pid] = Voice(pulse.beat.role, pulse.beat.standing, process.home)
+                        voices[pid] = Voice(pulse.beat.role, pulse.beat.standing, process.home)
 
     with suppress(VllmopsError):
         hear(home())
     for process in known:
-        if process.role in WITH_AGENT and process.pid not in found:
+        if process.role in WITH_AGENT and process.pid not in voices:
             with suppress(VllmopsError, OSError):
                 place = agent.state_home(process)
                 hear(place)
                 # In a container it has another pid for itself, and the place is below its root.
-                if process.pid not in found and (pulse := agent.beat(process)):
-                    found[process.pid] = Voice(pulse.beat.role, pulse.beat.standing, str(place))
-    return found
+                if process.pid not in voices and (pulse := agent.beat(process)):
+                    voices[process.pid] = Voice(pulse.beat.role, pulse.beat.standing, str(place))
+    return voices
 
 
 def user(tree: Tree) -> int | None:

@@ -84,7 +84,9 @@ class Viewer:
         nodes = len({process.node for process in look.processes})
         bad = {
             KnownBad(row.package, versions[row.package])
-            for versions in map(dict, {tuple(found.items()) for found in self.versions.values()})
+            for versions in map(
+                dict, {tuple(installed.items()) for installed in self.versions.values()}
+            )
             for row in packages.bad(versions, nodes=nodes)
         }
         return View(
@@ -100,9 +102,9 @@ class Viewer:
 
     def answers(self, name: str) -> bool:
         """Whether the agent of a process answers, although its heartbeat is late."""
-        found = next((p for p in self.looks[-1].processes if who(p) == name), None)
+        process = next((p for p in self.looks[-1].processes if who(p) == name), None)
         try:
-            return found is not None and bool(self.reach(found).ask("GET", "/hello", Hello))
+            return process is not None and bool(self.reach(process).ask("GET", "/hello", Hello))
         except VllmopsError:
             return False
 

@@ -49,7 +49,7 @@ def capture(path: Path, options: Options, *, timeout_s: float) -> StacksSnapshot
             timeout=timeout_s,
             check=False,
         )
-        found = msgspec.json.decode(ran.stdout, type=ProcessStacks)
+        process = msgspec.json.decode(ran.stdout, type=ProcessStacks)
     except subprocess.TimeoutExpired as error:
         raise VllmopsError(
             "core.timeout",
@@ -60,7 +60,7 @@ def capture(path: Path, options: Options, *, timeout_s: float) -> StacksSnapshot
         why = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = why or [f"it ended with {ran.returncode} and without a message"]
         raise _unreadable(path, why[0]) from error
-    match found.error:
+    match process.error:
         case None:
             pass
         case problem if problem.code == "core.no-program":
@@ -77,7 +77,9 @@ def capture(path: Path, options: Options, *, timeout_s: float) -> StacksSnapshot
             )
         case problem:
             raise _unreadable(path, problem.message)
-    return StacksSnapshot(captured_at=captured_at, seconds=0.0, options=options, processes=(found,))
+    return StacksSnapshot(
+        captured_at=captured_at, seconds=0.0, options=options, processes=(process,)
+    )
 
 
 def _unreadable(path: Path, why: str) -> VllmopsError:

@@ -31,14 +31,14 @@ def read(path: Path, options: Options) -> ProcessStacks:
             return _problem("core.no-program", str(program))
         core = CoreFileAnalyzer(path, program)
         mode = NativeReportingMode.PYTHON if options.native else NativeReportingMode.OFF
-        found = get_process_threads_for_core(path, program, None, mode, locals=options.locals)
+        threads_ = get_process_threads_for_core(path, program, None, mode, locals=options.locals)
         failure = core.extract_failure_info()
     except (PystackError, RuntimeError, OSError) as error:
         if "determine python version" in str(error):
             return _problem("core.not-python", title)
         return _problem("core.unreadable", str(error))
     pid = int(info["pid"])
-    threads = [_thread(thread, pid, options) for thread in found if thread.tid]
+    threads = [_thread(thread, pid, options) for thread in threads_ if thread.tid]
     if not threads:
         return _problem("core.unreadable", "Python had ended")
     threads.sort(key=lambda t: (not t.owns_gil, t.state != "active", t.tid))

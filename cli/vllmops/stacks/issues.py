@@ -19,10 +19,10 @@ def sections(text: str) -> list[str]:
     start = text.lstrip("\ufeff \r\n\t")
     if start[:1] in {"{", "["}:
         try:
-            found = [part for part in _bodies(json.loads(start)) if part.strip()]
+            bodies = [part for part in _bodies(json.loads(start)) if part.strip()]
         except (ValueError, RecursionError):
-            found = []
-        return found or [text]
+            bodies = []
+        return bodies or [text]
     parts = [part for part in AUTHOR.split(text) if part and part.strip()]
     return parts if len(parts) > 1 else [text]
 

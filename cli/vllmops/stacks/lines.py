@@ -158,10 +158,10 @@ def complete(line: str) -> bool:
 @functools.lru_cache(CACHED)
 def frame_in(line: str) -> Frame | None:
     """The frame in a line of py-spy or of `stacks dump`; None if the line has none."""
-    found = FRAME.match(line)
-    if not found or line.startswith(("Python v", "Process ")):
+    match = FRAME.match(line)
+    if not match or line.startswith(("Python v", "Process ")):
         return None
-    function, file, number = found["function"], found["file"], found["line"]
+    function, file, number = match["function"], match["file"], match["line"]
     python = file.endswith(".py") or file.startswith("<")
     # A script's file name may have no suffix; an address has no letters.
     script = number and " " not in function and not file.replace(".", "").isdigit()
@@ -179,8 +179,8 @@ def frame_in(line: str) -> Frame | None:
 
 def frames_in(line: str) -> Iterator[Frame]:
     """The frames among other words: marked, with arrows between them, with remarks behind them."""
-    if found := OTHERWISE.match(line):
-        function, file, at = _otherwise(found)
+    if match := OTHERWISE.match(line):
+        function, file, at = _otherwise(match)
         yield Frame(function, file, file, at)
         return
     line = TOP.sub("", line)
@@ -205,10 +205,10 @@ def frames_in(line: str) -> Iterator[Frame]:
             yield Frame(word["function"], "", "")
 
 
-def _otherwise(found: re.Match[str]) -> tuple[str, str, int | None]:
+def _otherwise(match: re.Match[str]) -> tuple[str, str, int | None]:
     """Function, file and line of whichever form matches."""
     for suffix in ("", "2", "5", "3"):
-        if name := found[f"function{suffix}"]:
-            number = found[f"line{suffix}"] if suffix != "3" else None
-            return name.strip("-+[]"), found[f"file{suffix}"], int(number) if number else None
-    return found["function4"], "[kernel]", None
+        if name := match[f"function{suffix}"]:
+            number = match[f"line{suffix}"] if suffix != "3" else None
+            return name.strip("-+[]"), match[f"file{suffix}"], int(number) if number else None
+    return match["function4"], "[kernel]", None

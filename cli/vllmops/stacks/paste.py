@@ -153,8 +153,8 @@ def read(text: str, name: str = "") -> Pasted:
     """
     # JSON can have any shape and any depth.
     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-        if found := _json(text):
-            return found
+        if pasted := _json(text):
+            return pasted
     parts = [_read(part, name) for part in sections(text)]
     if len(parts) == 1:
         return parts[0]
@@ -311,51 +311,51 @@ class _Reader:
             return
         if self._header(line):
             return
-        if line[0] == "#" and (found := GDB_PYTHON.match(line)):
+        if line[0] == "#" and (match := GDB_PYTHON.match(line)):
             self.crash = None
-            self._python(found)
-        elif line[0] == "#" and (found := GDB_FRAME.match(line)):
-            file = found["library"] or found["file"] or ""
-            number = found["line"]
+            self._python(match)
+        elif line[0] == "#" and (match := GDB_FRAME.match(line)):
+            file = match["library"] or match["file"] or ""
+            number = match["line"]
             self.crash = None
-            self.frame(Frame(found["function"], file, file, int(number) if number else None))
-        elif 'File "' in line and (found := QUOTED.match(line)):
-            if found["comma"] and not self.crash and not self.first:
+            self.frame(Frame(match["function"], file, file, int(number) if number else None))
+        elif 'File "' in line and (match := QUOTED.match(line)):
+            if match["comma"] and not self.crash and not self.first:
                 # The first line of the traceback was not pasted.
                 self._crash("")
-            self._python(found)
-            if self.crash and (error := ERROR.search(line[found.end() :])):
+            self._python(match)
+            if self.crash and (error := ERROR.search(line[match.end() :])):
                 self.crash.error = error[0]
         elif self.crash and self.crash.frames and ERROR.match(line):
             self.crash.error = line
             self.crash = None
         elif not self.crash and MARKS.search(line):
-            if found := RANK_OF.match(line):
-                self._process(found)
-                line = found["rest"]
+            if match := RANK_OF.match(line):
+                self._process(match)
+                line = match["rest"]
             for frame in frames_in(line):
                 self.frame(frame)
 
-    def _mixed(self, found: re.Match[str]) -> None:
+    def _mixed(self, match: re.Match[str]) -> None:
         """Take a Python frame among the native ones of gdb."""
-        if quoted := QUOTED.match(found.string, found.end()):
+        if quoted := QUOTED.match(match.string, match.end()):
             self.crash = None
             self._python(quoted)
 
-    def _said(self, found: re.Match[str]) -> None:
+    def _said(self, match: re.Match[str]) -> None:
         """The next stack is that of several ranks."""
-        if found["numbers"]:
-            titles = [f"{found['kind']} {number}" for number in numbers(found["numbers"])]
+        if match["numbers"]:
+            titles = [f"{match['kind']} {number}" for number in numbers(match["numbers"])]
         else:
-            count = min(int(found["count"] or 2), MOST_WRITTEN)
+            count = min(int(match["count"] or 2), MOST_WRITTEN)
             titles = [f"Rank {number}" for number in range(count)]
         self.process(0, titles[0])
         self.processes[-1].alike = titles[1:]
 
-    def _traced(self, found: re.Match[str]) -> None:
+    def _traced(self, match: re.Match[str]) -> None:
         """Follow a trace of calls: at its end, the calls without a return are the stack."""
-        called = _frame(found["function"], found["file"], found["line"])
-        caller = _frame(found["caller"], found["caller_file"], found["caller_line"])
+        called = _frame(match["function"], match["file"], match["line"])
+        caller = _frame(match["caller"], match["caller_file"], match["caller_line"])
         if not self.calls:
             self.thread(_Thread("traced"))
             self.calls = self.processes[-1].threads[-1].frames
@@ -363,46 +363,46 @@ class _Reader:
             self.calls.pop(0)
         if not self.calls:
             self.calls.append(caller)
-        if found["way"] == "Call to":
+        if match["way"] == "Call to":
             self.calls.insert(0, called)
 
     def _header(self, line: str) -> bool:
         """Take a line that begins a process, a thread or a traceback; False if it is none."""
         for words, pattern, take in HEADERS:
-            if words in line and (found := pattern.match(line)):
-                take(self, found)
+            if words in line and (match := pattern.match(line)):
+                take(self, match)
                 return True
         return False
 
-    def _faulthandler_thread(self, found: re.Match[str]) -> None:
-        self.thread(_Thread(found["name"] or "", int(found["tid"], 16), fault=True))
+    def _faulthandler_thread(self, match: re.Match[str]) -> None:
+        self.thread(_Thread(match["name"] or "", int(match["tid"], 16), fault=True))
 
-    def _gdb_thread(self, found: re.Match[str]) -> None:
-        self.thread(_Thread(found["name"] or "", int(found["tid"])))
+    def _gdb_thread(self, match: re.Match[str]) -> None:
+        self.thread(_Thread(match["name"] or "", int(match["tid"])))
 
-    def _state_thread(self, found: re.Match[str]) -> None:
-        self.thread(_thread(found))
+    def _state_thread(self, match: re.Match[str]) -> None:
+        self.thread(_thread(match))
 
-    def _process(self, found: re.Match[str]) -> None:
-        self.process(int(found["pid"] or 0), found["title"] or "")
+    def _process(self, match: re.Match[str]) -> None:
+        self.process(int(match["pid"] or 0), match["title"] or "")
 
-    def _command(self, found: re.Match[str]) -> None:
-        self.process(int(found["pid"] or found["gdb"]), "")
+    def _command(self, match: re.Match[str]) -> None:
+        self.process(int(match["pid"] or match["gdb"]), "")
 
     def _outermost_first(self, _found: re.Match[str]) -> None:
         self.first = False
         self._crash("")
 
-    def _stack(self, found: re.Match[str]) -> None:
+    def _stack(self, match: re.Match[str]) -> None:
         self.first = True
-        self.thread(_Thread(found["name"]))
+        self.thread(_Thread(match["name"]))
 
     def _innermost_first(self, _found: re.Match[str]) -> None:
         self.crash, self.first = None, True
 
-    def _fatal(self, found: re.Match[str]) -> None:
+    def _fatal(self, match: re.Match[str]) -> None:
         self.process(0, "")
-        self.crashes.append(_Crash(self.owner, found.string))
+        self.crashes.append(_Crash(self.owner, match.string))
 
     def _again(self, _found: re.Match[str]) -> None:
         self.again()
@@ -411,8 +411,8 @@ class _Reader:
         self.crash = _Crash(self.owner, error)
         self.crashes.append(self.crash)
 
-    def _python(self, found: re.Match[str]) -> None:
-        self.frame(_frame(found["function"], found["file"], found["line"]))
+    def _python(self, match: re.Match[str]) -> None:
+        self.frame(_frame(match["function"], match["file"], match["line"]))
 
 
 # What begins a process, a thread or a traceback: the pattern that matches first counts, and it is
@@ -449,10 +449,10 @@ def _same(one: Frame, other: Frame) -> bool:
     return (one.function, one.file) == (other.function, other.file)
 
 
-def _thread(found: re.Match[str]) -> _Thread:
-    number = found.groupdict().get("tid")
+def _thread(match: re.Match[str]) -> _Thread:
+    number = match.groupdict().get("tid")
     tid = None if number in {None, "None"} else int(str(number), 0)
-    return _Thread(found["name"] or "", tid, found["state"], bool(found["gil"]))
+    return _Thread(match["name"] or "", tid, match["state"], bool(match["gil"]))
 
 
 def shortened(file: str) -> str:
@@ -460,8 +460,8 @@ def shortened(file: str) -> str:
     for folder in ("site-packages/", "dist-packages/"):
         if folder in file:
             return file.rpartition(folder)[2]
-    if found := re.search(r"/lib/python3\.\d+/(.+)$", file):
-        return found[1]
+    if match := re.search(r"/lib/python3\.\d+/(.+)$", file):
+        return match[1]
     at = file.find("/vllm/")
     return file[at + 1 :] if at >= 0 else file
 
@@ -540,8 +540,8 @@ def waits(frames: Sequence[Frame]) -> bool:
 def title_of(title: str) -> str:
     """The title that vLLM gives the process; empty if it can't be known."""
     word = next((word for word in title.split() if word.startswith("VLLM::")), "")
-    if found := RANK.match(title):
-        return found["title"]
+    if match := RANK.match(title):
+        return match["title"]
     if word or " " in title or "/" in title:
         return word
     return f"VLLM::{title}" if titled([f"VLLM::{title}"]) else ""

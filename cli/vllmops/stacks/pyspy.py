@@ -89,8 +89,8 @@ def find() -> str:
     beside = Path(sys.executable).with_name("py-spy")
     if beside.is_file():
         return str(beside)
-    if found := shutil.which("py-spy"):
-        return found
+    if program := shutil.which("py-spy"):
+        return program
     from importlib import metadata  # noqa: PLC0415 - slow to import, and hardly ever needed
 
     try:
@@ -172,13 +172,13 @@ def parse(output: bytes, *, with_locals: bool = False) -> tuple[Thread, ...]:
 
 
 def _frame(frame: _Frame, *, with_locals: bool) -> Frame:
-    found = (Local(local.name, local.repr, local.arg) for local in frame.locals or ())
+    locals_ = (Local(local.name, local.repr, local.arg) for local in frame.locals or ())
     return Frame(
         function=frame.name,
         file=frame.filename,
         short_file=frame.short_filename or frame.filename,
         line=frame.line or None,
-        locals=tuple(found) if with_locals else None,
+        locals=tuple(locals_) if with_locals else None,
     )
 
 
@@ -189,14 +189,14 @@ def _dump(process: Process, options: Options, deadline: float) -> ProcessStacks:
             return _own_view(process, options)
         _confirm(process)
         try:
-            found = _from_outside(process, options, deadline)
+            stacks = _from_outside(process, options, deadline)
         finally:
             # A process that ended meanwhile is reported as gone, whatever py-spy printed; and if
             # another process has its pid now, these may be the wrong stacks.
             _confirm(process)
     except VllmopsError as error:
-        found = _stacks(process, error=Problem(error.code, error.message, error.hint))
-    return msgspec.structs.replace(found, seconds=round(time.monotonic() - began, 3))
+        stacks = _stacks(process, error=Problem(error.code, error.message, error.hint))
+    return msgspec.structs.replace(stacks, seconds=round(time.monotonic() - began, 3))
 
 
 def _from_outside(process: Process, options: Options, deadline: float) -> ProcessStacks:
@@ -209,21 +209,21 @@ def _from_outside(process: Process, options: Options, deadline: float) -> Proces
         threads, note = _attempts(find(), process, options, deadline)
     except VllmopsError as error:
         try:
-            found = _own_view(process, options)
+            stacks = _own_view(process, options)
         except VllmopsError:
             raise error from None
-        notes = filter(None, (f"listed by its agent, because {error.message}", found.note))
+        notes = filter(None, (f"listed by its agent, because {error.message}", stacks.note))
         instead = Problem(error.code, error.message, error.hint)
-        return msgspec.structs.replace(found, note="; ".join(notes), instead=instead)
+        return msgspec.structs.replace(stacks, note="; ".join(notes), instead=instead)
     return _stacks(process, threads=threads, note=note, stopped=STOPPED in note)
 
 
 def _own_view(process: Process, options: Options) -> ProcessStacks:
     """The stacks that the agent of a process lists; raises as `agent.reach` does."""
-    found = agent.reach(process, timeout_s=AGENT_S).stacks()
+    stacks = agent.reach(process, timeout_s=AGENT_S).stacks()
     asked = ("local variables", options.locals), ("native frames", options.native)
     lacking = " and ".join(what for what, wanted in asked if wanted)
-    return msgspec.structs.replace(found, note=f"without {lacking}") if lacking else found
+    return msgspec.structs.replace(stacks, note=f"without {lacking}") if lacking else stacks
 
 
 def _stacks(process: Process, **fields: Any) -> ProcessStacks:
@@ -240,10 +240,10 @@ def _stacks(process: Process, **fields: Any) -> ProcessStacks:
 def _confirm(process: Process) -> None:
     """Raise unless this same process is alive."""
     try:
-        found = psutil.Process(process.pid)
+        process_ = psutil.Process(process.pid)
         reused = identity.of(process.pid) != process.identity
-        zombie = not reused and found.status() == psutil.STATUS_ZOMBIE
-        parent = found.ppid() if zombie else 0
+        zombie = not reused and process_.status() == psutil.STATUS_ZOMBIE
+        parent = process_.ppid() if zombie else 0
     except (psutil.NoSuchProcess, ProcessLookupError):
         raise VllmopsError(
             "stacks.gone", f"pid {process.pid} is gone", "vllmops ps shows what runs now"

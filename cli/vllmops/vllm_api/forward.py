@@ -76,10 +76,10 @@ class Forward:
         pod, ask = self.pod, self.core.connect_get_namespaced_pod_portforward
         try:
             with self.lock:
-                found = self.forward(ask, pod.name, pod.namespace, ports=str(pod.port))
+                opened = self.forward(ask, pod.name, pod.namespace, ports=str(pod.port))
         except Exception as error:
             raise self.failed(error) from error
-        return found.socket(pod.port)
+        return opened.socket(pod.port)
 
     def failed(self, error: Exception) -> VllmopsError:
         why = getattr(error, "reason", None) or str(error) or type(error).__name__

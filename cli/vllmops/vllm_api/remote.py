@@ -43,8 +43,8 @@ class Fleet:
                 answer = self.admin.ask("GET", PROCESSES)
                 if not answer.is_success:
                     raise self.admin.failed(answer)
-                found = agent.decode(self.admin.endpoint.name, answer.content, Members)
-                self.last = time.monotonic(), found
+                members = agent.decode(self.admin.endpoint.name, answer.content, Members)
+                self.last = time.monotonic(), members
             return self.last[1]
 
     def processes(self) -> tuple[RemoteProcess, ...]:

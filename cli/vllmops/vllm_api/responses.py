@@ -108,7 +108,7 @@ class Http:
         raise self.lacking("retrieve a response")
 
     async def items(self, response: Response) -> bytes:
-        found: list[msgspec.Raw] = []
+        items: list[msgspec.Raw] = []
         size = 0
         after: dict[str, str] = {}
         for _ in range(PAGES):
@@ -120,9 +120,9 @@ class Http:
                 listing = LISTING.decode(self.good(answer, "list the input of a response").content)
             except shape.BROKEN as error:
                 raise self.lacking("list the input of a response") from error
-            found += listing.data
+            items += listing.data
             if not listing.has_more or not listing.last_id or not listing.data:
-                return msgspec.json.encode(found)
+                return msgspec.json.encode(items)
             size += len(answer.content)
             if size > http.ANSWER_BYTES or listing.last_id == after.get("after"):
                 break
@@ -154,10 +154,10 @@ class Http:
         except (httpx.HTTPError, TimeoutError) as error:
             if not (response.running and isinstance(error, httpx.ReadTimeout | TimeoutError)):
                 raise self.away(error) from error
-        found: list[Events] = []
+        events: list[Events] = []
         for frame in content.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
-            keep(bytes(frame), found)
-        return found
+            keep(bytes(frame), events)
+        return events
 
     async def cancel(self, response_id: str) -> ChangeResult:
         answer = await self.ask("POST", f"{path(response_id)}/cancel")
@@ -380,7 +380,7 @@ def decoded(document: bytes) -> shape.Document | None:
         return None
 
 
-def keep(frame: bytes, found: list[Events]) -> None:
+def keep(frame: bytes, kept: list[Events]) -> None:
     """Add an event of a stream to those that were found."""
     data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
     try:
@@ -389,10 +389,10 @@ def keep(frame: bytes, found: list[Events]) -> None:
         return  # for example [DONE]
     if event.type in TERMINAL:
         return
-    if found and found[-1].first + len(found[-1].events) == event.sequence_number:
-        found[-1].events.append(data)
+    if kept and kept[-1].first + len(kept[-1].events) == event.sequence_number:
+        kept[-1].events.append(data)
     else:
-        found.append(Events(event.sequence_number, [data]))
+        kept.append(Events(event.sequence_number, [data]))
 
 
 def refusal(answer: httpx.Response) -> str:

@@ -61,6 +61,6 @@ def text_only(model: Any) -> bool:
 
     Read from what vLLM keeps of that, nothing before 0.27: computing it could build a processor.
     """
-    if found := getattr(model, "_supports_multimodal_inputs_cache", None):  # since 0.31
-        return not any(found.values())
+    if supported := getattr(model, "_supports_multimodal_inputs_cache", None):  # since 0.31
+        return not any(supported.values())
     return getattr(model, "_supports_multimodal_inputs_cached", None) is False

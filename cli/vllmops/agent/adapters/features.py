@@ -88,5 +88,5 @@ def untested(name: str | None) -> str | None:
 
 def minor(name: str) -> tuple[int, int]:
     """The first two numbers of a version; zeros where it has none."""
-    found = re.match(r"(\d+)\.(\d+)", name)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d+)\.(\d+)", name)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -128,8 +128,8 @@ def existing(module: str) -> str | None:
 
 def shimmed(text: str) -> str | None:
     """The module for which a source is a shim."""
-    found = SHIM.search(text) if len(text) < SHIM_BYTES else None
-    return found[1] if found else None
+    match = SHIM.search(text) if len(text) < SHIM_BYTES else None
+    return match[1] if match else None
 
 
 def imported(text: str, name: str) -> str | None:

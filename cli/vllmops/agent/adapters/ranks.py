@@ -29,24 +29,24 @@ def own(parallel: Any, role: str, rank: int | None) -> dict[str, int]:
         return {}
     # An engine of a model without experts otherwise takes itself for 0.
     index = getattr(parallel, "data_parallel_index", None)
-    found = {"DP": int(parallel.data_parallel_rank if index is None else index)}
+    ranks = {"DP": int(parallel.data_parallel_rank if index is None else index)}
     if rank is not None and role == "worker":
         # vLLM numbers the workers of an engine by stage, and within a stage by tensor rank.
         rank %= parallel.world_size
         stage = rank * parallel.pipeline_parallel_size // parallel.world_size
-        found |= {"TP": rank % parallel.tensor_parallel_size, "PP": stage}
-    return found
+        ranks |= {"TP": rank % parallel.tensor_parallel_size, "PP": stage}
+    return ranks
 
 
 def meetings(parallel: Any) -> list[str]:
     """Where the nodes of a server meet; nothing for a server of one node, or of Ray."""
-    found = []
+    addresses = []
     if apart(parallel) or parallel.data_parallel_size_local < parallel.data_parallel_size:
         at = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
-        found.append(f"data-parallel {at}")
+        addresses.append(f"data-parallel {at}")
     if getattr(parallel, "nnodes", 1) > 1:
-        found.append(f"nodes {parallel.master_addr}:{parallel.master_port}")
-    return found
+        addresses.append(f"nodes {parallel.master_addr}:{parallel.master_port}")
+    return addresses
 
 
 def spread(parallel: Any) -> bool:

@@ -16,9 +16,9 @@ def queued(scheduler: Any) -> list[Any]:
     waiting = scheduler.waiting
     heap = getattr(waiting, "_heap", None)  # of the priority queue
     # One C call: the engine's thread goes on meanwhile.
-    found = list(waiting) if heap is None else sorted(heap)
+    ordered = list(waiting) if heap is None else sorted(heap)
     passed = requests.deferred(scheduler)
-    return [one for one in found if one.status.name in QUEUED and id(one) not in passed]
+    return [one for one in ordered if one.status.name in QUEUED and id(one) not in passed]
 
 
 def blocks_needed(scheduler: Any, request: Any) -> int:

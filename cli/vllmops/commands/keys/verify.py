@@ -48,19 +48,19 @@ def verify(
     ring = file.source(os.environ, keyring).load()
     data: dict[str, Any] = {"valid": False, "case": None, "reason": "", "kid": None}
     try:
-        found = genuine(text, ring)
+        opened = genuine(text, ring)
     except CarrierError as error:
         reason = error.message
         data |= {"case": error.case, "reason": reason}
         return Result(data, lambda: [verdict(reason)], Exit.FAILED)
-    key = ring.get(found.kid)
-    case, reason = refusal(found, key, time.time()) or (None, "")
+    key = ring.get(opened.kid)
+    case, reason = refusal(opened, key, time.time()) or (None, "")
     data |= {"valid": case is None, "case": case, "reason": reason, "key_status": key.status}
-    data |= {**msgspec.to_builtins(found), "items": len(found.history)}
+    data |= {**msgspec.to_builtins(opened), "items": len(opened.history)}
     if not reveal:
         del data["history"]
     code = Exit.OK if case is None else Exit.FAILED
-    return Result(data, lambda: [verdict(reason), *facts(found, data, reveal)], code)
+    return Result(data, lambda: [verdict(reason), *facts(opened, data, reveal)], code)
 
 
 def verdict(reason: str) -> RenderableType:
@@ -70,23 +70,23 @@ def verdict(reason: str) -> RenderableType:
     return Text(f"refused: {reason}", "bold red") if reason else Text("valid", "bold green")
 
 
-def facts(found: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[RenderableType]:
+def facts(opened: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[RenderableType]:
     """The facts in a genuine carrier, human-readable."""
     from rich.text import Text  # noqa: PLC0415
 
     shown = table("", "")
     shown.show_header = False
-    shown.add_row("key", f"{found.kid} ({data['key_status']})")
-    shown.add_row("format", "v2 (encrypted)" if found.format == 2 else "signed-v1 (readable)")
-    if found.issued_at is not None:
+    shown.add_row("key", f"{opened.kid} ({data['key_status']})")
+    shown.add_row("format", "v2 (encrypted)" if opened.format == 2 else "signed-v1 (readable)")
+    if opened.issued_at is not None:
         shown.add_row(
-            "sealed", f"{when(found.issued_at)}, {span(time.time() - found.issued_at)} ago"
+            "sealed", f"{when(opened.issued_at)}, {span(time.time() - opened.issued_at)} ago"
         )
-        shown.add_row("valid until", when(found.expires_at))
-        shown.add_row("model", Text(found.model or ""))
-        shown.add_row("owner", Text(found.owner or "none: no API key was used"))
-    shown.add_row("history", f"{len(found.history)} items" + ("" if reveal else "; --reveal"))
+        shown.add_row("valid until", when(opened.expires_at))
+        shown.add_row("model", Text(opened.model or ""))
+        shown.add_row("owner", Text(opened.owner or "none: no API key was used"))
+    shown.add_row("history", f"{len(opened.history)} items" + ("" if reveal else "; --reveal"))
     yield shown
     if reveal:
-        content = msgspec.json.format(msgspec.json.encode(found.history), indent=2).decode()
+        content = msgspec.json.format(msgspec.json.encode(opened.history), indent=2).decode()
         yield output.JsonText(content)

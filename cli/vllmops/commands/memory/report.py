@@ -47,7 +47,7 @@ def bundled(file: Path) -> Recording:
     """
     from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
 
-    found = bundle.load(file).memory
-    if found is None:
+    recording = bundle.load(file).memory
+    if recording is None:
         raise VllmopsError("bundle.no-memory", f"{file} contains no recording")
-    return found
+    return recording

@@ -27,7 +27,7 @@ WARM_UP = 1  # the round that warms up
 
 
 def shown(
-    recording: Recording, trends: Sequence[Trend], found: Sequence[Finding]
+    recording: Recording, trends: Sequence[Trend], findings: Sequence[Finding]
 ) -> Iterator[RenderableType]:
     """Tables, verdicts, notes and findings of a recording."""
     from rich.text import Text  # noqa: PLC0415
@@ -46,7 +46,7 @@ def shown(
             yield Text(f"  {line}")
     for note in notes(recording):
         yield Text(f"note: {note}", "yellow")
-    yield from lines(found)
+    yield from lines(findings)
 
 
 def columns(recording: Recording) -> dict[str, list[ProcessMemory]]:
@@ -190,27 +190,27 @@ def explained(trend: Trend) -> Iterator[str]:
 
 def notes(recording: Recording) -> list[str]:
     """What limits the recording: a missing end, silent agents, other requests."""
-    samples, found = recording.samples, []
+    samples, remarks = recording.samples, []
     if recording.end is None:
-        found.append("the recording has no end: it was killed, or it still runs")
+        remarks.append("the recording has no end: it was killed, or it still runs")
     elif recording.end.why:
-        found.append(f"cut short: {recording.end.why}")
+        remarks.append(f"cut short: {recording.end.why}")
     for name, part in columns(recording).items():
         silent = [sample.silent for sample in part if sample.silent]
         if silent:
-            found.append(
+            remarks.append(
                 f"{name} did not answer at {len(silent)} of {len(samples)} samples: {silent[-1]}"
             )
         answers = [sample.agent for sample in part if sample.agent]
         problems = dict.fromkeys(problem for answer in answers for problem in answer.problems)
-        found += [f"{name}: {problem}" for problem in problems]
+        remarks += [f"{name}: {problem}" for problem in problems]
         late_s = next((answer.requests.late_s for answer in answers if answer.requests), 0.0)
         if late_s > LATE_S:
-            found.append(
+            remarks.append(
                 f"{name}: the agent was loaded {span(late_s)} after the start and counts requests "
                 "since then; older ones that are still alive are not counted"
             )
     noisy = sum(sample.quiet is False for sample in samples if sample.round is not None)
     if noisy:
-        found.append(f"other requests were in flight at {noisy} of {len(samples)} samples")
-    return found
+        remarks.append(f"other requests were in flight at {noisy} of {len(samples)} samples")
+    return remarks

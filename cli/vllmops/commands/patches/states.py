@@ -126,9 +126,9 @@ def report(processes: Sequence[ProcessPatches], silent: Sequence[Silent]) -> dic
 
 def problems(processes: Sequence[ProcessPatches]) -> list[str]:
     """What the agents can't do, and which versions are newer than those tested; each once."""
-    found = dict.fromkeys(problem for process in processes for problem in process.problems)
+    common = dict.fromkeys(problem for process in processes for problem in process.problems)
     newer = filter(None, (untested(process.vllm_version) for process in processes))
-    return [*found, *(remark for remark in dict.fromkeys(newer) if remark not in " ".join(found))]
+    return [*common, *(remark for remark in dict.fromkeys(newer) if remark not in " ".join(common))]
 
 
 def listing(

@@ -25,11 +25,11 @@ def report() -> dict[str, Any]:
         {
             "id": name,
             "title": TITLES.get(name) or PATCHES[name].title,
-            "versions": {version: found.results.get(name) for version, found in versions.items()},
+            "versions": {version: row.results.get(name) for version, row in versions.items()},
         }
         for name in (*FEATURES, *PATCHES)
     ]
-    live = {version: found.live for version, found in versions.items()}
+    live = {version: row.live for version, row in versions.items()}
     return {"features": rows, "live": live}
 
 
@@ -41,11 +41,11 @@ def listing() -> list[RenderableType]:
     shown = table("", *(short(version) for version in versions))
     shown.padding = (0, 0)  # so that all of it fits into 80 columns
     for name in (*FEATURES, *PATCHES):
-        cells = [cell(found, name) for found in versions.values()]
+        cells = [cell(row, name) for row in versions.values()]
         shown.add_row(
             TITLES.get(name, name), *(Text(text, style=STYLES.get(text, "")) for text in cells)
         )
-    shown.add_row("a server ran", *("yes" if found.live else "-" for found in versions.values()))
+    shown.add_row("a server ran", *("yes" if row.live else "-" for row in versions.values()))
     return [shown, "", Text(NOTE)]
 
 
@@ -60,5 +60,5 @@ def short(version: str) -> str:
     return version.rpartition(".")[0]
 
 
-def cell(found: Tested, name: str) -> str:
-    return CELLS.get(found.results.get(name, ""), "no")
+def cell(row: Tested, name: str) -> str:
+    return CELLS.get(row.results.get(name, ""), "no")

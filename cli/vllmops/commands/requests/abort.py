@@ -90,8 +90,8 @@ def abort(
             exit_code=Exit.USAGE,
         )
     server = resolve(target)
-    found = gathered(server, stuck_after, quiet=json_)
-    rows = chosen(found, server, ids or [], stuck=stuck, older_than=older_than)
+    known = gathered(server, stuck_after, quiet=json_)
+    rows = chosen(known, server, ids or [], stuck=stuck, older_than=older_than)
     if dry_run or not rows:
         data = {"server": server.label, "requests": rows, "dry_run": dry_run}
         return Result(data, lambda: list(planned(rows)))
@@ -106,7 +106,7 @@ def abort(
 
 
 def chosen(
-    found: Listing, server: Server, ids: Sequence[str], *, stuck: bool, older_than: str | None
+    known: Listing, server: Server, ids: Sequence[str], *, stuck: bool, older_than: str | None
 ) -> list[Row]:
     """The requests that the options mean, each once.
 
@@ -114,12 +114,12 @@ def chosen(
         VllmopsError: ``requests.unknown``.
     """
     if ids:
-        rows = [row for word in ids for row in named(found, server, word)]
+        rows = [row for word in ids for row in named(known, server, word)]
         return list({row.id: row for row in rows}.values())
     least = duration(older_than) if older_than else 0.0
     return [
         row
-        for row in found.rows
+        for row in known.rows
         if (row.id or not stuck) and (bool(row.stuck) or not stuck) and (row.age_s or 0) >= least
     ]
 

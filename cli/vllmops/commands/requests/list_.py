@@ -81,20 +81,20 @@ def look(
 ) -> Result:
     """One look at a server's requests; the arguments are those of the command."""
     try:
-        found = gathered(server, stuck_s, quiet=quiet)
+        known = gathered(server, stuck_s, quiet=quiet)
     except VllmopsError as error:
         if error.code != "requests.no-agent" or not server.url:
             raise
         return counted(server, error)
-    rows = [row for row in found.rows if row.stuck] if only_stuck else found.rows
+    rows = [row for row in known.rows if row.stuck] if only_stuck else known.rows
     data = {
         "server": server.label,
         "requests": rows,
-        "findings": found.findings,
-        "silent": found.silent,
-        "problems": found.problems,
+        "findings": known.findings,
+        "silent": known.silent,
+        "problems": known.problems,
     }
-    return Result(data, lambda: list(text(data, limit)), exit_code(found.findings, fail_on))
+    return Result(data, lambda: list(text(data, limit)), exit_code(known.findings, fail_on))
 
 
 def counted(server: Server, error: VllmopsError) -> Result:

@@ -48,13 +48,13 @@ def gathered(server: Server, stuck_s: float, *, quiet: bool) -> Listing:
         return listing.take(server, stuck_s)
 
 
-def named(found: Listing, server: Server, word: str) -> list[Row]:
+def named(known: Listing, server: Server, word: str) -> list[Row]:
     """The requests that an id means.
 
     Raises:
         VllmopsError: ``requests.unknown``.
     """
-    if rows := listing.matching(found.rows, word):
+    if rows := listing.matching(known.rows, word):
         return rows
     raise VllmopsError(
         "requests.unknown",

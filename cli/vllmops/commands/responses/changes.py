@@ -49,13 +49,13 @@ def over(outcome: ChangeResult, result: str) -> ChangeResult:
 
 async def gathered(responses: Any, selection: Selection, counting: Counting) -> list[Found]:
     """All selected responses, the oldest first."""
-    found = []
+    matching = []
     # A query takes one status: one query per status reads fewer pages than a query for all.
     for status in sorted(selection.statuses) or [""]:
         part = Selection(frozenset({status} - {""}), selection.model, 0.0, selection.older)
         async for page in walk(responses, part.query(descending=False)):
             counting.add(len(page))
-            found += [
+            matching += [
                 Found(
                     response.id,
                     response.status,
@@ -66,7 +66,7 @@ async def gathered(responses: Any, selection: Selection, counting: Counting) -> 
                 for response in page
                 if response.id and part.fits(response)
             ]
-    return sorted(found, key=lambda response: response.created_at)
+    return sorted(matching, key=lambda response: response.created_at)
 
 
 async def apply(

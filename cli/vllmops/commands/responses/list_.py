@@ -73,14 +73,14 @@ def list_(
     selection = selected(status, model, since)
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "read")
-        found, more, whole = asyncio.run(
+        entries, more, whole = asyncio.run(
             listed(target, store, selection, None if every else limit, after, counting)
         )
-    data = {"responses": found, "next": found[-1].id if more else None}
+    data = {"responses": entries, "next": entries[-1].id if more else None}
     nothing = "no responses are stored" if selection.any and not after else "no matching responses"
     if not whole:
         nothing += " visible to this API key" if keyed() else ""
-    return Result(data, lambda: listing(found, more=more) if found else [nothing])
+    return Result(data, lambda: listing(entries, more=more) if entries else [nothing])
 
 
 def keyed() -> bool:
@@ -100,7 +100,7 @@ async def listed(
     Raises:
         VllmopsError: as `source` and its methods.
     """
-    found: list[Entry] = []
+    entries: list[Entry] = []
     query = selection.query(descending=True, limit=min(PAGE, (limit or PAGE) + 1))
     query = msgspec.structs.replace(query, after=after)
     async with source(target, store) as responses:
@@ -108,23 +108,23 @@ async def listed(
             async for page in walk(responses, query):
                 for response in page:
                     if response.created_at < selection.newer:
-                        return found, False, responses.whole
+                        return entries, False, responses.whole
                     if not selection.fits(response):
                         continue
-                    if len(found) == limit:
-                        return found, True, responses.whole
-                    found.append(entry_of(response, whole=responses.whole))
+                    if len(entries) == limit:
+                        return entries, True, responses.whole
+                    entries.append(entry_of(response, whole=responses.whole))
                 counting.add(len(page))
         except CursorUnknown as error:
             raise usage(f"--after: {responses.name} has no response {after!r}", "--all") from error
-        return found, False, responses.whole
+        return entries, False, responses.whole
 
 
-def listing(found: Sequence[Entry], *, more: bool) -> list[RenderableType]:
+def listing(entries: Sequence[Entry], *, more: bool) -> list[RenderableType]:
     """One line per response: 80 columns wide with vLLM's ids."""
     from rich.text import Text  # noqa: PLC0415
 
-    owners = {entry.owner for entry in found if entry.owner is not None}
+    owners = {entry.owner for entry in entries if entry.owner is not None}
     columns = ["id", "status", "model", "age", "tokens", "size"]
     if len(owners) > 1:
         columns.insert(4, "owner")
@@ -132,22 +132,25 @@ def listing(found: Sequence[Entry], *, more: bool) -> list[RenderableType]:
         del columns[5:]
     # A table is laid out as a whole, which is slow: many rows become several tables.
     shown: list[RenderableType] = [
-        rows(found[start : start + AT_A_TIME], columns) for start in range(0, len(found), AT_A_TIME)
+        rows(entries[start : start + AT_A_TIME], columns)
+        for start in range(0, len(entries), AT_A_TIME)
     ]
     if len(owners) == 1 and (owner := owners.pop()):
         shown.append(Text(f"all belong to API key {owner[:OWNER_LETTERS]}… (SHA-256)", style="dim"))
     if more:
-        shown.append(Text(f"more responses follow: --all, or --after {found[-1].id}", style="dim"))
+        shown.append(
+            Text(f"more responses follow: --all, or --after {entries[-1].id}", style="dim")
+        )
     return shown
 
 
-def rows(found: Sequence[Entry], columns: list[str]) -> Table:
+def rows(entries: Sequence[Entry], columns: list[str]) -> Table:
     """A table of some responses."""
     from rich.text import Text  # noqa: PLC0415
 
     table = output.table(*columns, right=["age", "tokens", "size"])
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
-    for entry in found:
+    for entry in entries:
         cells = {
             "id": Text(entry.id),
             "status": Text(state(entry), STYLES.get(state(entry), "")),

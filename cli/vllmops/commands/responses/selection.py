@@ -41,11 +41,11 @@ def running_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     return ids([response for response in newest(ctx) if response.running], ctx, incomplete)
 
 
-def ids(found: list[Response], ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+def ids(responses: list[Response], ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     named = ctx.params.get("ids") or ()
     return [
         (response.id, f"{response.status}, {response.model}, {age(response.created_at)}")
-        for response in found
+        for response in responses
         if response.id.startswith(incomplete) and response.id not in named
     ]
 
@@ -57,10 +57,10 @@ def newest(ctx: typer.Context) -> list[Response]:
 
     async def ask() -> list[Response]:
         target = ctx.params.get("target") or os.environ.get("VLLMOPS_TARGET")
-        found = running(target)
-        if found is None:
+        url = running(target)
+        if url is None:
             return []
-        async with asyncio.timeout(COMPLETION_S), Http(found, timeout_s=COMPLETION_S) as server:
+        async with asyncio.timeout(COMPLETION_S), Http(url, timeout_s=COMPLETION_S) as server:
             return (await server.page(Query(limit=PAGE))).responses
 
     with suppress(Exception):

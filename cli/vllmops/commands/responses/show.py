@@ -49,17 +49,17 @@ def show(
     json_: Json = False,
 ) -> Result:
     """Show a response: its status, tokens and output."""
-    found, body, items, logs = asyncio.run(fetch(target, store, response_id, given, events))
+    entry, body, items, logs = asyncio.run(fetch(target, store, response_id, given, events))
     logged = [msgspec.Raw(json_of(event)) for part in logs for event in part.events]
     data: dict[str, Any] = {
-        **msgspec.structs.asdict(found),
+        **msgspec.structs.asdict(entry),
         "response": msgspec.Raw(body),
         "input": msgspec.Raw(items) if given else None,
         "events": logged if events else None,
     }
     if raw:
         return Result(data, lambda: render_raw(body, items, logged, given=given, events=events))
-    return Result(data, lambda: list(render(found, body, items if given else None, logs, events)))
+    return Result(data, lambda: list(render(entry, body, items if given else None, logs, events)))
 
 
 async def fetch(
@@ -71,12 +71,12 @@ async def fetch(
         VllmopsError: as `source` and its methods.
     """
     async with source(target, store) as responses:
-        found = await responses.get(response_id)
-        items = await responses.items(found) if given else b"[]"
-        logs = await responses.events(found) if events else []
+        response = await responses.get(response_id)
+        items = await responses.items(response) if given else b"[]"
+        logs = await responses.events(response) if events else []
         return (
-            entry_of(found, whole=responses.whole),
-            json_of(document(found)),
+            entry_of(response, whole=responses.whole),
+            json_of(document(response)),
             json_of(items),
             logs,
         )
@@ -104,25 +104,25 @@ def render_raw(
 
 
 def render(
-    found: Entry, body: bytes, items: bytes | None, logs: list[Events], events: bool
+    entry: Entry, body: bytes, items: bytes | None, logs: list[Events], events: bool
 ) -> Iterator[RenderableType]:
     """Human-readable output."""
     from rich.text import Text  # noqa: PLC0415
 
-    style = STYLES.get(state(found), "green")
-    yield Text.assemble((found.id, "bold"), "  ", (state(found), style))
+    style = STYLES.get(state(entry), "green")
+    yield Text.assemble((entry.id, "bold"), "  ", (state(entry), style))
     facts = output.table("", "")
     facts.show_header = False
     for name, value in (
-        ("model", found.model),
-        ("damaged", found.damaged),
-        ("created", found.created_at and f"{when(found.created_at)}, {age(found.created_at)} ago"),
-        ("follows", found.previous_response_id),
-        ("run", "in the background" if found.background else "in the foreground"),
-        ("tokens", tokens(found) if found.input_tokens is not None else None),
-        ("size", size(found.bytes)),
-        ("API key", found.owner and f"{found.owner} (SHA-256)"),
-        ("error", found.error),
+        ("model", entry.model),
+        ("damaged", entry.damaged),
+        ("created", entry.created_at and f"{when(entry.created_at)}, {age(entry.created_at)} ago"),
+        ("follows", entry.previous_response_id),
+        ("run", "in the background" if entry.background else "in the foreground"),
+        ("tokens", tokens(entry) if entry.input_tokens is not None else None),
+        ("size", size(entry.bytes)),
+        ("API key", entry.owner and f"{entry.owner} (SHA-256)"),
+        ("error", entry.error),
     ):
         if value:
             facts.add_row(name, Text(value))
@@ -143,7 +143,7 @@ def render(
         for part in logs:
             for number, event in enumerate(part.events, part.first):
                 yield Verbatim(f"{number:>7}  {brief(event)}")
-        if found.status in {"queued", "in_progress"}:
+        if entry.status in {"queued", "in_progress"}:
             yield Text("  the response is still running")
 
 
@@ -186,8 +186,8 @@ def texts(item: shape.Item) -> Iterator[str]:
 def brief(event: bytes) -> str:
     """An event as one line."""
     try:
-        found: dict[str, Any] = msgspec.json.decode(event, type=dict[str, Any])
+        fields: dict[str, Any] = msgspec.json.decode(event, type=dict[str, Any])
     except shape.BROKEN as error:
         return f"damaged: {error}"
-    delta = found.get("delta")
-    return f"{found.get('type')}" + (f"  {delta!r}" if isinstance(delta, str) else "")
+    delta = fields.get("delta")
+    return f"{fields.get('type')}" + (f"  {delta!r}" if isinstance(delta, str) else "")

@@ -81,11 +81,11 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
         yield [
             response for response in page.responses if not response.id or response.id not in listed
         ]
-        found = [response.id for response in page.responses if response.id]
-        new = set(found) - listed
+        ids = [response.id for response in page.responses if response.id]
+        new = set(ids) - listed
         listed |= new
-        trail += found
-        if not page.more or not found:
+        trail += ids
+        if not page.more or not ids:
             return
         if (not new and at.after in asked) or (number >= PAGES and not source.whole):
             raise VllmopsError("responses.refused", f"{source.name} lists responses endlessly")

@@ -36,8 +36,8 @@ def stats(*, target: Target = None, store: Store = None, json_: Json = False) ->
     """
     with Progress(time.time(), quiet=json_) as progress:
         counting = Counting(progress, "counted")
-        name, found, whole = asyncio.run(counted(target, store, counting))
-    data = {"of": name, "count": found.count, **msgspec.structs.asdict(found)}
+        name, counts, whole = asyncio.run(counted(target, store, counting))
+    data = {"of": name, "count": counts.count, **msgspec.structs.asdict(counts)}
     if not whole:
         data["evictions"] = None
     return Result(data, lambda: list(figures(data)))

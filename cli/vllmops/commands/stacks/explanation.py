@@ -58,11 +58,11 @@ def of_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result
     if file is not None and is_gzip(file):
         return result(bundled(file, known), fail_on)
     pasted = load(file)
-    found = judge.explain(pasted, known)
-    if not pasted.samples and not pasted.crashes and not found.findings:
+    explanation = judge.explain(pasted, known)
+    if not pasted.samples and not pasted.crashes and not explanation.findings:
         where = spelt(file or Path(STDIN))
         raise VllmopsError("stacks.not-found", f"{where} contains no stacks", HINT)
-    return result(found, fail_on)
+    return result(explanation, fail_on)
 
 
 def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
@@ -80,8 +80,8 @@ def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
     from ...diagnose.progress import PATIENCE_S  # noqa: PLC0415 - the same
 
     snapshot = bundle.load(file)
-    found = doctor.explanation(snapshot)
-    if found is None:
+    explanation = doctor.explanation(snapshot)
+    if explanation is None:
         reasons = [unseen.why for unseen in snapshot.unseen if unseen.part.startswith("stacks")]
         raise VllmopsError(
             "stacks.not-found",
@@ -90,14 +90,14 @@ def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
         )
     if known:
         figures = doctor.facts(snapshot.looks, PATIENCE_S)
-        found = judge.explain(Pasted(snapshot.stacks, complete=True), {**figures, **known})
-    return found
+        explanation = judge.explain(Pasted(snapshot.stacks, complete=True), {**figures, **known})
+    return explanation
 
 
-def result(found: judge.Explanation, fail_on: Severity, *, failed: bool = False) -> Result:
+def result(explanation: judge.Explanation, fail_on: Severity, *, failed: bool = False) -> Result:
     """What the commands show of an explanation; with ``failed`` the exit code is 1 anyway."""
-    code = Exit.FAILED if failed else exit_code(found.findings, fail_on)
-    return Result(found, lambda: text(found), code)
+    code = Exit.FAILED if failed else exit_code(explanation.findings, fail_on)
+    return Result(explanation, lambda: text(explanation), code)
 
 
 def live(
@@ -137,18 +137,18 @@ def live(
     looks.append(look(server, began))
     if save:
         output.say(f"saved to {save}" + (", local variables included" if options.locals else ""))
-    found = doctor.explain(taken, looks)
+    explanation = doctor.explain(taken, looks)
     failed = any(process.error for process in taken[-1].processes)
-    answer = result(found, fail_on, failed=failed)
-    data = {**msgspec.structs.asdict(found), "processes": taken[-1].processes}
+    answer = result(explanation, fail_on, failed=failed)
+    data = {**msgspec.structs.asdict(explanation), "processes": taken[-1].processes}
     return Result(data, answer.text, answer.exit_code)
 
 
 def of_snapshot(snapshot: StacksSnapshot, fail_on: Severity) -> Result:
     """What `stacks dump --explain` shows of stacks from a core file."""
-    found = judge.explain(Pasted((snapshot,)))
-    data = {**msgspec.structs.asdict(found), "processes": snapshot.processes}
-    return replace(result(found, fail_on), data=data)
+    explanation = judge.explain(Pasted((snapshot,)))
+    data = {**msgspec.structs.asdict(explanation), "processes": snapshot.processes}
+    return replace(result(explanation, fail_on), data=data)
 
 
 def facts(words: Sequence[str]) -> dict[str, str]:
@@ -157,7 +157,7 @@ def facts(words: Sequence[str]) -> dict[str, str]:
     Raises:
         VllmopsError: ``usage``.
     """
-    found = {}
+    values = {}
     for word in words:
         name, sign, value = word.partition("=")
         known = name in FACTS and sign
@@ -169,8 +169,8 @@ def facts(words: Sequence[str]) -> dict[str, str]:
                 f"--fact NAME=VALUE; the names are {', '.join(FACTS)}",
                 exit_code=Exit.USAGE,
             )
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def is_number(value: str) -> bool:
@@ -216,34 +216,34 @@ def decoded(content: bytes) -> str | None:
     return content.decode(errors="replace")
 
 
-def text(found: judge.Explanation) -> Sequence[RenderableType]:
+def text(explanation: judge.Explanation) -> Sequence[RenderableType]:
     """An explanation for a person."""
-    return [Folded(tuple(lines(found)))]
+    return [Folded(tuple(lines(explanation)))]
 
 
-def lines(found: judge.Explanation) -> Iterator[Line]:
+def lines(explanation: judge.Explanation) -> Iterator[Line]:
     """The verdict, each finding, and what the processes do if no signature fits for sure."""
-    yield Line(0, headline(found), STYLES.get(found.verdict, "yellow"))
-    for finding in found.findings:
+    yield Line(0, headline(explanation), STYLES.get(explanation.verdict, "yellow"))
+    for finding in explanation.findings:
         yield Line(0, "")
         yield from paragraph(finding)
-    if found.verdict in {"unknown", "maybe"}:
+    if explanation.verdict in {"unknown", "maybe"}:
         yield Line(0, "")
         yield Line(0, "What the processes do:", "bold")
-        for process in found.seen:
+        for process in explanation.seen:
             name = headed(process.title, process.role, process)
             where = f"{name} {process.pid}" if process.pid else name
             yield Line(2, f"{where}: {process.threads} threads")
             for doing in process.doing or ("all threads wait for work",):
                 yield from steps(doing, 4)
-    if found.notes:
+    if explanation.notes:
         yield Line(0, "")
-    for note in found.notes:
+    for note in explanation.notes:
         yield Line(0, f"note: {note}")
 
 
-def headline(found: judge.Explanation) -> str:
-    match found.verdict:
+def headline(explanation: judge.Explanation) -> str:
+    match explanation.verdict:
         case "hang":
             return "The server hangs. The cause is known."
         case "crash":

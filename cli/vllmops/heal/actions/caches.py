@@ -24,7 +24,7 @@ class Caches(Action):
         server = replace(server, processes=tuple(processes.values()))
         return [
             Case(
-                processes[found.pid],
+                processes[repaired.pid],
                 Proof(
                     subject=subject(cache),
                     what=", ".join(
@@ -32,13 +32,13 @@ class Caches(Action):
                     ),
                 ),
             )
-            for found in repair.repair(server, dry_run=True).repairs
-            for cache in found.caches
+            for repaired in repair.repair(server, dry_run=True).repairs
+            for cache in repaired.caches
         ]
 
     def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:  # noqa: ARG002
-        found = repair.repair(server).repairs
-        return {subject(cache): cache.left for one in found for cache in one.caches if cache.left}
+        repairs = repair.repair(server).repairs
+        return {subject(cache): cache.left for one in repairs for cache in one.caches if cache.left}
 
 
 def subject(cache: CacheRepair) -> str:

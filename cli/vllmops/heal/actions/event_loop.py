@@ -31,14 +31,14 @@ class EventLoop(Action):
         if not blocked or server.fleet:  # a signal comes from its own machine
             return []
         dumps = pyspy.capture(blocked, timeout_s=DUMP_S).processes
-        found = []
+        cases = []
         for process, dump in zip(blocked, dumps, strict=True):
             main = next((thread for thread in dump.threads if thread.tid == dump.pid), None)
             frames = main.frames if main else ()
             if parser := next((one for one in frames if parses(one.function, one.file)), None):
                 what = f"its main thread is in {frames[0].function}, for {parser.function}"
-                found.append(Case(process, Proof(subject="event loop", what=what)))
-        return found
+                cases.append(Case(process, Proof(subject="event loop", what=what)))
+        return cases
 
     def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:  # noqa: ARG002
         left = {}

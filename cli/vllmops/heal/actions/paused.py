@@ -24,11 +24,11 @@ class Paused(InAgents):
     asks = True
 
     def look(self, server: Server) -> list[Case]:
-        found = super().look(server)
-        by = [case.proof.what for case in asked(server, "pauser", (Role.API,))] if found else []
+        cases = super().look(server)
+        by = [case.proof.what for case in asked(server, "pauser", (Role.API,))] if cases else []
         return [
             Case(case.process, replace(case.proof, what="; ".join((case.proof.what, *by))))
-            for case in found
+            for case in cases
         ]
 
     def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:

@@ -27,9 +27,9 @@ class Zombies(Action):
         processes, silent = listing.look(server)
         lone = lost(server, processes, silent)
         knowing = {
-            request.id: found.pid
-            for found in processes
-            for request in (*(found.front or ()), *(found.engine or ()))
+            request.id: holder.pid
+            for holder in processes
+            for request in (*(holder.front or ()), *(holder.engine or ()))
         }
         by_pid = {process.pid: process for process in server.processes}
         return [
