@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -319,6 +320,7 @@ def responses() -> None:
     )
     assert [message["role"] for message in chat] == ["user", "assistant", "tool"]
     asyncio.run(asked(routes, serving))
+    asyncio.run(filled(serving))
 
 
 CALL = {"call_id": "c", "name": "lamp", "arguments": "{}"}
@@ -362,6 +364,63 @@ async def turns(serving: Any, request_type: Any, ours: Any) -> None:
     kinds = [item["type"] if isinstance(item, dict) else item.type for item in given.input]
     assert kinds == ["message", "message", "function_call", "function_call_output"], kinds
     assert ours._turn.get() is None
+
+
+async def filled(serving: Any) -> None:
+    """The first and the last event of a stream have every field, and the answer is stored."""
+    import openresponses_types
+    from openai.types.responses import Response as Official
+    from openai.types.responses import ResponseStreamEvent
+    from pydantic import TypeAdapter
+
+    from vllmops.agent.responses import serving as ours
+
+    protocol = importlib.import_module(ours.adapter.ResponsesRequest.__module__)
+    request = protocol.ResponsesRequest.model_validate(
+        {"model": "m", "input": "hi", "safety_identifier": "s", "metadata": {"a": "b"}}
+    )
+    params = importlib.import_module("vllm.sampling_params").SamplingParams(max_tokens=4)
+    turn = ours.Turn(request, "", b"[]")
+
+    def answer(status: str, usage: Any) -> Any:
+        return protocol.ResponsesResponse.from_request(
+            request, params, "m", 1, output=[], status=status, usage=usage
+        )
+
+    details = {"cached_tokens": 0, "cache_write_tokens": 0}
+    if "cache_write_tokens" not in protocol.InputTokensDetails.model_fields:
+        del details["cache_write_tokens"]
+    usage = protocol.ResponseUsage(
+        input_tokens=1,
+        output_tokens=1,
+        total_tokens=2,
+        input_tokens_details=details,
+        output_tokens_details={"reasoning_tokens": 0},
+    )
+    for status in ("completed", "incomplete"):
+        request.request_id = f"resp_{status}"
+        # Since 0.33, an incomplete answer has an event of its own.
+        kind = status if hasattr(protocol, f"Response{status.capitalize()}Event") else "completed"
+        last = getattr(protocol, f"Response{kind.capitalize()}Event")
+
+        async def events(status: str = status, kind: str = kind, last: Any = last) -> Any:
+            created, done = answer("in_progress", None), answer(status, usage)
+            yield protocol.ResponseCreatedEvent(
+                type="response.created", sequence_number=0, response=created.model_dump()
+            )
+            yield last(type=f"response.{kind}", sequence_number=1, response=done)
+
+        frames = [frame async for frame in serving.streamed(turn, request, events())]
+        assert [frame.type for frame in frames] == ["response.created", f"response.{status}"]
+        for frame in frames:
+            event = json.loads(frame.data)
+            openresponses_types.ResponseResource.model_validate(event["response"])
+            TypeAdapter(ResponseStreamEvent).validate_python(event)
+            assert event["response"]["safety_identifier"] == "s"
+        stored = json.loads(await serving.retrieve("", request.request_id))
+        assert stored == event["response"]
+        assert (stored["completed_at"] is not None) is (status == "completed")
+        Official.model_validate(stored)
 
 
 async def asked(router: Any, serving: Any) -> None:

@@ -30,7 +30,7 @@ from vllmops.keys.ring import Ring, Secret, only
 from ..support.extent import EVERYTHING, combinations
 from ..support.versions import INSTALLED, RUN
 from ..support.waiting import until
-from . import clients
+from . import clients, strict
 from .clients import (
     CARRY,
     ENDLESS,
@@ -114,6 +114,42 @@ def client(base: str) -> Any:
 @pytest.fixture(scope="module")
 def stranger(base: str) -> Any:
     return connect(base, "two")
+
+
+# -- what a response has ----------------------------------------------------------------
+
+SCHEMA = {"type": "json_schema", "name": "lamp", "schema": TOOL["parameters"]}
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {"safety_identifier": "s", "prompt_cache_key": "k", "metadata": {"a": "b"}},
+    "tool": {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 200},
+    "schema": {"text": {"format": SCHEMA}, "max_output_tokens": 60},
+    "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    "failing": HOPELESS["extra_body"],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_client_gets_is_valid_by_strict_types(base: str, shape: str) -> None:
+    asked = {"model": MODEL, "input": "hello", "max_output_tokens": 4, **SHAPES[shape]}
+    ran = ask(base, "", "POST", json={**asked, "background": True, "stream": True}).text
+    *_, last = strict.events(ran)
+    made = last["response"]
+    path = f"/{made['id']}"
+    assert strict.events(ask(base, f"{path}?stream=true").text)[-1] == last
+    assert ask(base, path).json() == made
+    (listed,) = [one for one in ask(base, "").json()["data"] if one["id"] == made["id"]]
+    assert listed == made
+    strict.events(ask(base, "", "POST", json={**asked, "stream": True}).text)
+    if shape != "failing":
+        foreground = ask(base, "", "POST", json=asked).json()
+        strict.response(foreground)
+        assert ask(base, f"/{foreground['id']}").json() == foreground
+        assert (foreground["completed_at"] is None) == (foreground["status"] != "completed")
+    queued = ask(base, "", "POST", json={**asked, "background": True}).json()
+    strict.response(queued)
+    assert made["store"] is True
+    for name in {"safety_identifier", "prompt_cache_key", "metadata"} & asked.keys():
+        assert made[name] == queued[name] == asked[name]
 
 
 # -- what becomes of a response ---------------------------------------------------------

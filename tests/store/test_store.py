@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
-from vllmops.store import opening, packing, redaction
+from vllmops.store import fields, opening, packing, redaction
 from vllmops.store.backend import Limits
 from vllmops.store.store import Response, document
 from vllmops.store.urls import shown
@@ -92,13 +92,29 @@ def test_without_tools_not_a_byte_is_touched() -> None:
 
 
 def test_the_object_that_a_client_gets() -> None:
-    body = b'{"id":"r","status":"in_progress","error":null}'
+    body = b'{"id":"r","status":"in_progress","error":null,"completed_at":null}'
     made = Response(id="r", owner="", model="m", status="in_progress", body=body)
     assert document(made) is body
     failed = msgspec.structs.replace(made, status="failed", error="it fell over")
     found = msgspec.json.decode(document(failed))
     assert found["status"] == "failed"
     assert found["error"] == {"code": "server_error", "message": "it fell over"}
+
+
+def test_a_stored_object_without_all_fields_gets_the_defaults() -> None:
+    body = (
+        b'{"id":"r","status":"completed","text":null,"top_p":0.5,"tools":[{"type":"x"}],"n":null}'
+    )
+    made = Response(id="r", owner="", model="m", status="completed", body=body)
+    found = msgspec.json.decode(document(made))
+    assert found == {
+        **fields.DEFAULTS,
+        "id": "r",
+        "status": "completed",
+        "top_p": 0.5,
+        "tools": [{"type": "x"}],
+        "n": None,
+    }
 
 
 @pytest.mark.parametrize("url", URLS)

@@ -85,6 +85,7 @@ from .backend import (
     Swap,
     Swept,
 )
+from .fields import completed
 from .packing import SOON_UNPACKED, inflate, pack, unpack
 
 __all__ = [
@@ -478,6 +479,7 @@ class Head(msgspec.Struct):
 
     status: str = ""
     vllmops: msgspec.Raw = msgspec.Raw(b"")
+    completed_at: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
 ASKED = "vllmops"  # the field of a body that is an `Asked`
@@ -486,13 +488,14 @@ PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def document(response: Response) -> bytes:
-    """The response object as JSON, its status and error as of now.
+    """The response object as JSON, its status and error as of now, with every field.
 
     Where its body is no object there is one in its place that says so.
     """
     try:
         head = HEAD.decode(response.body)
-        if not (response.error or head.vllmops) and head.status == response.status:
+        changed = response.error or head.vllmops or head.status != response.status
+        if not changed and head.completed_at is not msgspec.UNSET:
             return response.body
     except (msgspec.DecodeError, RecursionError):
         pass
@@ -502,7 +505,7 @@ def document(response: Response) -> bytes:
         found = {
             "id": response.id,
             "object": "response",
-            "created_at": response.created_at,
+            "created_at": int(response.created_at),
             "model": response.model,
             "output": [],
             "error": {"code": "server_error", "message": "The stored response is damaged."},
@@ -511,7 +514,7 @@ def document(response: Response) -> bytes:
     found["status"] = response.status
     if response.error:
         found["error"] = {"code": "server_error", "message": response.error}
-    return msgspec.json.encode(found)
+    return msgspec.json.encode(completed(found))
 
 
 async def logged(chunk: Chunk) -> Events:

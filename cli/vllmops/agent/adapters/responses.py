@@ -26,6 +26,7 @@ except ImportError:  # up to 0.28
     from vllm.entrypoints.openai.engine.protocol import ErrorResponse, GenerationError
 
 __all__ = [
+    "ENDS",
     "METHODS",
     "RENDERERS",
     "ErrorResponse",
@@ -46,6 +47,8 @@ __all__ = [
 
 Serving: Final = serving.OpenAIServingResponses
 
+# The events that end a stream with a response: the first one for every status up to 0.32.
+ENDS: Final = frozenset({"response.completed", "response.incomplete"})
 # The methods that render a request's input after that of the previous response: one since 0.30,
 # before that one for chat models and one for gpt-oss, which is not a coroutine.
 RENDERERS: Final = tuple(
@@ -113,7 +116,7 @@ async def agreeing(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, Non
                 if event.item.type == "message" and event.item.model_extra:
                     event.item.model_extra.pop("summary", None)
                 streamed.append(event.item)
-            elif event.type == "response.completed":
+            elif event.type in ENDS:
                 output = event.response.output
                 if [item.type for item in output] == [item.type for item in streamed]:
                     for item, before in zip(output, streamed, strict=True):

@@ -43,7 +43,7 @@ from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..gate import gate
 from ..log import log
-from . import carried, rerun, sealing, wire
+from . import carried, fields, rerun, sealing, wire
 from .carried import Brought, Item
 from .history import History, legible
 from .parsing import messages, parsed
@@ -221,14 +221,15 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if isinstance(answer, ErrorResponse):
             return answer
         if turn and request.background:
-            run = turn.stored(turn.latest, rerun.kept(dump(turn.latest), await raw_request.body()))
+            queued = dump(fields.fill(turn.latest, request))
+            run = turn.stored(turn.latest, rerun.kept(queued, await raw_request.body()))
             await self.accept(turn, run, self.store.create)
             return self.follow(run.owner, run.id) if request.stream else document(run)
         if not isinstance(answer, ResponsesResponse):
-            return self.streamed(turn, answer)
+            return self.streamed(turn, request, answer)
         if item := await self.seal(turn, answer):
             answer.output.append(item)
-        return await self.kept(turn, answer)
+        return await self.kept(turn, fields.fill(answer, request))
 
     async def turn(self, request: Any, raw_request: Request) -> Turn | None:
         """Collect what a request needs before vLLM begins; None if neither store nor carrier is.
@@ -408,14 +409,15 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         return body
 
     async def streamed(
-        self, turn: Turn | None, events: AsyncGenerator[Any, None]
+        self, turn: Turn | None, request: Any, events: AsyncGenerator[Any, None]
     ) -> AsyncIterator[Frame]:
         """A foreground stream, with a final event in every case."""
         response, number = None, -1
         try:
             async for event in events:
+                fields.fill_event(event, request)
                 number = event.sequence_number
-                if event.type == "response.completed":
+                if event.type in adapter.ENDS:
                     if item := await self.seal(turn, event.response):
                         for frame in appended(item, event.response.output, number):
                             yield frame
@@ -501,7 +503,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             answer = await self.create_responses(request, None)
             if isinstance(answer, ErrorResponse):
                 raise Refused(answer.error.code, answer.error.message)
-            await self.accept(turn, turn.stored(turn.latest, dump(turn.latest)), self.store.put)
+            queued = dump(fields.fill(turn.latest, request))
+            await self.accept(turn, turn.stored(turn.latest, queued), self.store.put)
             log.warning("vllmops: %s runs again: it ran when the server was restarted", run.id)
         except Exception as error:
             log.exception("vllmops: %s is not run again: %r", run.id, error)
@@ -514,7 +517,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             answer = await self.responses_full_generator(request, *args, **kwargs)
             if isinstance(answer, ErrorResponse):
                 return replace(run, status="failed", error=answer.error.message)
-            return replace(run, status=answer.status, body=dump(answer))
+            body = dump(fields.fill(answer, request))
+            return replace(run, status=answer.status, body=body)
 
         await self.carry_out(work)
 
@@ -525,7 +529,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         async def work(run: Response) -> Response:
             async with Writer(self.store, run) as writer:
                 async for event in self.responses_stream_generator(request, *args, **kwargs):
-                    if event.type == "response.completed":
+                    fields.fill_event(event, request)
+                    if event.type in adapter.ENDS:
                         # Followers read the final event from the stored response.
                         return replace(run, status=event.response.status, body=dump(event.response))
                     event.sequence_number += first

@@ -184,9 +184,13 @@ def failed(response: dict[str, Any], message: str) -> bytes:
 
 
 def error_event(number: int, message: str) -> Frame:
-    """The event that ends a stream without a response."""
-    event = {"type": "error", "sequence_number": number, "code": "server_error"}
-    return Frame("error", ENCODE({**event, "message": message, "param": None}))
+    """The event that ends a stream without a response.
+
+    OpenAI's types have the error's fields in the event, those of openresponses in `error`.
+    """
+    error = {"code": "server_error", "message": message, "param": None}
+    event = {"type": "error", "sequence_number": number, **error}
+    return Frame("error", ENCODE({**event, "error": {"type": "server_error", **error}}))
 
 
 def not_found(response_id: str, param: str = "response_id") -> Refused:

@@ -1,0 +1,46 @@
+"""Each response and event has the fields that openresponses and the official client require."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import openresponses_types
+import pytest
+from openai.types import responses as official
+from pydantic import TypeAdapter
+
+from vllmops.agent.responses import wire
+from vllmops.store import fields
+from vllmops.store.store import Response, document
+
+EVENT: TypeAdapter[Any] = TypeAdapter(official.ResponseStreamEvent)
+BODY = {"id": "r", "created_at": 1, "model": "m", "object": "response", "output": []}
+BODIES = [b"", b"{", *(json.dumps({**BODY, **x}).encode() for x in ({}, {"text": None}))]
+
+
+def valid(found: dict[str, Any]) -> None:
+    openresponses_types.ResponseResource.model_validate(found)
+    official.Response.model_validate(found)
+
+
+def test_each_required_field_has_a_default() -> None:
+    valid({**fields.DEFAULTS, **BODY, "status": "completed"})
+    own = {"id", "created_at", "model", "object", "output", "status"}
+    assert openresponses_types.ResponseResource.model_fields.keys() - own == fields.DEFAULTS.keys()
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(("status", "error"), [("completed", ""), ("failed", "why")])
+def test_what_older_versions_stored_is_valid(body: bytes, status: Any, error: str) -> None:
+    made = Response(id="r", owner="", model="m", status=status, error=error, body=body)
+    found = msgspec.json.decode(document(made))
+    valid(found)
+    assert found["status"] == status
+
+
+def test_an_error_in_a_stream_is_valid_for_both() -> None:
+    event = json.loads(wire.error_event(3, "it fell over").data)
+    openresponses_types.ErrorStreamingEvent.model_validate(event)
+    EVENT.validate_python(event)
