@@ -213,12 +213,21 @@ async def retrieve_responses(
     raw_request: Request,
     starting_after: Number = None,
     stream: bool | None = False,
+    include_obfuscation: bool | None = None,
 ) -> Response:
     """Retrieve a response, or the rest of its stream."""
     who, handler = owner(raw_request), serving(raw_request)
+    # OpenAI's client writes the name of a list with brackets.
+    asked = raw_request.query_params
+    include = [*asked.getlist("include"), *asked.getlist("include[]")]
     if stream:
-        return streaming(await handler.resume(who, response_id, starting_after))
-    return json(await handler.retrieve(who, response_id))
+        if include:
+            await handler.retrieve(who, response_id, include)
+        events = await handler.resume(
+            who, response_id, starting_after, obfuscate=include_obfuscation
+        )
+        return streaming(events)
+    return json(await handler.retrieve(who, response_id, include))
 
 
 @router.delete("/v1/responses/{response_id}")

@@ -10,7 +10,14 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+)
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -25,7 +32,6 @@ from openai.types.responses import (
     ResponseOutputItemDoneEvent,
     ResponseReasoningItem,
 )
-from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from ...keys.ring import Ring
 from ...store.backend import EVERYBODY, owner_of
@@ -43,7 +49,7 @@ from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..gate import gate
 from ..log import log
-from . import carried, fields, rerun, sealing, wire
+from . import carried, fields, parameters, rerun, sealing, wire
 from .carried import Brought, Item
 from .history import History, legible
 from .parsing import messages, parsed
@@ -52,10 +58,8 @@ from .writer import Writer, patiently
 
 FAILED = "The generation failed."
 STOPPED = "The server that ran this response was stopped."
-# OpenAI's parameters that vLLM does not know can be ignored, except `conversation`: the answer
-# would lack that conversation.
-HARMLESS = frozenset(ResponseCreateParamsBase.__annotations__) - {"conversation"}
-KNOWN = HARMLESS | {carried.PREVIOUS}
+# The parameters that vLLM may not know.
+KNOWN = parameters.PARAMETERS.keys() | {carried.PREVIOUS}
 
 
 class Turn:
@@ -203,6 +207,9 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
             raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
+        parameters.check(request, tool_server=self.tool_server is not None)
+        if prewarms := parameters.prewarms(request):
+            request.max_output_tokens = 1  # vLLM's least
         if response_before(request) is not None:
             if request.background:
                 message = (
@@ -227,6 +234,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             return self.follow(run.owner, run.id) if request.stream else document(run)
         if not isinstance(answer, ResponsesResponse):
             return self.streamed(turn, request, answer)
+        if prewarms:
+            fields.silence(answer)
         if item := await self.seal(turn, answer):
             answer.output.append(item)
         return await self.kept(turn, fields.fill(answer, request))
@@ -584,22 +593,40 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     # Stored responses
 
-    async def retrieve(self, who: str, response_id: str) -> bytes:
+    async def retrieve(self, who: str, response_id: str, include: Collection[str] = ()) -> bytes:
         """A response as it is now.
 
+        Args:
+            who: asks.
+            response_id: of the response.
+            include: what else its items are to have.
+
         Raises:
-            Refused: there is none.
+            Refused: there is none, or it was made without what is to be included.
             StoreUnavailable: the store is down.
         """
         response = await self.store.get(who, response_id)
         if response is None:
             raise wire.not_found(response_id)
+        if include:
+            wire.check_included(response, include)
         return document(response)
 
     async def resume(
-        self, who: str, response_id: str, starting_after: int | None
+        self,
+        who: str,
+        response_id: str,
+        starting_after: int | None,
+        *,
+        obfuscate: bool | None = None,
     ) -> AsyncIterator[Frame]:
         """A background stream after a sequence number, or from its beginning.
+
+        Args:
+            who: asks.
+            response_id: of the response.
+            starting_after: the sequence number of the last event that is known.
+            obfuscate: whether events are to be of like sizes; None: as when it was made.
 
         Raises:
             Refused: there is no such response, it was not a background stream, its events are
@@ -621,7 +648,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             raise Refused(400, message, "starting_after")
         if after == end and not kept.running:
             return wire.no_events()
-        return self.follow(who, response_id, after)
+        events = self.follow(who, response_id, after)
+        return events if obfuscate is None else fields.obfuscated(events, wanted=obfuscate)
 
     async def follow(self, who: str, response_id: str, after: int = -1) -> AsyncIterator[Frame]:
         """The events of a background stream as they arrive, and the final event."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Collection
+from typing import Any, NamedTuple, get_args
 
 import msgspec
+from openai.types.responses import ResponseIncludable
 
 from ...store.backend import Response
 
 # The items of a conversation. vLLM's renderers refuse others, such as calls of built-in tools;
 # clients can't send those either.
 TURNS = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
+
+
+INCLUDABLE = frozenset(get_args(ResponseIncludable))
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not a fault
@@ -123,6 +127,34 @@ def in_background(response: Response) -> bool:
         return BACKGROUND.decode(response.body).background
     except (msgspec.DecodeError, RecursionError):
         return False
+
+
+# What a response can be asked to include, where its items are made here: the type of the part or
+# item, and the field.
+INCLUDED = {
+    "message.output_text.logprobs": ("output_text", "logprobs"),
+    "reasoning.encrypted_content": ("reasoning", "encrypted_content"),
+}
+
+
+def check_included(response: Response, include: Collection[str]) -> None:
+    """Check that a stored response has what is to be included: it can't be made afterwards.
+
+    Raises:
+        Refused: OpenAI's API has nothing of that name, or the response was made without it.
+    """
+    for name in include:
+        if name not in INCLUDABLE:
+            raise Refused(400, f"include {name!r} is unknown", "include")
+        if name not in INCLUDED or response.running:
+            continue
+        kind, field = INCLUDED[name]
+        output = OUTPUT.decode(response.body).output
+        parts = [part for item in output for part in (item, *(item.get("content") or ()))]
+        made = [part.get(field) for part in parts if part.get("type") == kind]
+        if made and not any(made):
+            message = f"include {name!r}: the response was created without it"
+            raise Refused(400, message, "include")
 
 
 def items(response: Response, *, after: str | None, limit: int, descending: bool) -> bytes:

@@ -1,0 +1,233 @@
+"""What becomes of each parameter of a request: it works, or the request is refused and says why.
+
+The manual's page `parameters` has this table; a test compares them, and both with OpenAI's types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from .wire import Refused
+
+
+class How(StrEnum):
+    """Who does what a parameter says."""
+
+    WORKS = "works"
+    VLLM = "passed to vLLM"
+    ECHOED = "echoed"
+    REFUSED = "refused"
+
+
+class Parameter(NamedTuple):
+    """A parameter of OpenAI's API.
+
+    Args:
+        how: what becomes of it.
+        note: for the manual.
+        values: those it may have; None if it is not restricted here.
+        fields: the values that each of its fields may have, None for any; other fields are
+            refused. None if it is not restricted here.
+    """
+
+    how: How
+    note: str = ""
+    values: frozenset[Any] | None = None
+    fields: Mapping[str, frozenset[Any] | None] | None = None
+
+
+NO: frozenset[Any] = frozenset()
+SWITCH = frozenset({True, False})
+PARAMETERS: dict[str, Parameter] = {
+    "access_programs": Parameter(How.REFUSED, "there are no access programs", NO),
+    "background": Parameter(How.WORKS, "needs `store`"),
+    "background_options": Parameter(
+        How.WORKS,
+        "`completion_window` can be `soonest`; `continuation_id` is refused",
+        fields={"completion_window": frozenset({"soonest"}), "continuation_id": NO},
+    ),
+    "context_management": Parameter(How.REFUSED, "nothing is compacted", NO),
+    "conversation": Parameter(How.REFUSED, "use `previous_response_id`", NO),
+    "image": Parameter(
+        How.WORKS,
+        "images are never compressed: `context_compression` can be `auto` or `disabled`",
+        fields={"context_compression": frozenset({"auto", "disabled"})},
+    ),
+    "include": Parameter(
+        How.WORKS, "log probabilities and encrypted content; results of web searches are refused"
+    ),
+    "input": Parameter(How.WORKS),
+    "instructions": Parameter(How.VLLM),
+    "max_output_tokens": Parameter(How.VLLM),
+    "max_tool_calls": Parameter(
+        How.WORKS, "it counts built-in tools alone, and is refused beside one: nothing counts them"
+    ),
+    "metadata": Parameter(How.ECHOED, "16 pairs; keys of 64 and values of 512 characters at most"),
+    "model": Parameter(How.VLLM),
+    "moderation": Parameter(How.REFUSED, "there is no moderation model", NO),
+    "parallel_tool_calls": Parameter(How.VLLM),
+    "previous_response_id": Parameter(How.WORKS),
+    "prompt": Parameter(How.REFUSED, "no prompt templates are stored", NO),
+    "prompt_cache_key": Parameter(How.ECHOED, "the prefix cache is shared without it"),
+    "prompt_cache_options": Parameter(
+        How.WORKS,
+        "`mode` can be `implicit`; `prewarm` fills the prefix cache and gives no output, without "
+        "`stream` and `background`; `ttl` and `comparison_response_id` are refused",
+        fields={
+            "mode": frozenset({"implicit"}),
+            "prewarm": SWITCH,
+            "ttl": NO,
+            "comparison_response_id": NO,
+        },
+    ),
+    "prompt_cache_retention": Parameter(How.ECHOED, "can be `in_memory`", frozenset({"in_memory"})),
+    "reasoning": Parameter(
+        How.VLLM,
+        "`effort` is passed on; `summary` can be `auto`, and none is made; `context` can be `auto` "
+        "or `all_turns`, `mode` can be `standard`",
+        fields={
+            "effort": None,
+            "summary": frozenset({"auto"}),
+            "generate_summary": frozenset({"auto"}),
+            "context": frozenset({"auto", "all_turns"}),
+            "mode": frozenset({"standard"}),
+        },
+    ),
+    "safety_identifier": Parameter(How.ECHOED, "128 characters at most"),
+    "service_tier": Parameter(How.WORKS, "there is one, and the answer says so: `default`"),
+    "store": Parameter(How.WORKS),
+    "stream": Parameter(How.WORKS),
+    "stream_options": Parameter(
+        How.WORKS,
+        "needs `stream`; `include_obfuscation` is off unless it is true",
+        fields={"include_obfuscation": SWITCH},
+    ),
+    "temperature": Parameter(How.VLLM),
+    "text": Parameter(
+        How.VLLM,
+        "`format` is passed on; `verbosity` can be `medium`",
+        fields={"format": None, "verbosity": frozenset({"medium"})},
+    ),
+    "tool_choice": Parameter(How.VLLM),
+    "tools": Parameter(
+        How.VLLM, "functions and custom tools; others only with vLLM's `--tool-server`"
+    ),
+    "top_logprobs": Parameter(How.VLLM),
+    "top_p": Parameter(How.VLLM),
+    "truncation": Parameter(How.VLLM, "`auto` drops the oldest tokens of the prompt"),
+    "user": Parameter(How.ECHOED),
+}
+# The client runs these; vLLM passes them to the model.
+CLIENT_TOOLS = frozenset({"function", "custom", "namespace"})
+PAIRS, KEY, VALUE, IDENTIFIER = 16, 64, 512, 128
+SPECIAL = frozenset(
+    {"metadata", "safety_identifier", "max_tool_calls", "stream_options", "tools"}
+    | {"prompt_cache_options"}
+)
+CHECKED = SPECIAL.union(
+    name for name, one in PARAMETERS.items() if one.values is not None or one.fields is not None
+)
+
+
+def check(request: Any, *, tool_server: bool) -> None:
+    """Refuse what a request asks for and nobody here does.
+
+    Args:
+        request: vLLM's ResponsesRequest.
+        tool_server: whether vLLM has one, and runs built-in tools.
+
+    Raises:
+        Refused: which parameter it is, and why.
+    """
+    for name in sorted(request.model_fields_set & CHECKED):
+        value = getattr(request, name)
+        if value is None:
+            continue
+        parameter = PARAMETERS[name]
+        if parameter.values is not None:
+            known(name, value, parameter.values, parameter.note)
+        if parameter.fields is not None:
+            given = value if isinstance(value, dict) else asked(value)
+            if given is None:
+                raise Refused(400, f"{name} must be an object", name)
+            for field, inner in given.items():
+                if field not in parameter.fields:
+                    raise Refused(400, f"Unknown parameter: '{name}.{field}'.", f"{name}.{field}")
+                allowed = parameter.fields[field]
+                if inner is not None and allowed is not None:
+                    known(f"{name}.{field}", inner, allowed, parameter.note)
+    if special := request.model_fields_set & SPECIAL:
+        check_limits(request, special)
+        if not tool_server:
+            check_tools(request)
+
+
+def asked(model: Any) -> dict[str, Any] | None:
+    """The fields that a model of vLLM's or OpenAI's was given; None if it is none."""
+    if not hasattr(model, "model_fields_set"):
+        return None
+    return {name: getattr(model, name) for name in model.model_fields_set}
+
+
+def known(name: str, value: Any, allowed: frozenset[Any], note: str) -> None:
+    """Raise Refused where a value is not among those that are allowed."""
+    if isinstance(value, str | bool) and value in allowed:
+        return
+    shown = f" {value!r}" if isinstance(value, str | bool) and allowed else ""
+    raise Refused(400, f"{name}{shown} is not supported: {note}", name)
+
+
+def check_limits(request: Any, given: set[str]) -> None:
+    """Raise Refused where a value is too large, or needs another one."""
+    if "metadata" in given and request.metadata:
+        if len(request.metadata) > PAIRS:
+            raise Refused(400, f"metadata has more than {PAIRS} pairs", "metadata")
+        for key, value in request.metadata.items():
+            if len(key) > KEY:
+                raise Refused(400, f"a key of metadata has more than {KEY} characters", "metadata")
+            if len(value) > VALUE:
+                message = f"a value of metadata has more than {VALUE} characters"
+                raise Refused(400, message, "metadata")
+    identifier = request.safety_identifier if (name := "safety_identifier") in given else None
+    if not isinstance(identifier, str | None) or len(identifier or "") > IDENTIFIER:
+        raise Refused(400, f"{name} must be a string of at most {IDENTIFIER} characters", name)
+    if "stream_options" in given and request.stream_options and not request.stream:
+        raise Refused(400, "stream_options needs stream", "stream_options")
+    if prewarms(request) and (request.stream or request.background):
+        name = "prompt_cache_options.prewarm"
+        raise Refused(400, f"{name} can't be used with stream or background", name)
+    if (limit := request.max_tool_calls) is not None:
+        if limit < 1:
+            raise Refused(400, "max_tool_calls must be at least 1", "max_tool_calls")
+        if any(tool.type not in CLIENT_TOOLS for tool in request.tools):
+            message = f"max_tool_calls is not supported: {PARAMETERS['max_tool_calls'].note}"
+            raise Refused(400, message, "max_tool_calls")
+
+
+def check_tools(request: Any) -> None:
+    """Raise Refused where a request has a tool that only a tool server runs."""
+    for index, tool in enumerate(request.tools):
+        if tool.type not in CLIENT_TOOLS:
+            name = f"tools[{index}]"
+            message = f"{name} is of type {tool.type!r}, and this server has no tool server"
+            raise Refused(400, message, name)
+
+
+def prewarms(request: Any) -> bool:
+    """Whether a request only fills the prefix cache."""
+    options = getattr(request, "prompt_cache_options", None)
+    return bool(options and options.get("prewarm"))
+
+
+def obfuscates(request: Any) -> bool:
+    """Whether the events of a request's stream are to be of like sizes."""
+    options = getattr(request, "stream_options", None)
+    return bool(options and options.get("include_obfuscation"))
+
+
+def table() -> str:
+    """All of it as Markdown, for the manual."""
+    rows = [f"| `{name}` | {one.how} | {one.note} |" for name, one in sorted(PARAMETERS.items())]
+    return "\n".join(["| parameter | what becomes of it | |", "|---|---|---|", *rows])

@@ -1,0 +1,155 @@
+"""Each parameter of OpenAI's API works or is refused by name, and the manual says which."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.responses import response_create_params as official
+from openai.types.shared import Reasoning
+from pydantic import BaseModel, ConfigDict
+
+from vllmops.agent.responses import fields, parameters, wire
+from vllmops.agent.responses.parameters import PARAMETERS, How
+from vllmops.agent.responses.wire import Frame, Refused
+from vllmops.store.store import Response
+
+PAGE = Path(parameters.__file__).parents[2] / "docs/parameters.md"
+
+
+class Tool(BaseModel):
+    type: str
+
+
+class Request(BaseModel):
+    """As vLLM's, whose import takes longer than all these tests; tests/live has vLLM's own."""
+
+    model_config = ConfigDict(extra="allow")
+    background: bool = False
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] | None = None
+    reasoning: Reasoning | None = None
+    stream: bool = False
+    tools: list[Tool] = []
+
+
+def refused(**given: Any) -> str:
+    """Which parameter of a request is refused; empty if none is."""
+    try:
+        parameters.check(Request(**given), tool_server=False)
+    except Refused as error:
+        assert error.status == 400
+        assert error.message
+        return error.param or ""
+    return ""
+
+
+def test_the_table_has_what_the_official_client_sends() -> None:
+    known = {*official.ResponseCreateParamsBase.__annotations__, "stream"}
+    assert PARAMETERS.keys() == known
+    for name, kind in {
+        "background_options": official.BackgroundOptions,
+        "image": official.Image,
+        "prompt_cache_options": official.PromptCacheOptions,
+        "reasoning": Reasoning,
+        "stream_options": official.StreamOptions,
+    }.items():
+        inner = getattr(kind, "model_fields", None) or kind.__annotations__
+        assert (PARAMETERS[name].fields or {}).keys() == inner.keys(), name
+
+
+def test_the_manual_has_the_table() -> None:
+    assert parameters.table() in PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in PARAMETERS.items() if one.how == How.REFUSED]
+)
+def test_what_is_refused_is_named(name: str) -> None:
+    assert refused(**{name: {"id": "x"}}) == name
+    assert refused(**{name: None}) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"background_options": {"completion_window": "2h"}}, ".completion_window"),
+        ({"background_options": {"continuation_id": "x"}}, ".continuation_id"),
+        ({"background_options": {"window": "x"}}, ".window"),
+        ({"background_options": "soonest"}, ""),
+        ({"image": {"context_compression": "enabled"}}, ".context_compression"),
+        ({"max_tool_calls": 0}, ""),
+        ({"max_tool_calls": 1, "tools": [{"type": "code_interpreter"}]}, ""),
+        ({"metadata": {str(n): "" for n in range(17)}}, ""),
+        ({"metadata": {"k" * 65: ""}}, ""),
+        ({"metadata": {"k": "v" * 513}}, ""),
+        ({"prompt_cache_options": {"prewarm": True}, "stream": True}, ".prewarm"),
+        ({"prompt_cache_options": {"prewarm": True}, "background": True}, ".prewarm"),
+        ({"prompt_cache_options": {"prewarm": "yes"}}, ".prewarm"),
+        ({"prompt_cache_options": {"ttl": ["30m"]}}, ".ttl"),
+        ({"prompt_cache_retention": "24h"}, ""),
+        ({"reasoning": {"summary": "detailed"}}, ".summary"),
+        ({"safety_identifier": "s" * 129}, ""),
+        ({"safety_identifier": 5}, ""),
+        ({"stream_options": {"include_obfuscation": True}}, ""),
+        ({"stream_options": {"include_usage": True}, "stream": True}, ".include_usage"),
+        ({"tools": [{"type": "function"}, {"type": "file_search"}]}, "[1]"),
+    ],
+)
+def test_a_value_that_nobody_acts_on_is_refused(given: dict[str, Any], param: str) -> None:
+    assert refused(**given) == next(iter(given)) + param
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"background_options": {"completion_window": "soonest", "continuation_id": None}},
+        {"image": {"context_compression": "auto"}},
+        {"max_tool_calls": 1, "tools": [{"type": "function"}]},
+        {"metadata": {"k" * 64 if n == 0 else str(n): "v" * 512 for n in range(16)}},
+        {"prompt_cache_options": {"mode": "implicit", "prewarm": True}},
+        {"prompt_cache_retention": "in_memory"},
+        {"reasoning": {"effort": "low", "summary": "auto"}},
+        {"safety_identifier": "s" * 128},
+        {"stream_options": {"include_obfuscation": False}, "stream": True},
+        {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
+    ],
+)
+def test_a_value_that_works_is_taken(given: dict[str, Any]) -> None:
+    assert refused(**given) == ""
+
+
+def test_padding_is_put_into_stored_events_and_taken_out() -> None:
+    async def stored() -> AsyncIterator[Frame]:
+        for delta in ("a", "a longer one", "ü" * 40):
+            event = {"type": "response.output_text.delta", "delta": delta, "obfuscation": "xx"}
+            yield Frame(event["type"], json.dumps(event).encode())
+        yield Frame("response.completed", b'{"response":{}}')
+
+    async def read(*, wanted: bool) -> list[dict[str, Any]]:
+        return [json.loads(f.data) async for f in fields.obfuscated(stored(), wanted=wanted)]
+
+    bare = asyncio.run(read(wanted=False))
+    assert not any("obfuscation" in event for event in bare)
+    *padded, last = asyncio.run(read(wanted=True))
+    assert "obfuscation" not in last
+    sizes = [len(event["delta"].encode()) + len(event["obfuscation"]) for event in padded]
+    assert sizes == [fields.STEP, fields.STEP, 3 * fields.STEP]
+
+
+def test_what_a_stored_response_lacks_is_not_included_in_silence() -> None:
+    part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": None}
+    body = json.dumps({"output": [{"type": "message", "content": [part]}]}).encode()
+    made = Response(id="r", owner="", model="m", status="completed", body=body)
+    wire.check_included(made, ["file_search_call.results", "reasoning.encrypted_content"])
+    for name in ("message.output_text.logprobs", "other"):
+        with pytest.raises(Refused) as caught:
+            wire.check_included(made, [name])
+        assert (caught.value.status, caught.value.param) == (400, "include")
+    with_them = body.replace(b"null", b'[{"token": "a"}]')
+    made = Response(id="r", owner="", model="m", status="completed", body=with_them)
+    wire.check_included(made, ["message.output_text.logprobs"])
