@@ -152,6 +152,67 @@ def test_what_a_client_gets_is_valid_by_strict_types(base: str, shape: str) -> N
         assert made[name] == queued[name] == asked[name]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"moderation": {"model": "m"}},
+        {"prompt": {"id": "pmpt_1"}},
+        {"text.verbosity": "high"},
+        {"reasoning.mode": "pro"},
+        {"prompt_cache_options.ttl": "12h"},
+        {"background_options.completion_window": "2h"},
+        {"metadata": {"k" * 65: ""}},
+        {"stream_options": {"include_obfuscation": True}},
+        {"tools[0]": {"type": "web_search"}},
+        {"include": ["web_search_call.results"]},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_parameter_that_nobody_acts_on_is_refused(base: str, given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    outer, _, inner = name.partition(".")
+    asked = {outer: {inner: value}} if inner else {outer: value}
+    asked = {"tools": [value]} if name == "tools[0]" else asked
+    refused = ask(base, "", "POST", json={"model": MODEL, "input": "x", **asked})
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == name or name == "include", refused.text
+
+
+def test_a_prewarmed_prompt_is_in_the_prefix_cache(client: Any) -> None:
+    prompt = f"{time.time()} " + "a prompt of several blocks, " * 20
+    options = {"extra_body": {"prompt_cache_options": {"prewarm": True}}}
+    warm = say(client, prompt, **options)
+    assert (warm.status, warm.output, warm.usage.output_tokens) == ("completed", [], 0)
+    # Both servers reach the same engine.
+    assert say(client, prompt).usage.input_tokens_details.cached_tokens > 0
+
+
+def test_events_are_padded_where_that_is_asked_for(client: Any) -> None:
+    asked = {"stream": True, "background": True, "stream_options": {"include_obfuscation": True}}
+
+    def pads(events: Any) -> set[int | None]:
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert deltas
+        return {
+            (len(event.delta.encode()) + len(event.obfuscation)) % 32
+            if hasattr(event, "obfuscation")
+            else None
+            for event in deltas
+        }
+
+    events = list(say(client, **asked, max_output_tokens=20, **ENDLESS))
+    assert pads(events) == {0}
+    made = events[0].response.id
+    assert pads(client.responses.retrieve(made, stream=True)) == {0}
+    bare = client.responses.retrieve(made, stream=True, include_obfuscation=False)
+    assert pads(bare) == {None}
+    plain = client.responses.retrieve(made, include=["file_search_call.results"])
+    assert plain == client.responses.retrieve(made)
+    with pytest.raises(openai.BadRequestError, match="created without it") as caught:
+        client.responses.retrieve(made, include=["message.output_text.logprobs"])
+    assert caught.value.param == "include"
+
+
 # -- what becomes of a response ---------------------------------------------------------
 
 

@@ -42,9 +42,7 @@ def refused(**given: Any) -> str:
     try:
         parameters.check(Request(**given), tool_server=False)
     except Refused as error:
-        assert error.status == 400
-        assert error.message
-        return error.param or ""
+        return error.param if error.status == 400 and error.message and error.param else "?"
     return ""
 
 
@@ -142,7 +140,7 @@ def test_padding_is_put_into_stored_events_and_taken_out() -> None:
 
 
 def test_what_a_stored_response_lacks_is_not_included_in_silence() -> None:
-    part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": None}
+    part: dict[str, Any] = {"type": "output_text", "text": "a", "annotations": [], "logprobs": None}
     body = json.dumps({"output": [{"type": "message", "content": [part]}]}).encode()
     made = Response(id="r", owner="", model="m", status="completed", body=body)
     wire.check_included(made, ["file_search_call.results", "reasoning.encrypted_content"])
