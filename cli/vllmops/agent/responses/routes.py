@@ -109,7 +109,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     if not isinstance(serving, StoredResponses):
         yield
         return
-    if app.state.args.otlp_traces_endpoint:
+    if getattr(app.state.args, "otlp_traces_endpoint", None):
         tracing.begin(serving.store.backend)
     await serving.store.open()
     await serving.take_up()
