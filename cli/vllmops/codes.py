@@ -229,6 +229,7 @@ ErrorCode = Literal[
     "wait.timeout",
     "watch.hook",
     "watch.no-command",
+    "watch.otlp",
     "watch.webhook",
 ]
 CODES: frozenset[ErrorCode] = frozenset(get_args(ErrorCode))

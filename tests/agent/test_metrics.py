@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, exposition
+from prometheus_client.openmetrics import exposition as openmetrics
 
+from vllmops.agent.adapters import metrics as adapter
 from vllmops.agent.log import log
 from vllmops.metrics import gathering as metrics
 from vllmops.metrics.gathering import Gathering
@@ -140,6 +143,38 @@ def test_in_the_registries_that_vllm_scrapes(
     text = child.run("out = scrape()")
     assert text.count("# TYPE vllmops:processes gauge") == 1
     assert 'vllmops:stalled{certainty="sure"} 0.0' in text
+    remembers = "prometheus_client.openmetrics.exposition.escape_label_name.cache_info().hits > 0"
+    assert (
+        child.run(f"import prometheus_client.openmetrics.exposition; out = {remembers}") == "True"
+    )
     # Nothing is imported before vLLM imports it.
     fresh = spawn("VLLM::APIServer_1", **more)
     assert fresh.run("import sys; out = 'prometheus_client' in sys.modules") == "False"
+
+
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        "",
+        *(
+            f"{kind}; version=1.0.0; escaping={how}"
+            for kind in ("text/plain", "application/openmetrics-text")
+            for how in ("allow-utf-8", "underscores", "dots", "values")
+        ),
+    ],
+)
+def test_a_scrape_that_remembers_names_has_the_same_text(
+    monkeypatch: pytest.MonkeyPatch, accepted: str
+) -> None:
+    registry = CollectorRegistry()
+    for name in ("vllm:requests", "vllm.requests", "größe", "a b"):
+        Gauge(name, "Help", ("model", "größe", "a.b"), registry=registry).labels("x", "y", "z").set(
+            1
+        )
+    generate, _ = exposition.choose_encoder(accepted)
+    before = generate(registry)
+    for name in ("escape_metric_name", "escape_label_name"):
+        monkeypatch.setattr(openmetrics, name, getattr(openmetrics, name))  # undone at the end
+    adapter.quicken(openmetrics)
+    assert [generate(registry), generate(registry)] == [before, before]
+    assert openmetrics.escape_label_name.cache_info().hits  # type: ignore[attr-defined]

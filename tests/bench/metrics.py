@@ -9,12 +9,16 @@ from collections.abc import Iterator
 from vllmops.demo import Kind
 from vllmops.host.processes import ROLES
 from vllmops.rpc import agent
+from vllmops.store.settings import STORE
 
 from .figure import Figure, Limit, interleaved, paired
-from .setting import Server, Setting
+from .setting import STOCK_STORE, Server, Setting
 
 SCRAPE = "/metrics"
-PATH, BODY = "/v1/completions", {"prompt": "The quick brown", "max_tokens": 4, "ignore_eos": True}
+LOADS = {
+    "/v1/completions": {"prompt": "The quick brown", "max_tokens": 4, "ignore_eos": True},
+    "/v1/responses": {"input": "The quick brown", "max_output_tokens": 4},  # the store has metrics
+}
 REQUESTS, CONNECTIONS = 32, 4
 EACH = 8  # scrapes in one measurement
 INTERVAL_S = 5.0
@@ -28,11 +32,13 @@ def measure(setting: Setting) -> Iterator[Figure]:
             ours, stock = setting.text, setting.stock
         else:
             ours, stock = (
-                stack.enter_context(setting.server(kind, agent=agent)) for agent in (True, False)
+                stack.enter_context(setting.server(kind, agent=agent, environment=environment))
+                for agent, environment in ((True, {STORE: "memory://"}), (False, STOCK_STORE))
             )
-        body = {**BODY, "model": f"demo-{kind.value}"}
+        model = {"model": f"demo-{kind.value}"}
         for server in (ours, stock):
-            server.load([server.request(PATH, body)] * REQUESTS, CONNECTIONS)
+            for path, body in LOADS.items():
+                server.load([server.request(path, {**body, **model})] * REQUESTS, CONNECTIONS)
             server.load([server.request(SCRAPE)], 1)
         time.sleep(GATHERED_S)
         yield scrapes(setting, ours, stock)

@@ -109,6 +109,7 @@ def install() -> None:
     collector = Gathering(server(), log.warning)
     for module, show in adapter.SHOWN.items():
         when_imported(module, objects.guarded(partial(show, collector)))
+    when_imported(adapter.FORMAT, objects.guarded(adapter.quicken))
 
 
 def server() -> Callable[[], tuple[View, int]]:

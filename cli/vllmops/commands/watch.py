@@ -24,6 +24,7 @@ from ..instances.servers import Server, resolve
 from ..output import Json, Result, span, typer_app
 from ..protocol.watch import Event
 from ..streams import stopped_by
+from ..watch import otlp
 from ..watch.board import Board, Listener
 from ..watch.messenger import Hook, Messenger, Webhook
 from ..watch.watch import Diary, Plan, Watch
@@ -32,8 +33,6 @@ from .options import YEAR_S, Target, count, host_port, listening, seconds
 from .several import remote
 
 app = typer_app()
-
-LOUD = {"stalled", "failed", "trouble"}
 
 
 @app.command(epilog="Example: vllmops watch -t demo --exec 'sh -c \"mail -s stalled ops < $1\"'")
@@ -180,11 +179,18 @@ def watch(
     # Not an exception: evidence that is being written must get to the disk.
     stop = stopped_by(signal.SIGINT)
     log = Log(Folder(server.label)) if supervised else Screen()
+    try:
+        if send := otlp.collector(os.environ):
+            receivers.append(send)
+    except VllmopsError as error:  # other programs may need those variables
+        log.write(
+            [error.message, f"  hint: {error.hint}"] if error.hint else [error.message], "WARNING"
+        )
     messenger = Messenger(receivers, lambda text: log.write([text], "WARNING"))
 
     def tell(event: Event) -> None:
         messenger.send(event)
-        log.write(list(lines(event)), "WARNING" if event.event in LOUD else "INFO")
+        log.write(list(lines(event)), "WARNING" if event.event in otlp.LOUD else "INFO")
 
     board = Board(Folder(server.name) if server.name and server.record else None, interval)
     if listen:

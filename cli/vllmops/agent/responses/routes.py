@@ -19,6 +19,7 @@ from ...keys.ring import Ring
 from ...store import store
 from ...store.backend import Backend, CursorUnknown
 from ...store.settings import Carriers
+from .. import tracing
 from ..adapters import responses as adapter
 from ..adapters.responses import (
     ErrorResponse,
@@ -47,6 +48,9 @@ class Direct(APIRoute):
     """
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await tracing.request(self.path, self.answer, scope, receive, send)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         thorough = scope["query_string"] or self.body_field or self.dependencies
         if thorough or scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)
@@ -105,6 +109,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     if not isinstance(serving, StoredResponses):
         yield
         return
+    if getattr(app.state.args, "otlp_traces_endpoint", None):
+        tracing.begin(serving.store.backend)
     await serving.store.open()
     await serving.take_up()
     try:

@@ -13,6 +13,7 @@ from ...keys import carrier
 from ...keys.carrier import Carrier, CarrierError, Case
 from ...keys.ring import Ring
 from ...store.settings import Carriers, Format
+from .. import tracing
 from ..counting import count_carrier
 from ..log import log
 from .carried import Brought, Item, from_messages
@@ -63,7 +64,9 @@ async def opened(brought: Brought, ring: Ring | None, *, model: str, owner: str)
         return carrier.unseal(brought.text, ring or Ring(), model=model, owner=owner)
 
     try:
-        found = items(await off_loop(len(brought.text) * COMPRESSION, call))
+        with tracing.span("carrier.open", {}) as add:
+            add(len(brought.text))
+            found = items(await off_loop(len(brought.text) * COMPRESSION, call))
         count_carrier("opened")
         return found
     except CarrierError as error:
@@ -137,7 +140,9 @@ async def sealed(
         return carrier.seal(history, ring, model=model, owner=owner, ttl_s=carriers.ttl_s)
 
     try:
-        text = await off_loop(size, call)
+        with tracing.span("carrier.seal", {}) as add:
+            text = await off_loop(size, call)
+            add(len(text))
         count_carrier("sealed")
         return text
     except CarrierError as error:

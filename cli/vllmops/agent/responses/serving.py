@@ -45,6 +45,7 @@ from ...store.store import (
     document,
     valid,
 )
+from .. import tracing
 from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..gate import gate
@@ -104,6 +105,11 @@ class Turn:
         self.first = 0
         # Set once a background run is in the store.
         self.accepted: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+    @property
+    def rehydrates(self) -> bool:
+        """Whether the request's input is more than, or other than, its own items."""
+        return bool(self.history or self.hidden or self.brought or self.sealed)
 
     def stored(self, response: Any, body: bytes) -> Response:
         """A response as the store keeps it.
@@ -320,11 +326,17 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         error = await super()._check_model(request, *args, **options)
         if error is None:
             with rendering():
-                if turn := _turn.get():
-                    await self.resolve(turn)
+                if (turn := _turn.get()) and turn.rehydrates:
+                    with tracing.span("rehydrate", {"turns": len(turn.history or ())}) as add:
+                        await self.resolve(turn)
+                        add(tracing.size(turn.history))
                 if isinstance(request.input, list):
                     request.input = [item for item in request.input if not wire.silent(item)]
         return error
+
+    async def _get_trace_headers(self, headers: Any) -> Any:
+        """Put vLLM's span of a request below ours."""
+        return tracing.headers() or await super()._get_trace_headers(headers)
 
     async def resolve(self, turn: Turn) -> None:
         """Put the turns before this one into the input of its request.
@@ -336,8 +348,6 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the carrier is not accepted, or the conversation is too large for the
                 answer's carrier.
         """
-        if not (turn.history or turn.hidden or turn.brought or turn.sealed):
-            return
         size = len(turn.items)
         items = wire.ITEMS.decode(turn.items)
         before = await self.history.of(turn.history or ())

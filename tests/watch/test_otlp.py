@@ -1,0 +1,143 @@
+"""Events as log records, at a real receiver of OTLP."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry.proto.logs.v1.logs_pb2 import SeverityNumber
+
+from vllmops.errors import VllmopsError
+from vllmops.protocol.watch import Event
+from vllmops.watch import otlp
+
+from ..support.otlp import PROTOCOL, Collector, attributes
+
+STALLED = Event(
+    event="stalled",
+    at=1_700_000_000.5,
+    server="demo",
+    text="demo stalls: resp_of_somebody",
+    url="http://user:secret@localhost:8000",
+    model="/models/demo",
+    number=2,
+    seconds=31.5,
+    code="stack.mm-cache-eviction-spin",
+    title="The eviction of the multimodal cache spins",
+    subject="engine DP0",
+    victims=("api",),
+    evidence="a secret of a user",
+    next="vllmops cache repair",
+    findings=("stack.mm-cache-eviction-spin",),
+    bundle="/home/somebody/bundle",
+)
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    made = Collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOL)
+    yield made
+    made.stop()
+
+
+def test_a_stall_and_its_end(collector: Collector) -> None:
+    send = otlp.collector(os.environ)
+    assert send
+    send(STALLED)
+    send(Event(event="recovered", at=1_700_000_040, server="demo", text="demo recovered", number=2))
+    stalled, recovered = collector.records
+    assert stalled.event_name == "vllmops.stalled"
+    assert stalled.severity_number == SeverityNumber.SEVERITY_NUMBER_WARN
+    assert stalled.time_unix_nano == 1_700_000_000_500_000_000
+    assert stalled.body.string_value == STALLED.title
+    found = attributes(stalled)
+    assert found["vllmops.code"] == STALLED.code
+    assert found["vllmops.seconds"] == 31.5
+    assert found["vllmops.number"] == 2
+    assert [value.string_value for value in found["vllmops.victims"].values] == ["api"]
+    for private in (STALLED.text, STALLED.url, STALLED.evidence, STALLED.bundle):
+        assert str(private) not in str(collector.logs)
+    assert recovered.severity_number == SeverityNumber.SEVERITY_NUMBER_INFO
+    assert "vllmops.code" not in attributes(recovered)
+
+
+def test_a_collector_that_is_gone_is_reported_in_time(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    send = otlp.collector(os.environ)
+    assert send
+    collector.stop()
+    began = time.monotonic()
+    with pytest.raises(VllmopsError) as error:
+        send(STALLED)
+    assert error.value.code == "watch.otlp"
+    assert time.monotonic() - began < 5
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://x", "OTEL_LOGS_EXPORTER": "none"},
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x"},
+    ],
+)
+def test_nothing_is_sent_where_no_collector_is_named(environment: dict[str, str]) -> None:
+    assert otlp.collector(environment) is None
+
+
+def test_what_can_not_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}
+    with pytest.raises(VllmopsError, match="none of grpc, http"):
+        otlp.collector({**named, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(VllmopsError) as error:
+        otlp.collector(named)
+    assert error.value.hint == "pip install 'vllmops-cli[otel]'"
+
+
+def test_over_grpc() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", GRPC],
+        env={**os.environ, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout == "vllmops.stalled\n", ran.stderr
+
+
+# In a process of its own, as gRPC breaks every later fork.
+GRPC = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as pb
+from opentelemetry.proto.collector.logs.v1 import logs_service_pb2_grpc as service
+from vllmops.protocol.watch import Event
+from vllmops.watch import otlp
+
+class Logs(service.LogsServiceServicer):
+    def Export(self, request, context):
+        print(request.resource_logs[0].scope_logs[0].log_records[0].event_name)
+        return pb.ExportLogsServiceResponse()
+
+server = grpc.server(ThreadPoolExecutor(1))
+service.add_LogsServiceServicer_to_server(Logs(), server)
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{port}"
+otlp.collector(os.environ)(Event(event="stalled", at=1.0, server="demo", text=""))
+server.stop(0).wait()
+"""
