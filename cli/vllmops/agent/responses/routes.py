@@ -30,6 +30,7 @@ from ..adapters.responses import (
 from ..counting import count_store
 from ..log import log
 from .serving import StoredResponses, owner
+from .tokens import CountRequest
 from .wire import Frame, Refused
 
 Handler = Callable[..., Awaitable[Response]]
@@ -143,6 +144,11 @@ def refusal(
     return JSONResponse({"error": error}, status)
 
 
+def vllms(error: ErrorResponse) -> JSONResponse:
+    """The answer for an error of vLLM's."""
+    return JSONResponse(error.model_dump(mode="json", by_alias=True), error.error.code)
+
+
 def json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
@@ -177,8 +183,18 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
     """Make a response."""
     answer = await serving(raw_request).create(request, raw_request)
     if isinstance(answer, ErrorResponse):
-        return JSONResponse(answer.model_dump(mode="json", by_alias=True), answer.error.code)
+        return vllms(answer)
     return json(answer) if isinstance(answer, bytes) else streaming(answer)
+
+
+@router.post("/v1/responses/input_tokens", dependencies=[Depends(validate_json_request)])
+@cancelled
+@counted
+@answered
+async def count_input_tokens(request: CountRequest, raw_request: Request) -> Response:
+    """Count the tokens that a response to the same request would have as its input."""
+    answer = await serving(raw_request).count(request, raw_request)
+    return vllms(answer) if isinstance(answer, ErrorResponse) else json(answer)
 
 
 @router.get("/v1/responses")

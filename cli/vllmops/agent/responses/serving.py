@@ -43,7 +43,7 @@ from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..gate import gate
 from ..log import log
-from . import carried, rerun, sealing, wire
+from . import carried, rerun, sealing, tokens, wire
 from .carried import Brought, Item
 from .history import History, legible
 from .parsing import messages, parsed
@@ -164,6 +164,10 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         self.runs: dict[str, tuple[Response, asyncio.Task[None]]] = {}
         self.reruns: set[asyncio.Task[None]] = set()
         self.history = History(parsed, harmony=self.use_harmony)
+        self.counts = False
+        if renderer := adapter.renderer(self):
+            renderer.preprocess_chat = tokens.unsent(renderer.preprocess_chat)
+            self.counts = True
 
     async def close(self) -> None:
         """End what runs, and close the store."""
@@ -201,8 +205,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the request is invalid.
             StoreUnavailable: the store is down, and the response is not stored.
         """
-        if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
-            raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
+        check_known(request)
         if response_before(request) is not None:
             if request.background:
                 message = (
@@ -213,11 +216,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if request.background and not request.store:
             raise Refused(400, "background can only be used when store is true", "background")
         turn = await self.turn(request, raw_request)
-        token = _turn.set(turn)
-        try:
+        with working(turn):
             answer = await self.create_responses(request, raw_request)
-        finally:
-            _turn.reset(token)
         if isinstance(answer, ErrorResponse):
             return answer
         if turn and request.background:
@@ -229,6 +229,45 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if item := await self.seal(turn, answer):
             answer.output.append(item)
         return await self.kept(turn, answer)
+
+    async def count(self, request: Any, raw_request: Request) -> bytes | ErrorResponse:
+        """Count the tokens of what a request adds to its conversation and of all before it.
+
+        Args:
+            request: a `tokens.CountRequest`.
+            raw_request: the HTTP request.
+
+        Returns:
+            The count as JSON, or vLLM's error.
+
+        Raises:
+            Refused: the request is invalid, or this vLLM can't render without an answer.
+            StoreUnavailable: the store is down.
+        """
+        check_known(request)
+        tokens.only_input(request)
+        with working(await self.turn(request, raw_request)):
+            counted = await self.counted(request)
+        return counted if isinstance(counted, ErrorResponse) else tokens.document(counted)
+
+    async def counted(self, request: Any) -> tokens.Counted | ErrorResponse:
+        """The tokens of a request's input, or vLLM's error where it would answer with one.
+
+        Raises:
+            Refused: this vLLM can't render without an answer.
+        """
+        if not self.counts:
+            raise Refused(501, "This version of vLLM can't count the tokens of an input.")
+        with tokens.counting():
+            answer: tokens.Counted | ErrorResponse = await self.create_responses(request, None)
+        return answer
+
+    def _validate_generator_input(self, engine_input: Any, *args: Any, **options: Any) -> Any:
+        """What vLLM does last before the engine gets a request."""
+        error = super()._validate_generator_input(engine_input, *args, **options)
+        if error is None and tokens.counts():
+            return tokens.Counted(self._extract_prompt_len(engine_input))
+        return error
 
     async def turn(self, request: Any, raw_request: Request) -> Turn | None:
         """Collect what a request needs before vLLM begins; None if neither store nor carrier is.
@@ -698,6 +737,16 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
 
 @contextmanager
+def working(turn: Turn | None) -> Iterator[None]:
+    """VLLM works on a turn."""
+    token = _turn.set(turn)
+    try:
+        yield
+    finally:
+        _turn.reset(token)
+
+
+@contextmanager
 def rendering() -> Iterator[None]:
     """Refuse an input that can't be rendered: a valid but empty item, for which vLLM answers 500.
 
@@ -738,6 +787,16 @@ def owner(raw_request: Request) -> str:
         return ""
     key = raw_request.headers.get("Authorization", "").partition(" ")[2]
     return owner_of(key)
+
+
+def check_known(request: Any) -> None:
+    """Check that the API has each parameter of a request.
+
+    Raises:
+        Refused: it has not.
+    """
+    if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
+        raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
 
 
 def response_before(request: Any) -> Any:
