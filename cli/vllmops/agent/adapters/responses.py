@@ -26,6 +26,7 @@ except ImportError:  # up to 0.28
     from vllm.entrypoints.openai.engine.protocol import ErrorResponse, GenerationError
 
 __all__ = [
+    "INVALID",
     "METHODS",
     "RENDERERS",
     "ErrorResponse",
@@ -45,6 +46,13 @@ __all__ = [
     "with_cancellation",
 ]
 
+try:
+    from vllm.exceptions import VLLMClientError
+except ImportError:  # up to 0.28
+    VLLMClientError = ValueError
+
+# What vLLM raises for a request that is invalid or too long.
+INVALID: Final = (ValueError, VLLMClientError)
 Serving: Final = serving.OpenAIServingResponses
 
 # The methods that render a request's input after that of the previous response: one since 0.30,

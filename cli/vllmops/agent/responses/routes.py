@@ -29,8 +29,9 @@ from ..adapters.responses import (
 )
 from ..counting import count_store
 from ..log import log
+from .compaction import prompt
 from .serving import StoredResponses, owner
-from .tokens import CountRequest
+from .tokens import CompactRequest, CountRequest
 from .wire import Frame, Refused
 
 Handler = Callable[..., Awaitable[Response]]
@@ -86,6 +87,7 @@ def install(
     StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
     StoredResponses.carriers = carriers
     StoredResponses.ring = staticmethod(ring)
+    StoredResponses.compaction_prompt = prompt()
     ours = {key(route) for route in router.routes}
     module.router.routes[:] = [
         *router.routes,
@@ -194,6 +196,16 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
 async def count_input_tokens(request: CountRequest, raw_request: Request) -> Response:
     """Count the tokens that a response to the same request would have as its input."""
     answer = await serving(raw_request).count(request, raw_request)
+    return vllms(answer) if isinstance(answer, ErrorResponse) else json(answer)
+
+
+@router.post("/v1/responses/compact", dependencies=[Depends(validate_json_request)])
+@cancelled
+@counted
+@answered
+async def compact_responses(request: CompactRequest, raw_request: Request) -> Response:
+    """Replace a conversation by its user's messages and a sealed summary."""
+    answer = await serving(raw_request).compact(request, raw_request)
     return vllms(answer) if isinstance(answer, ErrorResponse) else json(answer)
 
 

@@ -43,10 +43,10 @@ from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..gate import gate
 from ..log import log
-from . import carried, rerun, sealing, tokens, wire
+from . import carried, compaction, rerun, sealing, tokens, wire
 from .carried import Brought, Item
 from .history import History, legible
-from .parsing import messages, parsed
+from .parsing import detailed, messages, parsed
 from .wire import Frame, Refused
 from .writer import Writer, patiently
 
@@ -70,6 +70,7 @@ class Turn:
         hidden: whether some of the items have encrypted content.
         brought: the carrier in the request.
         sealed: whether the answer gets a carrier.
+        compacts: whether its conversation may be compacted.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Turn:
         hidden: bool = False,
         brought: Brought | None = None,
         sealed: bool = False,
+        compacts: bool = False,
     ) -> None:
         self.request = request
         self.owner = owner
@@ -90,7 +92,12 @@ class Turn:
         self.hidden = hidden
         self.brought = brought
         self.sealed = sealed
-        # All items so far, and their size in bytes, for the answer's carrier.
+        self.compacts = compacts
+        # From how many tokens on the conversation is compacted, None if it never is.
+        self.threshold: int | None = None
+        # The item that the answer begins with where it was.
+        self.compaction: Any = None
+        # All items so far, and their size in bytes, for the answer's carrier and for a compaction.
         self.conversation: list[Item] = []
         self.size = 0
         self.began = time.time()
@@ -153,6 +160,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
     open_store: Callable[[], ResponseStore]
     ring: Callable[[], Ring | None]
     carriers = Carriers()
+    compaction_prompt = compaction.PROMPT
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -213,9 +221,12 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 )
                 raise Refused(400, message, "background")
             request.store = False
+        threshold = self.threshold(request)
         if request.background and not request.store:
             raise Refused(400, "background can only be used when store is true", "background")
-        turn = await self.turn(request, raw_request)
+        turn = await self.turn(request, raw_request, compacts=threshold is not None)
+        if turn:
+            turn.threshold = threshold
         with working(turn):
             answer = await self.create_responses(request, raw_request)
         if isinstance(answer, ErrorResponse):
@@ -269,7 +280,121 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             return tokens.Counted(self._extract_prompt_len(engine_input))
         return error
 
-    async def turn(self, request: Any, raw_request: Request) -> Turn | None:
+    # Compaction
+
+    def threshold(self, request: Any) -> int | None:
+        """From how many tokens on a request wants its conversation compacted; None if it does not.
+
+        Raises:
+            Refused: it asks for it in a wrong way, or this server can't seal a compaction.
+        """
+        tokens_ = compaction.threshold(request, self.model_config.max_model_len)
+        if tokens_ is not None:
+            sealing.check_can_seal(self.ring())
+        return tokens_
+
+    async def compact(self, request: Any, raw_request: Request) -> bytes | ErrorResponse:
+        """Compact a conversation.
+
+        Args:
+            request: a `tokens.CompactRequest`.
+            raw_request: the HTTP request.
+
+        Returns:
+            The user's messages and a compaction item as JSON, or vLLM's error.
+
+        Raises:
+            Refused: the request is invalid, or this server can't seal a compaction.
+            StoreUnavailable: the store is down.
+        """
+        check_known(request)
+        compaction.check_parameters(await raw_request.body())
+        sealing.check_can_seal(self.ring())
+        tokens.only_input(request)
+        turn = await self.turn(request, raw_request, compacts=True)
+        assert turn
+        with working(turn):
+            error: ErrorResponse | None = await self._check_model(request)
+        if error is not None:
+            return error
+        if not turn.conversation:
+            raise Refused(400, "There is no conversation to compact.", "input")
+        before = turn.conversation
+        usage = await self.shorten(turn)
+        return compaction.document(before, turn.compaction, usage, turn.began)
+
+    async def shorten(self, turn: Turn) -> compaction.Usage:
+        """Compact the conversation of a turn; returns what the summary took.
+
+        Raises:
+            Refused: it can't be summarized or sealed.
+        """
+        same = compaction.asked(turn.request, self.model_config.max_model_len)
+
+        def request(words: list[Item]) -> Any:
+            given = {**same, "input": list(map(detailed, words))}
+            return adapter.ResponsesRequest.model_validate(given)
+
+        async def answer(words: list[Item]) -> Any:
+            made = await self.create_responses(request(words), None)
+            if isinstance(made, ErrorResponse):
+                raise Refused(made.error.code, made.error.message, made.error.param)
+            return made
+
+        async def fits(words: list[Item]) -> bool:
+            return await self.fits(request(words))
+
+        with working(None):
+            items, usage = await compaction.compacted(
+                answer, fits, turn.conversation, self.compaction_prompt
+            )
+        text = await sealing.sealed(
+            items,
+            sum(len(carried.text_of(item.get("content") or "")) for item in items),
+            self.carriers._replace(format=Format.V2),
+            self.ring(),
+            model=self.models.model_name(self._maybe_get_adapters(turn.request)),
+            owner=turn.owner,
+        )
+        if text is None:
+            sealing.check_can_seal(None)
+        turn.conversation = items
+        turn.compaction = compaction.sealed_item(text or "")
+        return usage
+
+    async def fits(self, request: Any) -> bool:
+        """Whether vLLM would accept a request."""
+        try:
+            return isinstance(await self.counted(request), tokens.Counted)
+        except (Refused, *adapter.INVALID):
+            return False
+
+    async def compact_beyond(self, turn: Turn, threshold: int) -> None:
+        """Compact the conversation of a turn if it has more tokens than a threshold.
+
+        Raises:
+            Refused: it can't be summarized or sealed.
+        """
+        request = turn.request.model_copy()
+        with working(None):
+            try:
+                found = await self.counted(request)
+                many = found.tokens if isinstance(found, tokens.Counted) else None
+            except adapter.INVALID:
+                many = None  # too long for the model
+            if many is not None and many <= threshold:
+                return
+            before = turn.conversation
+            await self.shorten(turn)
+            request.input = parsed(compaction.joined(turn.conversation))
+            if many is not None and not await self.fits(request):
+                turn.conversation, turn.compaction = before, None
+                return
+        turn.request.input = request.input
+
+    async def turn(
+        self, request: Any, raw_request: Request, *, compacts: bool = False
+    ) -> Turn | None:
         """Collect what a request needs before vLLM begins; None if neither store nor carrier is.
 
         Raises:
@@ -281,7 +406,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         hidden = not isinstance(request.input, str) and any(map(hides, request.input))
         sealed = self.asks_for_carrier(request)
         continues = request.previous_response_id is not None or response is not None
-        if not (request.store or continues or hidden or sealed):
+        if not (request.store or continues or hidden or sealed or compacts):
             return None
         items = wire.added(await raw_request.body())
         brought = None
@@ -298,6 +423,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             hidden=hidden,
             brought=brought,
             sealed=sealed,
+            compacts=compacts,
         )
 
     def asks_for_carrier(self, request: Any) -> bool:
@@ -342,7 +468,19 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     def responses_stream_generator(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         """VLLM's events, in every version with the same ids from the first to the last."""
-        return adapter.agreeing(super().responses_stream_generator(*args, **options))
+        events = adapter.agreeing(super().responses_stream_generator(*args, **options))
+        turn = _turn.get()
+        if turn and turn.compaction:
+            return compaction.announced(events, turn.compaction)
+        return events
+
+    async def responses_full_generator(self, *args: Any, **options: Any) -> Any:
+        """VLLM's answer, after the item of a compaction."""
+        answer = await super().responses_full_generator(*args, **options)
+        turn = _turn.get()
+        if turn and turn.compaction and isinstance(answer, ResponsesResponse):
+            answer.output.insert(0, turn.compaction)
+        return answer
 
     async def _check_model(self, request: Any, *args: Any, **options: Any) -> Any:
         """What vLLM does first with a request, and the only step that every version awaits."""
@@ -353,6 +491,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                     await self.resolve(turn)
                 if isinstance(request.input, list):
                     request.input = [item for item in request.input if not wire.silent(item)]
+            if turn and turn.threshold is not None:
+                await self.compact_beyond(turn, turn.threshold)
         return error
 
     async def resolve(self, turn: Turn) -> None:
@@ -365,11 +505,11 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the carrier is not accepted, or the conversation is too large for the
                 answer's carrier.
         """
-        if not (turn.history or turn.hidden or turn.brought or turn.sealed):
+        if not (turn.history or turn.hidden or turn.brought or turn.sealed or turn.compacts):
             return
         size = len(turn.items)
         items = wire.ITEMS.decode(turn.items)
-        before = await self.history.of(turn.history or ())
+        before = await self.history.of(turn.history or (), partial(self.reopened, turn))
         history, kept = await self.merged(turn, items)
         added = [(n, item) for n in kept if (item := carried.readable(items[n]))]
         if history or turn.hidden:
@@ -379,11 +519,23 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             later = as_parsed(turn.request.input, items, added)
             turn.request.input = [*before.parsed, *parsed(readable), *later]
         turn.conversation = [*before.items, *readable, *(item for _, item in added)]
+        if any(map(compaction.summarizes, turn.conversation)):
+            turn.request.input = parsed(compaction.joined(turn.conversation))
         if turn.sealed:
             size += before.size
             if turn.brought:
                 size += sealing.COMPRESSION * len(turn.brought.text)
             turn.size = await sealing.checked(turn.conversation, size)
+
+    async def reopened(self, turn: Turn, text: str) -> list[Item] | None:
+        """What a stored compaction item holds; None if it can't be opened any more."""
+        model = self.models.model_name(self._maybe_get_adapters(turn.request))
+        try:
+            kept = Brought(text, -1, "previous_response_id")
+            return await sealing.opened(kept, self.ring(), model=model, owner=turn.owner)
+        except Refused as error:
+            log.warning("vllmops: the turns before a compaction are read again: %s", error)
+            return None
 
     async def merged(self, turn: Turn, items: list[Item]) -> tuple[list[Item], list[int]]:
         """What the carrier of a turn holds, and the indices of the items that are not in it.
@@ -532,7 +684,9 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 history=await self.earlier(run.owner, request.previous_response_id),
                 hidden=hidden,
                 brought=carried.brought(wire.ITEMS.decode(run.input), None) if hidden else None,
+                compacts=(threshold := self.threshold(request)) is not None,
             )
+            turn.threshold = threshold
             turn.began = run.created_at
             if request.stream and (log_ := await self.store.log(run.owner, run.id, -1)):
                 turn.first = log_.chunks[-1].last + 1 if log_.chunks else 0
@@ -818,9 +972,9 @@ def as_parsed(given: Any, items: list[Item], added: list[tuple[int, Item]]) -> l
 
 
 def hides(item: Any) -> bool:
-    """Whether an item, as vLLM reads it, has encrypted content."""
+    """Whether an item, as vLLM reads it, has encrypted content, or should have."""
     if isinstance(item, dict):
-        return bool(carried.encrypted(item))
+        return item.get("type") == carried.COMPACTION or bool(carried.encrypted(item))
     return bool(getattr(item, "encrypted_content", None))
 
 

@@ -30,6 +30,10 @@ class CountRequest(ResponsesRequest):  # type: ignore[misc]
     input: GIVEN | None = None  # type: ignore[valid-type]
 
 
+class CompactRequest(CountRequest):
+    """A request for a compaction."""
+
+
 class Counted(NamedTuple):
     """Takes the place of an answer.
 
