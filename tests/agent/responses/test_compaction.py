@@ -18,6 +18,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "lamp", "arguments": "{
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "it is on"}
 SPOKEN = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
 LONGEST = 1000
+WRONG: list[Any] = [0, -1, 1.5, "9", True, []]
 
 
 def texts(items: list[Any]) -> list[str]:
@@ -43,7 +44,7 @@ def test_a_summary_makes_one_message_with_those_of_the_user_beside_it() -> None:
         *("input_text", "input_image", "input_text", "input_text")
     ]
     assert one["content"][0]["text"] == "light, please\n\n"
-    apart = [USER, USER, SPOKEN]
+    apart: list[Any] = [USER, USER, SPOKEN]
     assert compaction.joined(apart) == apart
     assert compaction.joined([*left, SPOKEN, USER])[1:] == [SPOKEN, USER]
 
@@ -53,7 +54,7 @@ def test_a_summary_makes_one_message_with_those_of_the_user_beside_it() -> None:
     [
         *("x", [], {}, [1], [{}], [{"type": "other"}], [{"type": "compaction", "size": 1}]),
         [{"type": "compaction"}] * 2,
-        *[[{"type": "compaction", "compact_threshold": n}] for n in (0, -1, 1.5, "9", True, [])],
+        *[[{"type": "compaction", "compact_threshold": wrong}] for wrong in WRONG],
     ],
 )
 def test_an_invalid_threshold_is_refused(asked: Any) -> None:
