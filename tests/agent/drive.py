@@ -303,7 +303,7 @@ def responses() -> None:
         lora_requests={}, is_base_model=lambda _: True, model_name=lambda _: "m"
     )
     serving._is_model_supported = lambda _: True
-    from vllmops.agent.adapters.responses import RENDERERS, ResponsesRequest
+    from vllmops.agent.adapters.responses import RENDERERS, ResponsesRequest, renderer
     from vllmops.agent.responses import parsing
     from vllmops.agent.responses import serving as ours
     from vllmops.agent.responses.history import History
@@ -313,6 +313,12 @@ def responses() -> None:
     for name in RENDERERS:
         kinds = {inspect.iscoroutinefunction(vars(held)[name]) for held in (cls, cls.__base__)}
         assert len(kinds) == 1, name
+    place = places.existing("vllm.renderers.online_renderer")  # since 0.25
+    module = importlib.import_module(place or "vllm.entrypoints.serve.render.serving")
+    name, kind = ("online_renderer", "OnlineRenderer") if place else (OLD, "OpenAIServingRender")
+    assert name in inspect.getsource(cls.__base__.__init__)
+    rendering = object.__new__(getattr(module, kind))
+    assert renderer(SimpleNamespace(**{name: rendering})) is rendering
     asyncio.run(turns(serving, ResponsesRequest, ours))
     words = [{"role": "user", "content": "hi"}, {"type": "function_call", **CALL}]
     chat = parsing.messages(
@@ -323,6 +329,7 @@ def responses() -> None:
     asyncio.run(filled(serving))
 
 
+OLD = "openai_serving_render"
 CALL = {"call_id": "c", "name": "lamp", "arguments": "{}"}
 ANSWER = (
     b'{"id":"resp_1","output":[{"type":"message","id":"msg_1","role":"assistant","status":'

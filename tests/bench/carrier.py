@@ -16,6 +16,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from vllmops.agent.responses import compaction
 from vllmops.keys import carrier
 from vllmops.keys.ring import Ring, fresh, only
 
@@ -34,6 +35,9 @@ def measure(setting: Setting) -> Iterator[Figure]:
     yield compared("seal 1 MB", rounds, partial(sealed, long), partial(raw_seal, long), setting)
     text, raw = sealed(long), raw_seal(long)
     yield compared("open 1 MB", rounds, partial(opened, text), partial(raw_open, raw), setting)
+    left = partial(sealed_compaction, ring, long)
+    name = "seal a compaction that leaves 1 MB"
+    yield compared(name, rounds, left, partial(sealed, long), setting, "a carrier of 1 MB", 1.05)
     short = history(TURNS * 1_000)
 
     def turn() -> None:
@@ -68,6 +72,10 @@ def seal(ring: Ring, items: list[Any]) -> str:
     return carrier.seal(items, ring, model=MODEL, owner=OWNER)
 
 
+def sealed_compaction(ring: Ring, items: list[Any]) -> str:
+    return seal(ring, compaction.left(items, "summary"))
+
+
 def unseal(ring: Ring, text: str) -> object:
     return carrier.unseal(text, ring, model=MODEL, owner=OWNER)
 
@@ -91,11 +99,16 @@ def raw_open(text: bytes) -> Any:
 
 
 def compared(
-    name: str, rounds: int, ours: Callable[[], object], raw: Callable[[], object], setting: Setting
+    name: str,
+    rounds: int,
+    ours: Callable[[], object],
+    raw: Callable[[], object],
+    setting: Setting,
+    rival: str = "json, zlib, AES-GCM and base64",
+    most: float = 1.5,
 ) -> Figure:
     times = interleaved(rounds, {"ours": partial(seconds, ours), "raw": partial(seconds, raw)})
-    rival = "json, zlib, AES-GCM and base64"
-    return paired(name, times["ours"], rival, times["raw"], 1.5, short=setting.short)
+    return paired(name, times["ours"], rival, times["raw"], most, short=setting.short)
 
 
 def seconds(act: Callable[[], object]) -> float:

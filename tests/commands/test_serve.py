@@ -122,6 +122,7 @@ def test_where_responses_are_kept(lab: Any) -> None:
         (("--carrier-ttl", "soon"), "is not a duration"),
         (("--carrier-ttl", "40000d"), "up to 36500d"),
         (("--carrier", "v1"), "v2"),
+        (("--compaction-prompt", "/dev/null"), "--compaction-prompt"),
         (("--env", "VLLMOPS_CARRIER=v1"), "VLLMOPS_CARRIER"),
         (("--store", "memory://", "--", "--api-server-count", "2"), "works for one process only"),
         (("--env", "VLLM_RESPONSES_STORE_BACKEND=a.B"), "No module named 'a'"),

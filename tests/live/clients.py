@@ -267,6 +267,13 @@ def told(client: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
     return last.response
 
 
+def counted(client: Any, given: Any, **options: Any) -> int:
+    """The tokens of an input, without an answer."""
+    found = client.responses.input_tokens.count(model=MODEL, input=given, **options)
+    assert found.object == "response.input_tokens"
+    return int(found.input_tokens)
+
+
 def count(client: Any, items: list[Any], **options: Any) -> int:
     """How long a conversation is for the model where a client sends each item of it."""
     plain = [item for item in items if not getattr(item, "encrypted_content", None)]
@@ -293,6 +300,7 @@ def carried(clients: Sequence[Any], way: str, *, streamed: bool, **options: Any)
             given, more = question, {"extra_body": before}
         answer = told(client, given, streamed=streamed, **more, **options)
         assert answer.usage.input_tokens == count(client, sent, **options)
+        assert answer.usage.input_tokens == counted(client, given, **more)
         sent += answer.output
         answers.append(answer)
     return answers

@@ -44,6 +44,7 @@ from .clients import (
     carried,
     connect,
     count,
+    counted,
     ended,
     following,
     reach,
@@ -225,6 +226,28 @@ def test_each_server_knows_each_response(client: Any) -> None:
     run = background(client)
     for _ in range(8):
         assert client.responses.cancel(run.id).status == "cancelled"
+
+
+def test_tokens_are_counted_as_for_an_answer(client: Any, stranger: Any) -> None:
+    first = say(client, "one")
+    asked: list[dict[str, Any]] = [
+        {},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"instructions": "be brief", "previous_response_id": first.id},
+        {"reasoning": {"effort": "low"}},
+    ]
+    for options in asked:
+        tokens = counted(client, "two", **options)
+        assert tokens == say(client, "two", **options).usage.input_tokens
+    words = [{"role": "user", "content": "one"}, *first.output, {"role": "user", "content": "two"}]
+    chain = {"previous_response_id": first.id}
+    assert counted(client, "two", **chain) == counted(client, words) > counted(client, "two")
+    assert counted(client, None, **chain) < counted(client, "two", **chain)
+    for given, options in (("two", chain), ("two " * 5000, {})):
+        with pytest.raises(openai.APIStatusError) as refused:
+            counted(stranger, given, **options)
+        assert refused.value.status_code == (404 if options else 400)
 
 
 def test_a_failed_generation_is_told_as_failed(client: Any) -> None:

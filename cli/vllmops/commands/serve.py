@@ -99,6 +99,7 @@ def serve(
     keyring: opts.Keyring = None,
     carrier: opts.Carrier = None,
     carrier_ttl: opts.CarrierTtl = None,
+    compaction_prompt: opts.CompactionPrompt = None,
     admin_token: opts.AdminToken = None,
     watch: opts.Watch = False,
     watch_exec: opts.WatchExec = None,
@@ -126,6 +127,7 @@ def serve(
     env = [f"{name}={value}" for name, value in cuda.items()]
     env += [*given, *unpatched(no_patch or []), *limits]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
+    env += summarized(compaction_prompt)
     order = place(model, demo, name, host, port, detach, env, behind)
     watcher = watching(
         watch,
@@ -320,6 +322,23 @@ def carried(form: settings.Format | None, ttl: str | None, env: Sequence[str]) -
     seconds = f"{duration(ttl):g}" if ttl else given.get(settings.CARRIER_TTL)
     added = {settings.CARRIER: form, settings.CARRIER_TTL: seconds}
     return [f"{name}={value}" for name, value in added.items() if value is not None]
+
+
+def summarized(prompt: Path | None) -> list[str]:
+    """The environment variable for the prompt of compactions.
+
+    Raises:
+        VllmopsError: ``usage`` if the file has no prompt.
+    """
+    if prompt is None:
+        return []
+    try:
+        empty = not prompt.read_text("utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise usage(f"--compaction-prompt {prompt} can't be read: {error}") from error
+    if empty:
+        raise usage(f"--compaction-prompt {prompt} is empty")
+    return [f"{settings.COMPACTION_PROMPT}={prompt.absolute()}"]
 
 
 def added_by(env: Sequence[str]) -> dict[str, str]:

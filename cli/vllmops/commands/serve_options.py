@@ -161,6 +161,16 @@ CarrierTtl = Annotated[
         rich_help_panel=CARRIERS,
     ),
 ]
+CompactionPrompt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The prompt that asks the model for a summary when a conversation is compacted"
+        " [vllmops' own].",
+        show_default=False,
+        rich_help_panel=CARRIERS,
+    ),
+]
 AdminToken = Annotated[Path | None, admin_token_option(CARRIERS)]
 Watch = Annotated[
     bool,

@@ -19,6 +19,8 @@ MAX_PER_KEY = "VLLMOPS_RESPONSES_STORE_MAX_PER_KEY"
 TTL = "VLLMOPS_RESPONSES_STORE_TTL"
 CARRIER = "VLLMOPS_CARRIER"
 CARRIER_TTL = "VLLMOPS_CARRIER_TTL"
+# A file with the prompt that asks a model to summarize a conversation.
+COMPACTION_PROMPT = "VLLMOPS_COMPACTION_PROMPT"
 # Names one start of a server, and the start before whose background responses are run again.
 RUN = "VLLMOPS_RUN"
 RERUN = "VLLMOPS_RERUN"

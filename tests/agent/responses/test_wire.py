@@ -37,7 +37,13 @@ def test_items_are_kept_as_they_came() -> None:
     assert json.loads(wire.added(body)) == [USER, REASONING, CALL]
 
 
-@pytest.mark.parametrize("body", [b"{}", b'{"input":[1]}', b'{"input":[{"a":NaN}]}', b'{"input":'])
+def test_no_input_adds_nothing() -> None:
+    assert [wire.added(body) for body in (b"{}", b'{"input":null}')] == [b"[]", b"[]"]
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"input":1}', b'{"input":[1]}', b'{"input":[{"a":NaN}]}', b'{"input":']
+)
 def test_what_can_not_be_kept_is_refused(body: bytes) -> None:
     with pytest.raises(Refused) as caught:
         wire.added(body)

@@ -27,6 +27,7 @@ except ImportError:  # up to 0.28
 
 __all__ = [
     "ENDS",
+    "INVALID",
     "METHODS",
     "RENDERERS",
     "ErrorResponse",
@@ -40,11 +41,19 @@ __all__ = [
     "load_aware_call",
     "messages",
     "parsed",
+    "renderer",
     "serving",
     "validate_json_request",
     "with_cancellation",
 ]
 
+try:
+    from vllm.exceptions import VLLMClientError
+except ImportError:  # up to 0.28
+    VLLMClientError = ValueError
+
+# What vLLM raises for a request that is invalid or too long.
+INVALID: Final = (ValueError, VLLMClientError)
 Serving: Final = serving.OpenAIServingResponses
 
 # The events that end a stream with a response: the first one for every status up to 0.32.
@@ -60,6 +69,8 @@ RENDERERS: Final = tuple(
 METHODS: Final = {
     "create_responses": ("request", "raw_request"),
     "_check_model": ("request",),
+    "_validate_generator_input": ("engine_input",),
+    "_extract_prompt_len": ("prompt",),
     "_run_background_request": ("request",),
     "_run_background_request_stream": ("request",),
     "responses_full_generator": ("request",),
@@ -122,6 +133,19 @@ async def agreeing(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, Non
                     for item, before in zip(output, streamed, strict=True):
                         item.id = before.id
             yield event
+
+
+def renderer(handler: Any) -> Any:
+    """What renders inputs for a serving class; None if it can't render without the engine's cache.
+
+    Args:
+        handler: an instance of vLLM's serving class.
+    """
+    found = getattr(handler, "online_renderer", None)
+    found = found or getattr(handler, "openai_serving_render", None)  # of 0.24
+    method = getattr(found, "preprocess_chat", None)
+    fits = method and "skip_mm_cache" in inspect.signature(method).parameters
+    return found if fits else None
 
 
 def api_key() -> str | None:

@@ -31,6 +31,8 @@ from .wire import ENCODE, Refused
 
 INCLUDE = "reasoning.encrypted_content"
 PREVIOUS = "previous_response"
+COMPACTION = "compaction"
+SEALED = frozenset({"reasoning", COMPACTION})
 INSTRUCTIONS = frozenset({"system", "developer"})
 CALLS = frozenset({"function_call", "custom_tool_call"})
 OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
@@ -47,11 +49,13 @@ class Brought(NamedTuple):
         text: the carrier.
         at: its index among the items of the input, -1 where it is not among them.
         param: the request parameter that contains it.
+        what: the item that contains it, where that is no carrier.
     """
 
     text: str
     at: int
     param: str
+    what: str = ""
 
 
 def brought(items: list[Item], previous: Any) -> Brought | None:
@@ -64,7 +68,10 @@ def brought(items: list[Item], previous: Any) -> Brought | None:
     Raises:
         Refused: ``previous_response`` has no carrier, or the input has a later one.
     """
-    at = max((n for n, item in enumerate(items) if is_ours(encrypted(item))), default=-1)
+    at = max((n for n, item in enumerate(items) if stands_for_all(item)), default=-1)
+    if previous is None and at >= 0 and items[at].get("type") == COMPACTION:
+        param = f"input[{at}]"
+        return Brought(encrypted(items[at]), at, param, f"compaction item {param}")
     if previous is None:
         return Brought(encrypted(items[at]), at, "input") if at >= 0 else None
     text = within(previous)
@@ -84,7 +91,8 @@ def within(previous: Any) -> str:
     if not isinstance(output, list):
         message = "previous_response is not a response: send the whole response object."
         raise Refused(400, message, PREVIOUS)
-    texts = [encrypted(item) for item in output if isinstance(item, dict)]
+    found = [item for item in output if isinstance(item, dict)]
+    texts = [encrypted(item) for item in found if item.get("type") == "reasoning"]
     if not (ours := list(filter(is_ours, texts))):
         message = "previous_response has no carrier" + (
             ": its encrypted content is not from this server. " if any(texts) else ". "
@@ -94,14 +102,21 @@ def within(previous: Any) -> str:
     return ours[-1]
 
 
+def stands_for_all(item: Item) -> bool:
+    """Whether an item replaces all before it: a carrier, or a compaction item of anybody's."""
+    return item.get("type") == COMPACTION or is_ours(encrypted(item))
+
+
 def encrypted(item: Item) -> str:
     """The encrypted content of an item, empty if it has none."""
-    content = item.get("encrypted_content") if item.get("type") == "reasoning" else None
+    content = item.get("encrypted_content") if item.get("type") in SEALED else None
     return content if isinstance(content, str) else ""
 
 
 def readable(item: Item) -> Item | None:
     """An item without its encrypted content, None if nothing else is in it."""
+    if item.get("type") == COMPACTION:
+        return None
     if not encrypted(item):
         return item
     if not (item.get("content") or item.get("summary")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from cachetools import LRUCache
@@ -10,7 +10,7 @@ from cachetools import LRUCache
 from ...store.backend import Response
 from ...store.packing import unpack
 from . import wire
-from .carried import Item, readable
+from .carried import COMPACTION, Item, encrypted, readable
 
 # Size of the cached answers as JSON, in bytes; in memory they take about three times as much.
 CACHE_BYTES = 8 << 20
@@ -23,11 +23,16 @@ class Part(NamedTuple):
         items: as a client sends them.
         parsed: the same as vLLM reads them.
         size: in bytes, before the store compresses it.
+        compaction: the sealed content of the compaction item that it begins with, empty if none.
     """
 
     items: Sequence[Item]
     parsed: Sequence[Any]
     size: int
+    compaction: str = ""
+
+
+Open = Callable[[str], Awaitable[list[Item] | None]]
 
 
 class History:
@@ -50,23 +55,43 @@ class History:
             CACHE_BYTES, getsizeof=lambda part: part.size
         )
 
-    async def of(self, turns: Sequence[Response]) -> Part:
-        """The inputs and answers of stored turns, oldest first."""
-        items, parsed, size = list[Item](), list[Any](), 0
-        for turn in turns:
-            given = await unpack(turn.input)
-            asked = legible(wire.ITEMS.decode(given))
-            answer = self.answers.get(turn.body) or await self.answer(turn.body)
-            items += [*asked, *answer.items]
-            parsed += [*self.parse(asked), *answer.parsed]
-            size += len(given) + answer.size
+    async def of(self, turns: Sequence[Response], opened: Open | None = None) -> Part:
+        """The inputs and answers of stored turns, oldest first.
+
+        Args:
+            turns: which may have been compacted on the way.
+            opened: gives the items of a compaction item's sealed content, or None if it can't be
+                opened; the turns before it count then.
+        """
+        answers, items, size = list[Part](), list[Item](), 0
+        for turn in reversed(turns):
+            answers.append(self.answers.get(turn.body) or await self.answer(turn.body))
+            if opened and (text := answers[-1].compaction) and (left := await opened(text)):
+                items, size = left, len(text)
+                break
+        compacted, parsed = bool(items), self.parse(items)
+        for turn, answer in zip(turns[len(turns) - len(answers) :], reversed(answers), strict=True):
+            if not compacted:
+                given = await unpack(turn.input)
+                asked = legible(wire.ITEMS.decode(given))
+                items += asked
+                parsed += self.parse(asked)
+                size += len(given)
+            items += answer.items
+            parsed += answer.parsed
+            size += answer.size
+            compacted = False
         return Part(items, parsed, size)
 
     async def answer(self, packed: bytes) -> Part:
         """The answer in the body of a response; caches it."""
         body = await unpack(packed)
-        items = legible(wire.spoken(wire.OUTPUT.decode(body).output, harmony=self.harmony))
-        answer = Part(items, self.parse(items), len(body))
+        output = wire.OUTPUT.decode(body).output
+        compaction = next(
+            (encrypted(item) for item in output if item.get("type") == COMPACTION), ""
+        )
+        items = legible(wire.spoken(output, harmony=self.harmony))
+        answer = Part(items, self.parse(items), len(body), compaction)
         if answer.size <= CACHE_BYTES:
             self.answers[packed] = answer
         return answer

@@ -48,7 +48,7 @@ PARAMETERS: dict[str, Parameter] = {
         "`completion_window` can be `soonest`; `continuation_id` is refused",
         fields={"completion_window": frozenset({"soonest"}), "continuation_id": NO},
     ),
-    "context_management": Parameter(How.REFUSED, "nothing is compacted", NO),
+    "context_management": Parameter(How.WORKS, "one entry, of type `compaction`"),
     "conversation": Parameter(How.REFUSED, "use `previous_response_id`", NO),
     "image": Parameter(
         How.WORKS,

@@ -30,7 +30,9 @@ from ..adapters.responses import (
 )
 from ..counting import count_store
 from ..log import log
+from .compaction import prompt
 from .serving import StoredResponses, owner
+from .tokens import CompactRequest, CountRequest
 from .wire import Frame, Refused
 
 Handler = Callable[..., Awaitable[Response]]
@@ -89,6 +91,7 @@ def install(
     StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
     StoredResponses.carriers = carriers
     StoredResponses.ring = staticmethod(ring)
+    StoredResponses.compaction_prompt = prompt()
     ours = {key(route) for route in router.routes}
     module.router.routes[:] = [
         *router.routes,
@@ -149,6 +152,11 @@ def refusal(
     return JSONResponse({"error": error}, status)
 
 
+def vllms(error: ErrorResponse) -> JSONResponse:
+    """The answer for an error of vLLM's."""
+    return JSONResponse(error.model_dump(mode="json", by_alias=True), error.error.code)
+
+
 def json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
@@ -183,8 +191,28 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
     """Make a response."""
     answer = await serving(raw_request).create(request, raw_request)
     if isinstance(answer, ErrorResponse):
-        return JSONResponse(answer.model_dump(mode="json", by_alias=True), answer.error.code)
+        return vllms(answer)
     return json(answer) if isinstance(answer, bytes) else streaming(answer)
+
+
+@router.post("/v1/responses/input_tokens", dependencies=[Depends(validate_json_request)])
+@cancelled
+@counted
+@answered
+async def count_input_tokens(request: CountRequest, raw_request: Request) -> Response:
+    """Count the tokens that a response to the same request would have as its input."""
+    answer = await serving(raw_request).count(request, raw_request)
+    return vllms(answer) if isinstance(answer, ErrorResponse) else json(answer)
+
+
+@router.post("/v1/responses/compact", dependencies=[Depends(validate_json_request)])
+@cancelled
+@counted
+@answered
+async def compact_responses(request: CompactRequest, raw_request: Request) -> Response:
+    """Replace a conversation by its user's messages and a sealed summary."""
+    answer = await serving(raw_request).compact(request, raw_request)
+    return vllms(answer) if isinstance(answer, ErrorResponse) else json(answer)
 
 
 @router.get("/v1/responses")

@@ -71,7 +71,7 @@ async def opened(brought: Brought, ring: Ring | None, *, model: str, owner: str)
         return found
     except CarrierError as error:
         count_carrier("opened", error)
-        raise refused(error, brought.param) from error
+        raise refused(error, brought.param, brought.what) from error
 
 
 def items(opened: Carrier) -> list[Item]:
@@ -155,7 +155,30 @@ async def off_loop(size: int, call: Callable[[], T]) -> T:
     return await asyncio.to_thread(call) if size > carrier.LARGE else call()
 
 
-def refused(error: CarrierError, param: str) -> Refused:
-    """The refusal that a client gets for an error."""
-    message = f"{error.message[0].upper()}{error.message[1:]}."
-    return Refused(400, message, param, error.code)
+def refused(error: CarrierError, param: str, what: str = "") -> Refused:
+    """The refusal that a client gets for an error.
+
+    Args:
+        error: what is wrong with a carrier.
+        param: the request parameter that contains it.
+        what: what to call it, where the error does not tell.
+    """
+    message = f"The {what} can't be opened: {error.message}." if what else f"{error.message}."
+    return Refused(400, message[0].upper() + message[1:], param, error.code)
+
+
+def check_can_seal(ring: Ring | None) -> None:
+    """Check that there is a key that seals a compaction.
+
+    Raises:
+        Refused: there is none.
+    """
+    if not (ring and ring.primary):
+        hint = (
+            "create a primary key with: vllmops keys rotate"
+            if ring is not None
+            else "create one with `vllmops keygen --out FILE` and start the server with: "
+            "vllmops serve --keyring FILE"
+        )
+        what = "its keyring has no primary key" if ring is not None else "it has no keyring"
+        raise Refused(400, f"This server can't seal a compaction, because {what}; {hint}")

@@ -50,10 +50,10 @@ from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..gate import gate
 from ..log import log
-from . import carried, fields, parameters, rerun, sealing, wire
+from . import carried, compaction, fields, parameters, rerun, sealing, tokens, wire
 from .carried import Brought, Item
 from .history import History, legible
-from .parsing import messages, parsed
+from .parsing import detailed, messages, parsed
 from .wire import Frame, Refused
 from .writer import Writer, patiently
 
@@ -75,6 +75,7 @@ class Turn:
         hidden: whether some of the items have encrypted content.
         brought: the carrier in the request.
         sealed: whether the answer gets a carrier.
+        compacts: whether its conversation may be compacted.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Turn:
         hidden: bool = False,
         brought: Brought | None = None,
         sealed: bool = False,
+        compacts: bool = False,
     ) -> None:
         self.request = request
         self.owner = owner
@@ -95,7 +97,12 @@ class Turn:
         self.hidden = hidden
         self.brought = brought
         self.sealed = sealed
-        # All items so far, and their size in bytes, for the answer's carrier.
+        self.compacts = compacts
+        # From how many tokens on the conversation is compacted, None if it never is.
+        self.threshold: int | None = None
+        # The item that the answer begins with where it was.
+        self.compaction: Any = None
+        # All items so far, and their size in bytes, for the answer's carrier and for a compaction.
         self.conversation: list[Item] = []
         self.size = 0
         self.began = time.time()
@@ -109,7 +116,7 @@ class Turn:
     @property
     def rehydrates(self) -> bool:
         """Whether the request's input is more than, or other than, its own items."""
-        return bool(self.history or self.hidden or self.brought or self.sealed)
+        return bool(self.history or self.hidden or self.brought or self.sealed or self.compacts)
 
     def stored(self, response: Any, body: bytes) -> Response:
         """A response as the store keeps it.
@@ -163,6 +170,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
     open_store: Callable[[], ResponseStore]
     ring: Callable[[], Ring | None]
     carriers = Carriers()
+    compaction_prompt = compaction.PROMPT
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -174,6 +182,10 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         self.runs: dict[str, tuple[Response, asyncio.Task[None]]] = {}
         self.reruns: set[asyncio.Task[None]] = set()
         self.history = History(parsed, harmony=self.use_harmony)
+        self.counts = False
+        if renderer := adapter.renderer(self):
+            renderer.preprocess_chat = tokens.unsent(renderer.preprocess_chat)
+            self.counts = True
 
     async def close(self) -> None:
         """End what runs, and close the store."""
@@ -211,9 +223,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the request is invalid.
             StoreUnavailable: the store is down, and the response is not stored.
         """
-        if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
-            raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
-        parameters.check(request, tool_server=self.tool_server is not None)
+        self.check_parameters(request)
         if prewarms := parameters.prewarms(request):
             request.max_output_tokens = 1  # vLLM's least
         if response_before(request) is not None:
@@ -223,14 +233,14 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 )
                 raise Refused(400, message, "background")
             request.store = False
+        threshold = self.threshold(request)
         if request.background and not request.store:
             raise Refused(400, "background can only be used when store is true", "background")
-        turn = await self.turn(request, raw_request)
-        token = _turn.set(turn)
-        try:
+        turn = await self.turn(request, raw_request, compacts=threshold is not None)
+        if turn:
+            turn.threshold = threshold
+        with working(turn):
             answer = await self.create_responses(request, raw_request)
-        finally:
-            _turn.reset(token)
         if isinstance(answer, ErrorResponse):
             return answer
         if turn and request.background:
@@ -246,7 +256,170 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             answer.output.append(item)
         return await self.kept(turn, fields.fill(answer, request))
 
-    async def turn(self, request: Any, raw_request: Request) -> Turn | None:
+    def check_parameters(self, request: Any) -> None:
+        """Check that each parameter of a request works.
+
+        Raises:
+            Refused: there is no such parameter, or it can't do what the request asks for.
+        """
+        if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
+            raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
+        parameters.check(request, tool_server=self.tool_server is not None)
+
+    async def count(self, request: Any, raw_request: Request) -> bytes | ErrorResponse:
+        """Count the tokens of what a request adds to its conversation and of all before it.
+
+        Args:
+            request: a `tokens.CountRequest`.
+            raw_request: the HTTP request.
+
+        Returns:
+            The count as JSON, or vLLM's error.
+
+        Raises:
+            Refused: the request is invalid, or this vLLM can't render without an answer.
+            StoreUnavailable: the store is down.
+        """
+        self.check_parameters(request)
+        tokens.only_input(request)
+        with working(await self.turn(request, raw_request)):
+            counted = await self.counted(request)
+        return counted if isinstance(counted, ErrorResponse) else tokens.document(counted)
+
+    async def counted(self, request: Any) -> tokens.Counted | ErrorResponse:
+        """The tokens of a request's input, or vLLM's error where it would answer with one.
+
+        Raises:
+            Refused: this vLLM can't render without an answer.
+        """
+        if not self.counts:
+            raise Refused(501, "This version of vLLM can't count the tokens of an input.")
+        with tokens.counting():
+            answer: tokens.Counted | ErrorResponse = await self.create_responses(request, None)
+        return answer
+
+    def _validate_generator_input(self, engine_input: Any, *args: Any, **options: Any) -> Any:
+        """What vLLM does last before the engine gets a request."""
+        error = super()._validate_generator_input(engine_input, *args, **options)
+        if error is None and tokens.counts():
+            return tokens.Counted(self._extract_prompt_len(engine_input))
+        return error
+
+    # Compaction
+
+    def threshold(self, request: Any) -> int | None:
+        """From how many tokens on a request wants its conversation compacted; None if it does not.
+
+        Raises:
+            Refused: it asks for it in a wrong way, or this server can't seal a compaction.
+        """
+        tokens_ = compaction.threshold(request, self.model_config.max_model_len)
+        if tokens_ is not None:
+            sealing.check_can_seal(self.ring())
+        return tokens_
+
+    async def compact(self, request: Any, raw_request: Request) -> bytes | ErrorResponse:
+        """Compact a conversation.
+
+        Args:
+            request: a `tokens.CompactRequest`.
+            raw_request: the HTTP request.
+
+        Returns:
+            The user's messages and a compaction item as JSON, or vLLM's error.
+
+        Raises:
+            Refused: the request is invalid, or this server can't seal a compaction.
+            StoreUnavailable: the store is down.
+        """
+        self.check_parameters(request)
+        compaction.check_parameters(await raw_request.body())
+        sealing.check_can_seal(self.ring())
+        tokens.only_input(request)
+        turn = await self.turn(request, raw_request, compacts=True)
+        assert turn
+        with working(turn):
+            error: ErrorResponse | None = await self._check_model(request)
+        if error is not None:
+            return error
+        if not turn.conversation:
+            raise Refused(400, "There is no conversation to compact.", "input")
+        before = turn.conversation
+        usage = await self.shorten(turn)
+        return compaction.document(before, turn.compaction, usage, turn.began)
+
+    async def shorten(self, turn: Turn) -> compaction.Usage:
+        """Compact the conversation of a turn; returns what the summary took.
+
+        Raises:
+            Refused: it can't be summarized or sealed.
+        """
+        same = compaction.asked(turn.request, self.model_config.max_model_len)
+
+        def request(words: list[Item]) -> Any:
+            given = {**same, "input": list(map(detailed, words))}
+            return adapter.ResponsesRequest.model_validate(given)
+
+        async def answer(words: list[Item]) -> Any:
+            made = await self.create_responses(request(words), None)
+            if isinstance(made, ErrorResponse):
+                raise Refused(made.error.code, made.error.message, made.error.param)
+            return made
+
+        async def fits(words: list[Item]) -> bool:
+            return await self.fits(request(words))
+
+        with working(None):
+            items, usage = await compaction.compacted(
+                answer, fits, turn.conversation, self.compaction_prompt
+            )
+        text = await sealing.sealed(
+            items,
+            sum(len(carried.text_of(item.get("content") or "")) for item in items),
+            self.carriers._replace(format=Format.V2),
+            self.ring(),
+            model=self.models.model_name(self._maybe_get_adapters(turn.request)),
+            owner=turn.owner,
+        )
+        if text is None:
+            sealing.check_can_seal(None)
+        turn.conversation = items
+        turn.compaction = compaction.sealed_item(text or "")
+        return usage
+
+    async def fits(self, request: Any) -> bool:
+        """Whether vLLM would accept a request."""
+        try:
+            return isinstance(await self.counted(request), tokens.Counted)
+        except (Refused, *adapter.INVALID):
+            return False
+
+    async def compact_beyond(self, turn: Turn, threshold: int) -> None:
+        """Compact the conversation of a turn if it has more tokens than a threshold.
+
+        Raises:
+            Refused: it can't be summarized or sealed.
+        """
+        request = turn.request.model_copy()
+        with working(None):
+            try:
+                found = await self.counted(request)
+                many = found.tokens if isinstance(found, tokens.Counted) else None
+            except adapter.INVALID:
+                many = None  # too long for the model
+            if many is not None and many <= threshold:
+                return
+            before = turn.conversation
+            await self.shorten(turn)
+            request.input = parsed(compaction.joined(turn.conversation))
+            if many is not None and not await self.fits(request):
+                turn.conversation, turn.compaction = before, None
+                return
+        turn.request.input = request.input
+
+    async def turn(
+        self, request: Any, raw_request: Request, *, compacts: bool = False
+    ) -> Turn | None:
         """Collect what a request needs before vLLM begins; None if neither store nor carrier is.
 
         Raises:
@@ -258,7 +431,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         hidden = not isinstance(request.input, str) and any(map(hides, request.input))
         sealed = self.asks_for_carrier(request)
         continues = request.previous_response_id is not None or response is not None
-        if not (request.store or continues or hidden or sealed):
+        if not (request.store or continues or hidden or sealed or compacts):
             return None
         items = wire.added(await raw_request.body())
         brought = None
@@ -275,6 +448,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             hidden=hidden,
             brought=brought,
             sealed=sealed,
+            compacts=compacts,
         )
 
     def asks_for_carrier(self, request: Any) -> bool:
@@ -319,7 +493,19 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     def responses_stream_generator(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         """VLLM's events, in every version with the same ids from the first to the last."""
-        return adapter.agreeing(super().responses_stream_generator(*args, **options))
+        events = adapter.agreeing(super().responses_stream_generator(*args, **options))
+        turn = _turn.get()
+        if turn and turn.compaction:
+            return compaction.announced(events, turn.compaction)
+        return events
+
+    async def responses_full_generator(self, *args: Any, **options: Any) -> Any:
+        """VLLM's answer, after the item of a compaction."""
+        answer = await super().responses_full_generator(*args, **options)
+        turn = _turn.get()
+        if turn and turn.compaction and isinstance(answer, ResponsesResponse):
+            answer.output.insert(0, turn.compaction)
+        return answer
 
     async def _check_model(self, request: Any, *args: Any, **options: Any) -> Any:
         """What vLLM does first with a request, and the only step that every version awaits."""
@@ -332,6 +518,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                         add(tracing.size(turn.history))
                 if isinstance(request.input, list):
                     request.input = [item for item in request.input if not wire.silent(item)]
+            if turn and turn.threshold is not None:
+                await self.compact_beyond(turn, turn.threshold)
         return error
 
     async def _get_trace_headers(self, headers: Any) -> Any:
@@ -350,7 +538,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         size = len(turn.items)
         items = wire.ITEMS.decode(turn.items)
-        before = await self.history.of(turn.history or ())
+        before = await self.history.of(turn.history or (), partial(self.reopened, turn))
         history, kept = await self.merged(turn, items)
         added = [(n, item) for n in kept if (item := carried.readable(items[n]))]
         if history or turn.hidden:
@@ -360,11 +548,23 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             later = as_parsed(turn.request.input, items, added)
             turn.request.input = [*before.parsed, *parsed(readable), *later]
         turn.conversation = [*before.items, *readable, *(item for _, item in added)]
+        if any(map(compaction.summarizes, turn.conversation)):
+            turn.request.input = parsed(compaction.joined(turn.conversation))
         if turn.sealed:
             size += before.size
             if turn.brought:
                 size += sealing.COMPRESSION * len(turn.brought.text)
             turn.size = await sealing.checked(turn.conversation, size)
+
+    async def reopened(self, turn: Turn, text: str) -> list[Item] | None:
+        """What a stored compaction item holds; None if it can't be opened any more."""
+        model = self.models.model_name(self._maybe_get_adapters(turn.request))
+        try:
+            kept = Brought(text, -1, "previous_response_id")
+            return await sealing.opened(kept, self.ring(), model=model, owner=turn.owner)
+        except Refused as error:
+            log.warning("vllmops: the turns before a compaction are read again: %s", error)
+            return None
 
     async def merged(self, turn: Turn, items: list[Item]) -> tuple[list[Item], list[int]]:
         """What the carrier of a turn holds, and the indices of the items that are not in it.
@@ -514,7 +714,9 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 history=await self.earlier(run.owner, request.previous_response_id),
                 hidden=hidden,
                 brought=carried.brought(wire.ITEMS.decode(run.input), None) if hidden else None,
+                compacts=(threshold := self.threshold(request)) is not None,
             )
+            turn.threshold = threshold
             turn.began = run.created_at
             if request.stream and (log_ := await self.store.log(run.owner, run.id, -1)):
                 turn.first = log_.chunks[-1].last + 1 if log_.chunks else 0
@@ -741,6 +943,16 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
 
 @contextmanager
+def working(turn: Turn | None) -> Iterator[None]:
+    """VLLM works on a turn."""
+    token = _turn.set(turn)
+    try:
+        yield
+    finally:
+        _turn.reset(token)
+
+
+@contextmanager
 def rendering() -> Iterator[None]:
     """Refuse an input that can't be rendered: a valid but empty item, for which vLLM answers 500.
 
@@ -802,9 +1014,9 @@ def as_parsed(given: Any, items: list[Item], added: list[tuple[int, Item]]) -> l
 
 
 def hides(item: Any) -> bool:
-    """Whether an item, as vLLM reads it, has encrypted content."""
+    """Whether an item, as vLLM reads it, has encrypted content, or should have."""
     if isinstance(item, dict):
-        return bool(carried.encrypted(item))
+        return item.get("type") == carried.COMPACTION or bool(carried.encrypted(item))
     return bool(getattr(item, "encrypted_content", None))
 
 

@@ -48,7 +48,7 @@ class Frame(NamedTuple):
 class Input(msgspec.Struct):
     """The part of a request that the store keeps."""
 
-    input: msgspec.Raw
+    input: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 class Output(msgspec.Struct):
@@ -70,7 +70,7 @@ class Kind(msgspec.Struct):
 
 
 REQUEST = msgspec.json.Decoder(Input)
-GIVEN = msgspec.json.Decoder(str | list[dict[str, Any]])
+GIVEN = msgspec.json.Decoder(str | list[dict[str, Any]] | None)
 ITEMS = msgspec.json.Decoder(list[dict[str, Any]])
 OUTPUT = msgspec.json.Decoder(Output)
 BACKGROUND = msgspec.json.Decoder(Background)
@@ -91,7 +91,7 @@ def added(body: bytes) -> bytes:
         raise Refused(400, f"The request can't be stored: {error}", "input") from error
     if isinstance(given, str):
         return ENCODE([{"type": "message", "role": "user", "content": given}])
-    return bytes(raw)
+    return b"[]" if given is None else bytes(raw)
 
 
 def spoken(output: list[dict[str, Any]], *, harmony: bool) -> list[dict[str, Any]]:

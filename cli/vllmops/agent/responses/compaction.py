@@ -1,0 +1,351 @@
+"""Compaction: replaces a conversation by its user's messages and a summary that the model writes.
+
+What is left is sealed like a carrier, in an item of the type ``compaction``, which the client sends
+back in place of everything before it. Messages of the user, the system and the developer are kept
+unchanged, and so is a tool call that still waits for its output. Of everything else the summary is
+left. See the page `compaction` of the manual.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import msgspec
+from openai.types.responses import (
+    ResponseCompactionItem,
+    ResponseOutputItemAddedEvent,
+    ResponseOutputItemDoneEvent,
+)
+
+from ...store.settings import COMPACTION_PROMPT
+from .. import objects
+from . import carried, wire
+from .carried import COMPACTION, Item, text_of
+from .wire import Refused
+
+FIELD = "context_management"
+PARAM = f"{FIELD}[0].compact_threshold"
+# The parameters of OpenAI's /responses/compact, and those that Codex sends besides.
+PARAMETERS = frozenset(
+    {"model", "input", "instructions", "previous_response_id", carried.PREVIOUS}
+    | {"prompt_cache_key", "prompt_cache_retention", "service_tier"}
+    | {"tools", "parallel_tool_calls", "reasoning", "text"}
+)
+# Of the request, these count for the summary, too.
+PASSED = ("model", "instructions", "reasoning", "cache_salt", "priority", "mm_processor_kwargs")
+PROMPT = """\
+Summarize the conversation above for whoever continues it without seeing it. The user's messages \
+are kept unchanged beside your summary, so do not repeat them. Write down: what was answered and \
+decided; what tools were called for and what they returned, with names, numbers, paths and errors \
+exactly as they were; what is done, and what is still to do. Write only the summary."""
+HEADING = "Summary of the conversation so far, in which the messages above are quoted unchanged:\n"
+# What begins the id of an item that has a summary.
+MARK = "cmp_"
+# A summary has at most this many tokens, and at most this part of the model's length.
+MOST_TOKENS, PART = 4096, 8
+# Without a threshold, a conversation that takes this part of the model's length is compacted.
+FULL = 0.8
+LEAST_CHARACTERS = 64
+# Events that come before the first item of an answer.
+OPENING = frozenset({"response.created", "response.queued", "response.in_progress"})
+
+
+class Usage(NamedTuple):
+    """The tokens that summaries took."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+    reasoning: int = 0
+
+    def plus(self, usage: Any) -> Usage:
+        """Add those of an answer of vLLM's."""
+        if usage is None:
+            return self
+        given, made = usage.input_tokens_details, usage.output_tokens_details
+        return Usage(
+            self.input + usage.input_tokens,
+            self.cached + (given.cached_tokens if given else 0),
+            self.output + usage.output_tokens,
+            self.reasoning + (made.reasoning_tokens if made else 0),
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """In the form of the API."""
+        return {
+            "input_tokens": self.input,
+            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
+            "output_tokens": self.output,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning},
+            "total_tokens": self.input + self.output,
+        }
+
+
+class Compacted(NamedTuple):
+    """A conversation after its compaction.
+
+    Args:
+        items: what is left of it.
+        usage: what it took.
+    """
+
+    items: list[Item]
+    usage: Usage
+
+
+def prompt() -> str:
+    """What asks the model for a summary: a file that the environment names, or `PROMPT`."""
+    path = os.environ.get(COMPACTION_PROMPT)
+    if not path:
+        return PROMPT
+    try:
+        return Path(path).read_text("utf-8").strip() or PROMPT
+    except (OSError, UnicodeError) as error:
+        objects.report(f"the prompt for compaction is vllmops' own: {path}: {error}")
+        return PROMPT
+
+
+def threshold(request: Any, longest: int) -> int | None:
+    """From how many tokens on a request wants its conversation compacted; None if it does not.
+
+    Args:
+        request: vLLM's.
+        longest: how many tokens the model takes.
+
+    Raises:
+        Refused: its ``context_management`` is invalid.
+    """
+    asked = getattr(request, FIELD, None)
+    if asked is None:
+        return None
+    if not (isinstance(asked, list) and len(asked) == 1 and isinstance(asked[0], dict)):
+        raise Refused(400, f"{FIELD} must be a list of one object.", FIELD)
+    (entry,) = asked
+    if entry.get("type") != COMPACTION:
+        raise Refused(400, f"The only type of {FIELD} is '{COMPACTION}'.", f"{FIELD}[0].type")
+    if unknown := entry.keys() - {"type", "compact_threshold"}:
+        raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", f"{FIELD}[0].{min(unknown)}")
+    tokens = entry.get("compact_threshold")
+    if tokens is None:
+        return int(longest * FULL)
+    if type(tokens) is not int or tokens < 1:
+        raise Refused(400, "compact_threshold must be a number of tokens, 1 or more.", PARAM)
+    return tokens
+
+
+def check_parameters(body: bytes) -> None:
+    """Check that a request for a compaction has no parameter of which nothing would come.
+
+    Args:
+        body: of the request, a JSON object.
+
+    Raises:
+        Refused: it has one.
+    """
+    if unknown := msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys() - PARAMETERS:
+        message = f"Unsupported parameter of a compaction: {min(unknown)!r}."
+        raise Refused(400, message, min(unknown))
+
+
+def asked(request: Any, longest: int) -> dict[str, Any]:
+    """The parameters of a request for a summary, all but its input.
+
+    Args:
+        request: whose conversation it is.
+        longest: how many tokens the model takes.
+    """
+    same = {name: found for name in PASSED if (found := getattr(request, name, None)) is not None}
+    return {**same, "store": False, "max_output_tokens": max(1, min(MOST_TOKENS, longest // PART))}
+
+
+async def compacted(
+    answer: Callable[[list[Item]], Awaitable[Any]],
+    fits: Callable[[list[Item]], Awaitable[bool]],
+    items: Sequence[Item],
+    asking: str,
+) -> Compacted:
+    """Replace a conversation by its user's messages and a summary.
+
+    A conversation that does not fit into the model is summarized in parts, as text: the summary of
+    each part begins the next one.
+
+    Args:
+        answer: makes vLLM answer an input.
+        fits: whether vLLM would accept an input.
+        items: of the conversation.
+        asking: the prompt.
+
+    Raises:
+        Refused: vLLM can't summarize it.
+    """
+
+    def about(words: Sequence[Item]) -> list[Item]:
+        return joined([*words, message(asking, MARK)])
+
+    if await fits(whole := about(items)):
+        made = await answer(whole)
+        return Compacted(left(items, said(made.output)), Usage().plus(made.usage))
+    rest, text, used = transcript(items), "", Usage()
+    while rest:
+        size = len(rest)
+        before = f"{HEADING}{text}\n\n" if text else ""
+        while not await fits(part := about([message(before + rest[:size], MARK)])):
+            size //= 2
+            if size < LEAST_CHARACTERS:
+                raise Refused(400, "The model is too short to summarize the conversation.", "input")
+        made = await answer(part)
+        text, rest, used = said(made.output), rest[size:], used.plus(made.usage)
+    return Compacted(left(items, text), used)
+
+
+def left(items: Sequence[Item], summary: str) -> list[Item]:
+    """What is left of a conversation: messages, the summary, and calls that wait for outputs."""
+    answered = {mark[1] for item in items if (mark := carried.identity(item)) and is_output(mark)}
+    waiting = [
+        item for item in items if item.get("type") in carried.CALLS and unanswered(item, answered)
+    ]
+    text = HEADING + (summary or "(There is none.)")
+    return [*filter(kept, items), message(text, f"{MARK}{uuid4().hex}"), *waiting]
+
+
+def is_output(mark: tuple[str, str]) -> bool:
+    return mark[0] == carried.OUTPUT
+
+
+def unanswered(call: Item, answered: set[str]) -> bool:
+    return call.get("call_id") not in answered
+
+
+def kept(item: Item) -> bool:
+    """Whether a compaction keeps an item unchanged."""
+    return item.get("role") in {"user", *carried.INSTRUCTIONS} and not summarizes(item)
+
+
+def summarizes(item: Item) -> bool:
+    """Whether an item is the summary of an earlier compaction."""
+    return item.get("role") == "user" and str(item.get("id") or "").startswith(MARK)
+
+
+def message(text: str, item_id: str) -> Item:
+    part = {"type": "input_text", "text": text}
+    return {"type": "message", "role": "user", "id": item_id, "content": [part]}
+
+
+def joined(items: Sequence[Item]) -> list[Item]:
+    """Items in which each summary is one message with the user's messages beside it.
+
+    Many chat templates refuse two messages of the user in a row.
+    """
+    made: list[Item] = []
+    run: list[Item] = []
+    for item in [*items, {}]:
+        if item.get("role") == "user":
+            run.append(item)
+            continue
+        if len(run) > 1 and any(map(summarizes, run)):
+            run = [{"type": "message", "role": "user", "content": parts(run)}]
+        made += run
+        run = []
+        if item:
+            made.append(item)
+    return made
+
+
+def parts(messages: Sequence[Item]) -> list[Item]:
+    """The parts of messages, with a blank line after each text but the last."""
+    made: list[Item] = []
+    for one in messages:
+        content = one.get("content")
+        texts = [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+        made += [dict(part) for part in texts or ()]
+    for part in made[:-1]:
+        if isinstance(text := part.get("text"), str):
+            part["text"] = f"{text}\n\n"
+    return made
+
+
+def transcript(items: Sequence[Item]) -> str:
+    """A conversation as text, for what is too long for the model; an image is its type there."""
+    return "".join(f"{who(item)}: {words(item)}\n\n" for item in items)
+
+
+def who(item: Item) -> str:
+    return str(item.get("role") or item.get("type") or "item").replace("_", " ")
+
+
+def words(item: Item) -> str:
+    """What an item says."""
+    if "arguments" in item or "input" in item:
+        return f"{item.get('name')} {item.get('arguments') or item.get('input')}"
+    content = item.get("output", item.get("content")) or item.get("summary") or ""
+    if isinstance(content, str):
+        return content
+    return " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+
+
+def said(output: Sequence[Any]) -> str:
+    """The text of an answer; if its limit left only reasoning, the text of that."""
+    items = [item.model_dump(mode="json", by_alias=True) for item in output]
+    for kind in ("message", "reasoning"):
+        texts = [text_of(item.get("content") or "") for item in items if item.get("type") == kind]
+        if text := "\n".join(texts).strip():
+            return text
+    return ""
+
+
+def sealed_item(text: str) -> Any:
+    """The item with what is left of a conversation, sealed."""
+    return ResponseCompactionItem(
+        id=f"{MARK}{uuid4().hex}", type="compaction", encrypted_content=text
+    )
+
+
+def document(items: Sequence[Item], item: Any, usage: Usage, created_at: float) -> bytes:
+    """The answer to a request for a compaction."""
+    response_id = f"resp_{uuid4().hex}"
+    users = [one for one in items if one.get("role") == "user" and not summarizes(one)]
+    shown = [wire.as_listed(one, response_id, n) for n, one in enumerate(users)]
+    return wire.ENCODE(
+        {
+            "id": response_id,
+            "object": "response.compaction",
+            "created_at": int(created_at),
+            "output": [*shown, item.model_dump(mode="json", exclude_none=True)],
+            "usage": usage.shown(),
+        }
+    )
+
+
+async def announced(events: AsyncGenerator[Any, None], item: Any) -> AsyncGenerator[Any, None]:
+    """The events of a stream, with an item that comes before those of the answer."""
+    shift = 0
+    async with aclosing(events):
+        async for event in events:
+            if not shift and event.type not in OPENING:
+                for told in opening(item, event.sequence_number):
+                    shift += 1
+                    yield told
+            event.sequence_number += shift
+            if hasattr(event, "output_index"):
+                event.output_index += 1
+            if shift and hasattr(event, "response"):
+                event.response.output.insert(0, item)
+            yield event
+
+
+def opening(item: Any, number: int) -> tuple[Any, Any]:
+    """The events that announce an item, the first one with a sequence number."""
+    begun = item.model_copy(update={"encrypted_content": ""})
+    return (
+        ResponseOutputItemAddedEvent(
+            type="response.output_item.added", item=begun, output_index=0, sequence_number=number
+        ),
+        ResponseOutputItemDoneEvent(
+            type="response.output_item.done", item=item, output_index=0, sequence_number=number + 1
+        ),
+    )

@@ -1,0 +1,146 @@
+"""What is left of a conversation after its compaction, and how it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllmops.agent.responses import carried, compaction
+from vllmops.agent.responses.wire import Refused
+from vllmops.store import settings
+
+USER = {"role": "user", "content": "light, please"}
+CALL = {"type": "function_call", "call_id": "c", "name": "lamp", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "it is on"}
+SPOKEN = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+LONGEST = 1000
+WRONG: list[Any] = [0, -1, 1.5, "9", True, []]
+
+
+def texts(items: list[Any]) -> list[str]:
+    return [carried.text_of(item["content"]) for item in items]
+
+
+def test_messages_and_calls_without_outputs_are_left() -> None:
+    rules = {"role": "developer", "content": "be brief"}
+    waiting = {**CALL, "call_id": "d"}
+    left = compaction.left([rules, USER, SPOKEN, CALL, OUTPUT, waiting], "all done")
+    assert [left[0], left[1], left[3]] == [rules, USER, waiting]
+    assert "all done" in texts(left[2:3])[0]
+    again = compaction.left([*left, SPOKEN], "again")
+    assert [again[0], again[1], again[3]] == [rules, USER, waiting]
+    assert [sum(map(compaction.summarizes, items)) for items in (left, again)] == [1, 1]
+
+
+def test_a_summary_makes_one_message_with_those_of_the_user_beside_it() -> None:
+    picture: Any = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+    left = compaction.left([USER, picture], "summary")
+    (one,) = compaction.joined([*left, {"role": "user", "content": "go on"}])
+    assert [part["type"] for part in one["content"]] == [
+        *("input_text", "input_image", "input_text", "input_text")
+    ]
+    assert one["content"][0]["text"] == "light, please\n\n"
+    apart: list[Any] = [USER, USER, SPOKEN]
+    assert compaction.joined(apart) == apart
+    assert compaction.joined([*left, SPOKEN, USER])[1:] == [SPOKEN, USER]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("x", [], {}, [1], [{}], [{"type": "other"}], [{"type": "compaction", "size": 1}]),
+        [{"type": "compaction"}] * 2,
+        *[[{"type": "compaction", "compact_threshold": wrong}] for wrong in WRONG],
+    ],
+)
+def test_an_invalid_threshold_is_refused(asked: Any) -> None:
+    with pytest.raises(Refused) as refused:
+        compaction.threshold(SimpleNamespace(context_management=asked), LONGEST)
+    assert refused.value.status == 400
+    assert str(refused.value.param).startswith("context_management")
+
+
+def test_a_threshold() -> None:
+    def asked(**fields: Any) -> int | None:
+        entry = {"type": "compaction", **fields}
+        return compaction.threshold(SimpleNamespace(context_management=[entry]), LONGEST)
+
+    assert compaction.threshold(SimpleNamespace(), LONGEST) is None
+    assert [asked(compact_threshold=7), asked(compact_threshold=None), asked()] == [7, 800, 800]
+
+
+class Model:
+    """Takes the place of vLLM, which would summarize what its length allows.
+
+    Args:
+        length: in characters.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.asked: list[str] = []
+
+    async def fits(self, words: list[Any]) -> bool:
+        return len(json.dumps(words)) < self.length
+
+    async def answer(self, words: list[Any]) -> Any:
+        self.asked.append(json.dumps(words))
+        text = f"summary {len(self.asked)}"
+        item = SimpleNamespace(model_dump=lambda **_: {**SPOKEN, "content": text})
+        details = SimpleNamespace(cached_tokens=1, reasoning_tokens=2)
+        usage = SimpleNamespace(input_tokens=10, output_tokens=5)
+        usage.input_tokens_details = usage.output_tokens_details = details
+        return SimpleNamespace(output=[item], usage=usage)
+
+    def compacted(self, items: list[Any]) -> compaction.Compacted:
+        return asyncio.run(compaction.compacted(self.answer, self.fits, items, "summarize"))
+
+
+def test_what_does_not_fit_is_summarized_in_parts() -> None:
+    words = [{"role": "user", "content": f"word-{n:03}"} for n in range(100)]
+    model = Model(1000)
+    left, usage = model.compacted(words)
+    assert left[:-1] == words
+    assert f"summary {len(model.asked)}" in texts(left)[-1]
+    assert len(model.asked) > 2
+    assert all(f"summary {n}" in asked for n, asked in enumerate(model.asked[1:], 1))
+    assert usage.shown()["total_tokens"] == 15 * len(model.asked)
+    everything = "".join(model.asked)
+    lost = [n for n in range(100) if f"word-{n:03}" not in everything]
+    assert len(lost) < len(model.asked)  # a word may be cut in two
+
+
+def test_a_whole_conversation_is_summarized_at_once() -> None:
+    model = Model(10**6)
+    left, usage = model.compacted([USER, SPOKEN])
+    assert len(model.asked) == 1
+    assert (left[0], usage.input, usage.reasoning) == (USER, 10, 2)
+
+
+def test_a_model_that_is_too_short_is_told() -> None:
+    with pytest.raises(Refused, match="too short"):
+        Model(1).compacted([USER])
+
+
+def test_an_answer_of_reasoning_alone_is_a_summary() -> None:
+    def item(**fields: Any) -> Any:
+        return SimpleNamespace(model_dump=lambda **_: fields)
+
+    reasoning = item(type="reasoning", content=[{"type": "reasoning_text", "text": "so far"}])
+    assert compaction.said([reasoning]) == "so far"
+    assert compaction.said([reasoning, item(**SPOKEN)]) == "a"
+    assert compaction.said([]) == ""
+
+
+def test_the_prompt_is_a_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compaction.prompt() == compaction.PROMPT
+    file = tmp_path / "prompt.txt"
+    file.write_text("be short\n")
+    monkeypatch.setenv(settings.COMPACTION_PROMPT, str(file))
+    assert compaction.prompt() == "be short"
+    file.unlink()
+    assert compaction.prompt() == compaction.PROMPT
