@@ -380,9 +380,10 @@ async def filled(serving: Any) -> None:
     from openai.types.responses import ResponseStreamEvent
     from pydantic import TypeAdapter
 
+    from vllmops.agent.adapters import responses as adapter
     from vllmops.agent.responses import serving as ours
 
-    protocol = importlib.import_module(ours.adapter.ResponsesRequest.__module__)
+    protocol = importlib.import_module(adapter.ResponsesRequest.__module__)
     request = protocol.ResponsesRequest.model_validate(
         {"model": "m", "input": "hi", "safety_identifier": "s", "metadata": {"a": "b"}}
     )
