@@ -17,6 +17,7 @@ from typing import ClassVar
 import msgspec
 
 from ..errors import Exit, VllmopsError
+from .conversations import Conversations
 from .urls import shown, without
 
 RUNNING = frozenset({"queued", "in_progress"})
@@ -48,6 +49,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_per_key: responses of one owner, who gives up his own beyond it; None for `max_size`.
         ttl_s: seconds that a finished response is kept after its last use.
         lease_s: seconds after which a run that nobody renews counts as gone.
+        max_items: of one conversation; no more can be added to it. There are `max_size`
+            conversations at most, and `max_per_key` of one owner, beside the responses.
         max_events: of one stream's log, the newest.
         events_kept_s: seconds that a log is kept after its response has finished.
     """
@@ -56,6 +59,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_per_key: int | None = None
     ttl_s: float = 30 * 24 * 3600
     lease_s: float = 30
+    max_items: int = 20_000
     max_events: int = 10_000
     events_kept_s: float = 600
 
@@ -224,10 +228,10 @@ class StoreUnavailable(VllmopsError):  # noqa: N818 - the state, as messages nam
 
 
 class CursorUnknown(VllmopsError):  # noqa: N818
-    """``after`` or ``before`` names no response of this owner."""
+    """``after`` or ``before`` names nothing that the list has."""
 
-    def __init__(self, cursor: str) -> None:
-        super().__init__("store.cursor", f"no response {cursor!r} to start the list from")
+    def __init__(self, cursor: str, what: str = "response") -> None:
+        super().__init__("store.cursor", f"no {what} {cursor!r} to start the list from")
 
 
 class ConversationBroken(VllmopsError):  # noqa: N818
@@ -242,7 +246,7 @@ class ConversationBroken(VllmopsError):  # noqa: N818
         self.missing = missing
 
 
-class Backend(ABC):
+class Backend(Conversations, ABC):
     """Keeps responses; a subclass may be a user's own.
 
     Each method is atomic. ``owner`` scopes it: another owner's response is as none at all, save
