@@ -30,7 +30,7 @@ from ..support.commands import answered
 from ..support.fleet import token_file
 from ..support.waiting import until
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 600.0
 SOAKED = (
     *("--env", "VLLM_SERVER_DEV_MODE=1"),  # which has /sleep and /wake_up
     *("--env", "VLLM_ENABLE_RESPONSES_API_STORE=1"),
@@ -102,7 +102,11 @@ class Cli:
     def serve(self, name: str, *words: str) -> Live:
         """Start a detached server and wait until it is ready."""
         # Two test processes have two homes, and could choose the same port in the same second.
-        ran = self("serve", "--detach", "--name", name, "--port", str(free_port()), *words)
+        options = ("--detach", "--name", name, "--port", str(free_port()))
+        try:
+            ran = self("serve", *options, *words)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            raise AssertionError(f"{error}\n{self('logs', name, '-n', '200').out}") from error
         assert ran.code == 0, ran.err
         return Live(self, name)
 

@@ -449,11 +449,15 @@ def test_a_parser_that_blocks_the_event_loop_is_interrupted(stock: Prone) -> Non
 
 
 def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
-    with stock.stopped("worker"):  # their outputs are one message
-        asked = [stock.ask(), stock.unencodable(), stock.ask()]
-        until(lambda: stock.handed() == 3)
+    with stock.stopped("worker"):
+        first = stock.ask()
+        until(lambda: stock.handed() == 1)
+        asked = [stock.ask(), stock.unencodable(), stock.ask()]  # their outputs are one message
+        until(lambda: stock.handed() == 4)
+    assert first.answer(30) == 200
+    until(lambda: outcomes(stock, "--skip", "caches", "--dry-run") == (1, [("io-threads", False)]))
     behind = stock.ask()
-    until(lambda: stock.handed() == 4)
+    assert behind.answer(1) is None
     assert outcomes(stock, "--skip", "caches") == (0, [("io-threads", True)])
     assert [one.answer(30) for one in (*asked, behind)] == [200, 410, 200, 200]
     with input_thread_dead(stock) as asked:

@@ -202,7 +202,7 @@ def test_a_hang_is_dead_in_time_and_its_evidence_is_there(probed: Probed, hang: 
     until(lambda: probed.green("readyz"), 60)
     for _ in range(30 if hang in SPINS else 0):  # what is usual is known
         assert server.ask().answer(60) == 200
-    with hang.made(server):
+    with hang.made(server) as _asked:  # one that nobody holds is aborted
         began = time.monotonic()
         until(lambda: not probed.green("readyz"), 60, lambda: beats(server))
         unready_s = time.monotonic() - began

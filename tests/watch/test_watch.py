@@ -145,6 +145,9 @@ class Scene:
             self.asked.append(self.time)
         return self.looks(self.time)
 
+    def prepare(self) -> None:
+        """Nothing here takes long."""
+
     def capture(
         self, looks: Sequence[Observation], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot:

@@ -6,6 +6,7 @@ is late; the index names what is missing.
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
 import os
@@ -54,6 +55,7 @@ METRICS_S = 5.0
 LOG_LINES, LOG_BYTES = 5000, 8 << 20
 LOG_BEGINNING = 100  # lines; they tell the version and the configuration
 OUTPUTS = (1, 2)
+COLLECT_ENV = ("-m", "vllm.collect_env")
 PACKAGES = (
     "import importlib.metadata as m, json, sys; print(json.dumps({'python': sys.version, "
     "'packages': {str(d.metadata['Name']): d.version for d in m.distributions()}}))"
@@ -155,6 +157,20 @@ class Task:
         return not self.thread.is_alive()
 
 
+def collect_env(server: Server, timeout_s: float) -> str:
+    """What vLLM's collect_env prints, at the lowest priority.
+
+    Raises:
+        VllmopsError: ``interpreter.*``; it can't be run, has failed or is late.
+    """
+    run = interpreter.Run(interpreter.of(server), COLLECT_ENV)
+    atexit.register(run.end)
+    try:
+        return run.wait(time.monotonic() + timeout_s)
+    finally:
+        atexit.unregister(run.end)
+
+
 class Collecting:
     """Captures the parts of one bundle: first the server, then, or meanwhile, the rest.
 
@@ -164,6 +180,7 @@ class Collecting:
         collect_env_s: seconds for that.
         tell: takes what the capture waits for, in words.
         stop: once it is set nothing is waited for any more.
+        begun: vLLM's collect_env, if it was begun before.
     """
 
     def __init__(
@@ -173,7 +190,9 @@ class Collecting:
         collect_env_s: float,
         tell: Callable[[str], None],
         stop: threading.Event,
+        begun: Task | None = None,
     ) -> None:
+        self.begun = begun
         self.looking = looking
         self.server = looking.server
         self.tell = tell
@@ -232,7 +251,10 @@ class Collecting:
         self.begin("configuration.json", lambda: configuration(server))
         self.begin("versions.json", lambda: self.versions(self.until))
         # The slowest runs beside, at the lowest priority: it tells nothing that changes.
-        self.begin("collect_env.txt", lambda: self.collect_env(self.until_collected))
+        if self.begun:
+            self.tasks["collect_env.txt"] = self.begun
+        else:
+            self.begin("collect_env.txt", lambda: self.collect_env(self.until_collected))
 
     def wait_rest(self) -> None:
         """Capture everything else; what is late is left behind."""
@@ -275,7 +297,7 @@ class Collecting:
         return run.wait(until)
 
     def collect_env(self, until: float) -> str:
-        return self.ask(["-m", "vllm.collect_env"], until)
+        return self.ask(COLLECT_ENV, until)
 
     def versions(self, until: float) -> dict[str, Any]:
         """Versions of everything; of the server's environment as its own Python tells them."""

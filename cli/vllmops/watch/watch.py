@@ -90,6 +90,7 @@ class Subject(Protocol):
     def note(self) -> str: ...
     def phase(self) -> Phase: ...
     def look(self, *, ask: bool) -> Observation: ...
+    def prepare(self) -> None: ...
     def capture(
         self, looks: Sequence[Observation], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot: ...
@@ -255,6 +256,8 @@ class Watch:
     def follow(self, phase: Phase) -> None:
         """Report that the server has gone, or is back."""
         before, self.phase = self.phase, phase
+        if phase is Phase.UP and phase is not before:
+            self.subject.prepare()
         if before is None or phase is before:
             return
         looks = self.vigil.looks

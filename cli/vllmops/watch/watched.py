@@ -30,8 +30,9 @@ from ..rpc import membership
 
 FIND_S = 10.0  # the process table takes long to read
 CAPTURE_S = 15.0  # for evidence; it is judged and written in two more
-# A lasting state needs less patience: somebody must be informed, and may restart.
-COLLECT_ENV_S = 12.0
+# vLLM's collect_env runs before there is a stall. One that begins sooner does not wait for it
+# longer than this: somebody must be informed, and may restart.
+COLLECT_ENV_S, PREPARED_S = 12.0, 60.0
 
 
 class Phase(StrEnum):
@@ -64,6 +65,7 @@ class Watched:
         self.dead = not server.processes
         self.whole = False
         self.collecting: Collecting | None = None
+        self.environment: collecting.Task | None = None
 
     # -- where it is -------------------------------------------------------------------------
 
@@ -201,6 +203,12 @@ class Watched:
 
     # -- doing -------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Begin with what a bundle has that takes long and hardly changes."""
+        server = self.server
+        if not server.fleet:
+            self.environment = collecting.Task(lambda: collecting.collect_env(server, PREPARED_S))
+
     def capture(
         self, looks: Sequence[Observation], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot:
@@ -217,7 +225,7 @@ class Watched:
         options = collecting.options(collecting.looking_s(CAPTURE_S), patience_s)
         looking = examine.Examination(self.server, options, collecting.quietly, looks, self.began)
         self.collecting = collecting.Collecting(
-            looking, CAPTURE_S, COLLECT_ENV_S, collecting.quietly, stop
+            looking, CAPTURE_S, COLLECT_ENV_S, collecting.quietly, stop, self.environment
         )
         return self.collecting.look(alone=not sure)
 
