@@ -18,11 +18,11 @@ import msgspec
 
 from ..errors import Exit, VllmopsError
 from .conversations import Conversations
+from .response import FINISHED, RUNNING, STATUSES, Response
 from .urls import shown, without
 
-RUNNING = frozenset({"queued", "in_progress"})
-FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
-STATUSES = RUNNING | FINISHED
+__all__ = ["FINISHED", "RUNNING", "STATUSES", "Response"]
+
 # What a run's response says that nobody renews any more.
 GONE = "The server that ran this response is gone."
 # A call that was given up after so long has met silence: other connections may be as dead.
@@ -67,37 +67,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def share(self) -> int:
         """Responses that one owner may have."""
         return self.max_size if self.max_per_key is None else min(self.max_per_key, self.max_size)
-
-
-class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """A response as the store keeps it.
-
-    Args:
-        id: as clients know it.
-        owner: a hash of the API key that made it, empty where the server has none.
-        model: as the client named it.
-        status: as of now; the one in `body` may be older.
-        created_at: seconds since the epoch. With the id it names one run: a response that was
-            deleted and made again under the same id is another one.
-        previous_id: the turn before this one.
-        error: why it failed, where `body` does not say.
-        body: the response object as JSON, with its output.
-        input: what this turn added to the conversation, a JSON array; not the turns before.
-    """
-
-    id: str
-    owner: str
-    model: str
-    status: str
-    created_at: float = msgspec.field(default_factory=time.time)
-    previous_id: str | None = None
-    error: str = ""
-    body: bytes
-    input: bytes = b"[]"
-
-    @property
-    def running(self) -> bool:
-        return self.status in RUNNING
 
 
 class Swap(msgspec.Struct, frozen=True):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
 from weakref import WeakSet
 
 from msgspec.structs import replace
@@ -21,8 +21,15 @@ from .conversations import Addition, Conversation, Entries, Entry, Outcome, supp
 from .ids import storable, valid
 from .packing import deflate, inflate, pack, unpack
 
-if TYPE_CHECKING:
-    from .store import ResponseStore
+
+class Store(Protocol):
+    """What is needed of a `store.ResponseStore`."""
+
+    backend: Backend
+
+    def bounded(self) -> AbstractAsyncContextManager[None]: ...
+    async def packed(self, response: Response) -> Response: ...
+    def tell(self, response_id: str) -> None: ...
 
 
 class Held:
@@ -51,7 +58,7 @@ class ConversationStore:
         store: whose backend keeps them.
     """
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self.holds: WeakSet[Held] = WeakSet()
 
@@ -197,9 +204,13 @@ class ConversationStore:
         if held not in self.holds:
             return
         self.holds.discard(held)
+        await self.release_holder(held.conversation_id, held.holder)
+
+    async def release_holder(self, conversation_id: str, holder: str) -> None:
+        """Let go of a conversation that may be held in another process."""
         with contextlib.suppress(StoreUnavailable):
             async with self.bounded() as backend:
-                await backend.release(held.conversation_id, held.holder)
+                await backend.release(conversation_id, holder)
 
     async def renew(self) -> None:
         """Renew what is held."""

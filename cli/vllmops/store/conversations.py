@@ -11,14 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..errors import VllmopsError
-
-if TYPE_CHECKING:
-    from .backend import Response
+from .response import Response
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
