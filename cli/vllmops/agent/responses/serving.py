@@ -29,6 +29,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from ...keys.ring import Ring
 from ...store.backend import EVERYBODY, owner_of
+from ...store.conversation_store import Held
 from ...store.settings import Carriers, Format
 from ...store.store import (
     ConversationBroken,
@@ -45,6 +46,7 @@ from ..gate import gate
 from ..log import log
 from . import carried, rerun, sealing, wire
 from .carried import Brought, Item
+from .conversations import ConversationTurns, named, named_in
 from .history import History, legible
 from .parsing import messages, parsed
 from .wire import Frame, Refused
@@ -52,10 +54,8 @@ from .writer import Writer, patiently
 
 FAILED = "The generation failed."
 STOPPED = "The server that ran this response was stopped."
-# OpenAI's parameters that vLLM does not know can be ignored, except `conversation`: the answer
-# would lack that conversation.
-HARMLESS = frozenset(ResponseCreateParamsBase.__annotations__) - {"conversation"}
-KNOWN = HARMLESS | {carried.PREVIOUS}
+# OpenAI's parameters that vLLM does not know can be ignored, or are read here.
+KNOWN = frozenset(ResponseCreateParamsBase.__annotations__) | {carried.PREVIOUS}
 
 
 class Turn:
@@ -96,6 +96,10 @@ class Turn:
         self.began = time.time()
         # The response that vLLM wrote into its dict last.
         self.latest: Any = None
+        # The hold of the conversation that it is made with.
+        self.held: Held | None = None
+        # Whether what answers goes on after the request: a stream, or a run in the background.
+        self.goes_on = False
         # What the number of a background stream's first event is.
         self.first = 0
         # Set once a background run is in the store.
@@ -164,6 +168,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         self.runs: dict[str, tuple[Response, asyncio.Task[None]]] = {}
         self.reruns: set[asyncio.Task[None]] = set()
         self.history = History(parsed, harmony=self.use_harmony)
+        self.conversations = ConversationTurns(self.store)
+        self.ending = False
 
     async def close(self) -> None:
         """End what runs, and close the store."""
@@ -176,12 +182,14 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
         Before vLLM aborts them, after which they would count as completed.
         """
+        self.ending = True
         runs = list(self.runs.values())
         for run, task in runs:
             task.cancel()
             if not (gate.rerun and rerun.asked(run)[0]):
                 with suppress(StoreUnavailable):
                     await self.store.put(replace(run, status="failed", error=STOPPED))
+                    await self.conversations.release_run(run)
 
     # Making a response
 
@@ -213,6 +221,16 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if request.background and not request.store:
             raise Refused(400, "background can only be used when store is true", "background")
         turn = await self.turn(request, raw_request)
+        try:
+            return await self.answer(turn, request, raw_request)
+        finally:
+            if turn and not turn.goes_on:
+                await self.conversations.release(turn)
+
+    async def answer(
+        self, turn: Turn | None, request: Any, raw_request: Request
+    ) -> bytes | AsyncIterator[Frame] | ErrorResponse:
+        """Answer a request, once all that it needs is collected; else as `create`."""
         token = _turn.set(turn)
         try:
             answer = await self.create_responses(request, raw_request)
@@ -221,10 +239,13 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if isinstance(answer, ErrorResponse):
             return answer
         if turn and request.background:
-            run = turn.stored(turn.latest, rerun.kept(dump(turn.latest), await raw_request.body()))
+            latest = dump(named_in(turn.latest, turn))
+            run = turn.stored(turn.latest, rerun.kept(latest, await raw_request.body()))
             await self.accept(turn, run, self.store.create)
             return self.follow(run.owner, run.id) if request.stream else document(run)
         if not isinstance(answer, ResponsesResponse):
+            if turn:
+                turn.goes_on = True
             return self.streamed(turn, answer)
         if item := await self.seal(turn, answer):
             answer.output.append(item)
@@ -240,18 +261,20 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         response = response_before(request)
         hidden = not isinstance(request.input, str) and any(map(hides, request.input))
-        sealed = self.asks_for_carrier(request)
-        continues = request.previous_response_id is not None or response is not None
+        conversation = named(request)
+        sealed = conversation is None and self.asks_for_carrier(request)
+        before = (request.previous_response_id, response, conversation)
+        continues = any(given is not None for given in before)
         if not (request.store or continues or hidden or sealed):
             return None
         items = wire.added(await raw_request.body())
         brought = None
         if hidden or response is not None:
             brought = carried.brought(wire.ITEMS.decode(items), response)
-        check_one(request, brought, sealed=sealed)
+        check_one(request, brought, conversation, sealed=sealed)
         who = owner(raw_request)
         await self.check_id(request)
-        return Turn(
+        turn = Turn(
             request,
             who,
             items,
@@ -260,6 +283,9 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             brought=brought,
             sealed=sealed,
         )
+        if conversation is not None:
+            await self.conversations.begin(turn, conversation)
+        return turn
 
     def asks_for_carrier(self, request: Any) -> bool:
         """Whether a request asks for a carrier and this server can seal one."""
@@ -326,11 +352,15 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the carrier is not accepted, or the conversation is too large for the
                 answer's carrier.
         """
-        if not (turn.history or turn.hidden or turn.brought or turn.sealed):
+        if not (turn.history or turn.held or turn.hidden or turn.brought or turn.sealed):
             return
         size = len(turn.items)
         items = wire.ITEMS.decode(turn.items)
-        before = await self.history.of(turn.history or ())
+        if turn.held:
+            before = await self.history.of_entries(turn.held.entries)
+            turn.held.entries = ()
+        else:
+            before = await self.history.of(turn.history or ())
         history, kept = await self.merged(turn, items)
         added = [(n, item) for n in kept if (item := carried.readable(items[n]))]
         if history or turn.hidden:
@@ -400,18 +430,22 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: another response has taken its id meanwhile.
             StoreUnavailable: it could not be stored.
         """
-        body = dump(response)
-        if turn and turn.request.store:
-            stored = turn.stored(response, body)
-            if not await self.store.create(stored):
-                raise wire.taken(stored.id)
+        body = dump(named_in(response, turn))
+        stored = turn.stored(response, body) if turn and turn.request.store else None
+        done = True
+        if turn and turn.held:
+            done = await self.conversations.finish(turn, stored, body, new=True)
+        elif stored:
+            done = await self.store.create(stored)
+        if not done:
+            raise wire.taken(response.id)
         return body
 
     async def streamed(
         self, turn: Turn | None, events: AsyncGenerator[Any, None]
     ) -> AsyncIterator[Frame]:
         """A foreground stream, with a final event in every case."""
-        response, number = None, -1
+        response, number, failed = None, -1, None
         try:
             async for event in events:
                 number = event.sequence_number
@@ -423,16 +457,20 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                     body = await self.kept(turn, event.response)
                     yield wire.terminal(event.response.status, number, body)
                     return
-                if event.type == "response.created":
-                    response = event.response
+                if event.type in wire.BEGINNINGS:
+                    response = named_in(event.response, turn)
                 yield Frame(event.type, dump(event))
         except Refused as error:
-            yield failure(response, number, error.message)
+            failed = failure(response, number, error.message)
         except StoreUnavailable as error:
-            yield failure(response, number, f"The response is not stored: {error.message}")
+            failed = failure(response, number, f"The response is not stored: {error.message}")
         except Exception as error:
             log.exception("vllmops: a stream failed: %r", error)
-            yield failure(response, number + 1, self.why(error))
+            failed = failure(response, number + 1, self.why(error))
+        finally:
+            await self.conversations.release(turn)
+        if failed:
+            yield failed
 
     def why(self, error: Exception) -> str:
         """The message that vLLM would send for an error that occurs after the stream began."""
@@ -463,6 +501,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         except BaseException:
             task.cancel()
             raise
+        turn.goes_on = True
         self.runs[run.id] = run, task
         self.store.attend(run, task.cancel)
         turn.accepted.set_result(run)
@@ -482,6 +521,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     async def again(self, run: Response, asked: dict[str, Any]) -> None:
         """Run a response again; its stream goes on with the next number."""
+        turn = None
         try:
             asked |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
             request = adapter.ResponsesRequest.model_validate(asked)
@@ -495,18 +535,22 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 brought=carried.brought(wire.ITEMS.decode(run.input), None) if hidden else None,
             )
             turn.began = run.created_at
+            if conversation := named(request):
+                await self.conversations.begin(turn, conversation)
             if request.stream and (log_ := await self.store.log(run.owner, run.id, -1)):
                 turn.first = log_.chunks[-1].last + 1 if log_.chunks else 0
             _turn.set(turn)
             answer = await self.create_responses(request, None)
             if isinstance(answer, ErrorResponse):
                 raise Refused(answer.error.code, answer.error.message)
-            await self.accept(turn, turn.stored(turn.latest, dump(turn.latest)), self.store.put)
+            latest = dump(named_in(turn.latest, turn))
+            await self.accept(turn, turn.stored(turn.latest, latest), self.store.put)
             log.warning("vllmops: %s runs again: it ran when the server was restarted", run.id)
         except Exception as error:
             log.exception("vllmops: %s is not run again: %r", run.id, error)
             why = error.message if isinstance(error, Refused) else self.why(error)
-            await self.store_end(replace(run, status="failed", error=why))
+            await self.store_end(turn, replace(run, status="failed", error=why))
+            await self.conversations.release(turn)
             self.store.leave(run)
 
     async def _run_background_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -514,7 +558,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             answer = await self.responses_full_generator(request, *args, **kwargs)
             if isinstance(answer, ErrorResponse):
                 return replace(run, status="failed", error=answer.error.message)
-            return replace(run, status=answer.status, body=dump(answer))
+            return replace(run, status=answer.status, body=dump(named_in(answer, _turn.get())))
 
         await self.carry_out(work)
 
@@ -527,7 +571,10 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 async for event in self.responses_stream_generator(request, *args, **kwargs):
                     if event.type == "response.completed":
                         # Followers read the final event from the stored response.
-                        return replace(run, status=event.response.status, body=dump(event.response))
+                        body = dump(named_in(event.response, turn))
+                        return replace(run, status=event.response.status, body=body)
+                    if event.type in wire.BEGINNINGS:
+                        named_in(event.response, turn)
                     event.sequence_number += first
                     writer.add(event.sequence_number, dump(event))
             return replace(run, status="failed", error=FAILED)
@@ -551,15 +598,29 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 ended = replace(ended, body=document(run))  # it would fail again
             # vLLM turns a cancellation into an answer.
             if not (task := asyncio.current_task()) or not task.cancelling():
-                await self.store_end(ended)
+                await self.store_end(turn, ended)
         finally:
+            if not self.ending:  # else who runs it again takes over the conversation
+                await self.conversations.release(turn)
             self.store.leave(run)
             self.runs.pop(run.id, None)
 
-    async def store_end(self, ended: Response) -> None:
-        """Store the result of a run; logs errors, because vLLM ignores what this task raises."""
+    async def store_end(self, turn: Turn | None, ended: Response) -> None:
+        """Store the result of a run, and add its turn to the conversation that it holds.
+
+        Logs errors, because vLLM ignores what this task raises.
+        """
+        put: Callable[[], Awaitable[bool]] = partial(self.store.put, ended)
+        if turn and turn.held and ended.status in wire.ANSWERED:
+            put = partial(self.conversations.finish, turn, ended, ended.body, new=False)
+        else:
+            await self.conversations.release(turn)  # first: who sees that it failed goes on
         try:
-            await patiently(partial(self.store.put, ended))
+            try:
+                await patiently(put)
+            except Refused as error:  # another request has changed the conversation
+                failed = replace(ended, status="failed", error=error.message)
+                await patiently(partial(self.store.put, failed))
         except Exception as error:
             log.exception(
                 "vllmops: the result of %s is not stored, and clients see it as failed: %r",
@@ -646,6 +707,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             raise wire.not_found(response_id)
         if swap.changed:
             self.stop(response_id)
+            await self.conversations.release_run(swap.now)
         elif swap.now.status != "cancelled":
             if not wire.in_background(swap.now):
                 raise Refused(400, "Cannot cancel a synchronous response.", "response_id")
@@ -765,12 +827,17 @@ def hides(item: Any) -> bool:
     return bool(getattr(item, "encrypted_content", None))
 
 
-def check_one(request: Any, brought: Brought | None, *, sealed: bool) -> None:
+def check_one(
+    request: Any, brought: Brought | None, conversation: str | None, *, sealed: bool
+) -> None:
     """Check that a request gives its conversation in one way only.
 
     Raises:
         Refused: it gives it in two.
     """
+    if brought and conversation is not None:
+        message = "conversation can't be used with a carrier: send only one of them"
+        raise Refused(400, message, "conversation")
     if brought and request.previous_response_id is not None:
         other = (
             "previous_response"
