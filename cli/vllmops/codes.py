@@ -202,6 +202,7 @@ ErrorCode = Literal[
     "store.cursor",
     "store.driver",
     "store.id",
+    "store.no-conversations",
     "store.none",
     "store.not-empty",
     "store.redis",

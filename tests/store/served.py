@@ -58,7 +58,8 @@ def thing(name: str) -> Any:
 
 def ours(url: str, keys: list[str]) -> FastAPI:
     sys.meta_path.insert(0, Vllm())
-    from vllmops.agent.responses import routes
+    from vllmops.agent.responses import conversation_routes, routes
+    from vllmops.agent.responses.conversations import ConversationTurns
     from vllmops.agent.responses.serving import StoredResponses
     from vllmops.store import opening
     from vllmops.store.store import ResponseStore
@@ -66,6 +67,8 @@ def ours(url: str, keys: list[str]) -> FastAPI:
     serving = StoredResponses.__new__(StoredResponses)
     serving.store = ResponseStore(opening.backend(url))
     serving.runs = {}
+    serving.conversations = ConversationTurns(serving.store)
+    assert conversation_routes  # which adds to the others
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from vllmops.errors import VllmopsError
 from vllmops.store import opening
 from vllmops.store.backend import FINISHED, RUNNING, Chunk, Limits, Query, Response
-from vllmops.store.conformance import CHECKS, CheckResult, judge, run
+from vllmops.store.conformance import CHECKS, CheckResult, judge, probe, run
+from vllmops.store.conversations import Addition, Conversations, Entry, Outcome
 from vllmops.store.memory import Memory
+from vllmops.store.memory_conversations import Kept
+from vllmops.store.store import ResponseStore
 
 
 async def judged(url: str) -> list[CheckResult]:
@@ -160,8 +164,62 @@ class CountsOthers(Careless):
         return await super().stats("*")
 
 
+class ListsItemsBackwards(Careless):
+    async def page_entries(
+        self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
+    ) -> Any:
+        return await super().page_entries(
+            owner, conversation_id, after=after, limit=limit, descending=not descending
+        )
+
+
+class DeletesNoItems(Careless):
+    async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
+        found = self.seen(owner, conversation_id)
+        return found is not None
+
+
+class AddsAndStoresApart(Careless):
+    async def add_entries(
+        self, addition: Addition, response: Response | None = None, *, new: bool = False
+    ) -> Outcome:
+        outcome = await super().add_entries(addition)
+        if response is not None:
+            await (self.create(response) if new else self.put(response))
+        return outcome
+
+
+class LetsEverybodyHold(Careless):
+    async def hold(
+        self, owner: str, conversation_id: str, holder: str
+    ) -> tuple[Outcome, list[Entry]]:
+        if found := self.seen(owner, conversation_id):
+            found.holder = ""
+        return await super().hold(owner, conversation_id, holder)
+
+
+class HoldsForEver(Careless):
+    async def hold(
+        self, owner: str, conversation_id: str, holder: str
+    ) -> tuple[Outcome, list[Entry]]:
+        done = await super().hold(owner, conversation_id, holder)
+        if found := self.seen(owner, conversation_id):
+            found.until += 1e9
+        return done
+
+
+class ShowsEverybodysConversations(Careless):
+    def seen(self, owner: str, conversation_id: str) -> Kept | None:
+        return super().seen("*", conversation_id)
+
+
+class KeepsEveryConversation(Careless):
+    def evict_conversations(self, spared: str) -> None:
+        pass
+
+
 FOUND: dict[type[Careless], str] = {
-    LosesInput: "gives back",
+    LosesInput: "gives back what",
     Overwrites: "stores an id once",
     CompletesWhatWasCancelled: "changes a status",
     Resurrects: "deletes for good",
@@ -183,6 +241,13 @@ FOUND: dict[type[Careless], str] = {
     KeepsEveryEvent: "keeps no more of a stream",
     KeepsEventsForEver: "keeps no more of a stream",
     CountsOthers: "counts",
+    ListsItemsBackwards: "gives back a conversation",
+    DeletesNoItems: "deletes a conversation",
+    AddsAndStoresApart: "adds a turn",
+    LetsEverybodyHold: "lets one turn",
+    HoldsForEver: "lets go of",
+    ShowsEverybodysConversations: "keeps the conversations of owners",
+    KeepsEveryConversation: "keeps no more conversations",
 }
 
 
@@ -243,6 +308,21 @@ def test_the_command_on_a_class_with_a_defect(vllmops: Any, own_class: Any) -> N
     assert "deletes for good: KeyError: 'resp_" in answer.out
     assert "checks failed" in answer.out
     assert "note: everything is gone with the process" in answer.out
+
+
+def test_a_class_without_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older(Memory):
+        """A user's own, of a time before there were conversations."""
+
+        hold = Conversations.hold
+
+    monkeypatch.setattr(opening, "users_own", lambda _: Older)
+    monkeypatch.setenv(opening.CLASS, "a.user.s.Own")
+    (note,) = [note for note in asyncio.run(probe("memory://")) if "conversations" in note]
+    assert "501" in note
+    store = ResponseStore(Older("memory://", Limits()))
+    with pytest.raises(VllmopsError, match="Older keeps no conversations"):
+        asyncio.run(store.conversations.get("", "conv_x"))
 
 
 def test_the_command_deletes_nothing(vllmops: Any, own_class: Any) -> None:

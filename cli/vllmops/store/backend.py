@@ -17,11 +17,12 @@ from typing import ClassVar
 import msgspec
 
 from ..errors import Exit, VllmopsError
+from .conversations import Conversations
+from .response import FINISHED, RUNNING, STATUSES, Response
 from .urls import shown, without
 
-RUNNING = frozenset({"queued", "in_progress"})
-FINISHED = frozenset({"completed", "incomplete", "failed", "cancelled"})
-STATUSES = RUNNING | FINISHED
+__all__ = ["FINISHED", "RUNNING", "STATUSES", "Response"]
+
 # What a run's response says that nobody renews any more.
 GONE = "The server that ran this response is gone."
 # A call that was given up after so long has met silence: other connections may be as dead.
@@ -48,6 +49,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_per_key: responses of one owner, who gives up his own beyond it; None for `max_size`.
         ttl_s: seconds that a finished response is kept after its last use.
         lease_s: seconds after which a run that nobody renews counts as gone.
+        max_items: of one conversation; no more can be added to it. There are `max_size`
+            conversations at most, and `max_per_key` of one owner, beside the responses.
         max_events: of one stream's log, the newest.
         events_kept_s: seconds that a log is kept after its response has finished.
     """
@@ -56,6 +59,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_per_key: int | None = None
     ttl_s: float = 30 * 24 * 3600
     lease_s: float = 30
+    max_items: int = 20_000
     max_events: int = 10_000
     events_kept_s: float = 600
 
@@ -63,37 +67,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def share(self) -> int:
         """Responses that one owner may have."""
         return self.max_size if self.max_per_key is None else min(self.max_per_key, self.max_size)
-
-
-class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """A response as the store keeps it.
-
-    Args:
-        id: as clients know it.
-        owner: a hash of the API key that made it, empty where the server has none.
-        model: as the client named it.
-        status: as of now; the one in `body` may be older.
-        created_at: seconds since the epoch. With the id it names one run: a response that was
-            deleted and made again under the same id is another one.
-        previous_id: the turn before this one.
-        error: why it failed, where `body` does not say.
-        body: the response object as JSON, with its output.
-        input: what this turn added to the conversation, a JSON array; not the turns before.
-    """
-
-    id: str
-    owner: str
-    model: str
-    status: str
-    created_at: float = msgspec.field(default_factory=time.time)
-    previous_id: str | None = None
-    error: str = ""
-    body: bytes
-    input: bytes = b"[]"
-
-    @property
-    def running(self) -> bool:
-        return self.status in RUNNING
 
 
 class Swap(msgspec.Struct, frozen=True):
@@ -224,10 +197,10 @@ class StoreUnavailable(VllmopsError):  # noqa: N818 - the state, as messages nam
 
 
 class CursorUnknown(VllmopsError):  # noqa: N818
-    """``after`` or ``before`` names no response of this owner."""
+    """``after`` or ``before`` names nothing that the list has."""
 
-    def __init__(self, cursor: str) -> None:
-        super().__init__("store.cursor", f"no response {cursor!r} to start the list from")
+    def __init__(self, cursor: str, what: str = "response") -> None:
+        super().__init__("store.cursor", f"no {what} {cursor!r} to start the list from")
 
 
 class ConversationBroken(VllmopsError):  # noqa: N818
@@ -242,7 +215,7 @@ class ConversationBroken(VllmopsError):  # noqa: N818
         self.missing = missing
 
 
-class Backend(ABC):
+class Backend(Conversations, ABC):
     """Keeps responses; a subclass may be a user's own.
 
     Each method is atomic. ``owner`` scopes it: another owner's response is as none at all, save

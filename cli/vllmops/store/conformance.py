@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import NamedTuple
 
@@ -18,14 +18,29 @@ import msgspec
 from msgspec.structs import replace
 
 from ..errors import VllmopsError
+from . import conformance_conversations as _checks_of_conversations
 from . import opening
+from .conformance_bench import (
+    ANN,
+    BOB,
+    CHECKS,
+    CID,
+    OF_CONVERSATIONS,
+    SHORT_S,
+    Bench,
+    Check,
+    Failed,
+    check,
+    response,
+    same,
+)
+from .conversations import supported
 from .store import (
     EVERYBODY,
     FINISHED,
     GONE,
     ConversationBroken,
     CursorUnknown,
-    Limits,
     Query,
     Response,
     ResponseStore,
@@ -33,49 +48,11 @@ from .store import (
     unpacked,
 )
 
+__all__ = ["CHECKS", "CheckResult", "judge", "probe", "response", "run"]
+
+assert _checks_of_conversations  # which adds them
 CHECK_S = 60
 AT_ONCE = 4
-ANN, BOB, CID = "a" * 64, "b" * 64, "c" * 64
-SHORT_S = 0.6
-
-
-class Failed(Exception):  # noqa: N818
-    """A promise that was not kept, in words."""
-
-
-class Bench:
-    """Opens stores on one backend, several at once as several servers do.
-
-    Args:
-        url: of a backend that holds nothing else.
-    """
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.stores: list[ResponseStore] = []
-
-    async def open(self, **limits: float) -> ResponseStore:
-        """A store on the backend; all of one process's memory share theirs."""
-        given = msgspec.convert(limits, Limits)
-        store = ResponseStore(opening.backend(self.url, given), deadline_s=10)
-        if self.stores and self.url.startswith("memory:"):
-            store.backend = self.stores[0].backend
-        self.stores.append(store)
-        await store.open()
-        return store
-
-    async def close(self) -> None:
-        """Delete everything and close all."""
-        for number, store in enumerate(self.stores):
-            if number == 0:
-                async with store.bounded():
-                    await store.backend.drop()
-            await store.close()
-        self.stores.clear()
-
-
-Check = Callable[[Bench], Awaitable[None]]
-CHECKS: dict[str, Check] = {}
 
 
 class CheckResult(NamedTuple):
@@ -90,14 +67,6 @@ class CheckResult(NamedTuple):
     name: str
     problem: str
     seconds: float
-
-
-def check(name: str) -> Callable[[Check], Check]:
-    def add(function: Check) -> Check:
-        CHECKS[name] = function
-        return function
-
-    return add
 
 
 async def probe(url: str) -> list[str]:
@@ -123,7 +92,18 @@ async def probe(url: str) -> list[str]:
     async with store.bounded():
         caveats = await store.backend.caveats()
     await bench.close()
+    if not keeps_conversations(url):
+        caveats.append("it keeps no conversations: /v1/conversations and `conversation` get 501")
     return caveats
+
+
+def keeps_conversations(url: str) -> bool:
+    """Whether the backend of a URL keeps conversations."""
+    try:
+        supported(opening.backend(url))
+    except VllmopsError:
+        return False
+    return True
 
 
 async def run(url: str) -> AsyncIterator[CheckResult]:
@@ -137,7 +117,9 @@ async def run(url: str) -> AsyncIterator[CheckResult]:
         async with places:
             return await judge(name, function, scratch(url))
 
-    for task in [asyncio.create_task(one(*item)) for item in CHECKS.items()]:
+    skipped = set() if keeps_conversations(url) else OF_CONVERSATIONS
+    checks = [item for item in CHECKS.items() if item[0] not in skipped]
+    for task in [asyncio.create_task(one(*item)) for item in checks]:
         yield await task
 
 
@@ -158,20 +140,6 @@ async def judge(name: str, function: Check, url: str) -> CheckResult:
         with contextlib.suppress(Exception):
             await bench.close()
     return CheckResult(name, problem, time.monotonic() - began)
-
-
-def same(found: object, wanted: object, what: str) -> None:
-    if found != wanted:
-        raise Failed(f"{what}: {found!r}, not {wanted!r}"[:500])
-
-
-def response(
-    name: str = "", *, owner: str = ANN, status: str = "completed", **rest: object
-) -> Response:
-    """A response as a server makes them."""
-    made = {"id": name or f"resp_{secrets.token_hex(8)}", "owner": owner, "status": status, **rest}
-    body = {"id": made["id"], "object": "response", "status": status, "output": [], "tools": []}
-    return msgspec.convert({"model": "m", "body": msgspec.json.encode(body), **made}, Response)
 
 
 def ids(responses: list[Response]) -> list[str]:

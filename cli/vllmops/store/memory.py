@@ -15,7 +15,6 @@ from .backend import (
     FINISHED,
     GONE,
     RUNNING,
-    Backend,
     Chunk,
     CursorUnknown,
     Limits,
@@ -27,6 +26,7 @@ from .backend import (
     Swap,
     Swept,
 )
+from .memory_conversations import MemoryConversations
 
 # All logs together, in bytes: the one that was written to longest ago goes first.
 LOGS_BYTES = 64 << 20
@@ -49,7 +49,7 @@ class Share:
         self.under_way.pop(response_id, None)
 
 
-class Memory(Backend):
+class Memory(MemoryConversations):
     """Dictionaries, the least recently used first; one event loop alone may use it."""
 
     def __init__(self, url: str, limits: Limits) -> None:
@@ -70,6 +70,7 @@ class Memory(Backend):
         self.written: dict[str, float] = {}
         self.log_bytes = 0
         self.evictions = 0
+        self.kept = OrderedDict()
 
     async def open(self) -> None:
         pass
@@ -204,6 +205,7 @@ class Memory(Backend):
     async def sweep(self) -> Swept:
         before = self.evictions
         failed = [response_id for response_id in list(self.leases) if self.lapse(response_id)]
+        self.expire_conversations()
         oldest = time.time() - self.limits.ttl_s
         expired = [
             response_id

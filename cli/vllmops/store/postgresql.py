@@ -12,8 +12,10 @@ from typing import Any, ClassVar, TypeVar
 import asyncpg
 
 from .backend import EVERYBODY, SILENT_S, Chunk, Limits, Response
+from .conversations import Outcome
 from .gathering import Gathered
 from .sql import Sql
+from .sql_conversations import Steps, Undo
 from .urls import FORMS, parsed, refuse, shown
 
 T = TypeVar("T")
@@ -187,6 +189,32 @@ class Postgresql(Sql):
 
     async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         return await self.writable(lambda connection: connection.fetch(statement, *values))
+
+    async def transact(self, steps: Callable[[], Steps]) -> Outcome:
+        async def run(connection: Connection) -> Outcome:
+            try:
+                async with connection.transaction():
+                    return await self.walked(connection, steps())
+            except Undo as undone:
+                return undone.outcome
+
+        return await self.writable(run)
+
+    async def walked(self, connection: Connection, steps: Steps) -> Outcome:
+        """Run steps; what came of them."""
+        try:
+            step = next(steps)
+            while True:
+                # Of many rows it takes the columns.
+                values = (
+                    [list(column) for column in zip(*step.values, strict=True)]
+                    if step.many
+                    else step.values
+                )
+                step = steps.send(await connection.fetch(self.text[step.name], *values))
+        except StopIteration as done:
+            outcome: Outcome = done.value
+            return outcome
 
     async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
         text = self.text[name]

@@ -27,6 +27,40 @@ ALTER TABLE {name}_responses ALTER body SET STORAGE EXTERNAL, ALTER input SET ST
 INSERT INTO {name}_meta (key, value) VALUES ('schema', 1)
     ON CONFLICT (key) DO UPDATE SET value = excluded.value
 
+-- name: schema 4
+CREATE TABLE {name}_conversations (
+    id TEXT COLLATE "C" PRIMARY KEY,
+    owner TEXT COLLATE "C" NOT NULL,
+    created_at DOUBLE PRECISION NOT NULL,
+    accessed_at DOUBLE PRECISION NOT NULL,
+    metadata BYTEA NOT NULL,
+    next BIGINT NOT NULL,
+    size BIGINT NOT NULL,
+    holder TEXT,
+    held_until DOUBLE PRECISION
+);
+CREATE TABLE {name}_items (
+    conversation_id TEXT COLLATE "C" NOT NULL REFERENCES {name}_conversations ON DELETE CASCADE,
+    position BIGINT NOT NULL,
+    id TEXT COLLATE "C" NOT NULL,
+    answer BOOLEAN NOT NULL,
+    body BYTEA NOT NULL,
+    PRIMARY KEY (conversation_id, position),
+    UNIQUE (conversation_id, id)
+);
+CREATE INDEX {name}_conversations_by_owner ON {name}_conversations (owner, created_at);
+CREATE INDEX {name}_conversations_by_use ON {name}_conversations (accessed_at);
+ALTER TABLE {name}_items ALTER body SET STORAGE EXTERNAL;
+INSERT INTO {name}_meta (key, value) VALUES ('schema', 4)
+    ON CONFLICT (key) DO UPDATE SET value = excluded.value
+
+-- name: add entries
+INSERT INTO {name}_items (conversation_id, position, id, answer, body)
+SELECT * FROM unnest(
+    CAST($1 AS TEXT[]), CAST($2 AS BIGINT[]), CAST($3 AS TEXT[]), CAST($4 AS BOOLEAN[]),
+    CAST($5 AS BYTEA[])
+) ON CONFLICT DO NOTHING RETURNING 1
+
 -- Several processes start at once, and one of them makes the tables.
 -- name: alone
 SELECT pg_advisory_xact_lock(hashtext('{name}'))

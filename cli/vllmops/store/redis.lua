@@ -8,6 +8,11 @@
 -- u:OWNER     ids of an owner's by last use, those that run behind all others
 -- owners      owners by how many they have; of as many he is highest who stored nothing for longest
 -- leases      ids of what runs, by the end of the lease, on this server's clock
+-- c:ID        a conversation, a hash       ci:ID   its items, a hash: 1 or 0, then the body
+-- cp:ID       ids of its items by position
+-- conversations, co:OWNER                 ids of conversations by creation
+-- conversations_used, cu:OWNER            ids of conversations by last use
+-- conversation_owners                     owners by how many they have
 -- evictions   how many, ever              schema  its version
 -- built       how far a store of schema 1 has come on its way to 2; `busy` was its
 
@@ -404,6 +409,284 @@ function commands.open(version)
   redis.call('SETNX', root .. 'schema', version)
   return {tonumber(redis.call('GET', root .. 'schema')),
     string.match(redis.call('INFO', 'server'), 'redis_version:(%d+%.%d+)') or ''}
+end
+
+-- Conversations
+
+local function conversation(id, owner)
+  local found = redis.call('HMGET', key('c:', id), 'owner', 'created_at', 'metadata')
+  if not found[1] or (owner ~= '*' and owner ~= found[1]) then return nil end
+  return {id, found[1], found[2], found[3], redis.call('ZCARD', key('cp:', id))}
+end
+
+local function use_conversation(id, owner, at)
+  redis.call('ZADD', root .. 'conversations_used', 'GT', at, id)
+  redis.call('ZADD', key('cu:', owner), 'GT', at, id)
+end
+
+-- Who holds a conversation, unless that has lapsed.
+local function holder(id)
+  local found = redis.call('HMGET', key('c:', id), 'holder', 'held_until')
+  if found[1] and tonumber(found[2]) >= clock() then return found[1] end
+  return nil
+end
+
+-- Why somebody can't change the items of a conversation, if he can't.
+local function hindered(id, owner, by)
+  if not conversation(id, owner) then return 'gone' end
+  if by ~= '' then
+    if redis.call('HGET', key('c:', id), 'holder') ~= by then return 'locked' end
+  elseif holder(id) then
+    return 'locked'
+  end
+  return nil
+end
+
+local function drop_conversation(id)
+  local owner = redis.call('HGET', key('c:', id), 'owner')
+  if owner then
+    redis.call('ZREM', key('co:', owner), id)
+    redis.call('ZREM', key('cu:', owner), id)
+    local held = redis.call('ZCARD', key('co:', owner))
+    if held == 0 then
+      redis.call('ZREM', root .. 'conversation_owners', owner)
+    else
+      redis.call('ZADD', root .. 'conversation_owners', held, owner)
+    end
+  end
+  redis.call('ZREM', root .. 'conversations', id)
+  redis.call('ZREM', root .. 'conversations_used', id)
+  redis.call('DEL', key('c:', id), key('ci:', id), key('cp:', id))
+end
+
+-- Drop what an owner used longest ago, and what is held only in need; whether there was anything.
+local function give_conversation(owner, spared)
+  local last = nil
+  for _, id in ipairs(redis.call('ZRANGE', key('cu:', owner), 0, -1)) do
+    if id ~= spared then
+      if not holder(id) then
+        drop_conversation(id)
+        return true
+      end
+      last = last or id
+    end
+  end
+  if last then drop_conversation(last) end
+  return last ~= nil
+end
+
+local function reduce_conversations(owner, share, spared)
+  while redis.call('ZCARD', key('co:', owner)) > share and give_conversation(owner, spared) do end
+end
+
+-- Who has most, and of as many who has stored nothing for longest.
+local function fullest_owner(spared)
+  local top = redis.call('ZREVRANGE', root .. 'conversation_owners', 0, 0, 'WITHSCORES')
+  if not top[1] then return nil end
+  local found, least
+  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', root .. 'conversation_owners', top[2], top[2],
+      'LIMIT', 0, 1000)) do
+    local newest = redis.call('ZREVRANGE', key('co:', owner), 0, 0, 'WITHSCORES')
+    local alone = tonumber(top[2]) == 1 and newest[1] == spared
+    if not alone and (not least or tonumber(newest[2]) < least) then
+      found, least = owner, tonumber(newest[2])
+    end
+  end
+  return found
+end
+
+local function evict_conversations(max_size, spared)
+  while redis.call('ZCARD', root .. 'conversations') > max_size do
+    local owner = fullest_owner(spared)
+    if not owner or not give_conversation(owner, spared) then return end
+  end
+end
+
+-- Whether the items from an index on have ids that are free, and each another.
+local function free(id, given, first)
+  local seen = {}
+  for i = first, #given, 3 do
+    if seen[given[i]] or redis.call('HEXISTS', key('ci:', id), given[i]) == 1 then return false end
+    seen[given[i]] = true
+  end
+  return true
+end
+
+local function put_items(id, given, first)
+  local at = tonumber(redis.call('HINCRBY', key('c:', id), 'next', math.floor((#given - first + 1) / 3)))
+    - math.floor((#given - first + 1) / 3)
+  for i = first, #given, 3 do
+    redis.call('HSET', key('ci:', id), given[i], given[i + 1] .. given[i + 2])
+    redis.call('ZADD', key('cp:', id), at, given[i])
+    at = at + 1
+  end
+end
+
+-- Ids and values of items behind a first word.
+local function with_values(id, names, first)
+  local found = {first}
+  for i = 1, #names, 1000 do
+    local last = math.min(i + 999, #names)
+    local values = redis.call('HMGET', key('ci:', id), unpack(names, i, last))
+    for j = i, last do
+      found[#found + 1] = names[j]
+      found[#found + 1] = values[j - i + 1]
+    end
+  end
+  return found
+end
+
+function commands.create_conversation(id, owner, created_at, metadata, max_size, share, ...)
+  local given = {...}
+  if redis.call('EXISTS', key('c:', id)) == 1 or not free(id, given, 1) then return 'taken' end
+  redis.call('HSET', key('c:', id), 'owner', owner, 'created_at', created_at, 'metadata', metadata)
+  put_items(id, given, 1)
+  redis.call('ZADD', root .. 'conversations', created_at, id)
+  redis.call('ZADD', key('co:', owner), created_at, id)
+  redis.call('ZADD', root .. 'conversation_owners', redis.call('ZCARD', key('co:', owner)), owner)
+  use_conversation(id, owner, now)
+  reduce_conversations(owner, tonumber(share), id)
+  evict_conversations(tonumber(max_size), id)
+  return 'done'
+end
+
+function commands.get_conversation(id, owner) return conversation(id, owner) or {} end
+
+function commands.set_metadata(id, owner, metadata)
+  local found = conversation(id, owner)
+  if not found then return {} end
+  redis.call('HSET', key('c:', id), 'metadata', metadata)
+  use_conversation(id, found[2], now)
+  return conversation(id, owner)
+end
+
+function commands.delete_conversation(id, owner)
+  if not conversation(id, owner) then return 0 end
+  drop_conversation(id)
+  return 1
+end
+
+function commands.list_conversations(owner, after, limit)
+  local set = owner == '*' and root .. 'conversations' or key('co:', owner)
+  local first = 0
+  if after ~= '' then
+    local rank = redis.call('ZREVRANK', set, after)
+    if not rank then return false end
+    first = rank + 1
+  end
+  local found = {}
+  for _, id in ipairs(redis.call('ZREVRANGE', set, first, first + limit - 1)) do
+    found[#found + 1] = conversation(id, '*')
+  end
+  return found
+end
+
+function commands.hold(id, owner, by, lease_s)
+  local found = conversation(id, owner)
+  if not found then return {'gone'} end
+  local other = holder(id)
+  if other and other ~= by then return {'locked'} end
+  redis.call('HSET', key('c:', id), 'holder', by, 'held_until',
+    string.format('%.6f', clock() + lease_s))
+  use_conversation(id, found[2], now)
+  return with_values(id, redis.call('ZRANGE', key('cp:', id), 0, -1), 'done')
+end
+
+function commands.renew_holds(lease_s, ...)
+  local pairs_of = {...}
+  for i = 1, #pairs_of, 2 do
+    if redis.call('HGET', key('c:', pairs_of[i]), 'holder') == pairs_of[i + 1] then
+      redis.call('HSET', key('c:', pairs_of[i]), 'held_until',
+        string.format('%.6f', clock() + lease_s))
+    end
+  end
+  return 1
+end
+
+function commands.release(id, by)
+  if redis.call('HGET', key('c:', id), 'holder') == by then
+    redis.call('HDEL', key('c:', id), 'holder', 'held_until')
+  end
+  return 1
+end
+
+function commands.page_entries(id, owner, after, limit, descending)
+  if not conversation(id, owner) then return {'gone'} end
+  local down = descending == '1'
+  local first = 0
+  if after ~= '' then
+    local rank = redis.call(down and 'ZREVRANK' or 'ZRANK', key('cp:', id), after)
+    if not rank then return {'unknown'} end
+    first = rank + 1
+  end
+  local names = redis.call(down and 'ZREVRANGE' or 'ZRANGE', key('cp:', id), first,
+    first + limit - 1)
+  return with_values(id, names, 'done')
+end
+
+function commands.get_entry(id, owner, name)
+  if not conversation(id, owner) then return {} end
+  local value = redis.call('HGET', key('ci:', id), name)
+  return value and {name, value} or {}
+end
+
+function commands.delete_entry(id, owner, name)
+  local why = hindered(id, owner, '')
+  if why then return why end
+  if redis.call('HDEL', key('ci:', id), name) == 0 then return 'gone' end
+  redis.call('ZREM', key('cp:', id), name)
+  redis.call('HDEL', key('c:', id), 'holder', 'held_until')
+  use_conversation(id, redis.call('HGET', key('c:', id), 'owner'), now)
+  return 'done'
+end
+
+-- A response is stored by the operation of that name, with so many values; then come the items.
+function commands.add_entries(id, owner, by, most, storing, count, ...)
+  local given = {...}
+  local why = hindered(id, owner, by)
+  if why then return why end
+  local first = count + 1
+  if not free(id, given, first) then return 'taken' end
+  local size = redis.call('ZCARD', key('cp:', id)) + (#given - count) / 3
+  if by == '' and size > tonumber(most) then return 'full' end
+  if storing ~= '' and commands[storing](unpack(given, 1, tonumber(count))) == 0 then
+    return 'refused'
+  end
+  put_items(id, given, first)
+  redis.call('HDEL', key('c:', id), 'holder', 'held_until')
+  use_conversation(id, redis.call('HGET', key('c:', id), 'owner'), now)
+  return 'done'
+end
+
+-- Ids and times, in turn.
+function commands.use_conversations(...)
+  local uses = {...}
+  for i = 1, #uses, 2 do
+    local owner = redis.call('HGET', key('c:', uses[i]), 'owner')
+    if owner then use_conversation(uses[i], owner, uses[i + 1]) end
+  end
+  return 1
+end
+
+function commands.expire_conversations(oldest, most)
+  local dropped = 0
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', root .. 'conversations_used', '-inf',
+      '(' .. oldest, 'LIMIT', 0, tonumber(most))) do
+    if not holder(id) then
+      drop_conversation(id)
+      dropped = dropped + 1
+    end
+  end
+  return dropped
+end
+
+function commands.evict_conversations(max_size, share)
+  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', root .. 'conversation_owners',
+      '(' .. share, '+inf')) do
+    reduce_conversations(owner, tonumber(share), '')
+  end
+  evict_conversations(tonumber(max_size), '')
+  return 1
 end
 
 -- A server that is no primary any more would answer a reader with what it happens to have: nothing is

@@ -23,7 +23,6 @@ from .backend import (
     FINISHED,
     GONE,
     RUNNING,
-    Backend,
     Chunk,
     CursorUnknown,
     Limits,
@@ -39,6 +38,7 @@ from .backend import (
     words,
 )
 from .gathering import Gathered
+from .redis_conversations import RedisConversations
 from .redis_source import TROUBLE, source, waited_for
 from .urls import parsed
 
@@ -59,7 +59,14 @@ ELSEWHERE |= {"NOREPLICAS", "MISCONF"}
 # When it is called again, seconds after one another; the caller tries again after that.
 PAUSES_S = (0.05, 0.1, 0.2)
 # Those that are acknowledged to somebody; the rest is done again by itself where it is lost.
-WRITES = frozenset({"create", "put", "set_status", "delete", "append", "open"})
+WRITES = frozenset({"create", "put", "set_status", "delete", "append", "open"}) | {
+    "create_conversation",
+    "set_metadata",
+    "delete_conversation",
+    "delete_entry",
+    "add_entries",
+    "hold",
+}
 # For how long a replica is waited for; the least there is, where there was none.
 WAIT_MS, GLANCE_MS = 1000, 1
 
@@ -68,7 +75,7 @@ class UnconfirmedError(RedisError):
     """A write that too few replicas have: it may be lost when another server takes over."""
 
 
-class Redis(Backend):
+class Redis(RedisConversations):
     """A server for all; it comes back by itself when that does."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = TROUBLE
@@ -181,6 +188,7 @@ class Redis(Backend):
     async def close(self) -> None:
         try:
             await self.uses.flush()
+            await self.conversation_uses.flush()
         finally:
             await self.source.close()
 
@@ -194,8 +202,10 @@ class Redis(Backend):
         return (self.limits.lease_s, self.limits.events_kept_s, GONE)
 
     async def create(self, response: Response) -> bool:
-        done = await self.call(
-            "create",
+        return bool(await self.call("create", *self.creating(response)))
+
+    def creating(self, response: Response) -> tuple[Any, ...]:
+        return (
             response.id,
             response.owner,
             response.model,
@@ -210,21 +220,21 @@ class Redis(Backend):
             self.limits.share,
             packed(self.uses.take()),
         )
-        return bool(done)
 
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
-        done = await self.call(
-            "put",
+        return bool(await self.call("put", *self.putting(response, words(unless_status))))
+
+    def putting(self, response: Response, unless_status: str) -> tuple[Any, ...]:
+        return (
             response.id,
             response.owner,
             repr(response.created_at),
-            words(unless_status),
+            unless_status,
             response.status,
             response.error,
             response.body,
             *self.judged,
         )
-        return bool(done)
 
     async def set_status(
         self,
@@ -338,6 +348,7 @@ class Redis(Backend):
         while done == BATCH:
             done = await self.apart("expire", repr(time.time() - self.limits.ttl_s), BATCH)
             expired += done
+        await self.sweep_conversations()
         return Swept(expired, await self.evicted(), failed)
 
     async def evicted(self) -> int:

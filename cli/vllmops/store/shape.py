@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from .backend import Response
-from .store import storable, valid
+from .ids import storable, valid
 
 # What makes text no JSON of a type; msgspec raises the last for what is nested deeply.
 BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

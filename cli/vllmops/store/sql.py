@@ -21,7 +21,6 @@ from .backend import (
     FINISHED,
     GONE,
     RUNNING,
-    Backend,
     Chunk,
     CursorUnknown,
     Limits,
@@ -37,13 +36,14 @@ from .backend import (
     too_new,
     words,
 )
+from .sql_conversations import SqlConversations, Step
 
-SCHEMA = 3
+SCHEMA = 4
 # Rows that one statement deletes.
 BATCH = 1000
 
 
-class Sql(Backend):
+class Sql(SqlConversations):
     """A backend by statements; a subclass brings the driver.
 
     Args:
@@ -90,6 +90,7 @@ class Sql(Backend):
 
     async def close(self) -> None:
         await self.uses.flush()
+        await self.conversation_uses.flush()
 
     async def drop(self) -> None:
         for statement in self.text["drop"].split(";"):
@@ -130,8 +131,11 @@ class Sql(Backend):
         )
 
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
-        done = await self.fetch(
-            "put",
+        return bool(await self.fetch("put", *self.putting(response, unless_status)))
+
+    def putting(self, response: Response, unless_status: Collection[str]) -> tuple[Any, ...]:
+        """What ``put`` takes for a response."""
+        return (
             response.id,
             response.owner,
             response.created_at,
@@ -143,7 +147,11 @@ class Sql(Backend):
             GONE,
             words(unless_status),
         )
-        return bool(done)
+
+    def storing(self, response: Response, *, new: bool) -> Step:
+        if new:
+            return Step("create", [self.row(response)], many=True)
+        return Step("put", self.putting(response, FINISHED))
 
     async def set_status(
         self,
@@ -252,6 +260,7 @@ class Sql(Backend):
             done = len(await self.fetch("expire", oldest, BATCH))
             expired += done
         await self.fetch("forget", self.limits.events_kept_s)
+        await self.sweep_conversations()
         return Swept(expired, await self.evict(""), len(failed))
 
     async def stats(self, owner: str) -> Stats:

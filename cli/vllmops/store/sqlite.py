@@ -23,7 +23,9 @@ import msgspec
 
 from ..errors import Exit, VllmopsError
 from .backend import Limits
+from .conversations import Outcome
 from .sql import Sql
+from .sql_conversations import Rows, Step, Steps, Undo
 
 T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], Any]
@@ -187,6 +189,35 @@ class Sqlite(Sql):
 
         assert self.writer
         await self.writer.run(run)
+
+    async def transact(self, steps: Callable[[], Steps]) -> Outcome:
+        def run(connection: sqlite3.Connection) -> Outcome:
+            try:
+                with transaction(connection):
+                    return self.walked(connection, steps())
+            except Undo as undone:
+                return undone.outcome
+
+        assert self.writer
+        return await self.writer.run(run)
+
+    def walked(self, connection: sqlite3.Connection, steps: Steps) -> Outcome:
+        """Run steps; what came of them."""
+        rows: Rows = ()
+        try:
+            step = next(steps)
+            while True:
+                rows = self.taken(connection, step)
+                step = steps.send(rows)
+        except StopIteration as done:
+            outcome: Outcome = done.value
+            return outcome
+
+    def taken(self, connection: sqlite3.Connection, step: Step) -> Rows:
+        """Run a step; its rows."""
+        text = self.text[step.name]
+        given = map(numbered, step.values if step.many else [step.values])
+        return [row for one in given for row in connection.execute(text, one).fetchall()]
 
 
 def numbered(values: Sequence[Any]) -> dict[str, Any]:

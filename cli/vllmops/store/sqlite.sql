@@ -25,6 +25,36 @@ CREATE TABLE {name}_events (
 INSERT INTO {name}_meta (key, value) VALUES ('schema', 1)
     ON CONFLICT (key) DO UPDATE SET value = excluded.value
 
+-- name: schema 4
+CREATE TABLE {name}_conversations (
+    id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    accessed_at REAL NOT NULL,
+    metadata BLOB NOT NULL,
+    next BIGINT NOT NULL,
+    size BIGINT NOT NULL,
+    holder TEXT,
+    held_until REAL
+);
+CREATE TABLE {name}_items (
+    conversation_id TEXT NOT NULL REFERENCES {name}_conversations ON DELETE CASCADE,
+    position BIGINT NOT NULL,
+    id TEXT NOT NULL,
+    answer INTEGER NOT NULL,
+    body BLOB NOT NULL,
+    PRIMARY KEY (conversation_id, position),
+    UNIQUE (conversation_id, id)
+);
+CREATE INDEX {name}_conversations_by_owner ON {name}_conversations (owner, created_at);
+CREATE INDEX {name}_conversations_by_use ON {name}_conversations (accessed_at);
+INSERT INTO {name}_meta (key, value) VALUES ('schema', 4)
+    ON CONFLICT (key) DO UPDATE SET value = excluded.value
+
+-- name: add entries
+INSERT INTO {name}_items (conversation_id, position, id, answer, body) VALUES ($1, $2, $3, $4, $5)
+ON CONFLICT DO NOTHING RETURNING 1
+
 -- name: running
 SELECT id FROM {name}_responses WHERE id IN (SELECT value FROM json_each($1))
     AND (lease IS NOT NULL OR (status = 'failed' AND error = $2))

@@ -30,6 +30,8 @@ INSERT INTO {name}_meta (key, value) VALUES ('schema', 3)
     ON CONFLICT (key) DO UPDATE SET value = excluded.value
 
 -- name: drop
+DROP TABLE IF EXISTS {name}_items;
+DROP TABLE IF EXISTS {name}_conversations;
 DROP TABLE IF EXISTS {name}_events;
 DROP TABLE IF EXISTS {name}_responses;
 DROP TABLE IF EXISTS {name}_meta
@@ -161,3 +163,98 @@ FROM {name}_responses WHERE $1 IN ('*', owner) GROUP BY status, model
 
 -- name: event bytes
 SELECT sum(length(events)) FROM {name}_events
+
+-- What changes items ends a hold that has lapsed, and that holder adds none any more. Nobody's name
+-- is empty.
+-- name: create conversation
+INSERT INTO {name}_conversations (id, owner, created_at, accessed_at, metadata, next, size)
+VALUES ($1, $2, $3, $4, $5, $6, $6) ON CONFLICT (id) DO NOTHING RETURNING 1
+
+-- name: get conversation
+SELECT id, owner, created_at, metadata, size FROM {name}_conversations
+WHERE id = $1 AND $2 IN ('*', owner)
+
+-- name: set metadata
+UPDATE {name}_conversations SET metadata = $3, accessed_at = $4
+WHERE id = $1 AND $2 IN ('*', owner) RETURNING id, owner, created_at, metadata, size
+
+-- name: delete conversation
+DELETE FROM {name}_conversations WHERE id = $1 AND $2 IN ('*', owner) RETURNING 1
+
+-- name: list conversations
+SELECT id, owner, created_at, metadata, size FROM {name}_conversations
+WHERE $1 IN ('*', owner)
+    AND (CAST($2 AS FLOAT) IS NULL OR (created_at, id) < (CAST($2 AS FLOAT), $3))
+ORDER BY created_at DESC, id DESC LIMIT $4
+
+-- name: touch conversation
+UPDATE {name}_conversations SET accessed_at = $2 WHERE id = $1 AND accessed_at < $2
+
+-- name: hold
+UPDATE {name}_conversations SET holder = $3, accessed_at = $5,
+    held_until = date_part('epoch', statement_timestamp()) + $4
+WHERE id = $1 AND $2 IN ('*', owner)
+    AND (holder IS NULL OR holder = $3 OR held_until < date_part('epoch', statement_timestamp()))
+RETURNING 1
+
+-- name: renew hold
+UPDATE {name}_conversations SET held_until = date_part('epoch', statement_timestamp()) + $3
+WHERE id = $1 AND holder = $2
+
+-- name: release
+UPDATE {name}_conversations SET holder = NULL WHERE id = $1 AND holder = $2 RETURNING 1
+
+-- name: change entries
+UPDATE {name}_conversations SET holder = NULL, accessed_at = $5,
+    size = size + CAST($4 AS BIGINT),
+    next = next + CASE WHEN CAST($4 AS BIGINT) > 0 THEN CAST($4 AS BIGINT) ELSE 0 END
+WHERE id = $1 AND $2 IN ('*', owner) AND (
+    holder = $3 OR ($3 = '' AND (
+        holder IS NULL OR held_until < date_part('epoch', statement_timestamp())
+    ))
+) RETURNING next, size
+
+-- name: entries
+SELECT id, body, answer FROM {name}_items WHERE conversation_id = $1 ORDER BY position
+
+-- name: entries upwards
+SELECT id, body, answer FROM {name}_items
+WHERE conversation_id = $1 AND position > COALESCE(CAST($2 AS BIGINT), -1)
+ORDER BY position LIMIT $3
+
+-- name: entries downwards
+SELECT id, body, answer FROM {name}_items
+WHERE conversation_id = $1 AND position < COALESCE(CAST($2 AS BIGINT), 9223372036854775807)
+ORDER BY position DESC LIMIT $3
+
+-- name: entry
+SELECT items.id, items.body, items.answer, items.position
+FROM {name}_items AS items JOIN {name}_conversations AS kept ON kept.id = conversation_id
+WHERE conversation_id = $1 AND $2 IN ('*', kept.owner) AND items.id = $3
+
+-- name: delete entry
+DELETE FROM {name}_items WHERE conversation_id = $1 AND id = $2 RETURNING 1
+
+-- name: expire conversations
+DELETE FROM {name}_conversations WHERE id IN (
+    SELECT id FROM {name}_conversations WHERE accessed_at < $1
+        AND (holder IS NULL OR held_until < date_part('epoch', statement_timestamp()))
+    ORDER BY accessed_at, id LIMIT $2
+) RETURNING 1
+
+-- name: conversation shares
+SELECT owner, count(*) FROM {name}_conversations
+GROUP BY owner ORDER BY count(*) DESC, max(created_at)
+
+-- What is held sorts behind what is not.
+-- name: evict conversations
+DELETE FROM {name}_conversations WHERE id IN (
+    SELECT id FROM {name}_conversations WHERE owner = $1 AND id <> $3
+    ORDER BY (
+        holder IS NOT NULL AND held_until >= date_part('epoch', statement_timestamp())
+    ), accessed_at
+    LIMIT (
+        SELECT CASE WHEN count(*) > CAST($2 AS BIGINT) THEN count(*) - CAST($2 AS BIGINT) ELSE 0 END
+        FROM {name}_conversations WHERE owner = $1
+    )
+) RETURNING 1

@@ -85,7 +85,9 @@ from .backend import (
     Swap,
     Swept,
 )
+from .conversation_store import ConversationStore
 from .fields import completed
+from .ids import storable, valid
 from .packing import SOON_UNPACKED, inflate, pack, unpack
 
 __all__ = [
@@ -107,6 +109,7 @@ __all__ = [
     "Swap",
     "document",
     "unpacked",
+    "valid",
 ]
 
 DEADLINE_S = 2.0
@@ -120,7 +123,6 @@ SWEEP_S = 10.0
 AFTER_S = 1.0
 # How often another replica's log is looked at.
 FOLLOW_S = 0.2
-LONGEST_ID = 256
 
 # Below "vllm", so that vLLM's own handlers print it.
 log = logging.getLogger("vllm.vllmops")
@@ -162,6 +164,7 @@ class ResponseStore:
         self.renewed = 0.0
         self.background: list[asyncio.Task[None]] = []
         self.stopping = ErrorReporter("a cancelled run may continue", log.error)
+        self.conversations = ConversationStore(self)
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -369,14 +372,16 @@ class ResponseStore:
             return await self.backend.stats(owner)
 
     async def beat(self) -> None:
-        """Look after the runs that are attended; done every `BEAT_S` by itself."""
-        if not self.attended:
+        """Look after what runs and what is held here; done every `BEAT_S` by itself."""
+        if not (self.attended or self.conversations.holds):
             return
         now = time.monotonic()
         renew = now - self.renewed >= min(self.backend.limits.lease_s / 3, SWEEP_S)
         with contextlib.suppress(StoreUnavailable):
-            await self.look_after(renew=renew)
+            if self.attended:
+                await self.look_after(renew=renew)
             if renew:
+                await self.conversations.renew()
                 self.renewed = now
 
     async def tidy(self) -> None:
@@ -555,18 +560,6 @@ def sound(response: Response) -> Response:
     if not (isinstance(response.body, bytes) and isinstance(response.input, bytes)):
         wrong["body"] = b""
     return replace(response, **wrong) if wrong else response
-
-
-def valid(response_id: str) -> bool:
-    """Whether it can be an id: not empty, not endless, and text that every backend takes."""
-    return 0 < len(response_id) <= LONGEST_ID and storable(response_id)
-
-
-def storable(text: str) -> bool:
-    try:
-        return b"\0" not in text.encode()
-    except UnicodeEncodeError:
-        return False
 
 
 def plain(text: str) -> str:

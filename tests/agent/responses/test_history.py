@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from tests.agent.responses.test_wire import CALL, REASONING, USER, turn
 
 from vllmops.agent.responses.history import CACHE_BYTES, History, Part
+from vllmops.store.conversations import Entry
 from vllmops.store.packing import deflate
 from vllmops.store.store import Response
 
@@ -97,3 +99,19 @@ def test_an_answer_too_large_to_be_kept_ready_is_read() -> None:
     history = History(list, harmony=False)
     assert told([kept([USER], [large])], history).parsed == [USER, large]
     assert not history.answers
+
+
+def test_items_of_a_conversation_are_read_as_turns_are() -> None:
+    parser = Parser()
+    history = History(parser, harmony=False)
+    given, answer = {"role": "user", "content": "a"}, MESSAGE
+    empty = {"type": "message", "role": "assistant", "content": []}
+    entries = [
+        Entry(str(number), deflate(json.dumps(item).encode()), item is not given)
+        for number, item in enumerate((given, answer, empty))
+    ]
+    for _ in range(2):
+        part = asyncio.run(history.of_entries(entries))
+        assert part.items == part.parsed == [given, answer]
+    # What the model made is parsed once.
+    assert parser.read == [given, answer, given]

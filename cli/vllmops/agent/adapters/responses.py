@@ -38,6 +38,7 @@ __all__ = [
     "agreeing",
     "api_key",
     "check",
+    "invalid_item",
     "load_aware_call",
     "messages",
     "parsed",
@@ -104,6 +105,16 @@ def parsed(items: list[dict[str, Any]]) -> list[Any]:
     """Items as vLLM's types."""
     typed: list[Any] = ResponsesRequest.input_item_parsing({"input": items})["input"]
     return typed
+
+
+def invalid_item(items: list[dict[str, Any]]) -> int | None:
+    """The index of the first item that no request can have in its input; None if all can be."""
+    for index, item in enumerate(items):
+        try:
+            ResponsesRequest.model_validate({"input": [item]})
+        except ValueError:
+            return index
+    return None
 
 
 def messages(items: list[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from cachetools import LRUCache
 
 from ...store.backend import Response
+from ...store.conversations import Entry
 from ...store.packing import unpack
 from . import wire
 from .carried import COMPACTION, Item, encrypted, readable
@@ -82,6 +83,28 @@ class History:
             size += answer.size
             compacted = False
         return Part(items, parsed, size)
+
+    async def of_entries(self, entries: Sequence[Entry]) -> Part:
+        """The items of a conversation, as the store keeps them."""
+        items, parsed, size = list[Item](), list[Any](), 0
+        for entry in entries:
+            part = self.answers.get(entry.body) or await self.entry(entry)
+            items += part.items
+            parsed += part.parsed
+            size += part.size
+        return Part(items, parsed, size)
+
+    async def entry(self, entry: Entry) -> Part:
+        """An item of a conversation; caches it if the model made it."""
+        body = await unpack(entry.body)
+        items = [wire.ITEM.decode(body)]
+        if entry.answer:
+            items = wire.spoken(items, harmony=self.harmony)
+        items = legible(items)
+        part = Part(items, self.parse(items), len(body))
+        if entry.answer and part.size <= CACHE_BYTES:
+            self.answers[entry.body] = part
+        return part
 
     async def answer(self, packed: bytes) -> Part:
         """The answer in the body of a response; caches it."""

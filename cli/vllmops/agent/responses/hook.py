@@ -36,7 +36,8 @@ def install(ring: Callable[[], Ring | None]) -> None:
 def replace(ring: Callable[[], Ring | None], module: ModuleType) -> None:
     """Replace vLLM's routes; an error is reported, and vLLM's routes and store stay."""
     try:
-        from . import routes  # noqa: PLC0415 - it imports vLLM
+        # They import vLLM; the former adds to the latter.
+        from . import conversation_routes, routes  # noqa: PLC0415, F401
 
         routes.install(module, settings.backend(), settings.carriers(), ring)
     except VllmopsError as error:

@@ -48,8 +48,12 @@ PARAMETERS: dict[str, Parameter] = {
         "`completion_window` can be `soonest`; `continuation_id` is refused",
         fields={"completion_window": frozenset({"soonest"}), "continuation_id": NO},
     ),
-    "context_management": Parameter(How.WORKS, "one entry, of type `compaction`"),
-    "conversation": Parameter(How.REFUSED, "use `previous_response_id`", NO),
+    "context_management": Parameter(
+        How.WORKS, "one entry, of type `compaction`; not with `conversation`"
+    ),
+    "conversation": Parameter(
+        How.WORKS, "its id, or an object with it; not with `previous_response_id`"
+    ),
     "image": Parameter(
         How.WORKS,
         "images are never compressed: `context_compression` can be `auto` or `disabled`",

@@ -138,6 +138,8 @@ def answered(handler: Handler) -> Handler:
         except CursorUnknown as error:
             return refusal(400, error.message, "after")
         except VllmopsError as error:
+            if error.code == "store.no-conversations":
+                return refusal(501, error.message, code=error.code)
             log.error("vllmops: %s", error.message)
             return refusal(500, error.message)
 

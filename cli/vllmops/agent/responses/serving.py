@@ -35,6 +35,7 @@ from openai.types.responses import (
 
 from ...keys.ring import Ring
 from ...store.backend import EVERYBODY, owner_of
+from ...store.conversation_store import Held
 from ...store.settings import Carriers, Format
 from ...store.store import (
     ConversationBroken,
@@ -52,6 +53,7 @@ from ..gate import gate
 from ..log import log
 from . import carried, compaction, fields, parameters, rerun, sealing, tokens, wire
 from .carried import Brought, Item
+from .conversations import ConversationTurns, named, named_in
 from .history import History, legible
 from .parsing import detailed, messages, parsed
 from .wire import Frame, Refused
@@ -108,6 +110,10 @@ class Turn:
         self.began = time.time()
         # The response that vLLM wrote into its dict last.
         self.latest: Any = None
+        # The hold of the conversation that it is made with.
+        self.held: Held | None = None
+        # Whether what answers goes on after the request: a stream, or a run in the background.
+        self.goes_on = False
         # What the number of a background stream's first event is.
         self.first = 0
         # Set once a background run is in the store.
@@ -186,6 +192,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if renderer := adapter.renderer(self):
             renderer.preprocess_chat = tokens.unsent(renderer.preprocess_chat)
             self.counts = True
+        self.conversations = ConversationTurns(self.store)
+        self.ending = False
 
     async def close(self) -> None:
         """End what runs, and close the store."""
@@ -198,12 +206,14 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
         Before vLLM aborts them, after which they would count as completed.
         """
+        self.ending = True
         runs = list(self.runs.values())
         for run, task in runs:
             task.cancel()
             if not (gate.rerun and rerun.asked(run)[0]):
                 with suppress(StoreUnavailable):
                     await self.store.put(replace(run, status="failed", error=STOPPED))
+                    await self.conversations.release_run(run)
 
     # Making a response
 
@@ -239,16 +249,28 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         turn = await self.turn(request, raw_request, compacts=threshold is not None)
         if turn:
             turn.threshold = threshold
+        try:
+            return await self.answer(turn, request, raw_request, prewarms=prewarms)
+        finally:
+            if turn and not turn.goes_on:
+                await self.conversations.release(turn)
+
+    async def answer(
+        self, turn: Turn | None, request: Any, raw_request: Request, *, prewarms: bool
+    ) -> bytes | AsyncIterator[Frame] | ErrorResponse:
+        """Answer a request, once all that it needs is collected; else as `create`."""
         with working(turn):
             answer = await self.create_responses(request, raw_request)
         if isinstance(answer, ErrorResponse):
             return answer
         if turn and request.background:
-            queued = dump(fields.fill(turn.latest, request))
+            queued = dump(named_in(fields.fill(turn.latest, request), turn))
             run = turn.stored(turn.latest, rerun.kept(queued, await raw_request.body()))
             await self.accept(turn, run, self.store.create)
             return self.follow(run.owner, run.id) if request.stream else document(run)
         if not isinstance(answer, ResponsesResponse):
+            if turn:
+                turn.goes_on = True
             return self.streamed(turn, request, answer)
         if prewarms:
             fields.silence(answer)
@@ -282,8 +304,12 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         self.check_parameters(request)
         tokens.only_input(request)
-        with working(await self.turn(request, raw_request)):
-            counted = await self.counted(request)
+        turn = await self.turn(request, raw_request)
+        try:
+            with working(turn):
+                counted = await self.counted(request)
+        finally:
+            await self.conversations.release(turn)
         return counted if isinstance(counted, ErrorResponse) else tokens.document(counted)
 
     async def counted(self, request: Any) -> tokens.Counted | ErrorResponse:
@@ -429,18 +455,23 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         response = response_before(request)
         hidden = not isinstance(request.input, str) and any(map(hides, request.input))
-        sealed = self.asks_for_carrier(request)
-        continues = request.previous_response_id is not None or response is not None
+        conversation = named(request)
+        sealed = conversation is None and self.asks_for_carrier(request)
+        before = (request.previous_response_id, response, conversation)
+        continues = any(given is not None for given in before)
+        if conversation is not None and compacts:
+            message = "context_management can't be used with conversation"
+            raise Refused(400, message, "context_management")
         if not (request.store or continues or hidden or sealed or compacts):
             return None
         items = wire.added(await raw_request.body())
         brought = None
         if hidden or response is not None:
             brought = carried.brought(wire.ITEMS.decode(items), response)
-        check_one(request, brought, sealed=sealed)
+        check_one(request, brought, conversation, sealed=sealed)
         who = owner(raw_request)
         await self.check_id(request)
-        return Turn(
+        turn = Turn(
             request,
             who,
             items,
@@ -450,6 +481,9 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             sealed=sealed,
             compacts=compacts,
         )
+        if conversation is not None:
+            await self.conversations.begin(turn, conversation)
+        return turn
 
     def asks_for_carrier(self, request: Any) -> bool:
         """Whether a request asks for a carrier and this server can seal one."""
@@ -538,7 +572,11 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         size = len(turn.items)
         items = wire.ITEMS.decode(turn.items)
-        before = await self.history.of(turn.history or (), partial(self.reopened, turn))
+        if turn.held:
+            before = await self.history.of_entries(turn.held.entries)
+            turn.held.entries = ()
+        else:
+            before = await self.history.of(turn.history or (), partial(self.reopened, turn))
         history, kept = await self.merged(turn, items)
         added = [(n, item) for n in kept if (item := carried.readable(items[n]))]
         if history or turn.hidden:
@@ -620,18 +658,22 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: another response has taken its id meanwhile.
             StoreUnavailable: it could not be stored.
         """
-        body = dump(response)
-        if turn and turn.request.store:
-            stored = turn.stored(response, body)
-            if not await self.store.create(stored):
-                raise wire.taken(stored.id)
+        body = dump(named_in(response, turn))
+        stored = turn.stored(response, body) if turn and turn.request.store else None
+        done = True
+        if turn and turn.held:
+            done = await self.conversations.finish(turn, stored, body, new=True)
+        elif stored:
+            done = await self.store.create(stored)
+        if not done:
+            raise wire.taken(response.id)
         return body
 
     async def streamed(
         self, turn: Turn | None, request: Any, events: AsyncGenerator[Any, None]
     ) -> AsyncIterator[Frame]:
         """A foreground stream, with a final event in every case."""
-        response, number = None, -1
+        response, number, failed = None, -1, None
         try:
             async for event in events:
                 fields.fill_event(event, request)
@@ -644,16 +686,20 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                     body = await self.kept(turn, event.response)
                     yield wire.terminal(event.response.status, number, body)
                     return
-                if event.type == "response.created":
-                    response = event.response
+                if event.type in wire.BEGINNINGS:
+                    response = named_in(event.response, turn)
                 yield Frame(event.type, dump(event))
         except Refused as error:
-            yield failure(response, number, error.message)
+            failed = failure(response, number, error.message)
         except StoreUnavailable as error:
-            yield failure(response, number, f"The response is not stored: {error.message}")
+            failed = failure(response, number, f"The response is not stored: {error.message}")
         except Exception as error:
             log.exception("vllmops: a stream failed: %r", error)
-            yield failure(response, number + 1, self.why(error))
+            failed = failure(response, number + 1, self.why(error))
+        finally:
+            await self.conversations.release(turn)
+        if failed:
+            yield failed
 
     def why(self, error: Exception) -> str:
         """The message that vLLM would send for an error that occurs after the stream began."""
@@ -684,6 +730,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         except BaseException:
             task.cancel()
             raise
+        turn.goes_on = True
         self.runs[run.id] = run, task
         self.store.attend(run, task.cancel)
         turn.accepted.set_result(run)
@@ -703,6 +750,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     async def again(self, run: Response, asked: dict[str, Any]) -> None:
         """Run a response again; its stream goes on with the next number."""
+        turn = None
         try:
             asked |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
             request = adapter.ResponsesRequest.model_validate(asked)
@@ -718,19 +766,22 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             )
             turn.threshold = threshold
             turn.began = run.created_at
+            if conversation := named(request):
+                await self.conversations.begin(turn, conversation)
             if request.stream and (log_ := await self.store.log(run.owner, run.id, -1)):
                 turn.first = log_.chunks[-1].last + 1 if log_.chunks else 0
             _turn.set(turn)
             answer = await self.create_responses(request, None)
             if isinstance(answer, ErrorResponse):
                 raise Refused(answer.error.code, answer.error.message)
-            queued = dump(fields.fill(turn.latest, request))
+            queued = dump(named_in(fields.fill(turn.latest, request), turn))
             await self.accept(turn, turn.stored(turn.latest, queued), self.store.put)
             log.warning("vllmops: %s runs again: it ran when the server was restarted", run.id)
         except Exception as error:
             log.exception("vllmops: %s is not run again: %r", run.id, error)
             why = error.message if isinstance(error, Refused) else self.why(error)
-            await self.store_end(replace(run, status="failed", error=why))
+            await self.store_end(turn, replace(run, status="failed", error=why))
+            await self.conversations.release(turn)
             self.store.leave(run)
 
     async def _run_background_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -738,7 +789,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             answer = await self.responses_full_generator(request, *args, **kwargs)
             if isinstance(answer, ErrorResponse):
                 return replace(run, status="failed", error=answer.error.message)
-            body = dump(fields.fill(answer, request))
+            body = dump(named_in(fields.fill(answer, request), _turn.get()))
             return replace(run, status=answer.status, body=body)
 
         await self.carry_out(work)
@@ -753,7 +804,10 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                     fields.fill_event(event, request)
                     if event.type in adapter.ENDS:
                         # Followers read the final event from the stored response.
-                        return replace(run, status=event.response.status, body=dump(event.response))
+                        body = dump(named_in(event.response, turn))
+                        return replace(run, status=event.response.status, body=body)
+                    if event.type in wire.BEGINNINGS:
+                        named_in(event.response, turn)
                     event.sequence_number += first
                     writer.add(event.sequence_number, dump(event))
             return replace(run, status="failed", error=FAILED)
@@ -777,15 +831,29 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 ended = replace(ended, body=document(run))  # it would fail again
             # vLLM turns a cancellation into an answer.
             if not (task := asyncio.current_task()) or not task.cancelling():
-                await self.store_end(ended)
+                await self.store_end(turn, ended)
         finally:
+            if not self.ending:  # else who runs it again takes over the conversation
+                await self.conversations.release(turn)
             self.store.leave(run)
             self.runs.pop(run.id, None)
 
-    async def store_end(self, ended: Response) -> None:
-        """Store the result of a run; logs errors, because vLLM ignores what this task raises."""
+    async def store_end(self, turn: Turn | None, ended: Response) -> None:
+        """Store the result of a run, and add its turn to the conversation that it holds.
+
+        Logs errors, because vLLM ignores what this task raises.
+        """
+        put: Callable[[], Awaitable[bool]] = partial(self.store.put, ended)
+        if turn and turn.held and ended.status in wire.ANSWERED:
+            put = partial(self.conversations.finish, turn, ended, ended.body, new=False)
+        else:
+            await self.conversations.release(turn)  # first: who sees that it failed goes on
         try:
-            await patiently(partial(self.store.put, ended))
+            try:
+                await patiently(put)
+            except Refused as error:  # another request has changed the conversation
+                failed = replace(ended, status="failed", error=error.message)
+                await patiently(partial(self.store.put, failed))
         except Exception as error:
             log.exception(
                 "vllmops: the result of %s is not stored, and clients see it as failed: %r",
@@ -891,6 +959,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             raise wire.not_found(response_id)
         if swap.changed:
             self.stop(response_id)
+            await self.conversations.release_run(swap.now)
         elif swap.now.status != "cancelled":
             if not wire.in_background(swap.now):
                 raise Refused(400, "Cannot cancel a synchronous response.", "response_id")
@@ -1020,12 +1089,17 @@ def hides(item: Any) -> bool:
     return bool(getattr(item, "encrypted_content", None))
 
 
-def check_one(request: Any, brought: Brought | None, *, sealed: bool) -> None:
+def check_one(
+    request: Any, brought: Brought | None, conversation: str | None, *, sealed: bool
+) -> None:
     """Check that a request gives its conversation in one way only.
 
     Raises:
         Refused: it gives it in two.
     """
+    if brought and conversation is not None:
+        message = "conversation can't be used with a carrier: send only one of them"
+        raise Refused(400, message, "conversation")
     if brought and request.previous_response_id is not None:
         other = (
             "previous_response"

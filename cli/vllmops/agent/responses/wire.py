@@ -14,6 +14,11 @@ from ...store.backend import Response
 # clients can't send those either.
 TURNS = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 
+# The events that have a response that is in progress.
+BEGINNINGS = frozenset({"response.created", "response.in_progress"})
+# The statuses of a response that has an answer, be it cut off.
+ANSWERED = frozenset({"completed", "incomplete"})
+
 
 INCLUDABLE = frozenset(get_args(ResponseIncludable))
 
@@ -72,6 +77,7 @@ class Kind(msgspec.Struct):
 REQUEST = msgspec.json.Decoder(Input)
 GIVEN = msgspec.json.Decoder(str | list[dict[str, Any]] | None)
 ITEMS = msgspec.json.Decoder(list[dict[str, Any]])
+ITEM = msgspec.json.Decoder(dict[str, Any])
 OUTPUT = msgspec.json.Decoder(Output)
 BACKGROUND = msgspec.json.Decoder(Background)
 KIND = msgspec.json.Decoder(Kind)

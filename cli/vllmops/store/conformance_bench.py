@@ -1,0 +1,85 @@
+"""What the checks of backends stand on: stores to check, and how a check tells what is wrong."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from . import opening
+from .store import Limits, Response, ResponseStore
+
+ANN, BOB, CID = "a" * 64, "b" * 64, "c" * 64
+SHORT_S = 0.6
+
+
+class Failed(Exception):  # noqa: N818
+    """A promise that was not kept, in words."""
+
+
+class Bench:
+    """Opens stores on one backend, several at once as several servers do.
+
+    Args:
+        url: of a backend that holds nothing else.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.stores: list[ResponseStore] = []
+
+    async def open(self, **limits: float) -> ResponseStore:
+        """A store on the backend; all of one process's memory share theirs."""
+        given = msgspec.convert(limits, Limits)
+        store = ResponseStore(opening.backend(self.url, given), deadline_s=10)
+        if self.stores and self.url.startswith("memory:"):
+            store.backend = self.stores[0].backend
+        self.stores.append(store)
+        await store.open()
+        return store
+
+    async def close(self) -> None:
+        """Delete everything and close all."""
+        for number, store in enumerate(self.stores):
+            if number == 0:
+                async with store.bounded():
+                    await store.backend.drop()
+            await store.close()
+        self.stores.clear()
+
+
+Check = Callable[[Bench], Awaitable[None]]
+CHECKS: dict[str, Check] = {}
+OF_CONVERSATIONS: set[str] = set()
+
+
+def check(name: str, *, conversations: bool = False) -> Callable[[Check], Check]:
+    """Add a check.
+
+    Args:
+        name: what it checks, after "a store".
+        conversations: whether a backend without conversations is spared it.
+    """
+
+    def add(function: Check) -> Check:
+        CHECKS[name] = function
+        if conversations:
+            OF_CONVERSATIONS.add(name)
+        return function
+
+    return add
+
+
+def same(found: object, wanted: object, what: str) -> None:
+    if found != wanted:
+        raise Failed(f"{what}: {found!r}, not {wanted!r}"[:500])
+
+
+def response(
+    name: str = "", *, owner: str = ANN, status: str = "completed", **rest: object
+) -> Response:
+    """A response as a server makes them."""
+    made = {"id": name or f"resp_{secrets.token_hex(8)}", "owner": owner, "status": status, **rest}
+    body = {"id": made["id"], "object": "response", "status": status, "output": [], "tools": []}
+    return msgspec.convert({"model": "m", "body": msgspec.json.encode(body), **made}, Response)

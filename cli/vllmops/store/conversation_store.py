@@ -1,0 +1,241 @@
+"""Stored conversations, for whoever serves them: a backend with all that it needs around it.
+
+A response that is made with a conversation holds it from its start: `hold` reads the items, and
+until `finish` or `release` anybody else who wants to change it gets `LOCKED`. A hold is renewed as
+long as its `Held` is referred to, so one that is forgotten lapses as that of a dead server does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+from weakref import WeakSet
+
+from msgspec.structs import replace
+
+from . import redaction
+from .backend import Backend, Response, StoreUnavailable
+from .conversations import Addition, Conversation, Entries, Entry, Outcome, supported
+from .ids import storable, valid
+from .packing import deflate, inflate, pack, unpack
+
+
+class Store(Protocol):
+    """What is needed of a `store.ResponseStore`."""
+
+    backend: Backend
+
+    def bounded(self) -> AbstractAsyncContextManager[None]: ...
+    async def packed(self, response: Response) -> Response: ...
+    def tell(self, response_id: str) -> None: ...
+
+
+class Held:
+    """A hold of a conversation.
+
+    Args:
+        conversation_id: of the conversation.
+        owner: whose it is.
+        holder: who holds it; unique to one run of one response.
+        entries: its items then, as the store keeps them.
+    """
+
+    def __init__(
+        self, conversation_id: str, owner: str, holder: str, entries: Sequence[Entry]
+    ) -> None:
+        self.conversation_id = conversation_id
+        self.owner = owner
+        self.holder = holder
+        self.entries = entries
+
+
+class ConversationStore:
+    """The conversations of a store.
+
+    Args:
+        store: whose backend keeps them.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.holds: WeakSet[Held] = WeakSet()
+
+    @asynccontextmanager
+    async def bounded(self) -> AsyncIterator[Backend]:
+        """What a call to the backend stands in.
+
+        Raises:
+            VllmopsError: ``store.no-conversations``.
+        """
+        supported(self.store.backend)
+        async with self.store.bounded():
+            yield self.store.backend
+
+    async def create(self, conversation: Conversation, entries: Sequence[Entry]) -> Outcome:
+        """Store a conversation that was not there; `TAKEN` where an id is."""
+        packed = replace(conversation, metadata=deflate(conversation.metadata))
+        added = await packed_entries(entries)
+        async with self.bounded() as backend:
+            return await backend.create_conversation(packed, added)
+
+    async def get(self, owner: str, conversation_id: str) -> Conversation | None:
+        """A conversation, or None; counts as use."""
+        if not valid(conversation_id):
+            return None
+        async with self.bounded() as backend:
+            found = await backend.get_conversation(owner, conversation_id)
+        return found and legible(found)
+
+    async def update(
+        self, owner: str, conversation_id: str, metadata: bytes
+    ) -> Conversation | None:
+        """Replace the metadata of a conversation; None where there is none."""
+        if not valid(conversation_id):
+            return None
+        async with self.bounded() as backend:
+            found = await backend.set_metadata(owner, conversation_id, deflate(metadata))
+        return found and legible(found)
+
+    async def delete(self, owner: str, conversation_id: str) -> bool:
+        """Delete a conversation with its items; False where there is none."""
+        if not valid(conversation_id):
+            return False
+        async with self.bounded() as backend:
+            return await backend.delete_conversation(owner, conversation_id)
+
+    async def list(self, owner: str, after: str | None, limit: int) -> list[Conversation]:
+        """The owner's conversations, the newest first.
+
+        Raises:
+            CursorUnknown: ``after`` is no conversation of this owner's.
+        """
+        async with self.bounded() as backend:
+            found = await backend.list_conversations(owner, after, limit)
+        return [legible(one) for one in found]
+
+    async def page(
+        self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
+    ) -> Entries | None:
+        """Part of a conversation's items; None where there is no such conversation.
+
+        Raises:
+            CursorUnknown: ``after`` is no item of it.
+        """
+        if not valid(conversation_id) or not storable(after or ""):
+            return None
+        async with self.bounded() as backend:
+            page = await backend.page_entries(
+                owner, conversation_id, after=after, limit=limit, descending=descending
+            )
+        return page and Entries([await unpacked(one) for one in page.entries], page.more)
+
+    async def entry(self, owner: str, conversation_id: str, entry_id: str) -> Entry | None:
+        """An item of a conversation, or None."""
+        if not (valid(conversation_id) and valid(entry_id)):
+            return None
+        async with self.bounded() as backend:
+            found = await backend.get_entry(owner, conversation_id, entry_id)
+        return found and await unpacked(found)
+
+    async def delete_entry(self, owner: str, conversation_id: str, entry_id: str) -> Outcome:
+        """Take an item out of a conversation."""
+        if not (valid(conversation_id) and valid(entry_id)):
+            return Outcome.GONE
+        async with self.bounded() as backend:
+            return await backend.delete_entry(owner, conversation_id, entry_id)
+
+    async def add(self, owner: str, conversation_id: str, entries: Sequence[Entry]) -> Outcome:
+        """Add items to a conversation that nobody holds."""
+        if not valid(conversation_id):
+            return Outcome.GONE
+        added = await packed_entries(entries)
+        addition = Addition(conversation_id=conversation_id, owner=owner, entries=added)
+        async with self.bounded() as backend:
+            return await backend.add_entries(addition)
+
+    async def hold(self, owner: str, conversation_id: str, holder: str) -> Held | Outcome:
+        """Hold a conversation, and read its items; or why that can't be.
+
+        Args:
+            owner: who asks.
+            conversation_id: of the conversation.
+            holder: unique to one run of one response, which may hold it already.
+        """
+        if not valid(conversation_id):
+            return Outcome.GONE
+        async with self.bounded() as backend:
+            outcome, entries = await backend.hold(owner, conversation_id, holder)
+        if outcome is not Outcome.DONE:
+            return outcome
+        held = Held(conversation_id, owner, holder, entries)
+        self.holds.add(held)
+        return held
+
+    async def finish(
+        self, held: Held, entries: Sequence[Entry], response: Response | None, *, new: bool
+    ) -> Outcome:
+        """Add the items of a turn to its conversation, store its response, and let go of it.
+
+        Args:
+            held: the hold.
+            entries: what the turn added.
+            response: how it ended; None where it is not stored.
+            new: whether it is stored first; else it runs.
+        """
+        packed = response and await self.store.packed(response)
+        addition = Addition(
+            conversation_id=held.conversation_id,
+            owner=held.owner,
+            entries=await packed_entries(entries),
+            holder=held.holder,
+        )
+        async with self.bounded() as backend:
+            outcome = await backend.add_entries(addition, packed, new=new)
+        if outcome is Outcome.DONE:
+            self.holds.discard(held)
+            if response is not None:
+                self.store.tell(response.id)
+        return outcome
+
+    async def release(self, held: Held) -> None:
+        """Let go of a conversation, unless that was done; a store that is down is no error."""
+        if held not in self.holds:
+            return
+        self.holds.discard(held)
+        await self.release_holder(held.conversation_id, held.holder)
+
+    async def release_holder(self, conversation_id: str, holder: str) -> None:
+        """Let go of a conversation that may be held in another process."""
+        with contextlib.suppress(StoreUnavailable):
+            async with self.bounded() as backend:
+                await backend.release(conversation_id, holder)
+
+    async def renew(self) -> None:
+        """Renew what is held."""
+        if holders := {held.conversation_id: held.holder for held in self.holds}:
+            async with self.bounded() as backend:
+                await backend.renew_holds(holders)
+
+
+async def packed_entries(entries: Sequence[Entry]) -> list[Entry]:
+    """Items as a backend keeps them: packed, and without credentials."""
+    return [replace(one, body=await pack(redaction.body(one.body))) for one in entries]
+
+
+async def unpacked(entry: Entry) -> Entry:
+    """An item as JSON.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    return replace(entry, body=await unpack(entry.body))
+
+
+def legible(conversation: Conversation) -> Conversation:
+    """A conversation with its metadata as JSON; empty where that is damaged."""
+    try:
+        return replace(conversation, metadata=inflate(conversation.metadata))
+    except ValueError:
+        return replace(conversation, metadata=b"{}")

@@ -1,0 +1,246 @@
+"""Conversations of a real vLLM with two API servers, by OpenAI's own client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from openai.types.conversations import Conversation, ConversationDeletedResource
+from openai.types.conversations.conversation_item import ConversationItem
+from openai.types.conversations.conversation_item_list import ConversationItemList
+from pydantic import TypeAdapter
+
+from . import clients
+from .clients import LENGTH, background, connect, ended, say, talkative
+from .conftest import Cli, Live
+
+ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
+
+
+@pytest.fixture(scope="module")
+def kept(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    shape = talkative(tmp_path_factory.mktemp("template"))
+    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
+    made = cli.serve("conversing", "--demo", "text", "--", *words)
+    try:
+        yield made
+    finally:
+        cli("stop", made.name, "--force")
+
+
+@pytest.fixture(scope="module")
+def client(kept: Live) -> Any:
+    return connect(clients.base(kept))
+
+
+@pytest.fixture(scope="module")
+def stranger(kept: Live) -> Any:
+    return connect(clients.base(kept), "two")
+
+
+def listed(client: Any, conversation: Any, order: str = "asc") -> list[Any]:
+    return list(client.conversations.items.list(conversation.id, order=order, limit=100))
+
+
+def roles(client: Any, conversation: Any) -> list[str]:
+    return [item.role for item in listed(client, conversation)]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": text}
+
+
+def test_a_conversation_and_its_items(client: Any, stranger: Any) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "lamp", "arguments": "{}"}
+    done = {"type": "function_call_output", "call_id": "c", "output": "on"}
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": "theirs"}
+    said = {"role": "assistant", "content": "I see"}
+    first = [user("on"), thought, call, done, said]
+    made = client.conversations.create(items=first, metadata={"who": "ann"})
+    Conversation.model_validate(made.model_dump())
+    assert made.metadata == {"who": "ann"}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    page = client.conversations.items.create(
+        made.id, items=[{"role": "user", "content": [image]}, {**user("mine"), "id": "msg_mine"}]
+    )
+    ConversationItemList.model_validate(page.model_dump())
+    assert [item.type for item in page.data] == ["message", "message"]
+    found = listed(client, made)
+    for item in found:
+        ITEM.validate_python(item.model_dump(), strict=True)
+        assert client.conversations.items.retrieve(item.id, conversation_id=made.id) == item
+    kinds = ["message", "reasoning", "function_call", "function_call_output", *["message"] * 3]
+    assert [item.type for item in found] == kinds
+    assert listed(client, made, "desc") == found[::-1]
+    part = client.conversations.items.list(made.id, order="asc", after=found[1].id, limit=2)
+    assert (part.data, part.has_more) == (found[2:4], True)
+    wanted = ["reasoning.encrypted_content"]
+    whole = client.conversations.items.list(made.id, order="asc", include=wanted).data[1]
+    assert (whole.encrypted_content, found[1].encrypted_content) == ("theirs", None)
+    left = client.conversations.items.delete("msg_mine", conversation_id=made.id)
+    assert left == made
+    assert len(listed(client, made)) == 6
+    changed = client.conversations.update(made.id, metadata={"other": "1"})
+    assert client.conversations.retrieve(made.id) == changed
+    assert changed.metadata == {"other": "1"}
+    attempts: list[Callable[[], Any]] = [
+        lambda: stranger.conversations.retrieve(made.id),
+        lambda: stranger.conversations.delete(made.id),
+        lambda: stranger.conversations.items.list(made.id),
+        lambda: say(stranger, conversation=made.id),
+        lambda: client.conversations.items.retrieve("msg_mine", conversation_id=made.id),
+        lambda: client.conversations.items.delete("msg_mine", conversation_id=made.id),
+    ]
+    for attempt in attempts:
+        with pytest.raises(openai.NotFoundError):
+            attempt()
+    gone = client.conversations.delete(made.id)
+    assert gone == ConversationDeletedResource(
+        id=made.id, deleted=True, object="conversation.deleted"
+    )
+    attempts = [
+        lambda: client.conversations.retrieve(made.id),
+        lambda: client.conversations.items.create(made.id, items=[user("x")]),
+        lambda: say(client, conversation=made.id),
+    ]
+    for attempt in attempts:
+        with pytest.raises(openai.NotFoundError):
+            attempt()
+
+
+def test_what_is_refused(client: Any) -> None:
+    made = client.conversations.create(items=[{**user("a"), "id": "msg_a"}])
+    empty = client.conversations.create()
+    page = client.conversations.items.list(empty.id)
+    ConversationItemList.model_validate(page.model_dump())
+    assert (page.data, page.has_more) == ([], False)
+    before = say(client)
+    create, add = client.conversations.create, client.conversations.items.create
+    attempts: list[Callable[[], Any]] = [
+        lambda: create(items=[user("x")] * 21),
+        lambda: create(items=[{"type": "nonsense"}]),
+        lambda: create(metadata={str(number): "" for number in range(17)}),
+        lambda: create(metadata={"x" * 65: ""}),
+        lambda: create(metadata={"x": "y" * 513}),
+        lambda: create(metadata={"x": 1}),
+        lambda: create(extra_body={"unknown": 1}),
+        lambda: add(made.id, items=[user("x")] * 21),
+        lambda: add(made.id, items=[{**user("x"), "id": "msg_a"}]),
+        lambda: client.conversations.items.list(made.id, after="msg_x"),
+        lambda: client.conversations.items.list(made.id, limit=101),
+        lambda: client.conversations.items.list(made.id, include=["x"]),
+        lambda: say(client, conversation=made.id, previous_response_id=before.id),
+        lambda: say(client, extra_body={"conversation": {"name": made.id}}),
+        lambda: say(client, extra_body={"conversation": ""}),
+        lambda: say(client, [{**user("x"), "id": "msg_a"}], conversation=made.id),
+    ]
+    for attempt in attempts:
+        with pytest.raises(openai.BadRequestError):
+            attempt()
+    assert len(listed(client, made)) == 1
+    say(client, conversation=made.id)  # what was refused holds it no more
+    assert say(client, extra_body={"conversation": None}).conversation is None
+
+
+@pytest.mark.parametrize("way", ["id", "object"])
+def test_turns_of_every_kind(client: Any, way: str) -> None:
+    made = client.conversations.create(items=[user("you are a lamp")])
+    named = made.id if way == "id" else {"id": made.id}
+    first = say(client, "one", conversation=named)
+    assert first.conversation.id == made.id
+    assert client.responses.retrieve(first.id).conversation.id == made.id
+    unstored = say(client, "two", conversation=named, store=False)
+    events = list(say(client, "three", conversation=named, stream=True))
+    assert all(event.response.conversation.id == made.id for event in (events[0], events[-1]))
+    run = ended(client, say(client, "four", conversation=named, background=True).id)
+    assert run.conversation.id == made.id
+    stream = say(client, "five", conversation=named, background=True, stream=True)
+    last = list(stream)[-1].response
+    items = listed(client, made)
+    assert [item.role for item in items] == ["user", *["user", "assistant"] * 5]
+    texts = [item.content[0].text for item in items]
+    answers = [one.output_text for one in (first, unstored, events[-1].response, run, last)]
+    assert texts[2::2] == answers
+    assert texts[1::2] == ["one", "two", "three", "four", "five"]
+    # Each turn reads what was said before it, as if the client had sent it.
+    outputs: list[Any] = []
+    for text, one in zip(
+        texts[1::2], (first, unstored, events[-1].response, run, last), strict=True
+    ):
+        outputs += [user(text), *one.output]
+    sent = [user("you are a lamp"), *outputs, user("six")]
+    explicit = say(client, sent, store=False)
+    assert say(client, "six", conversation=named).usage.input_tokens == explicit.usage.input_tokens
+
+
+def test_two_at_once_never_mix(client: Any) -> None:
+    made = client.conversations.create()
+
+    def turn(number: int) -> Any:
+        options = ({}, {"background": True}, {"stream": True}, {"store": False})[number % 4]
+        try:
+            answer = say(client, f"turn {number}", conversation=made.id, **options)
+        except openai.ConflictError as error:
+            return error.code
+        if options.get("stream"):
+            answer = list(answer)[-1].response
+        if options.get("background"):
+            answer = ended(client, answer.id)
+        assert answer.status in {"completed", "incomplete"}
+        return f"turn {number}", answer.output_text
+
+    with ThreadPoolExecutor(8) as pool:
+        done = set(pool.map(turn, range(24))) - {"conversation_locked"}
+    assert done
+    texts = [item.content[0].text for item in listed(client, made)]
+    assert set(zip(texts[::2], texts[1::2], strict=True)) == done
+    assert roles(client, made) == ["user", "assistant"] * len(done)
+
+
+def test_a_conversation_in_use(client: Any) -> None:
+    made = client.conversations.create(items=[user("a")])
+    run = background(client, conversation=made.id)
+    (item,) = listed(client, made)
+    attempts: list[Callable[[], Any]] = [
+        lambda: say(client, conversation=made.id),
+        lambda: client.conversations.items.create(made.id, items=[user("b")]),
+        lambda: client.conversations.items.delete(item.id, conversation_id=made.id),
+    ]
+    for attempt in attempts:
+        with pytest.raises(openai.ConflictError) as caught:
+            attempt()
+        assert caught.value.code == "conversation_locked"
+    client.responses.cancel(run.id)
+    say(client, "after", conversation=made.id)  # at once
+    assert roles(client, made) == ["user", "user", "assistant"]  # nothing of what was cancelled
+    failed = say(
+        client, conversation=made.id, background=True, extra_body={"logit_bias": {"99999999": 1}}
+    )
+    assert ended(client, failed.id).status == "failed"
+    say(client, conversation=made.id)  # at once
+    # What is deleted meanwhile stays so, and its response is kept.
+    run = say(client, conversation=made.id, background=True, max_output_tokens=300)
+    client.conversations.delete(made.id)
+    assert ended(client, run.id).status in {"completed", "incomplete"}
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(made.id)
+
+
+def test_a_client_that_leaves_lets_go(client: Any) -> None:
+    made = client.conversations.create()
+    stream = say(client, conversation=made.id, stream=True, max_output_tokens=3000)
+    next(iter(stream))
+    stream.close()
+    began = time.monotonic()
+    while True:
+        try:
+            say(client, "next", conversation=made.id)
+            break
+        except openai.ConflictError:
+            assert time.monotonic() - began < 5
+            time.sleep(0.1)
+    assert roles(client, made)[0] == "user"
