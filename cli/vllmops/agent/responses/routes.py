@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response, WebSocket
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
@@ -29,6 +29,7 @@ from ..adapters.responses import (
 )
 from ..counting import count_store
 from ..log import log
+from . import websocket
 from .serving import StoredResponses, owner
 from .wire import Frame, Refused
 
@@ -82,6 +83,7 @@ def install(
     if ("POST", "/v1/responses") not in map(key, module.router.routes):
         raise TypeError("its router has no POST /v1/responses")
     count_store(backend)
+    websocket.check_library()
     StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
     StoredResponses.carriers = carriers
     StoredResponses.ring = staticmethod(ring)
@@ -179,6 +181,14 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(mode="json", by_alias=True), answer.error.code)
     return json(answer) if isinstance(answer, bytes) else streaming(answer)
+
+
+@router.websocket("/v1/responses")
+async def serve_socket(socket: WebSocket) -> None:
+    """Make responses on a WebSocket."""
+    if await websocket.admit(socket):
+        handler = socket.app.state.openai_serving_responses
+        await websocket.Connection(socket, handler, owner(socket)).serve()
 
 
 @router.get("/v1/responses")

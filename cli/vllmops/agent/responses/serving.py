@@ -26,6 +26,7 @@ from openai.types.responses import (
     ResponseReasoningItem,
 )
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from starlette.requests import HTTPConnection
 
 from ...keys.ring import Ring
 from ...store.backend import EVERYBODY, owner_of
@@ -43,7 +44,7 @@ from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..gate import gate
 from ..log import log
-from . import carried, rerun, sealing, wire
+from . import carried, rerun, sealing, websocket, wire
 from .carried import Brought, Item
 from .history import History, legible
 from .parsing import messages, parsed
@@ -239,10 +240,14 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             StoreUnavailable: the store is down.
         """
         response = response_before(request)
+        previous = request.previous_response_id
+        if request.store and previous is not None and websocket.remembered(previous):
+            message = "store must be false: the previous response is not stored"
+            raise Refused(400, message, "store")
         hidden = not isinstance(request.input, str) and any(map(hides, request.input))
         sealed = self.asks_for_carrier(request)
         continues = request.previous_response_id is not None or response is not None
-        if not (request.store or continues or hidden or sealed):
+        if not (request.store or continues or hidden or sealed or websocket.on_socket()):
             return None
         items = wire.added(await raw_request.body())
         brought = None
@@ -290,6 +295,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         if response_id is None:
             return None
+        if history := websocket.remembered(response_id):
+            return history
         try:
             history = await self.store.conversation(who, response_id)
         except ConversationBroken as error:
@@ -405,6 +412,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             stored = turn.stored(response, body)
             if not await self.store.create(stored):
                 raise wire.taken(stored.id)
+        elif turn and websocket.on_socket():
+            websocket.remember([*(turn.history or ()), turn.stored(response, body)])
         return body
 
     async def streamed(
@@ -416,6 +425,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             async for event in events:
                 number = event.sequence_number
                 if event.type == "response.completed":
+                    websocket.prepared(event.response)
                     if item := await self.seal(turn, event.response):
                         for frame in appended(item, event.response.output, number):
                             yield frame
@@ -731,7 +741,7 @@ for _name in adapter.RENDERERS:
     setattr(StoredResponses, _name, without_previous(getattr(adapter.Serving, _name)))
 
 
-def owner(raw_request: Request) -> str:
+def owner(raw_request: HTTPConnection) -> str:
     """A hash of the API key of a request, empty if the server requires none."""
     keys = raw_request.app.state.args.api_key or [adapter.api_key()]
     if not any(keys):
