@@ -215,13 +215,14 @@ def install(module: ModuleType) -> None:
 
 
 @contextmanager
-def counted(scope: Scope) -> Iterator[Arrival]:
+def counted(scope: Scope, *, rendering: bool) -> Iterator[Arrival]:
     """Count a request that came as a message on a WebSocket, and is answered by this task.
 
     Args:
         scope: of the same request by HTTP.
+        rendering: whether it is for the engine.
     """
-    arrival = Arrival(monotonic(), rendering=True, scope=scope)
+    arrival = Arrival(monotonic(), rendering=rendering, scope=scope)
     arrival.task = asyncio.current_task()
     _current.set(arrival)
     gate.started += 1

@@ -51,7 +51,7 @@ class Numbered(msgspec.Struct):
     """The parts of an event that a connection reads."""
 
     sequence_number: int = -1
-    response: msgspec.Raw | None = None
+    response: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 NUMBERED = msgspec.json.Decoder(Numbered)
@@ -86,13 +86,25 @@ class Run:
     Args:
         stream_id: the client's name for the stream of its events; None without one.
         memory: of the connection.
+        new: whether it makes a response.
         generate: whether the model's output is wanted.
+        limit: the tokens of output that it asks for at most; None if it does not say.
     """
 
-    def __init__(self, stream_id: str | None, memory: Memory, *, generate: bool = True) -> None:
+    def __init__(
+        self,
+        stream_id: str | None,
+        memory: Memory,
+        *,
+        new: bool = True,
+        generate: bool = True,
+        limit: int | None = None,
+    ) -> None:
         self.stream_id = stream_id
         self.memory = memory
+        self.new = new
         self.generate = generate
+        self.limit = limit
         self.task: asyncio.Task[None] | None = None
         self.background = False
         self.cancelled = False
@@ -135,6 +147,8 @@ def prepared(response: Any) -> None:
     response.output = []
     response.status = "completed"
     response.incomplete_details = None
+    if run.limit is not None:
+        response.max_output_tokens = run.limit
     if usage := response.usage:
         usage.total_tokens -= usage.output_tokens
         usage.output_tokens = 0
@@ -192,6 +206,7 @@ class Connection:
         self.socket = socket
         self.handler = handler
         self.owner = owner
+        self.scope = request_scope(socket)
         self.memory = Memory()
         self.runs: set[Run] = set()
         self.turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
@@ -241,7 +256,7 @@ class Connection:
                 case "response.create":
                     self.begin(event, stream_id)
                 case "response.resume":
-                    self.start(Run(stream_id, self.memory), self.resumed(event))
+                    self.start(Run(stream_id, self.memory, new=False), self.resumed(event))
                 case "response.cancel":
                     await self.cancel(event, stream_id)
                 case "response.steer":
@@ -260,21 +275,20 @@ class Connection:
         """Start a request.
 
         Raises:
-            Refused: it is invalid, the server drains, or too many run.
+            Refused: it is invalid, or too many run.
         """
-        if gate.closed:
-            raise Refused(503, "The server is draining: connect again.", code="unavailable")
         generate = event.pop("generate", True)
         if not isinstance(generate, bool | None):
             raise Refused(400, "generate must be a boolean", "generate")
         fields = {**event, "stream": True}
         del fields["type"]
         fields.pop("stream_id", None)
+        limit = fields.get("max_output_tokens")
         if generate is False:
             if fields.get("background"):
                 raise Refused(400, "generate: false can't be used with background", "background")
             fields["max_output_tokens"] = 1
-        run = Run(stream_id, self.memory, generate=generate is not False)
+        run = Run(stream_id, self.memory, generate=generate is not False, limit=limit)
         run.background = bool(fields.get("background"))
         self.start(run, self.created(fields))
 
@@ -295,7 +309,7 @@ class Connection:
         turn = self.turns.setdefault(run.stream_id, asyncio.Lock())
         try:
             async with turn:
-                with counted(request_scope(self.socket)) as arrival:
+                with counted(self.scope, rendering=run.new) as arrival:
                     try:
                         await self.relay(run, frames)
                     except asyncio.CancelledError:
@@ -330,7 +344,7 @@ class Connection:
                         continue
                     seen = NUMBERED.decode(frame.data)
                     run.number = seen.sequence_number
-                    if run.response is None and seen.response is not None:
+                    if frame.type in BEGINNING and run.response is None:
                         run.response = msgspec.json.decode(seen.response)
                     await self.send(run.stream_id, frame)
         except Refused as error:
@@ -340,16 +354,20 @@ class Connection:
         except (WebSocketDisconnect, OSError):
             raise
         except Exception as error:
-            log.exception("vllmops: a request on a WebSocket failed: %r", error)
-            await self.refuse(Refused(500, self.handler.why(error)), run.stream_id)
+            why = self.handler.create_error_response(error).error
+            if why.code >= 500:
+                log.exception("vllmops: a request on a WebSocket failed: %r", error)
+            await self.refuse(Refused(why.code, why.message, why.param), run.stream_id)
 
     async def created(self, fields: dict[str, Any]) -> AsyncIterator[Frame]:
         """The events of a new response.
 
         Raises:
-            Refused: the request is invalid.
+            Refused: the request is invalid, or the server drains.
             StoreUnavailable: the store is down.
         """
+        if gate.closed:
+            raise Refused(503, "The server is draining: connect again.", code="unavailable")
         try:
             request = adapter.ResponsesRequest.model_validate(fields)
         except ValidationError as error:
@@ -450,7 +468,9 @@ class Connection:
             try:
                 async with asyncio.timeout(STALL_S):
                     await self.socket.send_text(data.decode())
-            except TimeoutError as error:
+            except (OSError, RuntimeError) as error:  # uvicorn has closed it
+                if not isinstance(error, TimeoutError):
+                    raise WebSocketDisconnect(POLICY) from error
                 log.warning("vllmops: a WebSocket client took no event for %.0f s", STALL_S)
                 self.stalled.set()
                 raise WebSocketDisconnect(POLICY) from error
@@ -461,9 +481,11 @@ class Connection:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": body, "more_body": False}
 
-        return Request(request_scope(self.socket), receive)
+        return Request({**self.scope, "state": dict(self.scope["state"])}, receive)
 
 
+# The events that say which response a stream is of.
+BEGINNING = frozenset({"response.created", "response.queued", "response.in_progress"})
 # The events of a request without output.
 WITHOUT_OUTPUT = frozenset(
     {"error", "response.created", "response.in_progress", "response.completed", "response.failed"}
