@@ -176,7 +176,8 @@ def install(module: ModuleType) -> None:
         if gate.closed and is_new(scope):
             await refuse(scope, send)
             return
-        if path in UNCOUNTED:
+        # On a WebSocket of responses each request counts, by `counted`; an idle one holds no drain.
+        if path in UNCOUNTED or (scope["type"] == "websocket" and path == RESPONSES):
             await call(self, scope, receive, send)
             return
         scope[MARK] = True
@@ -211,6 +212,25 @@ def install(module: ModuleType) -> None:
 
     module.FastAPI.__call__ = __call__
     gate.installed = True
+
+
+@contextmanager
+def counted(scope: Scope, *, rendering: bool) -> Iterator[Arrival]:
+    """Count a request that came as a message on a WebSocket, and is answered by this task.
+
+    Args:
+        scope: of the same request by HTTP.
+        rendering: whether it is for the engine.
+    """
+    arrival = Arrival(monotonic(), rendering=rendering, scope=scope)
+    arrival.task = asyncio.current_task()
+    _current.set(arrival)
+    gate.started += 1
+    gate.arrivals.add(arrival)
+    try:
+        yield arrival
+    finally:
+        gate.arrivals.discard(arrival)
 
 
 def cut(arrival: Arrival) -> None:

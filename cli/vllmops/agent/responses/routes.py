@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response, WebSocket
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
@@ -30,6 +30,7 @@ from ..adapters.responses import (
 )
 from ..counting import count_store
 from ..log import log
+from . import websocket
 from .compaction import prompt
 from .serving import StoredResponses, owner
 from .tokens import CompactRequest, CountRequest
@@ -88,6 +89,7 @@ def install(
     if ("POST", "/v1/responses") not in map(key, module.router.routes):
         raise TypeError("its router has no POST /v1/responses")
     count_store(backend)
+    websocket.check_library()
     StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
     StoredResponses.carriers = carriers
     StoredResponses.ring = staticmethod(ring)
@@ -215,6 +217,14 @@ async def compact_responses(request: CompactRequest, raw_request: Request) -> Re
     """Replace a conversation by its user's messages and a sealed summary."""
     answer = await serving(raw_request).compact(request, raw_request)
     return vllms(answer) if isinstance(answer, ErrorResponse) else json(answer)
+
+
+@router.websocket("/v1/responses")
+async def serve_socket(socket: WebSocket) -> None:
+    """Make responses on a WebSocket."""
+    if await websocket.admit(socket):
+        handler = socket.app.state.openai_serving_responses
+        await websocket.Connection(socket, handler, owner(socket)).serve()
 
 
 @router.get("/v1/responses")

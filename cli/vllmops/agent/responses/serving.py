@@ -32,6 +32,7 @@ from openai.types.responses import (
     ResponseOutputItemDoneEvent,
     ResponseReasoningItem,
 )
+from starlette.requests import HTTPConnection
 
 from ...keys.ring import Ring
 from ...store.backend import EVERYBODY, owner_of
@@ -51,7 +52,7 @@ from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..gate import gate
 from ..log import log
-from . import carried, compaction, fields, parameters, rerun, sealing, tokens, wire
+from . import carried, compaction, fields, parameters, rerun, sealing, tokens, websocket, wire
 from .carried import Brought, Item
 from .conversations import ConversationTurns, named, named_in
 from .history import History, legible
@@ -454,15 +455,20 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             StoreUnavailable: the store is down.
         """
         response = response_before(request)
+        previous = request.previous_response_id
+        if request.store and previous is not None and websocket.remembered(previous):
+            message = "store must be false: the previous response is not stored"
+            raise Refused(400, message, "store")
         hidden = not isinstance(request.input, str) and any(map(hides, request.input))
         conversation = named(request)
         sealed = conversation is None and self.asks_for_carrier(request)
-        before = (request.previous_response_id, response, conversation)
+        before = (previous, response, conversation)
         continues = any(given is not None for given in before)
         if conversation is not None and compacts:
             message = "context_management can't be used with conversation"
             raise Refused(400, message, "context_management")
-        if not (request.store or continues or hidden or sealed or compacts):
+        wanted = request.store or hidden or sealed or compacts or websocket.on_socket()
+        if not (wanted or continues):
             return None
         items = wire.added(await raw_request.body())
         brought = None
@@ -514,6 +520,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         if response_id is None:
             return None
+        if history := websocket.remembered(response_id):
+            return history
         try:
             history = await self.store.conversation(who, response_id)
         except ConversationBroken as error:
@@ -665,6 +673,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             done = await self.conversations.finish(turn, stored, body, new=True)
         elif stored:
             done = await self.store.create(stored)
+        elif turn and websocket.on_socket():
+            websocket.remember([*(turn.history or ()), turn.stored(response, body)])
         if not done:
             raise wire.taken(response.id)
         return body
@@ -676,6 +686,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         response, number, failed = None, -1, None
         try:
             async for event in events:
+                if event.type in adapter.ENDS:
+                    websocket.prepared(event.response)
                 fields.fill_event(event, request)
                 number = event.sequence_number
                 if event.type in adapter.ENDS:
@@ -1055,7 +1067,7 @@ for _name in adapter.RENDERERS:
     setattr(StoredResponses, _name, without_previous(getattr(adapter.Serving, _name)))
 
 
-def owner(raw_request: Request) -> str:
+def owner(raw_request: HTTPConnection) -> str:
     """A hash of the API key of a request, empty if the server requires none."""
     keys = raw_request.app.state.args.api_key or [adapter.api_key()]
     if not any(keys):
