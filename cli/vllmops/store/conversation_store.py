@@ -7,6 +7,7 @@ long as its `Held` is referred to, so one that is forgotten lapses as that of a 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -61,6 +62,7 @@ class ConversationStore:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.holds: WeakSet[Held] = WeakSet()
+        self.releases: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def bounded(self) -> AsyncIterator[Backend]:
@@ -200,11 +202,17 @@ class ConversationStore:
         return outcome
 
     async def release(self, held: Held) -> None:
-        """Let go of a conversation, unless that was done; a store that is down is no error."""
+        """Let go of a conversation, unless that was done; a store that is down is no error.
+
+        Also for a caller that is cancelled: each of its awaits may be, as one of anyio's is.
+        """
         if held not in self.holds:
             return
         self.holds.discard(held)
-        await self.release_holder(held.conversation_id, held.holder)
+        task = asyncio.create_task(self.release_holder(held.conversation_id, held.holder))
+        self.releases.add(task)
+        task.add_done_callback(self.releases.discard)
+        await asyncio.shield(task)
 
     async def release_holder(self, conversation_id: str, holder: str) -> None:
         """Let go of a conversation that may be held in another process."""
