@@ -11,18 +11,19 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
 
 from ..support.waiting import until
-from . import clients
 from .clients import LENGTH, MODEL, STOPPED_S, talkative
 from .conftest import Cli, Live
 
 KEY = {"Authorization": "Bearer one"}
 # Runs until somebody ends it.
-LONG = {"max_output_tokens": 4000, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_output_tokens": 4000, "ignore_eos": True}
 ENDS = {"response.completed", "response.incomplete", "response.failed", "response.cancelled"}
 
 
@@ -43,21 +44,21 @@ def url(served: Live) -> str:
 
 
 @pytest.fixture
-def socket(url: str) -> Iterator[ClientConnection]:
+def socket(url: str) -> Iterator[Connection]:
     with connect(url, additional_headers=KEY) as opened:
         yield opened
 
 
-def ask(socket: ClientConnection, text: str = "hello", **fields: Any) -> None:
+def ask(socket: Connection, text: str = "hello", **fields: Any) -> None:
     event = {"type": "response.create", "model": MODEL, "input": text, "max_output_tokens": 8}
     socket.send(json.dumps({**event, **fields}))
 
 
-def hear(socket: ClientConnection) -> Any:
+def hear(socket: Connection) -> Any:
     return json.loads(socket.recv(60))
 
 
-def events(socket: ClientConnection) -> list[Any]:
+def events(socket: Connection) -> list[Any]:
     """The events of a response, or an error."""
     heard = [hear(socket)]
     while heard[-1]["type"] not in {*ENDS, "error"}:
@@ -65,7 +66,7 @@ def events(socket: ClientConnection) -> list[Any]:
     return heard
 
 
-def said(socket: ClientConnection, **fields: Any) -> Any:
+def said(socket: Connection, **fields: Any) -> Any:
     ask(socket, **fields)
     last = events(socket)[-1]
     assert last["type"] in ENDS, last
@@ -79,7 +80,8 @@ def running(served: Live) -> float:
 
 
 def test_official_client(served: Live) -> None:
-    with clients.connect(clients.base(served)).responses.connect() as connection:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="one")
+    with client.responses.connect() as connection:
         connection.response.create(model=MODEL, input="hello", max_output_tokens=8)
         for event in connection:
             if event.type in ENDS:
@@ -87,7 +89,7 @@ def test_official_client(served: Live) -> None:
         assert event.response.output_text
 
 
-def test_is_stored(served: Live, socket: ClientConnection) -> None:
+def test_is_stored(served: Live, socket: Connection) -> None:
     made = said(socket)
     got = httpx.get(f"{served.url}/v1/responses/{made['id']}", headers=KEY)
     assert got.json() == made
@@ -125,7 +127,7 @@ def test_wrong_key(url: str, key: str) -> None:
         '{"type": "response.resume", "response_id": 3, "starting_after": "x"}',
     ],
 )
-def test_an_invalid_event_leaves_the_connection(socket: ClientConnection, text: str) -> None:
+def test_an_invalid_event_leaves_the_connection(socket: Connection, text: str) -> None:
     socket.send(text)
     error = hear(socket)
     assert error["type"] == "error"
@@ -133,7 +135,7 @@ def test_an_invalid_event_leaves_the_connection(socket: ClientConnection, text: 
     assert said(socket)["output"]
 
 
-def test_several_at_once(socket: ClientConnection) -> None:
+def test_several_at_once(socket: Connection) -> None:
     ask(socket, stream_id="a", **{**LONG, "max_output_tokens": 200})
     ask(socket, stream_id="b")
     heard: dict[str, list[Any]] = {"a": [], "b": []}
@@ -147,14 +149,14 @@ def test_several_at_once(socket: ClientConnection) -> None:
     assert all(numbers == list(range(len(numbers))) for numbers in heard.values())
 
 
-def test_one_stream_answers_in_order(socket: ClientConnection) -> None:
+def test_one_stream_answers_in_order(socket: Connection) -> None:
     ask(socket, instructions="first")
     ask(socket, instructions="second")
     answers = [events(socket)[-1]["response"]["instructions"] for _ in range(2)]
     assert answers == ["first", "second"]
 
 
-def test_cancel(served: Live, socket: ClientConnection) -> None:
+def test_cancel(served: Live, socket: Connection) -> None:
     ask(socket, stream_id="a", **LONG)
     made = hear(socket)["response"]
     socket.send(json.dumps({"type": "response.cancel", "stream_id": "a"}))
@@ -190,7 +192,7 @@ def test_a_background_response_goes_on_elsewhere(url: str) -> None:
             assert numbers == list(range(after + 1, after + 1 + len(rest)))
 
 
-def test_another_key_sees_nothing(url: str, socket: ClientConnection) -> None:
+def test_another_key_sees_nothing(url: str, socket: Connection) -> None:
     made = said(socket)
     with connect(url, additional_headers={"Authorization": "Bearer two"}) as other:
         ask(other, previous_response_id=made["id"])
@@ -198,7 +200,7 @@ def test_another_key_sees_nothing(url: str, socket: ClientConnection) -> None:
 
 
 def test_a_connection_remembers_what_is_not_stored(
-    served: Live, url: str, socket: ClientConnection
+    served: Live, url: str, socket: Connection
 ) -> None:
     made = said(socket, store=False, text="one two three four five")
     absent = httpx.get(f"{served.url}/v1/responses/{made['id']}", headers=KEY)
@@ -215,7 +217,7 @@ def test_a_connection_remembers_what_is_not_stored(
 
 
 @pytest.mark.parametrize("store", [True, False])
-def test_a_warm_up_has_no_output(socket: ClientConnection, store: bool) -> None:
+def test_a_warm_up_has_no_output(socket: Connection, store: bool) -> None:
     ask(socket, "one two three four", generate=False, store=store)
     heard = events(socket)
     made = heard[-1]["response"]
@@ -227,7 +229,7 @@ def test_a_warm_up_has_no_output(socket: ClientConnection, store: bool) -> None:
     assert later["usage"]["input_tokens"] > made["usage"]["input_tokens"]
 
 
-def test_steering_is_refused(socket: ClientConnection) -> None:
+def test_steering_is_refused(socket: Connection) -> None:
     ask(socket, stream_id="a", **LONG)
     made = hear(socket)["response"]["id"]
     for target, code in ((made, "steering_not_supported"), ("resp_absent", "response_not_found")):
@@ -249,7 +251,7 @@ def test_a_message_that_is_too_large(url: str) -> None:
 
 
 def test_a_drain_refuses_new_requests_and_waits_for_no_idle_socket(
-    served: Live, socket: ClientConnection
+    served: Live, socket: Connection
 ) -> None:
     assert said(socket)
     drained = served.cli("drain", served.name, "--wait", "--timeout", "20")

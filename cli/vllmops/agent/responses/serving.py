@@ -413,7 +413,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             if not await self.store.create(stored):
                 raise wire.taken(stored.id)
         elif turn and websocket.on_socket():
-            websocket.remember([*(turn.history or ()), turn.stored(response, body)])
+            packed = await self.store.packed(turn.stored(response, body))
+            websocket.remember([*(turn.history or ()), packed])
         return body
 
     async def streamed(
