@@ -80,7 +80,7 @@ def running(served: Live) -> float:
 
 
 def test_official_client(served: Live) -> None:
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="one")
+    client: Any = openai.OpenAI(base_url=f"{served.url}/v1", api_key="one")
     with client.responses.connect() as connection:
         connection.response.create(model=MODEL, input="hello", max_output_tokens=8)
         for event in connection:
