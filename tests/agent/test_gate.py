@@ -57,6 +57,25 @@ async def answer(app: App, asked: dict[str, Any]) -> list[dict[str, Any]]:
     return sent
 
 
+def test_a_websocket_of_responses_counts_by_its_requests(gate: Gate) -> None:
+    async def go() -> None:
+        app = App()
+        socket = asyncio.ensure_future(answer(app, scope("/v1/responses", "websocket")))
+        await asyncio.sleep(0.01)
+        assert (gate.in_flight, gate.started) == (0, 0)
+        with module.counted(scope("/v1/responses"), rendering=True) as arrival:
+            assert gate.rendering == {arrival}
+            assert gate.longest(time.monotonic()) < 5
+            assert arrival.route == "POST /v1/responses"
+            assert gate.handed_over() is arrival
+            assert (gate.in_flight, len(gate.rendering)) == (1, 0)
+        assert (gate.in_flight, gate.started) == (0, 1)
+        app.go.set()
+        await socket
+
+    asyncio.run(go())
+
+
 def test_counts_what_is_in_flight(gate: Gate) -> None:
     async def go() -> None:
         app, inner = App(), App()

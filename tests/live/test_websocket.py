@@ -11,13 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
 from ..support.waiting import until
-from . import clients
 from .clients import LENGTH, MODEL, STOPPED_S, talkative
 from .conftest import Cli, Live
 
@@ -80,7 +80,8 @@ def running(served: Live) -> float:
 
 
 def test_official_client(served: Live) -> None:
-    with clients.connect(clients.base(served)).responses.connect() as connection:
+    client: Any = openai.OpenAI(base_url=f"{served.url}/v1", api_key="one")
+    with client.responses.connect() as connection:
         connection.response.create(model=MODEL, input="hello", max_output_tokens=8)
         for event in connection:
             if event.type in ENDS:

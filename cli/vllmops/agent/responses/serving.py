@@ -674,7 +674,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         elif stored:
             done = await self.store.create(stored)
         elif turn and websocket.on_socket():
-            websocket.remember([*(turn.history or ()), turn.stored(response, body)])
+            packed = await self.store.packed(turn.stored(response, body))
+            websocket.remember([*(turn.history or ()), packed])
         if not done:
             raise wire.taken(response.id)
         return body

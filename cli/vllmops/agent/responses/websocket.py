@@ -67,7 +67,7 @@ class Memory:
         """Remember a response and the turns before it, unless they are too large.
 
         Args:
-            history: oldest first; the last one is the response.
+            history: oldest first, packed as the store packs them; the last one is the response.
         """
         self.histories[history[-1].id] = history
         while len(self.histories) > REMEMBERED or self.size > REMEMBERED_BYTES:
