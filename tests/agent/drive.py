@@ -397,6 +397,22 @@ async def filled(serving: Any) -> None:
         input_tokens_details=details,
         output_tokens_details={"reasoning_tokens": 0},
     )
+    for given, param in {
+        "prompt_cache_options": ({"mode": "explicit"}, ".mode"),
+        "moderation": ({"model": "m"}, ""),
+        "text": ({"verbosity": "high"}, ".verbosity"),
+    }.items():
+        asked = protocol.ResponsesRequest.model_validate(
+            {"model": "m", "input": "hi", given: param[0]}
+        )
+        try:
+            ours.parameters.check(asked, tool_server=False)
+            refused = None
+        except ours.Refused as error:
+            refused = error.param
+        assert refused == given + param[1]
+    warm = {"model": "m", "input": "hi", "prompt_cache_options": {"prewarm": True}}
+    assert ours.parameters.prewarms(protocol.ResponsesRequest.model_validate(warm))
     for status in ("completed", "incomplete"):
         request.request_id = f"resp_{status}"
         # Since 0.33, an incomplete answer has an event of its own.
