@@ -419,6 +419,22 @@ async def filled(serving: Any) -> None:
         kind = status if hasattr(protocol, f"Response{status.capitalize()}Event") else "completed"
         last = getattr(protocol, f"Response{kind.capitalize()}Event")
 
+        async def parts() -> Any:
+            for kind in ("Added", "Done"):
+                if made := getattr(protocol, f"ResponseReasoningPart{kind}Event", None):
+                    yield made(
+                        type=f"response.reasoning_part.{kind.lower()}",
+                        item_id="rs_1",
+                        content_index=0,
+                        output_index=0,
+                        sequence_number=1,
+                        part={"type": "reasoning_text", "text": "hm"},
+                    )
+
+        async for part in ours.adapter.agreeing(parts()):
+            event = TypeAdapter(ResponseStreamEvent).validate_json(ours.dump(part))
+            assert event.part.text == "hm"
+
         async def events(status: str = status, kind: str = kind, last: Any = last) -> Any:
             created, done = answer("in_progress", None), answer(status, usage)
             yield protocol.ResponseCreatedEvent(

@@ -59,7 +59,7 @@ def fill(response: Any, request: Any) -> Any:
     if response.usage:
         details = response.usage.input_tokens_details
         if "cache_write_tokens" not in vars(details):
-            details.__pydantic_extra__["cache_write_tokens"] = 0  # not counted up to 0.28
+            details.__pydantic_extra__["cache_write_tokens"] = 0  # older versions count none
     return response
 
 
