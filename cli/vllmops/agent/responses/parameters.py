@@ -118,7 +118,9 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "top_logprobs": Parameter(How.VLLM),
     "top_p": Parameter(How.VLLM),
-    "truncation": Parameter(How.VLLM, "`auto` drops the oldest tokens of the prompt"),
+    "truncation": Parameter(
+        How.VLLM, "`auto` cuts tokens off a prompt that is too long, not whole items"
+    ),
     "user": Parameter(How.ECHOED),
 }
 # The client runs these; vLLM passes them to the model.
