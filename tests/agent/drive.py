@@ -405,11 +405,43 @@ async def filled(serving: Any) -> None:
         input_tokens_details=details,
         output_tokens_details={"reasoning_tokens": 0},
     )
+    for given, param in {
+        "prompt_cache_options": ({"mode": "explicit"}, ".mode"),
+        "moderation": ({"model": "m"}, ""),
+        "text": ({"verbosity": "high"}, ".verbosity"),
+    }.items():
+        asked = protocol.ResponsesRequest.model_validate(
+            {"model": "m", "input": "hi", given: param[0]}
+        )
+        try:
+            ours.parameters.check(asked, tool_server=False)
+            refused = None
+        except ours.Refused as error:
+            refused = error.param
+        assert refused == given + param[1]
+    warm = {"model": "m", "input": "hi", "prompt_cache_options": {"prewarm": True}}
+    assert ours.parameters.prewarms(protocol.ResponsesRequest.model_validate(warm))
     for status in ("completed", "incomplete"):
         request.request_id = f"resp_{status}"
         # Since 0.33, an incomplete answer has an event of its own.
         kind = status if hasattr(protocol, f"Response{status.capitalize()}Event") else "completed"
         last = getattr(protocol, f"Response{kind.capitalize()}Event")
+
+        async def parts() -> Any:
+            for kind in ("Added", "Done"):
+                if made := getattr(protocol, f"ResponseReasoningPart{kind}Event", None):
+                    yield made(
+                        type=f"response.reasoning_part.{kind.lower()}",
+                        item_id="rs_1",
+                        content_index=0,
+                        output_index=0,
+                        sequence_number=1,
+                        part={"type": "reasoning_text", "text": "hm"},
+                    )
+
+        async for part in ours.adapter.agreeing(parts()):
+            event = TypeAdapter(ResponseStreamEvent).validate_json(ours.dump(part))
+            assert event.part.text == "hm"
 
         async def events(status: str = status, kind: str = kind, last: Any = last) -> Any:
             created, done = answer("in_progress", None), answer(status, usage)

@@ -6,10 +6,11 @@ Imported only where vLLM has imported its own routes. An import that fails means
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+from openai.types.responses import ResponseContentPartAddedEvent, ResponseContentPartDoneEvent
 from vllm import envs
 from vllm.entrypoints.openai.responses import serving
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
@@ -59,6 +60,18 @@ Serving: Final = serving.OpenAIServingResponses
 
 # The events that end a stream with a response: the first one for every status up to 0.32.
 ENDS: Final = frozenset({"response.completed", "response.incomplete"})
+
+
+def _part(kind: Any) -> Callable[[Any], Any]:
+    """Makes an event of a part of reasoning one of OpenAI's: of any part."""
+    (name,) = get_args(kind.model_fields["type"].annotation)
+    return lambda event: kind.model_validate({**event.model_dump(), "type": name})
+
+
+PARTS: Final = {
+    "response.reasoning_part.added": _part(ResponseContentPartAddedEvent),
+    "response.reasoning_part.done": _part(ResponseContentPartDoneEvent),
+}
 # The methods that render a request's input after that of the previous response: one since 0.30,
 # before that one for chat models and one for gpt-oss, which is not a coroutine.
 RENDERERS: Final = tuple(
@@ -128,8 +141,9 @@ def messages(items: list[Any]) -> list[Any]:
 async def agreeing(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     """The events of a stream; the last one has the items that were streamed.
 
-    Up to 0.28 the last event gives each item another id, and a streamed message has the summary of
-    a reasoning item, too.
+    Up to 0.28 the last event gives each item another id, and a streamed message has the
+    summary of a reasoning item, too. Up to 0.31, the events of reasoning's parts have names that
+    OpenAI's API has not.
     """
     streamed: list[Any] = []
     async with aclosing(events):
@@ -143,7 +157,7 @@ async def agreeing(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, Non
                 if [item.type for item in output] == [item.type for item in streamed]:
                     for item, before in zip(output, streamed, strict=True):
                         item.id = before.id
-            yield event
+            yield PARTS[event.type](event) if event.type in PARTS else event
 
 
 def renderer(handler: Any) -> Any:

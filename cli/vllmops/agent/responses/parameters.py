@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from .wire import Refused
 
 
@@ -120,7 +122,9 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "top_logprobs": Parameter(How.VLLM),
     "top_p": Parameter(How.VLLM),
-    "truncation": Parameter(How.VLLM, "`auto` drops the oldest tokens of the prompt"),
+    "truncation": Parameter(
+        How.VLLM, "`auto` cuts tokens off a prompt that is too long, not whole items"
+    ),
     "user": Parameter(How.ECHOED),
 }
 # The client runs these; vLLM passes them to the model.
@@ -153,10 +157,9 @@ def check(request: Any, *, tool_server: bool) -> None:
         if parameter.values is not None:
             known(name, value, parameter.values, parameter.note)
         if parameter.fields is not None:
-            given = value if isinstance(value, dict) else asked(value)
-            if given is None:
+            if not isinstance(value, dict | BaseModel):
                 raise Refused(400, f"{name} must be an object", name)
-            for field, inner in given.items():
+            for field, inner in inside(value).items():
                 if field not in parameter.fields:
                     raise Refused(400, f"Unknown parameter: '{name}.{field}'.", f"{name}.{field}")
                 allowed = parameter.fields[field]
@@ -168,11 +171,17 @@ def check(request: Any, *, tool_server: bool) -> None:
             check_tools(request)
 
 
-def asked(model: Any) -> dict[str, Any] | None:
-    """The fields that a model of vLLM's or OpenAI's was given; None if it is none."""
-    if not hasattr(model, "model_fields_set"):
-        return None
-    return {name: getattr(model, name) for name in model.model_fields_set}
+def given(request: Any, name: str) -> Any:
+    """What a request says of a parameter, whether vLLM knows it or not; None if nothing."""
+    value = vars(request).get(name)
+    return (request.__pydantic_extra__ or {}).get(name) if value is None else value
+
+
+def inside(value: Any) -> dict[str, Any]:
+    """What an object in a request was given, whether vLLM has a type for it or not."""
+    if isinstance(value, BaseModel):
+        return {name: getattr(value, name) for name in value.model_fields_set}
+    return value or {}
 
 
 def known(name: str, value: Any, allowed: frozenset[Any], note: str) -> None:
@@ -183,9 +192,9 @@ def known(name: str, value: Any, allowed: frozenset[Any], note: str) -> None:
     raise Refused(400, f"{name}{shown} is not supported: {note}", name)
 
 
-def check_limits(request: Any, given: set[str]) -> None:
+def check_limits(request: Any, names: set[str]) -> None:
     """Raise Refused where a value is too large, or needs another one."""
-    if "metadata" in given and request.metadata:
+    if "metadata" in names and request.metadata:
         if len(request.metadata) > PAIRS:
             raise Refused(400, f"metadata has more than {PAIRS} pairs", "metadata")
         for key, value in request.metadata.items():
@@ -194,10 +203,10 @@ def check_limits(request: Any, given: set[str]) -> None:
             if len(value) > VALUE:
                 message = f"a value of metadata has more than {VALUE} characters"
                 raise Refused(400, message, "metadata")
-    identifier = request.safety_identifier if (name := "safety_identifier") in given else None
+    identifier = request.safety_identifier if (name := "safety_identifier") in names else None
     if not isinstance(identifier, str | None) or len(identifier or "") > IDENTIFIER:
         raise Refused(400, f"{name} must be a string of at most {IDENTIFIER} characters", name)
-    if "stream_options" in given and request.stream_options and not request.stream:
+    if "stream_options" in names and request.stream_options and not request.stream:
         raise Refused(400, "stream_options needs stream", "stream_options")
     if prewarms(request) and (request.stream or request.background):
         name = "prompt_cache_options.prewarm"
@@ -221,14 +230,12 @@ def check_tools(request: Any) -> None:
 
 def prewarms(request: Any) -> bool:
     """Whether a request only fills the prefix cache."""
-    options = getattr(request, "prompt_cache_options", None)
-    return bool(options and options.get("prewarm"))
+    return bool(inside(given(request, "prompt_cache_options")).get("prewarm"))
 
 
 def obfuscates(request: Any) -> bool:
     """Whether the events of a request's stream are to be of like sizes."""
-    options = getattr(request, "stream_options", None)
-    return bool(options and options.get("include_obfuscation"))
+    return bool(inside(given(request, "stream_options")).get("include_obfuscation"))
 
 
 def table() -> str:

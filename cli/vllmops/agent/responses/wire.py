@@ -155,7 +155,10 @@ def check_included(response: Response, include: Collection[str]) -> None:
         if name not in INCLUDED or response.running:
             continue
         kind, field = INCLUDED[name]
-        output = OUTPUT.decode(response.body).output
+        try:
+            output = OUTPUT.decode(response.body).output
+        except (msgspec.DecodeError, RecursionError):
+            return  # `document` says that it is damaged
         parts = [part for item in output for part in (item, *(item.get("content") or ()))]
         made = [part.get(field) for part in parts if part.get("type") == kind]
         if made and not any(made):
