@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import time
 from importlib.util import find_spec
@@ -48,6 +49,8 @@ def top(
     check()
     from ..top.app import Top  # noqa: PLC0415 - needs Textual
 
+    # Below nohup, a lost connection would leave it running without a terminal.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     Top(look.Board(targets)).run()
     return Result(None)
 

@@ -141,6 +141,8 @@ class Top(App[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),
+        # Textual's own copies text, and says how to quit.
+        Binding("ctrl+c", "quit", show=False, priority=True),
         Binding("d", "doctor", "Doctor"),
         Binding("b", "bundle", "Bundle"),
         Binding("h", "heal", "Heal"),
