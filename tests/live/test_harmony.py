@@ -19,6 +19,7 @@ from .clients import (
     base,
     carried,
     connect,
+    counted,
     ended,
     following,
     say,
@@ -111,6 +112,21 @@ def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool
     for answer in carried([client], way, streamed=streamed, max_output_tokens=20):
         assert "Hello there" in answer.output_text
         assert sealed_in(answer).startswith("vllm:2:")
+
+
+def test_a_conversation_is_compacted(client: Any) -> None:
+    first = say(client, "one", max_output_tokens=20)
+    said = [{"role": "user", "content": "one"}, *first.output, {"role": "user", "content": "two"}]
+    made = client.responses.compact(model="demo-text", input=said)
+    assert [item.type for item in made.output] == ["message", "message", "compaction"]
+    turn = say(client, [*made.output, {"role": "user", "content": "three"}], max_output_tokens=20)
+    chained = say(client, "four", previous_response_id=turn.id, max_output_tokens=20)
+    words = [*made.output, {"role": "user", "content": "three"}, *turn.output]
+    whole = [*words, {"role": "user", "content": "four"}]
+    assert chained.usage.input_tokens == counted(client, whole)
+    limit = [{"type": "compaction", "compact_threshold": 5}]
+    grown = say(client, said, max_output_tokens=20, extra_body={"context_management": limit})
+    assert grown.output[0].type == "compaction"
 
 
 def test_nothing_survives_a_closed_terminal(harmony: Foreground) -> None:

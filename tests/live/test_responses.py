@@ -5,6 +5,7 @@ Each connection may reach either server, so what is asked a few times has been a
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -23,6 +24,15 @@ import httpx
 import openai
 import psutil
 import pytest
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIResponsesCompactionSession,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    SQLiteSession,
+)
 
 from vllmops.keys import carrier, file
 from vllmops.keys.ring import Ring, Secret, only
@@ -93,7 +103,8 @@ def kept(
 ) -> Iterator[Live]:
     shape = talkative(tmp_path_factory.mktemp("template"))
     old = () if request.param == INSTALLED else code_of(cli, code(request.param))
-    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
+    names = ("--served-model-name", MODEL, "gpt-demo")  # the agents SDK compacts OpenAI's alone
+    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape, *names)
     admin = ("--admin-token", str(admin_token))
     made = cli.serve("kept", "--demo", "text", *admin, *old, "--", *words)
     try:
@@ -573,6 +584,127 @@ def test_a_carrier_that_is_refused(client: Any, keyring: Path, case: str) -> Non
     with pytest.raises(openai.BadRequestError) as caught:
         say(client, extra_body={"previous_response": previous})
     assert caught.value.param == "previous_response"
+
+
+COMPACT: dict[str, Any] = {
+    "extra_body": {"context_management": [{"type": "compaction", "compact_threshold": 50}]}
+}
+
+
+def sealed(text: str) -> dict[str, Any]:
+    return {"type": "compaction", "encrypted_content": text}
+
+
+def test_a_conversation_is_compacted_on_request(client: Any, stranger: Any) -> None:
+    first = say(client, "one", max_output_tokens=100)
+    said: list[Any] = [{"role": "user", "content": "one"}, *first.output]
+    two, three = ({"role": "user", "content": text} for text in ("two", "three"))
+    asked = {"input": [*said, two]}, {"input": [two], "previous_response_id": first.id}
+    for given in asked:
+        made = client.responses.compact(model=MODEL, **given)
+        assert made.object == "response.compaction"
+        assert [item.type for item in made.output] == ["message", "message", "compaction"]
+        assert [item.content[0].text for item in made.output[:2]] == ["one", "two"]
+        # A random model does not end its summary.
+        assert made.usage.output_tokens == 512
+        assert made.usage.total_tokens == 512 + made.usage.input_tokens
+        sizes = {counted(client, [*sent, three]) for sent in (made.output, made.output[-1:])}
+        assert len(sizes) == 1
+        turn = say(client, [*made.output, three])
+        assert {turn.usage.input_tokens} == sizes
+        chained = say(client, "four", previous_response_id=turn.id)
+        whole = [*made.output, three, *turn.output, {"role": "user", "content": "four"}]
+        assert chained.usage.input_tokens == counted(client, whole)
+        with pytest.raises(openai.BadRequestError) as refused:
+            say(stranger, [*made.output, three])
+        assert refused.value.code == "carrier.other-owner"
+    for given, status in (({"input": []}, 400), ({"previous_response_id": "resp_0"}, 404)):
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.responses.compact(model=MODEL, **given)
+        assert caught.value.status_code == status
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_conversation_is_compacted_as_it_grows(client: Any, stored: bool) -> None:
+    short = say(client, "one", store=stored, **COMPACT)
+    assert [item.type for item in short.output] == ["message"]
+    given: list[Any] = [{"role": "user", "content": "one"}, *short.output]
+    given += [{"role": "assistant", "content": "word " * 100}, {"role": "user", "content": "two"}]
+    options = {"store": stored, **COMPACT}
+    events = list(say(client, given, stream=True, **options))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added, done, after = events[2:5]
+    assert (added.type, done.type) == ("response.output_item.added", "response.output_item.done")
+    assert (added.item.type, added.output_index, after.output_index) == ("compaction", 0, 1)
+    streamed = events[-1].response
+    assert streamed.output[0] == done.item
+    assert {event.output_index for event in events[4:-1]} == {1}
+    answers = [streamed, say(client, given, **options)]
+    if stored:
+        answers.append(ended(client, say(client, given, background=True, **options).id))
+    for answer in answers:
+        assert [item.type for item in answer.output] == ["compaction", "message"]
+        more = {"role": "user", "content": "three"}
+        sizes = {counted(client, [*sent, *answer.output, more]) for sent in ([], given)}
+        if stored:
+            assert client.responses.retrieve(answer.id).output == answer.output
+            sizes.add(counted(client, "three", previous_response_id=answer.id))
+        assert len(sizes) == 1
+
+
+def test_what_does_not_fit_into_the_model_is_compacted(client: Any) -> None:
+    long = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "word " * 5000}]
+    given = [*long, {"role": "user", "content": "two"}]
+    made = client.responses.compact(model=MODEL, input=given)
+    assert made.usage.output_tokens > 512
+    assert say(client, given, **COMPACT).output[0].type == "compaction"
+
+
+@pytest.mark.parametrize("case", [case for case in BAD if "," not in case])
+def test_a_compaction_item_that_is_refused(client: Any, keyring: Path, case: str) -> None:
+    given = [sealed(BAD[case](file.load(keyring))), {"role": "user", "content": "hello"}]
+    with pytest.raises(openai.BadRequestError, match="compaction item input\\[0\\]") as caught:
+        say(client, given)
+    assert caught.value.code == f"carrier.{case}"
+
+
+def test_what_somebody_else_has_compacted_is_refused(client: Any) -> None:
+    for text in ("gAAAAABotherprovider", ""):
+        with pytest.raises(openai.BadRequestError) as caught:
+            say(client, [sealed(text), {"role": "user", "content": "hello"}])
+        assert caught.value.code == "carrier.foreign"
+
+
+def test_a_session_of_the_agents_sdk_is_compacted(base: str) -> None:
+    async def converse() -> list[Any]:
+        client = openai.AsyncOpenAI(base_url=base, api_key="one")
+        session = OpenAIResponsesCompactionSession(
+            *("s", SQLiteSession("s")),
+            client=client,
+            model="gpt-demo",
+            should_trigger_compaction=lambda context: len(context["session_items"]) >= 4,
+        )
+        agent = Agent(
+            name="keeper",
+            model=OpenAIResponsesModel("gpt-demo", client),
+            model_settings=ModelSettings(max_tokens=20),
+        )
+        for text in ("one", "two", "three"):
+            await Runner.run(
+                agent, text, session=session, run_config=RunConfig(tracing_disabled=True)
+            )
+        await client.close()
+        return await session.get_items()
+
+    items = asyncio.run(converse())
+    kinds = [item.get("type", "message") for item in items]
+    assert kinds == ["message", "message", "compaction", "message", "message"]
+    assert [item["role"] for item in items if "role" in item] == [
+        "user",
+        "user",
+        "user",
+        "assistant",
+    ]
 
 
 def test_a_stranger_can_not_go_on(client: Any, stranger: Any) -> None:
