@@ -381,6 +381,7 @@ async def filled(serving: Any) -> None:
     from pydantic import TypeAdapter
 
     from vllmops.agent.adapters import responses as adapter
+    from vllmops.agent.responses import parameters, wire
     from vllmops.agent.responses import serving as ours
 
     protocol = importlib.import_module(adapter.ResponsesRequest.__module__)
@@ -395,6 +396,7 @@ async def filled(serving: Any) -> None:
             request, params, "m", 1, output=[], status=status, usage=usage
         )
 
+    typed: Any = TypeAdapter(ResponseStreamEvent)
     details = {"cached_tokens": 0, "cache_write_tokens": 0}
     if "cache_write_tokens" not in protocol.InputTokensDetails.model_fields:
         del details["cache_write_tokens"]
@@ -414,13 +416,13 @@ async def filled(serving: Any) -> None:
             {"model": "m", "input": "hi", given: param[0]}
         )
         try:
-            ours.parameters.check(asked, tool_server=False)
+            parameters.check(asked, tool_server=False)
             refused = None
-        except ours.Refused as error:
+        except wire.Refused as error:
             refused = error.param
         assert refused == given + param[1]
     warm = {"model": "m", "input": "hi", "prompt_cache_options": {"prewarm": True}}
-    assert ours.parameters.prewarms(protocol.ResponsesRequest.model_validate(warm))
+    assert parameters.prewarms(protocol.ResponsesRequest.model_validate(warm))
     for status in ("completed", "incomplete"):
         request.request_id = f"resp_{status}"
         # Since 0.33, an incomplete answer has an event of its own.
@@ -439,8 +441,8 @@ async def filled(serving: Any) -> None:
                         part={"type": "reasoning_text", "text": "hm"},
                     )
 
-        async for part in ours.adapter.agreeing(parts()):
-            event = TypeAdapter(ResponseStreamEvent).validate_json(ours.dump(part))
+        async for part in adapter.agreeing(parts()):
+            event = typed.validate_json(ours.dump(part))
             assert event.part.text == "hm"
 
         async def events(status: str = status, kind: str = kind, last: Any = last) -> Any:
@@ -455,7 +457,7 @@ async def filled(serving: Any) -> None:
         for frame in frames:
             event = json.loads(frame.data)
             openresponses_types.ResponseResource.model_validate(event["response"])
-            TypeAdapter(ResponseStreamEvent).validate_python(event)
+            typed.validate_python(event)
             assert event["response"]["safety_identifier"] == "s"
         stored = json.loads(await serving.retrieve("", request.request_id))
         assert stored == event["response"]
