@@ -281,7 +281,8 @@ def test_what_is_deleted_while_it_runs_stays_so(client: Any, base: str) -> None:
     }
     stream, deleted = following(client, max_output_tokens=600)
     client.responses.delete(deleted)
-    assert list(stream)[-1].type == "error"
+    with pytest.raises(openai.APIError, match="was deleted"):
+        list(stream)
     time.sleep(3)  # as long as it would have run
     for _ in range(4):
         for response_id in (run.id, deleted):
@@ -587,7 +588,10 @@ def test_a_carrier_that_is_refused(client: Any, keyring: Path, case: str) -> Non
 
 
 COMPACT: dict[str, Any] = {
-    "extra_body": {"context_management": [{"type": "compaction", "compact_threshold": 50}]}
+    "extra_body": {
+        "context_management": [{"type": "compaction", "compact_threshold": 50}],
+        **ENDLESS["extra_body"],
+    }
 }
 
 
@@ -605,9 +609,9 @@ def test_a_conversation_is_compacted_on_request(client: Any, stranger: Any) -> N
         assert made.object == "response.compaction"
         assert [item.type for item in made.output] == ["message", "message", "compaction"]
         assert [item.content[0].text for item in made.output[:2]] == ["one", "two"]
-        # A random model does not end its summary.
-        assert made.usage.output_tokens == 512
-        assert made.usage.total_tokens == 512 + made.usage.input_tokens
+        # A random model seldom ends its summary.
+        assert 0 < made.usage.output_tokens <= 512
+        assert made.usage.total_tokens == made.usage.output_tokens + made.usage.input_tokens
         sizes = {counted(client, [*sent, three]) for sent in (made.output, made.output[-1:])}
         assert len(sizes) == 1
         turn = say(client, [*made.output, three])
@@ -687,7 +691,7 @@ def test_a_session_of_the_agents_sdk_is_compacted(base: str) -> None:
         agent = Agent(
             name="keeper",
             model=OpenAIResponsesModel("gpt-demo", client),
-            model_settings=ModelSettings(max_tokens=20),
+            model_settings=ModelSettings(max_tokens=2000),  # within which it ends
         )
         for text in ("one", "two", "three"):
             await Runner.run(

@@ -123,7 +123,8 @@ class Turn:
     @property
     def rehydrates(self) -> bool:
         """Whether the request's input is more than, or other than, its own items."""
-        return bool(self.history or self.hidden or self.brought or self.sealed or self.compacts)
+        history = self.history or self.held
+        return bool(history or self.hidden or self.brought or self.sealed or self.compacts)
 
     def stored(self, response: Any, body: bytes) -> Response:
         """A response as the store keeps it.
