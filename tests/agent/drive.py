@@ -295,7 +295,9 @@ def responses() -> None:
     served = vars(importlib.import_module(places.where("responses") or ""))
     cls = served["OpenAIServingResponses"]
     assert cls.__name__ == "StoredResponses", objects.problems
-    assert ("GET", "/v1/responses") in [(min(route.methods), route.path) for route in routes.routes]
+    assert ("GET", "/v1/responses") in [
+        (min(route.methods), route.path) for route in routes.routes if hasattr(route, "methods")
+    ]
     serving = object.__new__(cls)
     serving.store, serving.ring, serving.request_logger = cls.open_store(), lambda: None, None
     serving.runs = {}
@@ -306,8 +308,10 @@ def responses() -> None:
     from vllmops.agent.adapters.responses import RENDERERS, ResponsesRequest, renderer
     from vllmops.agent.responses import parsing
     from vllmops.agent.responses import serving as ours
+    from vllmops.agent.responses.conversations import ConversationTurns
     from vllmops.agent.responses.history import History
 
+    serving.conversations = ConversationTurns(serving.store)
     serving.history = History(parsing.parsed, harmony=False)
     assert RENDERERS
     for name in RENDERERS:

@@ -63,7 +63,8 @@ def test_what_a_person_sees(lab: Any) -> None:
     url = lab.record("a").url
     assert answer.out.startswith(f"a is ready at {url} after ")
     assert "vllmops stop a" in answer.out
-    assert "a: launched" in answer.err
+    # Which stages it sees depends on how fast they go.
+    assert "  a: warming up" in answer.err
     assert "Traceback" not in answer.err
 
 

@@ -111,9 +111,9 @@ def plugged(cli: Cli, plug_in: PlugIn, folder: Path) -> tuple[str, ...]:
     return ("--env", f"PYTHONPATH={path}", "--env", f"{FOLDER}={folder}")
 
 
-def encoder_rows(server: Live) -> list[tuple[str, str, int]]:
+def encoder_rows(server: Live, *target: str) -> list[tuple[str, str, int]]:
     """Side, ranks and entries of each encoder cache, in the order of the output."""
-    ran = server.cli("cache", "inspect", "-t", server.name, "--json")
+    ran = server.cli("cache", "inspect", *(target or ("-t", server.name)), "--json")
     assert ran.code == 0, ran.out
     assert ran.data["findings"] == []
     return [

@@ -29,7 +29,7 @@ def test_a_drain_lets_finish_what_runs_and_resume_ends_it(vision_server: Live) -
     def unready() -> str:
         return str(server.row["unready"])
 
-    long, short = respond(1500).json()["id"], respond(200).json()["id"]
+    long, short = respond(3800).json()["id"], respond(200).json()["id"]
     asked: list[int] = []
     body = {
         "model": "demo-vision",
@@ -39,7 +39,7 @@ def test_a_drain_lets_finish_what_runs_and_resume_ends_it(vision_server: Live) -
     }
     request = threading.Thread(
         target=lambda: asked.append(
-            httpx.post(f"{url}/v1/completions", json=body, timeout=120).status_code
+            httpx.post(f"{url}/v1/completions", json=body, timeout=300).status_code
         )
     )
     request.start()
@@ -56,7 +56,7 @@ def test_a_drain_lets_finish_what_runs_and_resume_ends_it(vision_server: Live) -
         assert httpx.get(f"{path}/{long}").status_code == 200
         assert httpx.post(f"{path}/{long}/cancel").json()["status"] == "cancelled"
         assert httpx.delete(f"{path}/{long}").is_success
-        waited = server.cli("drain", server.name, "--wait", "--timeout", "100", "--json")
+        waited = server.cli("drain", server.name, "--wait", "--timeout", "200", "--json")
         assert (waited.code, waited.data["in_flight"]) == (0, 0), waited
         assert httpx.get(f"{path}/{short}").json()["status"] in {"completed", "incomplete"}
         request.join(60)

@@ -130,7 +130,7 @@ def test_no_panel_of_a_board_is_without_data(vision_server: Live, prometheus: st
         httpx.post(f"{vision_server.url}/v1/responses", json=stored, timeout=60)
         try:
             return [query for query in queries if not value(query)]
-        except httpx.TransportError:
+        except httpx.HTTPError:  # it is not ready yet
             return queries
 
     until(lambda: not without(), 60, without)

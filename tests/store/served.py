@@ -20,7 +20,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel
+from pydantic import create_model
 
 DOCUMENT = {"id": "resp_there", "object": "response", "status": "completed", "model": "m"}
 
@@ -52,8 +52,9 @@ def thing(name: str) -> Any:
         return Namespace(OpenAIServingResponses=object)
     if name == "envs":
         return Namespace(VLLM_API_KEY=None)
-    bases = (BaseModel,) if name.endswith("Request") else (Exception,) if "Error" in name else ()
-    return type(name, bases, {"__module__": __name__})
+    if name.endswith("Request"):
+        return create_model(name, input=(Any, None))
+    return type(name, (Exception,) if "Error" in name else (), {"__module__": __name__})
 
 
 def ours(url: str, keys: list[str]) -> FastAPI:

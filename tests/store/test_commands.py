@@ -26,6 +26,7 @@ from vllmops.commands.responses.sources import walk
 from vllmops.errors import Exit, VllmopsError
 from vllmops.store import opening
 from vllmops.store.direct import Storage
+from vllmops.store.fields import completed
 from vllmops.store.store import EVERYBODY, Query, Response, ResponseStore
 from vllmops.vllm_api.endpoint import Endpoint
 from vllmops.vllm_api.responses import Http
@@ -641,7 +642,7 @@ def test_export_over_http(ask: Ask, served: Ours, vllmops: Any, tmp_path: Path) 
     for name, (one, events) in before.items():
         same, logged = after[name]
         assert (same.owner, same.status, events) == (one.owner, one.status, logged)
-        assert json.loads(same.body) == json.loads(one.body)
+        assert json.loads(same.body) == completed(json.loads(one.body))
         assert int(one.created_at) == same.created_at
         assert len(json.loads(same.input)) == 2
     refused = ask("import", str(file), "--json")

@@ -240,5 +240,8 @@ def obfuscates(request: Any) -> bool:
 
 def table() -> str:
     """All of it as Markdown, for the manual."""
-    rows = [f"| `{name}` | {one.how} | {one.note} |" for name, one in sorted(PARAMETERS.items())]
-    return "\n".join(["| parameter | what becomes of it | |", "|---|---|---|", *rows])
+    rows = [
+        f"| `{name}` | {one.how}{one.note and ': '}{one.note} |"
+        for name, one in sorted(PARAMETERS.items())
+    ]
+    return "\n".join(["| parameter | what becomes of it |", "|---|---|", *rows])
