@@ -99,10 +99,13 @@ def ratio(values: Sequence[float], rivals: Sequence[float]) -> tuple[float, floa
     else ran, be it the machine's or a collection of garbage.
 
     Returns:
-        The geometric mean of what is left, and its 95 % confidence interval by bootstrap.
+        The geometric mean of what is left, and its 95 % confidence interval by bootstrap; one
+        pair alone has none: its ends are the mean.
     """
     logs = [math.log(value / rival) for value, rival in zip(values, rivals, strict=True)]
     middle = partial(stats.trim_mean, proportiontocut=TRIMMED)
+    if len(logs) == 1:
+        return (math.exp(logs[0]),) * 3
     found = stats.bootstrap((logs,), middle, method="percentile", rng=1).confidence_interval
     return math.exp(middle(logs)), math.exp(found.low), math.exp(found.high)
 
