@@ -192,11 +192,20 @@ def test_a_server_has_an_object_for_what_is_damaged(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x02x", b"\x01", b"\x01garbage", packing.deflate(b"a" * 200)[:-3]]
+    "data", [b"", b"\x03x", b"\x01", b"\x02", b"\x01garbage", packing.deflate(b"a" * 200)[:-3]]
 )
 def test_what_can_not_be_unpacked_is_told_in_one_way(data: bytes) -> None:
     with pytest.raises(ValueError, match="compress"):
         packing.inflate(data)
+
+
+def test_what_an_earlier_version_packed_is_unpacked() -> None:
+    packed = b"\x01C.I\x0c\x81\x91\x8e-\xc7cOU\xd8\xf3\x05Q\x96\x02\x00"
+    body = (
+        b'{"id":"resp_1","object":"response","status":"completed","tools":[],"top_p":1.0,'
+        b'"output_messages":null,"metrics":null}'
+    )
+    assert packing.inflate(packed) == body
 
 
 def test_events_are_as_they_were() -> None:
