@@ -19,6 +19,7 @@ from vllmops.host.roles import Role
 from vllmops.instances.servers import Server, find
 from vllmops.protocol.place import who
 from vllmops.rpc import agent
+from vllmops.rpc.membership import groups
 
 from ..support.children import Child
 from ..support.extent import long
@@ -89,6 +90,16 @@ def test_actors_of_ray_are_of_the_server_whose_configuration_they_have(start: St
     assert (last.place.dp_rank, last.place.tp_rank, last.place.pp_rank) == (0, 1, 1)
     assert last.place.node == os.uname().nodename
     assert (names(alone), alone.pid) == (["worker TP0 PP0"], other.process.pid)
+
+
+def test_actors_stand_by_rank_whichever_of_them_was_seen_first(start: Start) -> None:
+    ours = start(API, "api", sizes=(1, 2, 1))
+    workers = [start(ACTOR, "worker", rank=rank, sizes=(1, 2, 1)) for rank in range(2)]
+    ready(ours, *workers)
+    table = processes.table()
+    recorded = processes.tree(table, [ours.process.pid, workers[1].process.pid])
+    ((_, *after),) = groups(table, [recorded])[0]
+    assert [process.pid for process in after] == [worker.process.pid for worker in workers]
 
 
 @long

@@ -64,10 +64,7 @@ def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[T
     trees, voices, hidden = look(table, known)
     ids = [ids_of(tree, voices) for tree in trees]
     joined = [labelled(tree, voices) for tree in put_together(trees, ids)]
-    joined = [
-        (*tree[: len(own)], *sorted(tree[len(own) :], key=by_rank))
-        for own, tree in zip(trees, joined, strict=True)
-    ]
+    joined = [ordered(table, tree) for tree in joined]
     count = len(known)
     often = Counter(process.pid for tree in joined for process in tree)
     # A program of somebody's own that has an agent, and no server, is none either.
@@ -155,6 +152,16 @@ def ray_nodes(table: Table, tree: Tree) -> dict[Process, str]:
             raylet = Process(Role.OTHER, above.pid, above.start_ticks, "raylet")
             names[raylet] = name or "of raylet"
     return names
+
+
+def ordered(table: Table, tree: Tree) -> Tree:
+    """What is below the first process in the order of its start, then all else by rank.
+
+    An instance's record has what was added in the order in which it appeared.
+    """
+    below = pids([processes.tree(table, [process.pid for process in tree[:1]])])
+    first = [process for process in tree if process.pid in below]
+    return (*first, *sorted((p for p in tree if p.pid not in below), key=by_rank))
 
 
 def by_rank(process: Process) -> tuple[int, bool, int, int]:
