@@ -48,13 +48,15 @@ class Handler:
         return self.stream(given)
 
     async def stream(self, given: dict[str, Any]) -> AsyncIterator[Frame]:
-        body = {"id": f"resp_{len(self.made)}", "owner": "", "output": []}
+        body: dict[str, Any] = {"id": f"resp_{len(self.made)}", "owner": "", "output": []}
         try:
             yield frame("response.created", 0, response=body)
             while given["input"] == "flood":
                 self.sent += 1
                 await asyncio.sleep(0)  # as an engine's stream, whose tokens take time
                 yield frame("response.output_text.delta", self.sent, delta="x" * 10_000)
+            if given["input"] == "large":  # more than the kernels buffer, as the last event
+                body["output"] = "x" * 20_000_000
             if given["input"] == "wait":
                 await self.goes_on.wait()
             yield frame("response.completed", 1, response={**body, "status": "completed"})
@@ -93,7 +95,6 @@ async def server(handler: Handler, limits: Sockets) -> AsyncIterator[Client]:
         if why := websocket.refusal(given, ["one", "two"], limits):
             await websocket.deny(given, *why)
             return
-        await given.accept()
         await websocket.Connection(given, handler, "me", handler.create, limits).serve()
 
     # Where asyncio knows the protocol, it turns Nagle's algorithm off.
@@ -104,9 +105,12 @@ async def server(handler: Handler, limits: Sockets) -> AsyncIterator[Client]:
         running = uvicorn.Server(config)
         task = asyncio.create_task(running.serve([listener]))
         await reached(lambda: running.started)
-        key = {"Authorization": "Bearer one"}
+
+        def client(key: str = "Bearer one", **more: Any) -> Any:
+            return connect(url, additional_headers={"Authorization": key}, **more)
+
         try:
-            yield lambda **more: connect(url, additional_headers=key, **more)
+            yield client
         finally:
             running.should_exit = True
             await task
@@ -224,6 +228,49 @@ def test_connections_have_a_bound() -> None:
             pass
 
     play(act, Sockets(connections=2))
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://here", None),
+        ("https://friend", None),
+        ("http://elsewhere", 403),
+        ("http://[", 403),
+        ("null", 403),
+    ],
+)
+def test_the_origin_of_a_page(origin: str, status: int | None) -> None:
+    arguments = SimpleNamespace(allowed_origins=["https://friend"])
+    state = SimpleNamespace(args=arguments, openai_serving_responses=Handler)
+    headers = {"host": "here", "origin": origin}
+    given: Any = SimpleNamespace(headers=headers, app=SimpleNamespace(state=state))
+    why = websocket.refusal(given, [], Sockets())
+    assert (why[0] if why else None) == status
+
+
+@pytest.mark.parametrize("key", ["", "Bearer", "Bearer wrong", "Basic one", "Bearer \xfc"])
+def test_a_wrong_key(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        with pytest.raises(InvalidStatus) as error:
+            async with client(key=key):
+                pass
+        assert error.value.response.status_code == 401
+
+    play(act)
+    assert not caplog.records
+
+
+def test_an_idle_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "CLOSE_S", 0.2)
+
+    async def act(client: Client, handler: Handler) -> None:
+        async with client(max_queue=1, compression=None) as slow:
+            await ask(slow, "large")
+            await reached(lambda: handler.closed == 1)
+            await reached(lambda: not websocket.opened)
+
+    play(act, Sockets(idle_s=0.3))
 
 
 def test_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

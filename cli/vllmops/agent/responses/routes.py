@@ -231,15 +231,14 @@ async def serve_socket(socket: WebSocket) -> None:
     """Make responses on a WebSocket."""
     handler = socket.app.state.openai_serving_responses
     given = socket.app.state.args.api_key or [adapter.api_key()]
-    if why := websocket.refusal(socket, [key for key in given if key], StoredResponses.sockets):
+    limits = StoredResponses.sockets
+    if why := websocket.refusal(socket, [key for key in given if key], limits):
         await websocket.deny(socket, *why)
         return
-    await socket.accept()
 
     async def create(given: dict[str, Any], raw_request: Request) -> AsyncIterator[Frame]:
         return await streamed(handler, given, raw_request)
 
-    limits = StoredResponses.sockets
     await websocket.Connection(socket, handler, owner(socket), create, limits).serve()
 
 

@@ -44,6 +44,9 @@ HANDSHAKE = frozenset({b"connection", b"content-length", b"upgrade", b"x-request
 LIBRARIES = ("websockets", "wsproto")
 GOING_AWAY, POLICY, TOO_BIG, RESTARTING = 1001, 1008, 1009, 1012
 
+# What sending and receiving raise where the client is gone.
+GONE = (WebSocketDisconnect, OSError, RuntimeError)
+
 # Makes the response that a request asks for, and gives its events.
 Create = Callable[[dict[str, Any], Request], Awaitable[AsyncIterator[Frame]]]
 
@@ -189,8 +192,7 @@ def refusal(socket: WebSocket, keys: list[str], limits: Sockets) -> tuple[int, s
     # A browser sends a page's WebSocket anywhere: CORS does not hold it back.
     origins = getattr(socket.app.state.args, "allowed_origins", ["*"])
     origin = socket.headers.get("origin")
-    foreign = origin and urlsplit(origin).netloc != socket.headers.get("host")
-    if foreign and not {"*", origin} & set(origins):
+    if origin and not {"*", origin} & set(origins) and not at_home(socket, origin):
         return 403, "This origin is not allowed."
     if socket.app.state.openai_serving_responses is None:
         return 501, "The model does not support Responses API"
@@ -199,19 +201,28 @@ def refusal(socket: WebSocket, keys: list[str], limits: Sockets) -> tuple[int, s
     return None
 
 
+def at_home(socket: WebSocket, origin: str) -> bool:
+    """Whether a page's origin is the server itself."""
+    try:
+        return urlsplit(origin).netloc == socket.headers.get("host")
+    except ValueError:
+        return False
+
+
 async def deny(socket: WebSocket, status: int, message: str) -> None:
     """Answer the handshake with an error; with 403 where the server can't choose the status."""
-    if "websocket.http.response" in socket.scope.get("extensions", ()):
-        await socket.send_denial_response(JSONResponse({"error": message}, status))
-    else:
-        await socket.close(POLICY, message)
+    with suppress(*GONE):
+        if "websocket.http.response" in socket.scope.get("extensions", ()):
+            await socket.send_denial_response(JSONResponse({"error": message}, status))
+        else:
+            await socket.close(POLICY, message)
 
 
 class Connection:
-    """An open WebSocket.
+    """A WebSocket.
 
     Args:
-        socket: accepted.
+        socket: not accepted yet.
         handler: the serving class's instance.
         owner: whose the connection is.
         create: makes a response; raises `Refused` or `StoreUnavailable`.
@@ -235,24 +246,32 @@ class Connection:
         self.idle_since = monotonic()
 
     async def serve(self) -> None:
-        """Answer messages until either side closes; then what runs in the foreground ends."""
+        """Accept, and answer messages until either side closes; then what it runs ends.
+
+        Responses in the background go on.
+        """
         opened.add(self)
         try:
+            await self.socket.accept()
             while (message := await self.received()) is not None:
                 await self.take(message)
                 del message  # it may be large, and the next one may be far away
-        except (WebSocketDisconnect, OSError, RuntimeError):
-            return  # the client is gone, and uvicorn refuses to send
+        except GONE:
+            return
         finally:
-            opened.discard(self)
             tasks = [run.task for run in self.runs if run.task]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self.lost.done():
-                with suppress(Exception):  # it is gone, or still takes nothing
-                    async with asyncio.timeout(CLOSE_S):
-                        await self.socket.close(POLICY, f"no event was taken for {STALL_S:g} s")
+                await self.close(POLICY, f"no event was taken for {STALL_S:g} s")
+            opened.discard(self)
+
+    async def close(self, code: int, reason: str) -> None:
+        """Close the connection, with or without the client: it may take nothing, or be gone."""
+        with suppress(*GONE):
+            async with asyncio.timeout(CLOSE_S):
+                await self.socket.close(code, reason)
 
     async def received(self) -> bytes | None:
         """The next message; None where the connection is over."""
@@ -263,7 +282,7 @@ class Connection:
                     return None
                 idle_s = 0.0 if self.runs else monotonic() - self.idle_since
                 if idle_s >= self.limits.idle_s:
-                    await self.socket.close(GOING_AWAY, f"idle for {self.limits.idle_s:g} s")
+                    await self.close(GOING_AWAY, f"idle for {self.limits.idle_s:g} s")
                     return None
                 left_s = self.limits.idle_s - idle_s
                 either: set[asyncio.Future[Any]] = {receiving, self.lost}
@@ -276,8 +295,7 @@ class Connection:
             return None
         data: bytes = (message.get("text") or "").encode() or message.get("bytes") or b""
         if len(data) > self.limits.message:
-            most = f"a message has {self.limits.message} bytes at most"
-            await self.socket.close(TOO_BIG, most)
+            await self.close(TOO_BIG, f"a message has {self.limits.message} bytes at most")
             return None
         return data
 
@@ -394,8 +412,7 @@ class Connection:
             self.runs.discard(run)
             self.idle_since = monotonic()
             if gate.leaving and not self.runs:
-                with suppress(Exception):
-                    await self.socket.close(RESTARTING, "connect again: another process takes over")
+                await self.close(RESTARTING, "connect again: another process takes over")
 
     async def relay(self, run: Run, frames: AsyncIterator[Frame]) -> None:
         """Send the events of a run, or the error that it ends with."""
