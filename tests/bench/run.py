@@ -41,6 +41,7 @@ from tests.bench import (
     startup,
     storage,
     watch,
+    websocket,
 )
 from tests.bench.figure import Figure
 from tests.bench.setting import setting
@@ -65,6 +66,7 @@ GROUPS = {
     "carrier": carrier.measure,
     "storage": storage.measure,
     "responses": responses.measure,
+    "websocket": websocket.measure,
 }
 
 

@@ -28,6 +28,7 @@ from vllmops.commands.serve import provide_key
 from vllmops.host.processes import alive
 from vllmops.instances.record import Folder
 from vllmops.keys import file as keys
+from vllmops.store import settings
 from vllmops.store.opening import backend
 from vllmops.store.store import ResponseStore
 
@@ -115,6 +116,18 @@ def test_where_responses_are_kept(lab: Any) -> None:
     assert environment["VLLMOPS_RESPONSES_STORE_TTL"] == "5400"
 
 
+def test_limits_of_websockets(lab: Any) -> None:
+    limits = ("--websocket-max-message", "4M", "--websocket-idle", "1.5h")
+    more = ("--websocket-max-requests", "7", "--websocket-max-connections", "30")
+    words = lab.words("a", *limits, *more, "--dry-run")
+    environment = lab.vllmops(*words, "--json").data["environment"]
+    assert environment["VLLMOPS_WEBSOCKET_MAX_MESSAGE"] == str(4 << 20)
+    assert environment["VLLMOPS_WEBSOCKET_IDLE"] == "5400"
+    assert environment["VLLMOPS_WEBSOCKET_MAX_REQUESTS"] == "7"
+    assert environment["VLLMOPS_WEBSOCKET_MAX_CONNECTIONS"] == "30"
+    assert settings.sockets(environment) == (4 << 20, 5400, 7, 30)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -125,6 +138,9 @@ def test_where_responses_are_kept(lab: Any) -> None:
         (("--carrier", "v1"), "v2"),
         (("--compaction-prompt", "/dev/null"), "--compaction-prompt"),
         (("--env", "VLLMOPS_CARRIER=v1"), "VLLMOPS_CARRIER"),
+        (("--websocket-max-message", "17M"), "VLLMOPS_WEBSOCKET_MAX_MESSAGE"),
+        (("--websocket-max-message", "0"), "VLLMOPS_WEBSOCKET_MAX_MESSAGE"),
+        (("--websocket-idle", "soon"), "is not a duration"),
         (("--store", "memory://", "--", "--api-server-count", "2"), "works for one process only"),
         (("--env", "VLLM_RESPONSES_STORE_BACKEND=a.B"), "No module named 'a'"),
     ],

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+import websockets.sync.client
 from agents import (
     Agent,
     ModelSettings,
@@ -42,6 +43,7 @@ from ..support.extent import combinations, long
 from ..support.waiting import until
 from .clients import (
     CARRY,
+    ENDLESS,
     LENGTH,
     MODEL,
     QUESTIONS,
@@ -231,6 +233,32 @@ def test_a_stream_is_resumed_on_the_other_replica(here: Any, away: Any) -> None:
     for after in (0, 9, len(events) - 2):
         rest = away.responses.retrieve(response_id, stream=True, starting_after=after)
         assert list(rest) == events[after + 1 :]
+
+
+def test_a_websocket_goes_on_on_the_other_replica(here: Any, away: Any) -> None:
+    event = {"type": "response.create", "model": MODEL, "input": "hello", "background": True}
+    with socket(here) as first:
+        first.send(json.dumps({**event, **ENDLESS["extra_body"], "max_output_tokens": 300}))
+        heard = [json.loads(first.recv(60)) for _ in range(4)]
+    response_id, after = heard[0]["response"]["id"], heard[-1]["sequence_number"]
+    event = {"type": "response.resume", "response_id": response_id, "starting_after": after}
+    with socket(away) as second:
+        second.send(json.dumps(event))
+        while "response" not in heard[-1] or heard[-1]["response"]["status"] == "in_progress":
+            heard.append(json.loads(second.recv(60)))
+    assert [one["sequence_number"] for one in heard] == list(range(len(heard)))
+    kept = httpx.get(f"{here.base_url}responses/{response_id}", headers=header(here))
+    assert heard[-1]["response"] == kept.json()
+
+
+def socket(client: Any) -> Any:
+    """A WebSocket of the replica that a client was made for."""
+    url = f"{client.base_url}responses".replace("http", "ws", 1)
+    return websockets.sync.client.connect(url, additional_headers=header(client))
+
+
+def header(client: Any) -> dict[str, str]:
+    return {"Authorization": f"Bearer {client.api_key}"}
 
 
 @pytest.mark.parametrize("route", ["cancel", "delete"])

@@ -100,6 +100,10 @@ def serve(
     carrier: opts.Carrier = None,
     carrier_ttl: opts.CarrierTtl = None,
     compaction_prompt: opts.CompactionPrompt = None,
+    websocket_max_message: opts.WebsocketMaxMessage = None,
+    websocket_idle: opts.WebsocketIdle = None,
+    websocket_max_requests: opts.WebsocketMaxRequests = None,
+    websocket_max_connections: opts.WebsocketMaxConnections = None,
     admin_token: opts.AdminToken = None,
     watch: opts.Watch = False,
     watch_exec: opts.WatchExec = None,
@@ -128,6 +132,9 @@ def serve(
     env += [*given, *unpatched(no_patch or []), *limits]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
     env += summarized(compaction_prompt)
+    env += connected(
+        websocket_max_message, websocket_idle, websocket_max_requests, websocket_max_connections
+    )
     order = place(model, demo, name, host, port, detach, env, behind)
     watcher = watching(
         watch,
@@ -363,6 +370,19 @@ def stored(
         settings.TTL: ttl and f"{duration(ttl):g}",
     }
     return [f"{name}={value}" for name, value in added.items() if value is not None]
+
+
+def connected(
+    message: int | None, idle: str | None, requests: int | None, connections: int | None
+) -> list[str]:
+    """The environment variables for the limits of WebSockets."""
+    given = {
+        settings.SOCKET_MESSAGE: message,
+        settings.SOCKET_IDLE: idle and f"{duration(idle):g}",
+        settings.SOCKET_REQUESTS: requests,
+        settings.SOCKET_CONNECTIONS: connections,
+    }
+    return [f"{name}={value}" for name, value in given.items() if value is not None]
 
 
 def check_store(order: launch.Order) -> None:

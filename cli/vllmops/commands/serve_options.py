@@ -11,12 +11,13 @@ from .. import demo as demos
 from ..numbers import MOST
 from ..store import settings
 from . import serve_config
-from .options import admin_token_option, count, listening, patch_ids, time_
+from .options import admin_token_option, count, listening, patch_ids, size_, time_
 
 CUDA = "--cuda-coredump"
 INSTANCE = "Instance"
 RESPONSES = "Responses"
 CARRIERS = "Carriers and keys"
+WEBSOCKETS = "WebSockets"
 WATCH = "Watch"
 
 Model = Annotated[
@@ -169,6 +170,42 @@ CompactionPrompt = Annotated[
         " [vllmops' own].",
         show_default=False,
         rich_help_panel=CARRIERS,
+    ),
+]
+WebsocketMaxMessage = Annotated[
+    int | None,
+    typer.Option(
+        parser=size_,
+        metavar="SIZE",
+        help="Maximum size of a WebSocket message, and of the requests together that wait on a"
+        " connection, up to 16M, such as 4M [16M].",
+        rich_help_panel=WEBSOCKETS,
+    ),
+]
+WebsocketIdle = Annotated[
+    str | None,
+    typer.Option(
+        parser=time_,
+        metavar="TIME",
+        help="Close a WebSocket on which nothing runs after this time without a message, such as"
+        " 1h [15m].",
+        rich_help_panel=WEBSOCKETS,
+    ),
+]
+WebsocketMaxRequests = Annotated[
+    int | None,
+    typer.Option(
+        parser=count(1, MOST),
+        help="Maximum number of requests that run or wait on a WebSocket [64].",
+        rich_help_panel=WEBSOCKETS,
+    ),
+]
+WebsocketMaxConnections = Annotated[
+    int | None,
+    typer.Option(
+        parser=count(1, MOST),
+        help="Maximum number of open WebSockets per API server [2000].",
+        rich_help_panel=WEBSOCKETS,
     ),
 ]
 AdminToken = Annotated[Path | None, admin_token_option(CARRIERS)]

@@ -1,4 +1,4 @@
-"""A server's settings for its store and for carriers, from its environment."""
+"""A server's settings for its store, carriers and WebSockets, from its environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..errors import Exit, VllmopsError
 from ..keys.ring import CARRIER_TTL_S, in_seconds
-from ..numbers import MOST, number
+from ..numbers import CENTURY_S, MOST, number
 from . import opening, urls
 from .backend import Backend, Limits
 
@@ -21,11 +21,17 @@ CARRIER = "VLLMOPS_CARRIER"
 CARRIER_TTL = "VLLMOPS_CARRIER_TTL"
 # A file with the prompt that asks a model to summarize a conversation.
 COMPACTION_PROMPT = "VLLMOPS_COMPACTION_PROMPT"
+SOCKET_MESSAGE = "VLLMOPS_WEBSOCKET_MAX_MESSAGE"
+SOCKET_IDLE = "VLLMOPS_WEBSOCKET_IDLE"
+SOCKET_REQUESTS = "VLLMOPS_WEBSOCKET_MAX_REQUESTS"
+SOCKET_CONNECTIONS = "VLLMOPS_WEBSOCKET_MAX_CONNECTIONS"
 # Names one start of a server, and the start before whose background responses are run again.
 RUN = "VLLMOPS_RUN"
 RERUN = "VLLMOPS_RERUN"
 OFF = "none"
 LEAST_S = 0.001
+# Bytes; uvicorn takes no larger one.
+LARGEST_MESSAGE = 16 << 20
 
 
 class Format(StrEnum):
@@ -45,6 +51,22 @@ class Carriers(NamedTuple):
 
     format: Format = Format.V2
     ttl_s: float = CARRIER_TTL_S
+
+
+class Sockets(NamedTuple):
+    """Limits of the Responses API on WebSockets.
+
+    Args:
+        message: bytes of a message, and of those together that wait on a connection.
+        idle_s: a connection on which nothing runs is closed after this time without a message.
+        requests: how many run or wait on a connection.
+        connections: how many are open in a process.
+    """
+
+    message: int = LARGEST_MESSAGE
+    idle_s: float = 900.0
+    requests: int = 64
+    connections: int = 2000
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
@@ -73,6 +95,7 @@ def check(environment: Mapping[str, str]) -> None:
         VllmopsError: ``usage``.
     """
     carriers(environment)
+    sockets(environment)
     if wanted(environment):
         kept(environment)
         if not environment.get(opening.CLASS):
@@ -117,12 +140,33 @@ def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:
     return Carriers(Format(name), ttl_s)
 
 
+def sockets(environment: Mapping[str, str] = os.environ) -> Sockets:
+    """The limits of WebSockets.
+
+    Raises:
+        VllmopsError: ``usage`` where a number is none, or out of range.
+    """
+    known = Sockets()
+    most = LARGEST_MESSAGE
+    return Sockets(
+        int(given(environment, SOCKET_MESSAGE, known.message, least=1, most=most)),
+        given(environment, SOCKET_IDLE, known.idle_s, most=CENTURY_S),
+        int(given(environment, SOCKET_REQUESTS, known.requests, least=1)),
+        int(given(environment, SOCKET_CONNECTIONS, known.connections, least=1)),
+    )
+
+
 def given(
-    environment: Mapping[str, str], name: str, default: float, *, least: float = LEAST_S
+    environment: Mapping[str, str],
+    name: str,
+    default: float,
+    *,
+    least: float = LEAST_S,
+    most: float = MOST,
 ) -> float:
     text = environment.get(name, "")
     try:
-        return number(text, least, MOST) if text else default
+        return number(text, least, most) if text else default
     except ValueError as error:
         raise VllmopsError(
             "usage", f"{name}: {error}", f"{name}={default:g}", exit_code=Exit.USAGE

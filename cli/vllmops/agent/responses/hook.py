@@ -39,7 +39,7 @@ def replace(ring: Callable[[], Ring | None], module: ModuleType) -> None:
         # They import vLLM; the former adds to the latter.
         from . import conversation_routes, routes  # noqa: PLC0415, F401
 
-        routes.install(module, settings.backend(), settings.carriers(), ring)
+        routes.install(module, settings.backend(), settings.carriers(), ring, settings.sockets())
     except VllmopsError as error:
         objects.report(f"responses are not stored: {error.message}")
     except Exception as error:

@@ -12,13 +12,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response, WebSocket
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
 from ...errors import VllmopsError
 from ...keys.ring import Ring
 from ...store import store
 from ...store.backend import Backend, CursorUnknown
-from ...store.settings import Carriers
+from ...store.settings import Carriers, Sockets
 from .. import tracing
 from ..adapters import responses as adapter
 from ..adapters.responses import (
@@ -72,7 +73,11 @@ counted: Callable[[Handler], Handler] = load_aware_call
 
 
 def install(
-    module: ModuleType, backend: Backend, carriers: Carriers, ring: Callable[[], Ring | None]
+    module: ModuleType,
+    backend: Backend,
+    carriers: Carriers,
+    ring: Callable[[], Ring | None],
+    sockets: Sockets,
 ) -> None:
     """Replace vLLM's routes and serving class, before vLLM makes its instance.
 
@@ -81,6 +86,7 @@ def install(
         backend: what keeps the responses.
         carriers: how carriers are written.
         ring: gives the keys that seal and open carriers, None if there are none.
+        sockets: limits of WebSockets.
 
     Raises:
         Exception: this vLLM has an unknown shape; nothing is changed.
@@ -93,6 +99,7 @@ def install(
     StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
     StoredResponses.carriers = carriers
     StoredResponses.ring = staticmethod(ring)
+    StoredResponses.sockets = sockets
     StoredResponses.compaction_prompt = prompt()
     ours = {key(route) for route in router.routes}
     module.router.routes[:] = [
@@ -250,9 +257,40 @@ async def compact_responses(request: CompactRequest, raw_request: Request) -> Re
 @router.websocket("/v1/responses")
 async def serve_socket(socket: WebSocket) -> None:
     """Make responses on a WebSocket."""
-    if await websocket.admit(socket):
-        handler = socket.app.state.openai_serving_responses
-        await websocket.Connection(socket, handler, owner(socket)).serve()
+    handler = socket.app.state.openai_serving_responses
+    given = socket.app.state.args.api_key or [adapter.api_key()]
+    limits = StoredResponses.sockets
+    if why := websocket.refusal(socket, [key for key in given if key], limits):
+        await websocket.deny(socket, *why)
+        return
+
+    async def create(given: dict[str, Any], raw_request: Request) -> AsyncIterator[Frame]:
+        return await streamed(handler, given, raw_request)
+
+    await websocket.Connection(socket, handler, owner(socket), create, limits).serve()
+
+
+async def streamed(
+    handler: StoredResponses, given: dict[str, Any], raw_request: Request
+) -> AsyncIterator[Frame]:
+    """The events of a response to a request with ``stream``.
+
+    Raises:
+        Refused: the request is invalid.
+        StoreUnavailable: the store is down.
+    """
+    try:
+        request = ResponsesRequest.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = ".".join(map(str, first["loc"][:1])) or None
+        raise Refused(400, f"{param or 'The request'}: {first['msg']}", param) from error
+    answer = await handler.create(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        why = answer.error
+        raise Refused(why.code, why.message, why.param)
+    assert not isinstance(answer, bytes)
+    return answer
 
 
 @router.get("/v1/responses")

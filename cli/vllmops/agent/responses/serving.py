@@ -37,7 +37,7 @@ from starlette.requests import HTTPConnection
 from ...keys.ring import Ring
 from ...store.backend import EVERYBODY, owner_of
 from ...store.conversation_store import Held
-from ...store.settings import Carriers, Format
+from ...store.settings import Carriers, Format, Sockets
 from ...store.store import (
     ConversationBroken,
     Query,
@@ -178,6 +178,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
     open_store: Callable[[], ResponseStore]
     ring: Callable[[], Ring | None]
     carriers = Carriers()
+    sockets = Sockets()
     compaction_prompt = compaction.PROMPT
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

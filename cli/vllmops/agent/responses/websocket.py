@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
@@ -18,33 +19,48 @@ from weakref import WeakValueDictionary
 import msgspec
 from fastapi import Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 
 from ...errors import VllmopsError
 from ...store.backend import Response
+from ...store.settings import Sockets
 from ...store.store import StoreUnavailable
 from .. import objects
-from ..adapters import responses as adapter
-from ..adapters.responses import ErrorResponse
 from ..gate import RESPONSES, counted, gate
 from ..log import log
 from . import fields, wire
 from .wire import Frame, Refused
 
-# Requests of one connection at a time, running or waiting for their stream.
-MOST = 64
-# Without a message and without a running request, a connection is closed after this time.
-IDLE_S = 900.0
 # A client that takes no event for this time is cut off, and its requests end.
 STALL_S = 60.0
+# After that, it has this time to take the code with which the connection closes.
+CLOSE_S = 10.0
 # The conversations that a connection remembers without the store, and their size in bytes.
 REMEMBERED = 16
 REMEMBERED_BYTES = 16 * 1024 * 1024
-STREAM_ID = 256
+# Characters of a client's id.
+LONGEST_ID = 256
 # Of the handshake; they do not belong to each request.
 HANDSHAKE = frozenset({b"connection", b"content-length", b"upgrade", b"x-request-id"})
 LIBRARIES = ("websockets", "wsproto")
-POLICY, GOING_AWAY, RESTARTING = 1008, 1001, 1012
+GOING_AWAY, POLICY, TOO_BIG, RESTARTING = 1001, 1008, 1009, 1012
+
+# What sending and receiving raise where the client is gone.
+GONE = (WebSocketDisconnect, OSError, RuntimeError)
+
+# Makes the response that a request asks for, and gives its events.
+Create = Callable[[dict[str, Any], Request], Awaitable[AsyncIterator[Frame]]]
+
+
+class Asked(msgspec.Struct):
+    """The parts of a client's event that a connection reads; they may be of any type."""
+
+    type: Any = None
+    stream_id: Any = None
+    response_id: Any = None
+    starting_after: Any = None
+    generate: Any = None
+    background: Any = None
+    max_output_tokens: Any = None
 
 
 class Numbered(msgspec.Struct):
@@ -54,6 +70,7 @@ class Numbered(msgspec.Struct):
     response: msgspec.Raw = msgspec.Raw(b"{}")
 
 
+ASKED = msgspec.json.Decoder(Asked)
 NUMBERED = msgspec.json.Decoder(Numbered)
 
 
@@ -89,6 +106,7 @@ class Run:
         new: whether it makes a response.
         generate: whether the model's output is wanted.
         limit: the tokens of output that it asks for at most; None if it does not say.
+        size: bytes of its message while it waits for its turn; 0 from then on.
     """
 
     def __init__(
@@ -99,12 +117,14 @@ class Run:
         new: bool = True,
         generate: bool = True,
         limit: int | None = None,
+        size: int = 0,
     ) -> None:
         self.stream_id = stream_id
         self.memory = memory
         self.new = new
         self.generate = generate
         self.limit = limit
+        self.size = size
         self.task: asyncio.Task[None] | None = None
         self.background = False
         self.cancelled = False
@@ -157,144 +177,207 @@ def check_library() -> None:
         )
 
 
-async def admit(socket: WebSocket) -> bool:
-    """Accept a connection with a valid API key and origin; refuse it otherwise."""
-    arguments = socket.app.state.args
-    keys = [key for key in (arguments.api_key or [adapter.api_key()]) if key]
+def refusal(socket: WebSocket, keys: list[str], limits: Sockets) -> tuple[int, str] | None:
+    """Why a connection is refused, with the HTTP status; None if it is not.
+
+    Args:
+        socket: in its handshake.
+        keys: the API keys; empty where none is required.
+        limits: of the server.
+    """
     scheme, _, given = socket.headers.get("authorization", "").partition(" ")
     known = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
     if keys and not (scheme.lower() == "bearer" and any(known)):
-        await deny(socket, 401, "Unauthorized")
-        return False
+        return 401, "Unauthorized"
     # A browser sends a page's WebSocket anywhere: CORS does not hold it back.
-    origins = getattr(arguments, "allowed_origins", ["*"])
+    origins = getattr(socket.app.state.args, "allowed_origins", ["*"])
     origin = socket.headers.get("origin")
-    foreign = origin and urlsplit(origin).netloc != socket.headers.get("host")
-    if foreign and not {"*", origin} & set(origins):
-        await deny(socket, 403, "This origin is not allowed.")
-        return False
+    if origin and not {"*", origin} & set(origins) and not at_home(socket, origin):
+        return 403, "This origin is not allowed."
     if socket.app.state.openai_serving_responses is None:
-        await deny(socket, 501, "The model does not support Responses API")
+        return 501, "The model does not support Responses API"
+    if len(opened) >= limits.connections:
+        return 503, f"{limits.connections} WebSockets are open on this server."
+    return None
+
+
+def at_home(socket: WebSocket, origin: str) -> bool:
+    """Whether a page's origin is the server itself."""
+    try:
+        return urlsplit(origin).netloc == socket.headers.get("host")
+    except ValueError:
         return False
-    await socket.accept()
-    return True
 
 
 async def deny(socket: WebSocket, status: int, message: str) -> None:
     """Answer the handshake with an error; with 403 where the server can't choose the status."""
-    if "websocket.http.response" in socket.scope.get("extensions", ()):
-        await socket.send_denial_response(JSONResponse({"error": message}, status))
-    else:
-        await socket.close(POLICY, message)
+    with suppress(*GONE):
+        if "websocket.http.response" in socket.scope.get("extensions", ()):
+            await socket.send_denial_response(JSONResponse({"error": message}, status))
+        else:
+            await socket.close(POLICY, message)
 
 
 class Connection:
-    """An open WebSocket.
+    """A WebSocket.
 
     Args:
-        socket: accepted.
+        socket: not accepted yet.
         handler: the serving class's instance.
         owner: whose the connection is.
+        create: makes a response; raises `Refused` or `StoreUnavailable`.
+        limits: of the server.
     """
 
-    def __init__(self, socket: WebSocket, handler: Any, owner: str) -> None:
+    def __init__(
+        self, socket: WebSocket, handler: Any, owner: str, create: Create, limits: Sockets
+    ) -> None:
         self.socket = socket
         self.handler = handler
         self.owner = owner
+        self.create = create
+        self.limits = limits
         self.scope = request_scope(socket)
         self.memory = Memory()
         self.runs: set[Run] = set()
         self.turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
         self.sending = asyncio.Lock()
-        self.stalled = asyncio.Event()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.idle_since = monotonic()
 
     async def serve(self) -> None:
-        """Answer messages until either side closes; then what runs in the foreground ends."""
-        stalled = asyncio.ensure_future(self.stalled.wait())
+        """Accept, and answer messages until either side closes; then what it runs ends.
+
+        Responses in the background go on.
+        """
+        opened.add(self)
         try:
-            while True:
-                receiving = asyncio.ensure_future(self.socket.receive())
-                try:
-                    await asyncio.wait(
-                        {receiving, stalled}, timeout=IDLE_S, return_when="FIRST_COMPLETED"
-                    )
-                finally:
-                    if not receiving.done():
-                        receiving.cancel()
-                if self.stalled.is_set():
-                    return
-                if receiving.cancelled() or not receiving.done():
-                    if self.runs:
-                        continue
-                    await self.socket.close(GOING_AWAY, f"idle for {IDLE_S:.0f} s")
-                    return
-                message = receiving.result()
-                if message["type"] == "websocket.disconnect":
-                    return
-                await self.take(message.get("text") or message.get("bytes") or b"")
-        except (WebSocketDisconnect, OSError, RuntimeError):
-            return  # the client is gone, and uvicorn refuses to send
+            await self.socket.accept()
+            while (message := await self.received()) is not None:
+                await self.take(message)
+                del message  # it may be large, and the next one may be far away
+        except GONE:
+            return
         finally:
-            stalled.cancel()
             tasks = [run.task for run in self.runs if run.task]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self.lost.done():
+                await self.close(POLICY, f"no event was taken for {STALL_S:g} s")
+            opened.discard(self)
 
-    async def take(self, message: str | bytes) -> None:
+    async def close(self, code: int, reason: str) -> None:
+        """Close the connection, with or without the client: it may take nothing, or be gone."""
+        with suppress(*GONE):
+            async with asyncio.timeout(CLOSE_S):
+                await self.socket.close(code, reason)
+
+    async def received(self) -> bytes | None:
+        """The next message; None where the connection is over."""
+        receiving = asyncio.ensure_future(self.socket.receive())
+        try:
+            while not receiving.done():
+                if self.lost.done():
+                    return None
+                idle_s = 0.0 if self.runs else monotonic() - self.idle_since
+                if idle_s >= self.limits.idle_s:
+                    await self.close(GOING_AWAY, f"idle for {self.limits.idle_s:g} s")
+                    return None
+                left_s = self.limits.idle_s - idle_s
+                either: set[asyncio.Future[Any]] = {receiving, self.lost}
+                await asyncio.wait(either, timeout=left_s, return_when="FIRST_COMPLETED")
+        finally:
+            receiving.cancel()
+        message = receiving.result()
+        self.idle_since = monotonic()
+        if message["type"] == "websocket.disconnect":
+            return None
+        data: bytes = (message.get("text") or "").encode() or message.get("bytes") or b""
+        if len(data) > self.limits.message:
+            await self.close(TOO_BIG, f"a message has {self.limits.message} bytes at most")
+            return None
+        return data
+
+    async def take(self, message: bytes) -> None:
         """Begin what an event of the client asks for; an invalid one is answered by an error."""
         stream_id = None
         try:
             event = read(message)
             stream_id = named(event)
-            match event.get("type"):
+        except Refused as error:
+            await self.refuse(error, stream_id)
+            return
+        async with self.answering(stream_id):
+            match event.type:
                 case "response.create":
-                    self.begin(event, stream_id)
+                    self.begin(event, message)
                 case "response.resume":
                     self.start(Run(stream_id, self.memory, new=False), self.resumed(event))
                 case "response.cancel":
-                    await self.cancel(event, stream_id)
+                    await self.cancel(event)
                 case "response.steer":
-                    await self.refuse_steer(event)
+                    await self.refuse_steer(whole(message))
                 case kind:
-                    raise Refused(400, f"Unknown event: {kind!r}.", "type")
+                    raise Refused(400, f"Unknown event: {repr(kind)[:LONGEST_ID]}.", "type")
+
+    @asynccontextmanager
+    async def answering(self, stream_id: str | None) -> AsyncIterator[None]:
+        """Tell the client of an error by an event; the connection stays open."""
+        try:
+            yield
         except Refused as error:
             await self.refuse(error, stream_id)
         except StoreUnavailable as error:
             await self.refuse(Refused(503, error.message), stream_id)
+        except WebSocketDisconnect:
+            raise
         except VllmopsError as error:
             log.error("vllmops: %s", error.message)
             await self.refuse(Refused(500, error.message), stream_id)
+        except Exception as error:
+            why = self.handler.create_error_response(error).error
+            if why.code >= 500:
+                log.exception("vllmops: a request on a WebSocket failed: %r", error)
+            await self.refuse(Refused(why.code, why.message, why.param), stream_id)
 
-    def begin(self, event: dict[str, Any], stream_id: str | None) -> None:
+    def begin(self, event: Asked, message: bytes) -> None:
         """Start a request.
 
         Raises:
-            Refused: it is invalid, or too many run.
+            Refused: it is invalid, too many run, or too many bytes wait.
         """
-        generate = event.pop("generate", True)
-        if not isinstance(generate, bool | None):
+        if not isinstance(event.generate, bool | None):
             raise Refused(400, "generate must be a boolean", "generate")
-        given = {**event, "stream": True}
-        del given["type"]
-        given.pop("stream_id", None)
-        limit = given.get("max_output_tokens")
-        if generate is False:
-            if given.get("background"):
-                raise Refused(400, "generate: false can't be used with background", "background")
-            given["max_output_tokens"] = 1
-        run = Run(stream_id, self.memory, generate=generate is not False, limit=limit)
-        run.background = bool(given.get("background"))
-        self.start(run, self.created(given))
+        generate = event.generate is not False
+        if event.background and not generate:
+            raise Refused(400, "generate: false can't be used with background", "background")
+        run = Run(
+            event.stream_id,
+            self.memory,
+            generate=generate,
+            limit=event.max_output_tokens,
+            size=len(message),
+        )
+        run.background = bool(event.background)
+        self.start(run, self.created(message, generate=generate))
 
     def start(self, run: Run, frames: AsyncIterator[Frame]) -> None:
         """Have a task send the events of a run.
 
         Raises:
-            Refused: too many run.
+            Refused: too many run, or too many bytes wait.
         """
-        if len(self.runs) >= MOST:
-            raise Refused(429, f"{MOST} requests run on this connection.", code="too_many_requests")
+        most = self.limits.requests
+        if len(self.runs) >= most:
+            message = f"{most} requests run or wait on this connection."
+            raise Refused(429, message, code="too_many_requests")
+        if all(other.stream_id != run.stream_id for other in self.runs):
+            run.size = 0
+        elif sum(other.size for other in self.runs) + run.size > self.limits.message:
+            # To read no more would hide a cancellation, the end of the connection, and the pongs.
+            message = f"{self.limits.message} bytes of requests at most wait on a connection."
+            raise Refused(429, message, code="too_many_requests")
         self.runs.add(run)
         run.task = asyncio.create_task(self.carry_out(run, frames))
 
@@ -304,6 +387,7 @@ class Connection:
         turn = self.turns.setdefault(run.stream_id, asyncio.Lock())
         try:
             async with turn:
+                run.size = 0
                 with counted(self.scope, rendering=run.new) as arrival:
                     try:
                         await self.relay(run, frames)
@@ -322,40 +406,32 @@ class Connection:
             if not run.cancelled:  # it was still waiting for its turn, otherwise
                 raise
             await self.send(run.stream_id, cancelled(run))
-        except (WebSocketDisconnect, OSError, RuntimeError):
-            self.stalled.set()  # the client is gone
+        except WebSocketDisconnect:
+            self.lose()
         finally:
             self.runs.discard(run)
+            self.idle_since = monotonic()
             if gate.leaving and not self.runs:
-                with suppress(Exception):
-                    await self.socket.close(RESTARTING, "connect again: another process takes over")
+                await self.close(RESTARTING, "connect again: another process takes over")
 
     async def relay(self, run: Run, frames: AsyncIterator[Frame]) -> None:
         """Send the events of a run, or the error that it ends with."""
-        try:
-            async with aclosing(frames):  # type: ignore[type-var]
-                async for frame in frames:
-                    if not run.generate and frame.type not in WITHOUT_OUTPUT:
-                        continue
-                    seen = NUMBERED.decode(frame.data)
-                    run.number = seen.sequence_number
-                    if frame.type in BEGINNING and run.response is None:
-                        run.response = msgspec.json.decode(seen.response)
-                    await self.send(run.stream_id, frame)
-        except Refused as error:
-            await self.refuse(error, run.stream_id)
-        except StoreUnavailable as error:
-            await self.refuse(Refused(503, error.message), run.stream_id)
-        except (WebSocketDisconnect, OSError):
-            raise
-        except Exception as error:
-            why = self.handler.create_error_response(error).error
-            if why.code >= 500:
-                log.exception("vllmops: a request on a WebSocket failed: %r", error)
-            await self.refuse(Refused(why.code, why.message, why.param), run.stream_id)
+        async with self.answering(run.stream_id), aclosing(frames):  # type: ignore[type-var]
+            async for frame in frames:
+                if not run.generate and frame.type not in WITHOUT_OUTPUT:
+                    continue
+                seen = NUMBERED.decode(frame.data)
+                run.number = seen.sequence_number
+                if frame.type in BEGINNING and run.response is None:
+                    run.response = msgspec.json.decode(seen.response)
+                await self.send(run.stream_id, frame)
 
-    async def created(self, given: dict[str, Any]) -> AsyncIterator[Frame]:
+    async def created(self, message: bytes, *, generate: bool) -> AsyncIterator[Frame]:
         """The events of a new response.
+
+        Args:
+            message: the client's; it is not decoded before its turn, as that takes more memory.
+            generate: whether output is wanted.
 
         Raises:
             Refused: the request is invalid, or the server drains.
@@ -363,49 +439,45 @@ class Connection:
         """
         if gate.closed:
             raise Refused(503, "The server is draining: connect again.", code="unavailable")
-        try:
-            request = adapter.ResponsesRequest.model_validate(given)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            param = ".".join(map(str, first["loc"][:1])) or None
-            raise Refused(400, f"{param or 'The request'}: {first['msg']}", param) from error
+        given = {**whole(message), "stream": True}
+        del message
+        for name in ("type", "stream_id", "generate"):
+            given.pop(name, None)
+        if not generate:
+            given["max_output_tokens"] = 1
         http = self.as_request(wire.ENCODE(given))
         with loaded(self.socket.app.state):
-            answer = await self.handler.create(request, http)
-            if isinstance(answer, ErrorResponse):
-                why = answer.error
-                raise Refused(why.code, why.message, why.param)
-            async with aclosing(answer):
-                async for frame in answer:
+            async with aclosing(await self.create(given, http)) as frames:  # type: ignore[type-var]
+                del given, http
+                async for frame in frames:
                     yield frame
 
-    async def resumed(self, event: dict[str, Any]) -> AsyncIterator[Frame]:
+    async def resumed(self, event: Asked) -> AsyncIterator[Frame]:
         """The events of a background response after a sequence number.
 
         Raises:
             Refused: there is no such response, or no such number.
             StoreUnavailable: the store is down.
         """
-        response_id, after = event.get("response_id"), event.get("starting_after")
-        if not isinstance(response_id, str):
-            raise Refused(400, "response_id must be a string", "response_id")
+        response_id, after = an_id(event.response_id, "response_id"), event.starting_after
         if after is not None and (type(after) is not int or not 0 <= after < 2**53):
             raise Refused(400, "starting_after must be a sequence number", "starting_after")
         async with aclosing(await self.handler.resume(self.owner, response_id, after)) as frames:
             async for frame in frames:
                 yield frame
 
-    async def cancel(self, event: dict[str, Any], stream_id: str | None) -> None:
+    async def cancel(self, event: Asked) -> None:
         """End a response: the named one, else all of a stream.
 
         Raises:
-            Refused: there is none.
+            Refused: there is none, or it is not the connection's owner's.
             StoreUnavailable: the store is down.
         """
-        response_id = event.get("response_id")
-        if response_id is None:
-            runs = [run for run in self.runs if run.stream_id == stream_id]
+        response_id = None
+        if event.response_id is None:
+            runs = [run for run in self.runs if run.stream_id == event.stream_id]
         else:
+            response_id = an_id(event.response_id, "response_id")
             runs = [run for run in self.runs if run.id == response_id]
         for run in runs:
             if run.background and run.id:
@@ -415,23 +487,24 @@ class Connection:
                 run.task.cancel()
         if runs:
             return
-        if not isinstance(response_id, str):
+        if response_id is None:
             raise Refused(404, "No response runs on this stream.", "stream_id")
         body = await self.handler.cancel(self.owner, response_id)
-        await self.send(stream_id, wire.terminal("cancelled", 0, body))
+        await self.send(event.stream_id, wire.terminal("cancelled", 0, body))
 
     async def refuse_steer(self, event: dict[str, Any]) -> None:
         """Tell a client that the engine does not change the input of what runs."""
-        response_id = event.get("previous_response_id")
+        response_id, given = event.get("previous_response_id"), event.get("input")
         run = next((run for run in self.runs if response_id and run.id == response_id), None)
-        error = {
-            "code": "steering_not_supported" if run else "response_not_found",
-            "message": "vLLM can't steer a response: cancel it, or send the input as the next one."
-            if run
-            else "No such response runs on this connection.",
-            "type": "invalid_request_error",
-        }
-        steer = {"previous_response_id": response_id, "input": event.get("input")}
+        if not (isinstance(response_id, str) and given and isinstance(given, str | list)):
+            code, message = "invalid_input", "previous_response_id and input are required."
+        elif run:
+            code = "steering_not_supported"
+            message = "vLLM can't steer a response: cancel it, or send the input as the next one."
+        else:
+            code, message = "response_not_found", "No such response runs on this connection."
+        error = {"code": code, "message": message, "type": "invalid_request_error"}
+        steer = {"previous_response_id": response_id, "input": given}
         kind = "response.steer.failed"
         body = {"type": kind, "sequence_number": 0, "error": error, "steer": steer}
         await self.send(run.stream_id if run else None, Frame(kind, wire.ENCODE(body)))
@@ -458,17 +531,21 @@ class Connection:
         if stream_id is not None:
             data = b'%b,"stream_id":%b}' % (data[:-1], wire.ENCODE(stream_id))
         async with self.sending:
-            if self.stalled.is_set():
+            if self.lost.done():
                 raise WebSocketDisconnect(POLICY)
             try:
                 async with asyncio.timeout(STALL_S):
                     await self.socket.send_text(data.decode())
             except (OSError, RuntimeError) as error:  # uvicorn has closed it
-                if not isinstance(error, TimeoutError):
-                    raise WebSocketDisconnect(POLICY) from error
-                log.warning("vllmops: a WebSocket client took no event for %.0f s", STALL_S)
-                self.stalled.set()
+                if isinstance(error, TimeoutError):
+                    log.warning("vllmops: a WebSocket client took no event for %g s", STALL_S)
+                self.lose()
                 raise WebSocketDisconnect(POLICY) from error
+
+    def lose(self) -> None:
+        """Note that the client takes nothing any more: the connection ends."""
+        if not self.lost.done():
+            self.lost.set_result(None)
 
     def as_request(self, body: bytes) -> Request:
         """A request of this connection, as if it had come by HTTP."""
@@ -479,6 +556,8 @@ class Connection:
         return Request({**self.scope, "state": dict(self.scope["state"])}, receive)
 
 
+# The connections of this process.
+opened: set[Connection] = set()
 # The events that say which response a stream is of.
 BEGINNING = frozenset({"response.created", "response.queued", "response.in_progress"})
 # The events of a request without output.
@@ -512,31 +591,55 @@ def loaded(state: Any) -> Iterator[None]:
             state.server_load_metrics -= 1
 
 
-def read(message: str | bytes) -> dict[str, Any]:
+def read(message: bytes) -> Asked:
     """An event of a client.
 
     Raises:
         Refused: it is not a JSON object.
     """
-    try:
+    with as_json():
+        return ASKED.decode(message)
+
+
+def whole(message: bytes) -> dict[str, Any]:
+    """All that a client's event has.
+
+    Raises:
+        Refused: it is not a JSON object.
+    """
+    with as_json():
         return msgspec.json.decode(message, type=dict[str, Any])
+
+
+@contextmanager
+def as_json() -> Iterator[None]:
+    """Refuse what is not a JSON object."""
+    try:
+        yield
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise Refused(
             400, f"The event is not a JSON object: {error}", code="invalid_json"
         ) from error
 
 
-def named(event: dict[str, Any]) -> str | None:
+def named(event: Asked) -> str | None:
     """The id of the stream that an event names.
 
     Raises:
         Refused: it is not an id.
     """
-    stream_id = event.get("stream_id")
-    if stream_id is None or (isinstance(stream_id, str) and 0 < len(stream_id) <= STREAM_ID):
-        return stream_id
-    message = f"stream_id must be a string of 1 to {STREAM_ID} characters"
-    raise Refused(400, message, "stream_id")
+    return None if event.stream_id is None else an_id(event.stream_id, "stream_id")
+
+
+def an_id(given: Any, param: str) -> str:
+    """An id that a client gives.
+
+    Raises:
+        Refused: it is none.
+    """
+    if isinstance(given, str) and 0 < len(given) <= LONGEST_ID:
+        return given
+    raise Refused(400, f"{param} must be a string of 1 to {LONGEST_ID} characters", param)
 
 
 def cancelled(run: Run) -> Frame:

@@ -1,0 +1,408 @@
+"""A WebSocket's connection: its limits, its order, hostile clients.
+
+The server is a real uvicorn. What makes responses is not vLLM, whose import takes longer than all
+these tests, and which can't be told when to send an event; tests/live/test_websocket.py has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request, WebSocket
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from vllmops.agent.responses import websocket, wire
+from vllmops.agent.responses.wire import Frame, Refused
+from vllmops.store.settings import Sockets
+
+Client = Callable[..., Any]
+KINDS = ("response.created", "response.completed")
+
+
+class Handler:
+    """Makes responses as a test wants them."""
+
+    def __init__(self) -> None:
+        self.goes_on = asyncio.Event()
+        self.made: list[dict[str, Any]] = []
+        self.closed = 0
+        self.sent = 0
+
+    async def create(self, given: dict[str, Any], raw_request: Request) -> AsyncIterator[Frame]:
+        self.made.append(given)
+        if given["input"] == "refused":
+            raise Refused(400, "no", "input")
+        if given["input"] == "broken":
+            raise OSError("a defect of the server's own")
+        assert json.loads(await raw_request.body()) == given
+        return self.stream(given)
+
+    async def stream(self, given: dict[str, Any]) -> AsyncIterator[Frame]:
+        body: dict[str, Any] = {"id": f"resp_{len(self.made)}", "owner": "", "output": []}
+        try:
+            yield frame("response.created", 0, response=body)
+            while given["input"] == "flood":
+                self.sent += 1
+                await asyncio.sleep(0)  # as an engine's stream, whose tokens take time
+                yield frame("response.output_text.delta", self.sent, delta="x" * 10_000)
+            if given["input"] == "large":  # more than the kernels buffer, as the last event
+                body["output"] = "x" * 20_000_000
+            if given["input"] == "wait":
+                await self.goes_on.wait()
+            yield frame("response.completed", 1, response={**body, "status": "completed"})
+        finally:
+            self.closed += 1
+
+    async def cancel(self, who: str, response_id: str) -> bytes:
+        raise wire.not_found(response_id)
+
+    async def resume(self, who: str, response_id: str, after: int | None) -> AsyncIterator[Frame]:
+        raise wire.not_found(response_id)
+
+    def create_error_response(self, error: Exception) -> Any:
+        return SimpleNamespace(error=SimpleNamespace(code=500, message=str(error), param=None))
+
+
+async def reached(state: Callable[[], bool]) -> None:
+    while not state():  # noqa: ASYNC110 - what others own has no event
+        await asyncio.sleep(0.005)
+
+
+def frame(kind: str, number: int, **fields: Any) -> Frame:
+    body = {"type": kind, "sequence_number": number, **fields}
+    return Frame(kind, msgspec.json.encode(body))
+
+
+@asynccontextmanager
+async def server(handler: Handler, limits: Sockets) -> AsyncIterator[Client]:
+    """A server; gives what connects a client."""
+    app = FastAPI()
+    app.state.args = SimpleNamespace()
+    app.state.openai_serving_responses = handler
+
+    @app.websocket("/v1/responses")
+    async def serve(given: WebSocket) -> None:
+        if why := websocket.refusal(given, ["one", "two"], limits):
+            await websocket.deny(given, *why)
+            return
+        await websocket.Connection(given, handler, "me", handler.create, limits).serve()
+
+    # Where asyncio knows the protocol, it turns Nagle's algorithm off.
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"ws://127.0.0.1:{listener.getsockname()[1]}/v1/responses"
+        config = uvicorn.Config(app, log_level="error", lifespan="off", ws_ping_interval=0.2)
+        running = uvicorn.Server(config)
+        task = asyncio.create_task(running.serve([listener]))
+        await reached(lambda: running.started)
+
+        def client(key: str = "Bearer one", **more: Any) -> Any:
+            return connect(url, additional_headers={"Authorization": key}, **more)
+
+        try:
+            yield client
+        finally:
+            running.should_exit = True
+            await task
+
+
+def play(
+    act: Callable[[Client, Handler], Coroutine[Any, Any, None]], limits: Sockets | None = None
+) -> None:
+    async def whole() -> None:
+        handler = Handler()
+        async with asyncio.timeout(20), server(handler, limits or Sockets()) as client:
+            await act(client, handler)
+        assert not websocket.opened
+
+    asyncio.run(whole())
+
+
+async def ask(client: ClientConnection, text: str, **fields: Any) -> None:
+    await client.send(json.dumps({"type": "response.create", "input": text, **fields}))
+
+
+async def hear(client: ClientConnection) -> Any:
+    return json.loads(await client.recv())
+
+
+async def closed(client: ClientConnection) -> int:
+    """The code with which the server closes a connection."""
+    try:
+        while True:
+            await client.recv()
+    except ConnectionClosed as error:
+        return error.rcvd.code if error.rcvd else 0
+
+
+def test_idle_time_begins_where_the_last_run_ends() -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        loop = asyncio.get_running_loop()
+        async with client() as one:
+            await ask(one, "wait")
+            await asyncio.sleep(0.5)
+            handler.goes_on.set()
+            assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
+            ended = loop.time()
+            assert await closed(one) == websocket.GOING_AWAY
+            assert loop.time() - ended > 0.25
+
+    play(act, Sockets(idle_s=0.3))
+
+
+def test_a_message_begins_the_idle_time_again() -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            for _ in range(4):
+                await asyncio.sleep(0.15)
+                await one.send("{}")
+                assert (await hear(one))["code"] == "400"
+            assert await closed(one) == websocket.GOING_AWAY
+
+    play(act, Sockets(idle_s=0.3))
+
+
+def test_bytes_that_wait_have_a_bound() -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            await ask(one, "wait")
+            assert (await hear(one))["type"] == KINDS[0]
+            for number in range(3):
+                await ask(one, "x" * 600, user=number)
+            refused = await hear(one)
+            assert (refused["status"], refused["code"]) == (429, "too_many_requests")
+            assert (await hear(one))["status"] == 429
+            await ask(one, "y" * 600, stream_id="other")  # it has no need to wait
+            assert [(await hear(one))["stream_id"] for _ in KINDS] == ["other"] * 2
+            # Longer than a ping may take: a connection that is full is alive, and hears more.
+            await asyncio.sleep(0.5)
+            await one.send('{"type": "response.cancel"}')
+            kinds = [(await hear(one))["type"] for _ in range(2)]
+            assert kinds == ["response.cancelled"] * 2
+            await ask(one, "z" * 600)
+            assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
+
+    play(act, Sockets(message=1000))
+
+
+def test_requests_have_a_bound() -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            for number in range(3):
+                await ask(one, "wait", stream_id=str(number))
+            heard = [await hear(one) for _ in range(3)]
+            assert sorted(event["type"] for event in heard) == ["error", *KINDS[:1] * 2]
+
+    play(act, Sockets(requests=2))
+
+
+@pytest.mark.parametrize("message", ["x" * 101, "ä" * 51, b"x" * 101])
+def test_a_message_that_is_too_large(message: str | bytes) -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            await one.send(message)
+            assert await closed(one) == websocket.TOO_BIG
+
+    play(act, Sockets(message=100))
+
+
+def test_connections_have_a_bound() -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client(), client():
+            with pytest.raises(InvalidStatus) as error:
+                async with client():
+                    pass
+            assert error.value.response.status_code == 503
+        await reached(lambda: not websocket.opened)
+        async with client():
+            pass
+
+    play(act, Sockets(connections=2))
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://here", None),
+        ("https://friend", None),
+        ("http://elsewhere", 403),
+        ("http://[", 403),
+        ("null", 403),
+    ],
+)
+def test_the_origin_of_a_page(origin: str, status: int | None) -> None:
+    arguments = SimpleNamespace(allowed_origins=["https://friend"])
+    state = SimpleNamespace(args=arguments, openai_serving_responses=Handler)
+    headers = {"host": "here", "origin": origin}
+    given: Any = SimpleNamespace(headers=headers, app=SimpleNamespace(state=state))
+    why = websocket.refusal(given, [], Sockets())
+    assert (why[0] if why else None) == status
+
+
+@pytest.mark.parametrize("key", ["", "Bearer", "Bearer wrong", "Basic one", "Bearer \xfc"])
+def test_a_wrong_key(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        with pytest.raises(InvalidStatus) as error:
+            async with client(key=key):
+                pass
+        assert error.value.response.status_code == 401
+
+    play(act)
+    assert not caplog.records
+
+
+def test_an_idle_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "CLOSE_S", 0.2)
+
+    async def act(client: Client, handler: Handler) -> None:
+        async with client(max_queue=1, compression=None) as slow:
+            await ask(slow, "large")
+            await reached(lambda: handler.closed == 1)
+            await reached(lambda: not websocket.opened)
+
+    play(act, Sockets(idle_s=0.3))
+
+
+def test_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "STALL_S", 0.3)
+
+    async def act(client: Client, handler: Handler) -> None:
+        async with client(max_queue=1, compression=None) as slow, client() as quick:
+            await ask(slow, "flood")
+            await hear(slow)
+            await asyncio.sleep(0.2)
+            await ask(quick, "hello")
+            assert [(await hear(quick))["type"] for _ in KINDS] == [*KINDS]
+            await reached(lambda: handler.closed == 2)
+            assert handler.sent < 2000  # what the kernels buffer, and no more
+            assert await closed(slow) == websocket.POLICY
+
+    play(act)
+
+
+DEEP = "[" * 500 + "]" * 500
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        b"\xff\xfe",
+        b"{}",
+        "[" * 100_000,
+        '{"type": ' + DEEP + "}",
+        '{"type": "' + "x" * 100_000 + '"}',
+        '{"type": {}}',
+        '{"type": "response.create", "input": "\\ud800"}',
+        '{"type": "response.create", "input": ' + "[" * 100_000 + "}",
+        '{"type": "response.create", "stream_id": 3}',
+        '{"type": "response.create", "stream_id": ""}',
+        '{"type": "response.create", "stream_id": []}',
+        '{"type": "response.create", "stream_id": "' + "x" * 257 + '"}',
+        '{"type": "response.create", "generate": "no"}',
+        '{"type": "response.create", "generate": false, "background": true}',
+        '{"type": "response.create", "input": "refused"}',
+        '{"type": "response.cancel"}',
+        '{"type": "response.cancel", "response_id": 3}',
+        '{"type": "response.cancel", "response_id": {}}',
+        '{"type": "response.cancel", "response_id": ""}',
+        '{"type": "response.cancel", "response_id": "resp_of_another"}',
+        '{"type": "response.cancel", "stream_id": "absent"}',
+        '{"type": "response.resume"}',
+        '{"type": "response.resume", "response_id": ' + DEEP + "}",
+        '{"type": "response.resume", "response_id": "resp_1", "starting_after": "x"}',
+        '{"type": "response.resume", "response_id": "resp_1", "starting_after": true}',
+        '{"type": "response.resume", "response_id": "resp_1", "starting_after": -1}',
+        '{"type": "response.resume", "response_id": "resp_1", "starting_after": 1e400}',
+        '{"type": "response.resume", "response_id": "resp_of_another"}',
+    ],
+)
+def test_an_invalid_event_is_one_error(
+    message: str | bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            await one.send(message)
+            error = await hear(one)
+            assert error["type"] == "error"
+            assert 400 <= error["status"] < 500, error
+            assert error["error"].keys() == {"type", "code", "message", "param"}
+            assert len(error["message"]) < 1000
+            await ask(one, "hello")
+            assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
+
+    play(act)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"previous_response_id": "resp_1", "input": "x"}, "steering_not_supported"),
+        ({"previous_response_id": "resp_2", "input": "x"}, "response_not_found"),
+        ({"previous_response_id": {}, "input": "x"}, "invalid_input"),
+        ({"previous_response_id": "resp_1", "input": 3}, "invalid_input"),
+        ({}, "invalid_input"),
+    ],
+)
+def test_steering_is_refused(fields: dict[str, Any], code: str) -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            await ask(one, "wait")
+            await hear(one)
+            await one.send(json.dumps({"type": "response.steer", **fields}))
+            failed = await hear(one)
+            assert (failed["type"], failed["error"]["code"]) == ("response.steer.failed", code)
+
+    play(act)
+
+
+def test_a_defect_is_an_error_event_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            await ask(one, "broken")
+            assert (await hear(one))["status"] == 500
+            await ask(one, "hello")
+            assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
+
+    play(act)
+    assert "a defect" in caplog.text
+
+
+def test_many_streams_leave_nothing() -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            for number in range(200):
+                await ask(one, "hello", stream_id=f"stream {number}")
+                assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
+            (connection,) = websocket.opened
+            assert not connection.runs
+            assert len(connection.turns) <= 1
+
+    play(act)
+
+
+def test_what_runs_ends_with_the_connection() -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            for name in "ab":
+                await ask(one, "wait", stream_id=name)
+                await hear(one)
+            await ask(one, "hello", stream_id="a")
+        await reached(lambda: handler.closed == 2)
+        assert len(handler.made) == 2
+
+    play(act)
