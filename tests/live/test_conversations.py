@@ -194,7 +194,7 @@ def test_a_session_of_the_agents_sdk(kept: Live, client: Any) -> None:
             model=OpenAIResponsesModel(MODEL, own),
             model_settings=ModelSettings(**SPEAKS),
         )
-        session = OpenAIConversationsSession(openai_client=own)
+        session: Any = OpenAIConversationsSession(openai_client=own)
         quiet = RunConfig(tracing_disabled=True)
         for text in ("one", "two"):
             await Runner.run(agent, text, session=session, run_config=quiet)
