@@ -43,6 +43,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         servers = dict(started(setting, stack))
         for server in servers.values():
             server.load([server.request(PATH, BODY)] * (48 if setting.short else 480), CONNECTIONS)
+        yield passed(setting, servers)
         yield from created(setting, servers)
         yield from read(setting, servers)
         yield from chained(setting, servers)
@@ -86,6 +87,14 @@ def gateway(setting: Setting, behind: Server) -> Iterator[Server]:
     finally:
         process.kill()
         process.wait()
+
+
+def passed(setting: Setting, servers: Mapping[str, Server]) -> Figure:
+    """A request that is none of ours."""
+    two = {name: servers[name] for name in (STOCK, "sqlite")}
+    bursts = {name: [item.request("/health")] * 4 * BURST for name, item in two.items()}
+    times = taken(two, bursts, 3 if setting.short else 200)
+    return compared(setting, "GET /health", "sqlite", times, STOCK, 1 / 0.98)
 
 
 def created(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
