@@ -34,6 +34,8 @@ TEMPLATE = (
 LENGTH = ("--max-model-len", "4096")
 # A random model may end an answer with any token.
 ENDLESS: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
+# Or say nothing but what is no text: so it says one word, and ends.
+SPEAKS: dict[str, Any] = {"extra_body": {"structured_outputs": {"choice": ["on"]}}}
 # Of these a fast machine is done with 1,800 before the next request comes.
 SLOW: dict[str, Any] = {"max_output_tokens": 3800, **ENDLESS}
 # Within which what is cancelled has to stop, wherever it runs.

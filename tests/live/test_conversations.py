@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +10,21 @@ from typing import Any
 
 import openai
 import pytest
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIConversationsSession,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+)
 from openai.types.conversations import Conversation, ConversationDeletedResource
 from openai.types.conversations.conversation_item import ConversationItem
 from openai.types.conversations.conversation_item_list import ConversationItemList
 from pydantic import TypeAdapter
 
 from . import clients
-from .clients import LENGTH, background, connect, ended, say, talkative
+from .clients import LENGTH, MODEL, SPEAKS, background, connect, ended, say, talkative
 from .conftest import Cli, Live
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
@@ -175,6 +184,36 @@ def test_turns_of_every_kind(client: Any, way: str) -> None:
     sent = [user("you are a lamp"), *outputs, user("six")]
     explicit = say(client, sent, store=False)
     assert say(client, "six", conversation=named).usage.input_tokens == explicit.usage.input_tokens
+
+
+def test_a_session_of_the_agents_sdk(kept: Live, client: Any) -> None:
+    async def converse() -> tuple[str, list[Any]]:
+        own = openai.AsyncOpenAI(base_url=clients.base(kept), api_key="one")
+        agent = Agent(
+            name="keeper",
+            model=OpenAIResponsesModel(MODEL, own),
+            model_settings=ModelSettings(**SPEAKS),
+        )
+        session: Any = OpenAIConversationsSession(openai_client=own)
+        quiet = RunConfig(tracing_disabled=True)
+        for text in ("one", "two"):
+            await Runner.run(agent, text, session=session, run_config=quiet)
+        assert (await session.pop_item())["role"] == "assistant"
+        streamed = Runner.run_streamed(agent, "three", session=session, run_config=quiet)
+        assert [event async for event in streamed.stream_events()]
+        assert streamed.final_output == "on"
+        items, named = await session.get_items(), session.session_id
+        assert await session.get_items(limit=2) == items[-2:]
+        again = OpenAIConversationsSession(conversation_id=named, openai_client=own)
+        assert await again.get_items() == items
+        await session.clear_session()
+        await own.close()
+        return named, items
+
+    named, items = asyncio.run(converse())
+    assert [item["role"] for item in items] == ["user", "assistant", "user", "user", "assistant"]
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(named)
 
 
 def test_two_at_once_never_mix(client: Any) -> None:

@@ -46,6 +46,7 @@ from .clients import (
     ENDLESS,
     LENGTH,
     MODEL,
+    SPEAKS,
     STOPPED_S,
     WAYS,
     Load,
@@ -590,7 +591,7 @@ def test_a_carrier_that_is_refused(client: Any, keyring: Path, case: str) -> Non
 COMPACT: dict[str, Any] = {
     "extra_body": {
         "context_management": [{"type": "compaction", "compact_threshold": 50}],
-        **ENDLESS["extra_body"],
+        **SPEAKS["extra_body"],
     }
 }
 
@@ -686,12 +687,12 @@ def test_a_session_of_the_agents_sdk_is_compacted(base: str) -> None:
             *("s", SQLiteSession("s")),
             client=client,
             model="gpt-demo",
-            should_trigger_compaction=lambda context: len(context["session_items"]) >= 4,
+            should_trigger_compaction=lambda seen: len(seen["compaction_candidate_items"]) >= 2,
         )
         agent = Agent(
             name="keeper",
             model=OpenAIResponsesModel("gpt-demo", client),
-            model_settings=ModelSettings(max_tokens=2000),  # within which it ends
+            model_settings=ModelSettings(**SPEAKS),
         )
         for text in ("one", "two", "three"):
             await Runner.run(
