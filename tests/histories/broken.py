@@ -1,0 +1,146 @@
+"""Backends on SQLite with one defect each, for the checker to find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
+
+from vllmops.store.backend import EVERYBODY, Backend, Limits
+from vllmops.store.conversations import Addition, Entries, Entry, Outcome
+from vllmops.store.packing import deflate
+from vllmops.store.response import Response
+from vllmops.store.sqlite import Sqlite
+
+
+class Broken(Sqlite):
+    def __init__(self, url: str, limits: Limits) -> None:
+        super().__init__(url, limits, "vllmops")
+
+
+class LosesAddition(Broken):
+    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
+        return await super().add_entries(replace(addition, entries=[]), *args, **kwargs)
+
+
+class TearsAddition(Broken):
+    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
+        torn = replace(addition, entries=list(addition.entries)[:1])
+        return await super().add_entries(torn, *args, **kwargs)
+
+
+class DoublesAddition(Broken):
+    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
+        entries = list(addition.entries)
+        again = [replace(one, id=one.id + "x") for one in entries]
+        twice = replace(addition, entries=entries + again)
+        return await super().add_entries(twice, *args, **kwargs)
+
+
+class SwapsOrder(Broken):
+    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
+        swapped = replace(addition, entries=list(addition.entries)[::-1])
+        return await super().add_entries(swapped, *args, **kwargs)
+
+
+class AddsWhatItRefuses(Broken):
+    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
+        outcome = await super().add_entries(addition, *args, **kwargs)
+        return Outcome.LOCKED if outcome is Outcome.DONE and not addition.holder else outcome
+
+
+class ReadsStale(Broken):
+    kept: ClassVar[dict[str, Entries | None]] = {}
+
+    async def page_entries(self, owner: str, conversation_id: str, **given: Any) -> Entries | None:
+        if conversation_id not in self.kept:
+            self.kept[conversation_id] = await super().page_entries(owner, conversation_id, **given)
+        return self.kept[conversation_id]
+
+
+class LosesOldest(Broken):
+    async def page_entries(self, *args: Any, **given: Any) -> Entries | None:
+        found = await super().page_entries(*args, **given)
+        return found and Entries(found.entries[1:], found.more)
+
+
+class ForgetsHold(Broken):
+    async def hold(
+        self, owner: str, conversation_id: str, holder: str
+    ) -> tuple[Outcome, list[Entry]]:
+        held = await super().hold(owner, conversation_id, holder)
+        await self.release(conversation_id, holder)
+        return held
+
+    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
+        return await super().add_entries(replace(addition, holder=""), *args, **kwargs)
+
+
+class HoldSeesNothing(Broken):
+    async def hold(
+        self, owner: str, conversation_id: str, holder: str
+    ) -> tuple[Outcome, list[Entry]]:
+        outcome, entries = await super().hold(owner, conversation_id, holder)
+        return outcome, entries[:-2]
+
+
+class DropsOwner(Broken):
+    async def page_entries(self, owner: str, *args: Any, **given: Any) -> Entries | None:
+        return await super().page_entries(EVERYBODY, *args, **given)
+
+
+class DropsOwnerOfResponses(Broken):
+    async def get(self, owner: str, response_id: str) -> Response | None:
+        return await super().get(EVERYBODY, response_id)
+
+
+class KeepsDeleted(Broken):
+    async def delete(self, owner: str, response_id: str) -> bool:
+        return await self.get(owner, response_id) is not None
+
+
+class KeepsDeletedConversation(Broken):
+    async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
+        return await self.get_conversation(owner, conversation_id) is not None
+
+
+class StatusGoesBack(Broken):
+    seen: ClassVar[dict[str, int]] = {}
+
+    async def get(self, owner: str, response_id: str) -> Response | None:
+        found = await super().get(owner, response_id)
+        self.seen[response_id] = self.seen.get(response_id, 0) + 1
+        if found and self.seen[response_id] % 2 == 0:
+            return replace(found, status="queued")
+        return found
+
+
+class CompletesCancelled(Broken):
+    async def put(self, response: Response, **_: Any) -> bool:
+        return await super().put(response, unless_status=())
+
+
+class LosesAnswer(Broken):
+    seen: ClassVar[dict[str, int]] = {}
+
+    async def get(self, owner: str, response_id: str) -> Response | None:
+        found = await super().get(owner, response_id)
+        self.seen[response_id] = self.seen.get(response_id, 0) + 1
+        if found and found.status == "completed" and self.seen[response_id] % 2:
+            body = deflate(
+                json.dumps({"id": found.id, "status": "completed", "output": []}).encode()
+            )
+            return replace(found, body=body)
+        return found
+
+
+class LosesResponse(Broken):
+    async def put(self, response: Response, **given: Any) -> bool:
+        done = await super().put(response, **given)
+        await self.delete(response.owner, response.id)
+        return done
+
+
+BROKEN: Sequence[type[Backend]] = Broken.__subclasses__()

@@ -1,0 +1,59 @@
+"""The checker accepts a right history, and finds each thing that can be wrong with one."""
+
+from __future__ import annotations
+
+import pytest
+
+from .checker import Op, check
+
+MADE = Op("create", "c", "ann", 0, 1, 200)
+ADDED = Op("add", "c", "ann", 2, 3, 200, ("a", "b"))
+TURN = Op("turn", "c", "ann", 4, 5, 200, ("q", "re:q"), "saw:a,b")
+RESPOND = Op("respond", "r", "ann", 0, 1, 200, (), "queued")
+
+
+def read(*marks: str, code: int = 200, at: float = 6, owner: str = "ann") -> Op:
+    return Op("read", "c", owner, at, at + 0.5, code, marks)
+
+
+def got(status: str, at: float, *marks: str) -> Op:
+    return Op("get", "r", "ann", at, at + 0.5, 200, marks, status)
+
+
+def test_a_right_history() -> None:
+    other = read(code=404, owner="bob")
+    busy = Op("turn", "c", "ann", 4, 5, 409, ("x", "re:x"))
+    unknown = Op("add", "c", "ann", 5, 5.5, 0, ("y", "z"))
+    ops = [MADE, ADDED, TURN, busy, unknown, read("a", "b", "q", "re:q"), other]
+    later = read("a", "b", "q", "re:q", "y", "z", at=8)
+    ends = [RESPOND, got("in_progress", 2), got("lost", 3), got("completed", 4, "re:r")]
+    assert check([*ops, later, *ends]) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ([read("a", "b")], "were lost"),
+        ([read("a", "b", "q", "re:q", "q", "re:q")], "doubled"),
+        ([read("b", "a", "q", "re:q")], "torn"),
+        ([read("q", "re:q", "a", "b")], "stand behind"),
+        ([read("a", "b", "q", "re:q", "ghost")], "nobody added"),
+        ([read(code=404)], "did not find"),
+        ([read("a", "b", "q", "re:q", owner="bob")], "could read"),
+        (
+            [Op("delete", "c", "ann", 5, 5.5, 200), read("a", "b", "q", "re:q")],
+            "after it was deleted",
+        ),
+        ([Op("turn", "c", "ann", 6, 7, 500, ("x",))], "answered 500"),
+        (
+            [Op("turn", "c", "ann", 6, 7, 409, ("x",)), read("a", "b", "q", "re:q", "x", at=8)],
+            "after 409",
+        ),
+        ([read("a", "b", "q", "re:q"), read("a", at=9)], "earlier one"),
+        ([got("completed", 2), got("in_progress", 3)], "became in_progress"),
+        ([got("cancelled", 2), got("completed", 3)], "became completed"),
+        ([got("completed", 2, "x"), got("completed", 3, "y")], "changed"),
+    ],
+)
+def test_a_wrong_history(wrong: list[Op], says: str) -> None:
+    assert any(says in line for line in check([MADE, ADDED, TURN, RESPOND, *wrong]))
