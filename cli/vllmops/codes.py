@@ -220,6 +220,7 @@ ErrorCode = Literal[
     "target.unknown",
     "top.no-terminal",
     "top.no-textual",
+    "top.timeout",
     "uds.unusable",
     "unconfirmed",
     "usage",

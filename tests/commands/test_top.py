@@ -57,3 +57,10 @@ def test_without_a_terminal_the_error_says_what_works(monkeypatch: pytest.Monkey
     with pytest.raises(VllmopsError) as raised:
         top.check()
     assert raised.value.code == "top.no-terminal"
+
+
+def test_a_server_that_is_too_late_is_an_error(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.serve("demo")
+    monkeypatch.setattr(top, "ONCE_S", 0.0)
+    (error,) = top.at_once(["demo"]).errors
+    assert (error.code, error.exit_code) == ("top.timeout", Exit.TIMED_OUT)

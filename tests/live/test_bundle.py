@@ -12,7 +12,7 @@ from .conftest import Live
 def test_all_of_a_healthy_server(vision_server: Live, tmp_path: Path) -> None:
     path = tmp_path / "b.tar.gz"
     # Many test processes share few cores.
-    options = ("-t", vision_server.name, "-o", str(path), "--timeout", "60", "--json")
+    options = ("-t", vision_server.name, "-o", str(path), "--timeout", "180", "--json")
     ran = vision_server.cli("bundle", *options)
     assert ran.code == 0, ran.err
     with tarfile.open(path) as found:

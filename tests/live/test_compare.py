@@ -77,7 +77,7 @@ def test_drift_is_told_while_requests_are_in_flight(vision_server: Any) -> None:
         assert found(vision_server, "--apart", "0.1") == {"mm-cache.front-only"}
         ran = compare(vision_server, "--apart", "0.1", "--fail-on", "warning")
         # Within a second, on a machine that is as busy, it may come to know nothing.
-        until(lambda: "mm-cache.front-only" in told_by_doctor(vision_server))
+        until(lambda: "mm-cache.front-only" in told_by_doctor(vision_server), 150)
     assert ran.code == 1
     assert statuses == {200}
     (drift,) = ran.data["findings"]

@@ -86,7 +86,7 @@ def test_one_screen_has_what_the_server_does(server: Live, load: None) -> None:
     assert states["engine"] in {"at work", "idle"}
     assert {"mm-lru P0", "mm-lru P1"} <= {cache["name"] for cache in found["caches"]}
     assert found["requests"][0]["id"].startswith("cmpl-")
-    assert "tokens/s" in server.cli("top", "--once", "-t", server.name).out
+    until(lambda: "tokens/s" in server.cli("top", "--once", "-t", server.name).out)
 
 
 def test_the_full_screen_shows_and_ends_a_request(server: Live, held: list[httpx.Response]) -> None:

@@ -65,12 +65,24 @@ def at_once(targets: list[str]) -> Result:
     look.once(followers, ONCE_S)
     now_s = time.monotonic()
     servers = [rows.server(each.target, each.looks, now_s) for each in followers]
-    errors = tuple(each.failure for each in followers if each.failure)
+    errors = tuple(filter(None, map(trouble, followers)))
     return Result(
         {"servers": servers},
         lambda: list(screen(servers)),
         max((error.exit_code for error in errors), default=Exit.OK),
         errors,
+    )
+
+
+def trouble(follower: look.Follower) -> VllmopsError | None:
+    """Why nothing is known of a server; None where something is."""
+    if follower.looks or follower.failure:
+        return follower.failure
+    return VllmopsError(
+        "top.timeout",
+        f"{follower.target} did not answer within {ONCE_S:g} s: the machine is busy, or it hangs",
+        f"vllmops status -t {follower.target}",
+        exit_code=Exit.TIMED_OUT,
     )
 
 
