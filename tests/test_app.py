@@ -87,7 +87,7 @@ def test_every_command_keeps_the_envelope(
     untargeted = {("ps",), ("serve",), ("patches", "show"), ("memory", "report")}
     untargeted |= {("stacks", "explain"), ("help",)}
     needy = ("show", "cancel", "delete", "purge", "export", "import", "check-store")
-    untargeted |= {("responses", item) for item in needy}
+    untargeted |= {(noun, item) for noun in ("responses", "conversations") for item in needy}
     untargeted |= {("requests", "show"), ("requests", "abort"), ("probe",)}
     untargeted |= {("integrate", "systemd"), ("integrate", "kubernetes")}
     if words not in untargeted and words[0] not in {"keygen", "keys"}:

@@ -102,6 +102,9 @@ def turns(all_of_them: list[Any], number: int) -> list[Any]:
     """Those whose turn it is at a bad input of that number."""
     if EVERYTHING or len(all_of_them) <= TURNS:
         return all_of_them
+    if all_of_them is LEAVES:  # each of them once, by all inputs together
+        count = len(STREAMS) + len(TERMINALS) + len(HOMES) + len(LIMITS)
+        return all_of_them[number * len(LEAVES) // count : (number + 1) * len(LEAVES) // count]
     start = number * TURNS
     return [all_of_them[(start + each) % len(all_of_them)] for each in range(TURNS)]
 

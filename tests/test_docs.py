@@ -117,6 +117,8 @@ LIVE = {
     "vllmops responses list -t demo": (0, ""),
     "vllmops responses show resp_9d1f43c8 -t demo": (0, ""),
     "vllmops responses stats -t demo": (0, ""),
+    "vllmops conversations list -t demo": (0, ""),
+    "vllmops conversations show conv_4f1c -t demo": (5, ""),  # one that was deleted
     "vllmops responses cancel --all-running --older-than 15m -t demo": (0, ""),
     "vllmops responses purge --older-than 7d --status failed -t demo": (0, "--yes"),
     "vllmops requests list -t demo": (0, ""),
@@ -159,6 +161,13 @@ PARSED = {
     "vllmops top -t demo -t 29914": "the same",
     "vllmops responses export --store sqlite:////srv/responses.db -o responses.jsonl": "a store",
     "vllmops responses import responses.jsonl --store postgresql://user@host/database": "a store",
+    **dict.fromkeys(
+        (
+            "vllmops conversations export --store sqlite:////srv/responses.db -o a.jsonl",
+            "vllmops conversations import a.jsonl --store postgresql://user@host/database",
+        ),
+        "a store",
+    ),
 }
 
 

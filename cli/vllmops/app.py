@@ -62,6 +62,7 @@ COMMANDS = {
     "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
     "requests": Entry("requests", "Requests that a server works on.", several=True),
     "responses": Entry("responses", "Stored responses.", several=True),
+    "conversations": Entry("conversations", "Stored conversations.", several=True),
     "integrate": Entry("integrate", "What systemd and Kubernetes need.", several=True),
     "keygen": Entry("keygen", "Print a fresh random key."),
     "keys": Entry("keys", "Keys that protect client-held conversation state.", several=True),

@@ -71,6 +71,8 @@ ErrorCode = Literal[
     "compare.no-agent",
     "compare.no-engine",
     "compare.timeout",
+    "conversations.broken",
+    "conversations.unknown",
     "core.no-program",
     "core.no-pystack",
     "core.not-a-core",

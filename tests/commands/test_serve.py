@@ -117,8 +117,8 @@ def test_where_responses_are_kept(lab: Any) -> None:
 
 
 def test_limits_of_websockets(lab: Any) -> None:
-    limits = ("--websocket-max-message", "4M", "--websocket-idle", "1.5h")
-    more = ("--websocket-max-requests", "7", "--websocket-max-connections", "30")
+    limits = ("--ws-max-message", "4M", "--ws-idle", "1.5h")
+    more = ("--ws-max-requests", "7", "--ws-max-connections", "30")
     words = lab.words("a", *limits, *more, "--dry-run")
     environment = lab.vllmops(*words, "--json").data["environment"]
     assert environment["VLLMOPS_WEBSOCKET_MAX_MESSAGE"] == str(4 << 20)
@@ -138,9 +138,9 @@ def test_limits_of_websockets(lab: Any) -> None:
         (("--carrier", "v1"), "v2"),
         (("--compaction-prompt", "/dev/null"), "--compaction-prompt"),
         (("--env", "VLLMOPS_CARRIER=v1"), "VLLMOPS_CARRIER"),
-        (("--websocket-max-message", "17M"), "VLLMOPS_WEBSOCKET_MAX_MESSAGE"),
-        (("--websocket-max-message", "0"), "VLLMOPS_WEBSOCKET_MAX_MESSAGE"),
-        (("--websocket-idle", "soon"), "is not a duration"),
+        (("--ws-max-message", "17M"), "VLLMOPS_WEBSOCKET_MAX_MESSAGE"),
+        (("--ws-max-message", "0"), "VLLMOPS_WEBSOCKET_MAX_MESSAGE"),
+        (("--ws-idle", "soon"), "is not a duration"),
         (("--store", "memory://", "--", "--api-server-count", "2"), "works for one process only"),
         (("--env", "VLLM_RESPONSES_STORE_BACKEND=a.B"), "No module named 'a'"),
     ],

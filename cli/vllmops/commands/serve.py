@@ -100,10 +100,10 @@ def serve(
     carrier: opts.Carrier = None,
     carrier_ttl: opts.CarrierTtl = None,
     compaction_prompt: opts.CompactionPrompt = None,
-    websocket_max_message: opts.WebsocketMaxMessage = None,
-    websocket_idle: opts.WebsocketIdle = None,
-    websocket_max_requests: opts.WebsocketMaxRequests = None,
-    websocket_max_connections: opts.WebsocketMaxConnections = None,
+    ws_max_message: opts.WsMaxMessage = None,
+    ws_idle: opts.WsIdle = None,
+    ws_max_requests: opts.WsMaxRequests = None,
+    ws_max_connections: opts.WsMaxConnections = None,
     admin_token: opts.AdminToken = None,
     watch: opts.Watch = False,
     watch_exec: opts.WatchExec = None,
@@ -132,9 +132,7 @@ def serve(
     env += [*given, *unpatched(no_patch or []), *limits]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
     env += summarized(compaction_prompt)
-    env += connected(
-        websocket_max_message, websocket_idle, websocket_max_requests, websocket_max_connections
-    )
+    env += connected(ws_max_message, ws_idle, ws_max_requests, ws_max_connections)
     order = place(model, demo, name, host, port, detach, env, behind)
     watcher = watching(
         watch,

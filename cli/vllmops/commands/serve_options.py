@@ -172,7 +172,7 @@ CompactionPrompt = Annotated[
         rich_help_panel=CARRIERS,
     ),
 ]
-WebsocketMaxMessage = Annotated[
+WsMaxMessage = Annotated[
     int | None,
     typer.Option(
         parser=size_,
@@ -182,7 +182,7 @@ WebsocketMaxMessage = Annotated[
         rich_help_panel=WEBSOCKETS,
     ),
 ]
-WebsocketIdle = Annotated[
+WsIdle = Annotated[
     str | None,
     typer.Option(
         parser=time_,
@@ -192,7 +192,7 @@ WebsocketIdle = Annotated[
         rich_help_panel=WEBSOCKETS,
     ),
 ]
-WebsocketMaxRequests = Annotated[
+WsMaxRequests = Annotated[
     int | None,
     typer.Option(
         parser=count(1, MOST),
@@ -200,7 +200,7 @@ WebsocketMaxRequests = Annotated[
         rich_help_panel=WEBSOCKETS,
     ),
 ]
-WebsocketMaxConnections = Annotated[
+WsMaxConnections = Annotated[
     int | None,
     typer.Option(
         parser=count(1, MOST),

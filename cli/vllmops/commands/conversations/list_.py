@@ -1,0 +1,108 @@
+"""``vllmops conversations list``: stored conversations, the newest first."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from ... import output
+from ...output import Json, Result, command
+from ...store.backend import CursorUnknown
+from ..options import Target, count
+from ..responses.entries import OWNER_LETTERS, age
+from ..responses.show import json_of
+from ..responses.sources import PAGE, usage
+from .place import Store, every_id, opened, walk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from ...store.conversations import Conversation
+
+
+@command
+def list_(
+    *,
+    target: Target = None,
+    store: Store = None,
+    limit: Annotated[
+        int,
+        typer.Option(
+            "--limit", "-n", parser=count(), help="Maximum number of conversations to list."
+        ),
+    ] = 20,
+    every: Annotated[bool, typer.Option("--all", help="List all conversations.")] = False,
+    after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            autocompletion=every_id,
+            help="List the conversations that follow this one in the list.",
+            show_default=False,
+        ),
+    ] = None,
+    json_: Json = False,
+) -> Result:
+    """List conversations of all API keys, the newest first.
+
+    It reads the store itself: that of a server of this machine, or --store.
+    """
+    found, more = asyncio.run(listed(target, store, None if every else limit, after))
+    data = {
+        "conversations": list(map(listed_form, found)),
+        "next": found[-1].id if more else None,
+    }
+    return Result(
+        data, lambda: listing(found, more=more) if found else ["no conversations are stored"]
+    )
+
+
+async def listed(
+    target: str | None, store: str | None, limit: int | None, after: str | None
+) -> tuple[list[Conversation], bool]:
+    """The newest conversations, and whether more follow."""
+    found: list[Conversation] = []
+    async with opened(target, store) as (name, kept):
+        try:
+            async for one in walk(kept, after, min(PAGE, (limit or PAGE) + 1)):
+                if len(found) == limit:
+                    return found, True
+                found.append(one)
+        except CursorUnknown as error:
+            raise usage(f"--after: {name} has no conversation {after!r}", "--all") from error
+    return found, False
+
+
+def listed_form(one: Conversation) -> dict[str, Any]:
+    """A conversation in JSON."""
+    return {
+        "id": one.id,
+        "owner": one.owner,
+        "created_at": one.created_at,
+        "items": one.size,
+        "metadata": msgspec.Raw(json_of(one.metadata)),
+    }
+
+
+def listing(found: Sequence[Conversation], *, more: bool) -> list[RenderableType]:
+    """One line per conversation."""
+    from rich.text import Text  # noqa: PLC0415
+
+    table = output.table("id", "items", "age", "API key", "metadata", right=["items", "age"])
+    table.columns[0].no_wrap = True
+    for one in found:
+        metadata = one.metadata.decode(errors="replace")
+        table.add_row(
+            Text(one.id),
+            Text(f"{one.size:,}"),
+            Text(age(one.created_at)),
+            Text(one.owner[:OWNER_LETTERS] or "-"),
+            Text("" if metadata == "{}" else metadata, overflow="ellipsis", no_wrap=True),
+        )
+    rest = Text(f"more follow: --all, or --after {found[-1].id}", style="dim")
+    return [table, rest] if more else [table]
