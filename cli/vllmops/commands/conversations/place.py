@@ -78,19 +78,19 @@ def place(target: str | None, store: str | None) -> str:
     """
     if store is not None:
         either(target)
-        return store
-    from ...instances.endpoint import endpoint  # noqa: PLC0415
+    else:
+        from ...instances.endpoint import endpoint  # noqa: PLC0415
 
-    server = endpoint(target)
-    if server.store is None:
-        raise usage(f"the URL of {server.name}'s store is not known here", "--store URL")
-    if server.store.partition(":")[0] == "memory":
+        server = endpoint(target)
+        if server.store is None:
+            raise usage(f"the URL of {server.name}'s store is not known here", "--store URL")
+        store = server.store
+    if store.partition(":")[0] == "memory":
         raise usage(
-            f"{server.name} keeps its conversations in its own memory, where nobody else reads "
-            "them",
-            "vllmops serve --store sqlite:///FILE keeps them in a file",
+            "a memory:// store is inside its server, and no other process can open it",
+            "vllmops serve --store sqlite:///FILE keeps conversations in a file",
         )
-    return server.store
+    return store
 
 
 async def walk(
