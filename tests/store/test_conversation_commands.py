@@ -168,6 +168,17 @@ def test_a_damaged_one_is_left_out_of_an_export_and_named(
     assert len(file.read_text().split("\n")) == 4
 
 
+def test_an_export_has_nothing_that_import_does_not_take(
+    vllmops: Any, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "LONGEST_LINE", 2000)
+    file, other = tmp_path / "a.jsonl", f"sqlite:///{tmp_path}/b.db"
+    answer = vllmops("conversations", "export", "--store", store, "-o", str(file), "--json")
+    assert (answer.code, answer.data["damaged"].keys()) == (Exit.FAILED, {"conv_0002"})
+    assert vllmops("conversations", "import", str(file), "--store", other).code == 0
+    assert kept(other).keys() == {"conv_0000", "conv_0001"}
+
+
 def test_a_store_of_one_process_can_not_be_read(vllmops: Any) -> None:
     answer = vllmops("conversations", "list", "--store", "memory://", "--json")
     assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")

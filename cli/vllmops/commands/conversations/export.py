@@ -20,6 +20,7 @@ from ..options import Target, to_write
 from ..responses.export import SHOWN, sink
 from ..responses.progress import Counting, ended
 from ..responses.sources import usage
+from . import place
 from .place import Store, items, opened, walk
 
 
@@ -28,7 +29,7 @@ class Exported(msgspec.Struct):
 
     Args:
         count: conversations written.
-        damaged: ids of damaged ones, which are left out, and the reasons.
+        damaged: ids of those that are damaged or too large, which are left out, and the reasons.
     """
 
     count: int = 0
@@ -77,7 +78,7 @@ def export(
     if done.damaged:
         failure = VllmopsError(
             "conversations.broken",
-            f"{len(done.damaged):,} damaged conversations were left out",
+            f"{len(done.damaged):,} conversations, damaged or too large, were left out",
             "vllmops conversations show ID shows what is readable",
         )
     return ended(Result(data), failure, as_json=json_)
@@ -96,8 +97,10 @@ async def exported(
             try:
                 entries = await items(kept, one.id)
                 line = None if entries is None else conversation_archive.encode(one, entries)
-                if line:
-                    conversation_archive.decode(line)  # what cannot be read back is damaged
+                if line:  # what `import` would not take is left out, and named
+                    conversation_archive.decode(line)
+                    if len(line) >= place.LONGEST_LINE:
+                        raise ValueError(f"it has more than {place.LONGEST_LINE >> 20} MiB")
             except (ValueError, CursorUnknown) as error:
                 done.damaged[one.id] = f"{error}"
                 continue

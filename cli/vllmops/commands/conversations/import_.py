@@ -17,9 +17,10 @@ from ...output import Json, Progress, Result, Verbatim, command
 from ...store import conversation_archive
 from ...store.conversations import Outcome
 from ..options import Target
-from ..responses.import_ import LONGEST_LINE, SHOWN, lines_of, numbered
+from ..responses.import_ import SHOWN, lines_of, numbered
 from ..responses.progress import Counting, ended
 from ..responses.sources import retried
+from . import place
 from .place import Store, opened
 
 
@@ -90,9 +91,9 @@ async def imported(
 ) -> str:
     """Import lines into a store. Gives its name."""
     async with opened(target, store, create=True) as (name, kept):
-        for number, text in numbered(lines):
+        for number, text in numbered(lines, place.LONGEST_LINE):
             if text is None:
-                done.broken[number] = f"it is longer than {LONGEST_LINE >> 20} MiB"
+                done.broken[number] = f"it is longer than {place.LONGEST_LINE >> 20} MiB"
                 continue
             if not text.strip():
                 continue
@@ -104,7 +105,9 @@ async def imported(
             outcome = await retried(partial(kept.create, conversation, entries))
             if outcome is Outcome.DONE:
                 done.count += 1
-            else:
+            elif outcome is Outcome.TAKEN:
                 done.skipped += 1
+            else:
+                done.broken[number] = f"the store does not take it: {outcome.value}"
             counting.add()
         return name

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ...store.conversation_store import ConversationStore
     from ...store.conversations import Conversation, Entry
 
+# Of an export, in bytes: a conversation has as many items as its images leave room for.
+LONGEST_LINE = 512 << 20
+
 Store = Annotated[
     str | None,
     typer.Option(

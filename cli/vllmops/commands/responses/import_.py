@@ -194,16 +194,20 @@ def spool(source: IO[bytes], copy: IO[bytes]) -> None:
         line = line + len(chunk) if end < 0 else len(chunk) - end
 
 
-def numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+def numbered(lines: IO[bytes], longest: int = LONGEST_LINE) -> Iterator[tuple[int, bytes | None]]:
     """Lines with their numbers, from 1; None for one that is too long.
+
+    Args:
+        lines: of the file.
+        longest: bytes of a line.
 
     Raises:
         VllmopsError: ``responses.unreadable``, a line has no end, or the file can't be read.
     """
     number = 0
-    while line := part(lines, LONGEST_LINE + 1):
+    while line := part(lines, longest + 1):
         number += 1
-        if len(line) <= LONGEST_LINE or line.endswith(b"\n"):
+        if len(line) <= longest or line.endswith(b"\n"):
             yield number, line
             continue
         size = len(line)
