@@ -7,6 +7,7 @@ that no credentials come back which were never stored.
 from __future__ import annotations
 
 import re
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -17,6 +18,15 @@ from .store import Events
 FORMAT = 1
 # An owner is a hash or nobody; anything else would be an owner that no key can be.
 OWNER = re.compile("|[0-9a-f]{64}")
+
+
+class Versioned(Protocol):
+    """A line that says which format it has."""
+
+    vllmops: int
+
+
+T = TypeVar("T", bound=Versioned)
 
 
 class Logged(msgspec.Struct):
@@ -70,18 +80,43 @@ def one_line(document: bytes) -> msgspec.Raw:
     )
 
 
+def read(decoder: msgspec.json.Decoder[T], line: bytes, format_: int) -> T:
+    """A line of an archive.
+
+    Args:
+        decoder: of a type with the field `vllmops`.
+        line: as JSON.
+        format_: which `vllmops` has to be.
+
+    Raises:
+        ValueError: what is wrong with the line, in words.
+    """
+    try:
+        found = decoder.decode(line)
+    except shape.BROKEN as error:
+        raise ValueError(f"{error}") from error
+    if found.vllmops != format_:
+        raise ValueError(f"the line has format {found.vllmops}; this vllmops reads {format_}")
+    return found
+
+
+def check_owner(owner: str) -> None:
+    """Check that an owner is one that a key can be.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not OWNER.fullmatch(owner):
+        raise ValueError(f"{owner[:300]!r} is not an owner")
+
+
 def decode(line: bytes) -> tuple[Response, list[Events]]:
     """A response and its events from a line.
 
     Raises:
         ValueError: what is wrong with the line, in words.
     """
-    try:
-        found = LINE.decode(line)
-    except shape.BROKEN as error:
-        raise ValueError(f"{error}") from error
-    if found.vllmops != FORMAT:
-        raise ValueError(f"the line has format {found.vllmops}; this vllmops reads {FORMAT}")
+    found = read(LINE, line, FORMAT)
     if why := shape.refused(found):
         raise ValueError(why)
     body = shape.whole(bytes(found.response), shape.Archived)
@@ -91,8 +126,7 @@ def decode(line: bytes) -> tuple[Response, list[Events]]:
     for part in found.events:
         for event in part.events:
             shape.whole(bytes(event), shape.Event)
-    if not OWNER.fullmatch(found.owner):
-        raise ValueError(f"{found.owner[:300]!r} is not an owner")
+    check_owner(found.owner)
     if found.status in RUNNING:
         raise ValueError(f"{found.id} is {found.status}, but no server runs it")
     if found.status not in FINISHED:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from . import shape
-from .archive import OWNER, one_line
+from .archive import check_owner, one_line, read
 from .conversations import Conversation, Entry
 
 FORMAT = 1
@@ -73,12 +73,7 @@ def decode(line: bytes) -> tuple[Conversation, list[Entry]]:
     Raises:
         ValueError: what is wrong with the line, in words.
     """
-    try:
-        found = LINE.decode(line)
-    except shape.BROKEN as error:
-        raise ValueError(f"{error}") from error
-    if found.vllmops != FORMAT:
-        raise ValueError(f"the line has format {found.vllmops}; this vllmops reads {FORMAT}")
+    found = read(LINE, line, FORMAT)
     head = found.conversation
     ids = [head.id, *(one.id for one in found.items)]
     for name in ids:
@@ -86,8 +81,7 @@ def decode(line: bytes) -> tuple[Conversation, list[Entry]]:
             raise ValueError(f"{name[:300]!r} is not an id")
     if len(set(ids)) < len(ids):
         raise ValueError(f"two items of {head.id} have the same id")
-    if not OWNER.fullmatch(head.owner):
-        raise ValueError(f"{head.owner[:300]!r} is not an owner")
+    check_owner(head.owner)
     for one in found.items:
         shape.whole(bytes(one.item), shape.Item)
     conversation = Conversation(
