@@ -27,9 +27,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ...keys.carrier import is_ours
-from .wire import ENCODE, Refused
+from .wire import ENCODE, ENCRYPTED, Refused
 
-INCLUDE = "reasoning.encrypted_content"
+INCLUDE = ENCRYPTED
 PREVIOUS = "previous_response"
 COMPACTION = "compaction"
 SEALED = frozenset({"reasoning", COMPACTION})

@@ -21,11 +21,11 @@ from ...store.conversations import Conversation, Entry, Outcome
 from ...store.ids import valid
 from ...store.store import Response, ResponseStore
 from . import wire
-from .wire import ENCODE, Refused
+from .parameters import KEY, PAIRS, VALUE
+from .wire import ENCODE, ENCRYPTED, INCLUDABLE, LOGPROBS, Refused
 
 PARAM = "conversation"
 AT_ONCE = 20  # items that one request can add, in OpenAI's API
-PAIRS, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512  # of metadata, in OpenAI's API
 PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -34,21 +34,6 @@ PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-# OpenAI's values of `include`. Those that are not above ask for what is always there, or what no
-# item of vLLM's has.
-INCLUDABLE = frozenset(
-    {
-        LOGPROBS,
-        ENCRYPTED,
-        "web_search_call.action.sources",
-        "web_search_call.results",
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "file_search_call.results",
-        "message.input_image.image_url",
-    }
-)
 # What OpenAI's types require of an item and clients may leave out.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "message": {"status": "completed", "content": []},
@@ -513,10 +498,10 @@ def checked(metadata: dict[str, str]) -> bytes:
     if len(metadata) > PAIRS:
         raise Refused(400, f"metadata has more than {PAIRS} pairs", "metadata")
     for name, value in metadata.items():
-        if len(name) > LONGEST_KEY:
-            raise Refused(400, f"a key has more than {LONGEST_KEY} characters", "metadata")
-        if len(value) > LONGEST_VALUE:
-            message = f"the value of {name!r} has more than {LONGEST_VALUE} characters"
+        if len(name) > KEY:
+            raise Refused(400, f"a key has more than {KEY} characters", "metadata")
+        if len(value) > VALUE:
+            message = f"the value of {name!r} has more than {VALUE} characters"
             raise Refused(400, message, f"metadata.{name}")
     return ENCODE(metadata)
 

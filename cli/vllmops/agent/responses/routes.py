@@ -163,9 +163,11 @@ def refusal(
     return JSONResponse({"error": error}, status)
 
 
-def vllms(error: ErrorResponse) -> JSONResponse:
-    """The answer for an error of vLLM's."""
-    return JSONResponse(error.model_dump(mode="json", by_alias=True), error.error.code)
+def sent(answer: bytes | AsyncIterator[Frame] | ErrorResponse) -> Response:
+    """What the serving class made of a request, as an HTTP answer."""
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(mode="json", by_alias=True), answer.error.code)
+    return json(answer) if isinstance(answer, bytes) else streaming(answer)
 
 
 def json(body: bytes) -> Response:
@@ -228,10 +230,7 @@ async def retrieve_responses(
 @answered
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
     """Make a response."""
-    answer = await serving(raw_request).create(request, raw_request)
-    if isinstance(answer, ErrorResponse):
-        return vllms(answer)
-    return json(answer) if isinstance(answer, bytes) else streaming(answer)
+    return sent(await serving(raw_request).create(request, raw_request))
 
 
 @router.post("/v1/responses/input_tokens", dependencies=[Depends(validate_json_request)])
@@ -240,8 +239,7 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
 @answered
 async def count_input_tokens(request: CountRequest, raw_request: Request) -> Response:
     """Count the tokens that a response to the same request would have as its input."""
-    answer = await serving(raw_request).count(request, raw_request)
-    return vllms(answer) if isinstance(answer, ErrorResponse) else json(answer)
+    return sent(await serving(raw_request).count(request, raw_request))
 
 
 @router.post("/v1/responses/compact", dependencies=[Depends(validate_json_request)])
@@ -250,8 +248,7 @@ async def count_input_tokens(request: CountRequest, raw_request: Request) -> Res
 @answered
 async def compact_responses(request: CompactRequest, raw_request: Request) -> Response:
     """Replace a conversation by its user's messages and a sealed summary."""
-    answer = await serving(raw_request).compact(request, raw_request)
-    return vllms(answer) if isinstance(answer, ErrorResponse) else json(answer)
+    return sent(await serving(raw_request).compact(request, raw_request))
 
 
 @router.websocket("/v1/responses")

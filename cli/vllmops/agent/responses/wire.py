@@ -20,7 +20,9 @@ BEGINNINGS = frozenset({"response.created", "response.in_progress"})
 ANSWERED = frozenset({"completed", "incomplete"})
 
 
+# What `include` may name, and of that what is made here.
 INCLUDABLE = frozenset(get_args(ResponseIncludable))
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not a fault
@@ -138,8 +140,8 @@ def in_background(response: Response) -> bool:
 # What a response can be asked to include, where its items are made here: the type of the part or
 # item, and the field.
 INCLUDED = {
-    "message.output_text.logprobs": ("output_text", "logprobs"),
-    "reasoning.encrypted_content": ("reasoning", "encrypted_content"),
+    LOGPROBS: ("output_text", "logprobs"),
+    ENCRYPTED: ("reasoning", "encrypted_content"),
 }
 
 
