@@ -21,7 +21,6 @@ OURS = re.compile(r"--force\b|--overwrite\b|\bresponses (purge|delete)\b")
 ALLOWED = {
     ("commands/bundle.py", "--force"): "an option's name",
     ("commands/bundle.py", "vllmops bundle --force, or"): "what it asks where nobody can be asked",
-    ("commands/conversations/export.py", "--force"): "an option's name",
     ("commands/keygen.py", "--force"): "an option's name",
     ("commands/keys/export.py", "--force"): "an option's name",
     ("commands/keys/promote.py", "--force"): "an option's name",

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
 from ... import output
 from ...errors import VllmopsError
 from ...output import Json, Progress, Result, command
 from ...store import conversation_archive
 from ...store.backend import CursorUnknown
-from ..options import Target, to_write
-from ..responses.export import SHOWN, sink
+from ..options import Target
+from ..responses.export import SHOWN, Force, Out, sink
 from ..responses.progress import Counting, ended
 from ..responses.sources import usage
 from . import place
@@ -41,19 +38,8 @@ def export(
     *,
     target: Target = None,
     store: Store = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            readable=False,
-            callback=to_write,
-            metavar="FILE",
-            help="Write to this file.",
-            show_default=False,
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    out: Out = None,
+    force: Force = False,
     json_: Json = False,
 ) -> Result:
     """Write conversations with their items, one line of JSON each.

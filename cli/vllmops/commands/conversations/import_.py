@@ -6,18 +6,16 @@ import asyncio
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import IO, Annotated
+from typing import IO
 
 import msgspec
-import typer
 
 from ...errors import VllmopsError
 from ...output import Json, Progress, Result, Verbatim, command
 from ...store import conversation_archive
 from ...store.conversations import Outcome
 from ..options import Target
-from ..responses.import_ import SHOWN, lines_of, numbered
+from ..responses.import_ import SHOWN, File, lines_of, numbered
 from ..responses.progress import Counting, ended
 from ..responses.sources import retried
 from . import place
@@ -40,12 +38,7 @@ class Imported(msgspec.Struct):
 
 @command
 def import_(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            readable=False, metavar="FILE", help="A file that `export` wrote; - reads stdin."
-        ),
-    ],
+    file: File,
     *,
     target: Target = None,
     store: Store = None,

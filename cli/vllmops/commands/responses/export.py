@@ -28,6 +28,19 @@ if TYPE_CHECKING:
     from ...store.source import Source
 
 SHOWN = 10  # broken lines
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        readable=False,
+        callback=to_write,
+        metavar="FILE",
+        help="Write to this file.",
+        show_default=False,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace FILE.")]
 
 
 class Exported(msgspec.Struct):
@@ -52,19 +65,8 @@ def export(
     status: Statuses = None,
     model: Model = None,
     since: Since = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            readable=False,
-            callback=to_write,
-            metavar="FILE",
-            help="Write to this file.",
-            show_default=False,
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
+    out: Out = None,
+    force: Force = False,
     json_: Json = False,
 ) -> Result:
     """Write responses with their input and events, one line of JSON each.

@@ -33,6 +33,13 @@ ENDLESS = 1 << 30
 # Of a pipe, which is copied first.
 MOST_PIPED = 4 << 30
 
+File = Annotated[
+    Path,
+    typer.Argument(
+        readable=False, metavar="FILE", help="A file that `export` wrote; - reads stdin."
+    ),
+]
+
 
 class Imported(msgspec.Struct):
     """Counts of an import.
@@ -56,12 +63,7 @@ class Imported(msgspec.Struct):
 
 @command
 def import_(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            readable=False, metavar="FILE", help="A file that `export` wrote; - reads stdin."
-        ),
-    ],
+    file: File,
     *,
     target: Target = None,
     store: Store = None,
