@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import httpx
 import openai
@@ -19,7 +19,9 @@ from vllmops.protocol import identity
 from vllmops.rpc import agent
 
 from ..support.waiting import until
-from .conftest import Live
+
+if TYPE_CHECKING:
+    from .conftest import Live
 
 MODEL = "demo-text"
 # Renders all that a message may hold, so that what is missing makes a shorter prompt.

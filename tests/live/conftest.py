@@ -29,6 +29,7 @@ from ..support import plug_ins
 from ..support.commands import answered
 from ..support.fleet import token_file
 from ..support.waiting import until
+from .clients import LENGTH, talkative
 
 START_TIMEOUT_S = 600.0
 SOAKED = (
@@ -248,6 +249,10 @@ class Stock(Live):
         return next(row for row in rows if row["pid"] == int(self.name))
 
 
+# Servers that tests of several files share.
+SHARED = ("vision_server", "text_pair")
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several test processes one runs all tests of the servers that they share."""
@@ -255,7 +260,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         used = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
         shared = any(found[-1].scope == "module" for found in used.values())
         own = item.path.stem if shared else item.name.partition("[")[0]
-        group = "vision" if "vision_server" in used else own
+        group = next((name for name in SHARED if name in used), own)
         item.add_marker(pytest.mark.xdist_group(group))
 
 
@@ -361,6 +366,14 @@ def vision_server(cli: Cli) -> Live:
     """The demo vision model, default caches, an admin token, and what a soak wants."""
     token = token_file(cli.home)
     return cli.serve("vision", "--demo", "vision", "--admin-token", str(token), *soaked(cli))
+
+
+@pytest.fixture(scope="session")
+def text_pair(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Live:
+    """A demo text model that answers at length, with two API servers and the keys one and two."""
+    shape = talkative(tmp_path_factory.mktemp("template"))
+    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
+    return cli.serve("pair", "--demo", "text", "--", *words)
 
 
 def soaked(cli: Cli) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,31 +24,20 @@ from openai.types.conversations.conversation_item_list import ConversationItemLi
 from pydantic import TypeAdapter
 
 from . import clients
-from .clients import LENGTH, MODEL, SPEAKS, background, connect, ended, say, talkative
-from .conftest import Cli, Live
+from .clients import MODEL, SPEAKS, background, connect, ended, say
+from .conftest import Live
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
 
 
 @pytest.fixture(scope="module")
-def kept(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    shape = talkative(tmp_path_factory.mktemp("template"))
-    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
-    made = cli.serve("conversing", "--demo", "text", "--", *words)
-    try:
-        yield made
-    finally:
-        cli("stop", made.name, "--force")
+def client(text_pair: Live) -> Any:
+    return connect(clients.base(text_pair))
 
 
 @pytest.fixture(scope="module")
-def client(kept: Live) -> Any:
-    return connect(clients.base(kept))
-
-
-@pytest.fixture(scope="module")
-def stranger(kept: Live) -> Any:
-    return connect(clients.base(kept), "two")
+def stranger(text_pair: Live) -> Any:
+    return connect(clients.base(text_pair), "two")
 
 
 def listed(client: Any, conversation: Any, order: str = "asc") -> list[Any]:
@@ -186,9 +175,9 @@ def test_turns_of_every_kind(client: Any, way: str) -> None:
     assert say(client, "six", conversation=named).usage.input_tokens == explicit.usage.input_tokens
 
 
-def test_a_session_of_the_agents_sdk(kept: Live, client: Any) -> None:
+def test_a_session_of_the_agents_sdk(text_pair: Live, client: Any) -> None:
     async def converse() -> tuple[str, list[Any]]:
-        own = openai.AsyncOpenAI(base_url=clients.base(kept), api_key="one")
+        own = openai.AsyncOpenAI(base_url=clients.base(text_pair), api_key="one")
         agent = Agent(
             name="keeper",
             model=OpenAIResponsesModel(MODEL, own),

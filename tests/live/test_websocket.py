@@ -18,8 +18,8 @@ from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
 from ..support.waiting import until
-from .clients import LENGTH, MODEL, STOPPED_S, talkative
-from .conftest import Cli, Live
+from .clients import MODEL, STOPPED_S
+from .conftest import Live
 
 KEY = {"Authorization": "Bearer one"}
 # Runs until somebody ends it.
@@ -27,20 +27,9 @@ LONG: dict[str, Any] = {"max_output_tokens": 4000, "ignore_eos": True}
 ENDS = {"response.completed", "response.incomplete", "response.failed", "response.cancelled"}
 
 
-@pytest.fixture(scope="module")
-def served(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    shape = talkative(tmp_path_factory.mktemp("template"))
-    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
-    made = cli.serve("socket", "--demo", "text", "--", *words)
-    try:
-        yield made
-    finally:
-        cli("stop", made.name, "--force")
-
-
 @pytest.fixture
-def url(served: Live) -> str:
-    return served.url.replace("http", "ws", 1) + "/v1/responses"
+def url(text_pair: Live) -> str:
+    return text_pair.url.replace("http", "ws", 1) + "/v1/responses"
 
 
 @pytest.fixture
@@ -73,14 +62,14 @@ def said(socket: Connection, **fields: Any) -> Any:
     return last["response"]
 
 
-def running(served: Live) -> float:
-    text = httpx.get(f"{served.url}/metrics").text
+def running(text_pair: Live) -> float:
+    text = httpx.get(f"{text_pair.url}/metrics").text
     lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def test_official_client(served: Live) -> None:
-    client: Any = openai.OpenAI(base_url=f"{served.url}/v1", api_key="one")
+def test_official_client(text_pair: Live) -> None:
+    client: Any = openai.OpenAI(base_url=f"{text_pair.url}/v1", api_key="one")
     with client.responses.connect() as connection:
         connection.response.create(model=MODEL, input="hello", max_output_tokens=8)
         for event in connection:
@@ -89,9 +78,9 @@ def test_official_client(served: Live) -> None:
         assert event.response.output_text
 
 
-def test_is_stored(served: Live, socket: Connection) -> None:
+def test_is_stored(text_pair: Live, socket: Connection) -> None:
     made = said(socket)
-    got = httpx.get(f"{served.url}/v1/responses/{made['id']}", headers=KEY)
+    got = httpx.get(f"{text_pair.url}/v1/responses/{made['id']}", headers=KEY)
     assert got.json() == made
     assert said(socket, previous_response_id=made["id"])["previous_response_id"] == made["id"]
 
@@ -156,7 +145,7 @@ def test_one_stream_answers_in_order(socket: Connection) -> None:
     assert answers == ["first", "second"]
 
 
-def test_cancel(served: Live, socket: Connection) -> None:
+def test_cancel(text_pair: Live, socket: Connection) -> None:
     ask(socket, stream_id="a", **LONG)
     made = hear(socket)["response"]
     socket.send(json.dumps({"type": "response.cancel", "stream_id": "a"}))
@@ -164,16 +153,16 @@ def test_cancel(served: Live, socket: Connection) -> None:
     assert heard[-1]["type"] == "response.cancelled"
     assert heard[-1]["response"]["id"] == made["id"]
     assert [event["sequence_number"] for event in heard] == list(range(1, len(heard) + 1))
-    until(lambda: running(served) == 0, STOPPED_S)
+    until(lambda: running(text_pair) == 0, STOPPED_S)
     assert said(socket, stream_id="a")["output"]
 
 
-def test_a_closed_socket_ends_what_runs(served: Live, url: str) -> None:
+def test_a_closed_socket_ends_what_runs(text_pair: Live, url: str) -> None:
     with connect(url, additional_headers=KEY) as socket:
         for name in "ab":
             ask(socket, stream_id=name, **LONG)
-        until(lambda: running(served) == 2, STOPPED_S)
-    until(lambda: running(served) == 0, STOPPED_S)
+        until(lambda: running(text_pair) == 2, STOPPED_S)
+    until(lambda: running(text_pair) == 0, STOPPED_S)
 
 
 def test_a_background_response_goes_on_elsewhere(url: str) -> None:
@@ -200,10 +189,10 @@ def test_another_key_sees_nothing(url: str, socket: Connection) -> None:
 
 
 def test_a_connection_remembers_what_is_not_stored(
-    served: Live, url: str, socket: Connection
+    text_pair: Live, url: str, socket: Connection
 ) -> None:
     made = said(socket, store=False, text="one two three four five")
-    absent = httpx.get(f"{served.url}/v1/responses/{made['id']}", headers=KEY)
+    absent = httpx.get(f"{text_pair.url}/v1/responses/{made['id']}", headers=KEY)
     assert absent.status_code == 404
     later = said(socket, store=False, previous_response_id=made["id"])
     assert later["usage"]["input_tokens"] > made["usage"]["input_tokens"]
@@ -251,14 +240,14 @@ def test_a_message_that_is_too_large(url: str) -> None:
 
 
 def test_a_drain_refuses_new_requests_and_waits_for_no_idle_socket(
-    served: Live, socket: Connection
+    text_pair: Live, socket: Connection
 ) -> None:
     assert said(socket)
-    drained = served.cli("drain", served.name, "--wait", "--timeout", "20")
+    drained = text_pair.cli("drain", text_pair.name, "--wait", "--timeout", "20")
     try:
         assert drained.code == 0, drained.err
         ask(socket)
         assert hear(socket)["status"] == 503
     finally:
-        served.cli("resume", served.name)
+        text_pair.cli("resume", text_pair.name)
     assert said(socket)
