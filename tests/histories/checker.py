@@ -79,52 +79,64 @@ def lifetime(ops: Sequence[Op]) -> Iterator[str]:
                 yield f"{op.kind} did not find it"
 
 
-def items(ops: Sequence[Op]) -> Iterator[str]:  # noqa: PLR0912 - one pass over the reads
+def items(ops: Sequence[Op]) -> Iterator[str]:
     """No item of a conversation is lost, doubled, out of order or between those of a turn."""
     reads = [op for op in ops if op.kind == "read" and op.ok and op.owner == op.maker]
     adds = [op for op in ops if op.kind in {"add", "turn"} and op.marks]
     for read in reads:
-        marks = read.marks
-        places = {mark: place for place, mark in enumerate(marks)}
-        if len(places) < len(marks):
-            yield f"items are doubled: {marks}"
-        there = [op for op in adds if set(op.marks) & places.keys()]
-        if unknown := places.keys() - {mark for op in adds for mark in op.marks}:
-            yield f"nobody added {sorted(unknown)}"
-        for op in adds:
-            if op.ok and op.ended < read.began and not set(op.marks) <= places.keys():
-                yield f"{op.marks} were lost"
-            elif op in there:
-                if op.code not in {0, 200, 503} or op.began > read.ended:
-                    yield f"{op.marks} are there after {op.code}"
-                first = places.get(op.marks[0], -1)
-                if first < 0 or marks[first : first + len(op.marks)] != op.marks:
-                    yield f"{op.marks} are torn or interleaved: {marks}"
-        ends = sorted((op for op in there if op.ok), key=lambda op: op.ended)
-        for one in ends:
-            for other in ends:
-                if one.ended < other.began and places.get(one.marks[0], 0) > places.get(
-                    other.marks[0], 1 << 30
-                ):
-                    yield f"{one.marks} came before {other.marks}, but stand behind"
+        yield from contents(read, adds)
+        yield from order(read, adds)
     for before in reads:
         for after in reads:
             if before.ended < after.began and after.marks[: len(before.marks)] != before.marks:
                 yield f"a later read does not begin with an earlier one: {after.marks}"
-    for op in adds:  # what a turn saw is all that stood before it
-        if op.kind == "turn" and op.ok and reads and op.status:
-            last = reads[-1].marks
-            if op.marks[0] in last:
-                stood = ",".join(last[: last.index(op.marks[0])])
-                if stood != op.status.removeprefix("saw:"):
-                    yield f"{op.marks} saw {op.status}, but {stood!r} stood before"
+    if reads:
+        yield from seen(reads[-1], adds)
+
+
+def contents(read: Op, adds: Sequence[Op]) -> Iterator[str]:
+    """A read has what was acknowledged before it, once and in one piece, and nothing else."""
+    marks = read.marks
+    there = set(marks)
+    if len(there) < len(marks):
+        yield f"items are doubled: {marks}"
+    if unknown := there - {mark for op in adds for mark in op.marks}:
+        yield f"nobody added {sorted(unknown)}"
+    for op in adds:
+        if op.ok and op.ended < read.began and not set(op.marks) <= there:
+            yield f"{op.marks} were lost"
+        elif set(op.marks) & there:
+            if op.code not in {0, 200, 503} or op.began > read.ended:
+                yield f"{op.marks} are there after {op.code}"
+            first = marks.index(op.marks[0]) if op.marks[0] in there else len(marks)
+            if marks[first : first + len(op.marks)] != op.marks:
+                yield f"{op.marks} are torn or interleaved: {marks}"
+
+
+def order(read: Op, adds: Sequence[Op]) -> Iterator[str]:
+    """What ended before another began stands before it."""
+    there = [op for op in adds if op.ok and op.marks[0] in read.marks]
+    for one in there:
+        for other in there:
+            behind = read.marks.index(one.marks[0]) > read.marks.index(other.marks[0])
+            if one.ended < other.began and behind:
+                yield f"{one.marks} came before {other.marks}, but stand behind"
+
+
+def seen(read: Op, adds: Sequence[Op]) -> Iterator[str]:
+    """What a turn saw is all that stood before it."""
+    for op in adds:
+        if op.kind == "turn" and op.ok and op.status and op.marks[0] in read.marks:
+            stood = ",".join(read.marks[: read.marks.index(op.marks[0])])
+            if stood != op.status.removeprefix("saw:"):
+                yield f"{op.marks} saw {op.status}, but {stood!r} stood before"
 
 
 def statuses(ops: Sequence[Op]) -> Iterator[str]:
     """A status goes forward alone, and what has ended stays as it ended."""
-    seen = [op for op in ops if op.status in RANKS and op.ok]
-    for before in seen:
-        for after in seen:
+    told = [op for op in ops if op.status in RANKS and op.ok]
+    for before in told:
+        for after in told:
             if before.ended >= after.began:
                 continue
             one, other = RANKS[before.status], RANKS[after.status]
