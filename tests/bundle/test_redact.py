@@ -407,6 +407,17 @@ def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
         ("npm config set //registry.npmjs.org/:_authToken swordfish7", "swordfish7"),
         ("gcloud config set auth/client_secret swordfish7", "swordfish7"),
         ("wrangler secret put API_TOKEN <<< swordfish7", "swordfish7"),
+        ('{"loc":["body","apiKey"],"msg":"too short","input":"amber-horse-orbit"}', "amber-horse"),
+        (
+            "[{'loc': ('body', 'db_password'), 'msg': 'too long', 'input': 'amber-horse-orbit'}]",
+            "amber-horse",
+        ),
+        ("cluster token mismatch: expected 'Kite7x', got 'x'", "Kite7x"),
+        ("sudo pass from 10.0.0.3: o48uurtjpxw2", "o48uurtjpxw2"),
+        (
+            "gateway: error: argument --api-key: invalid check value: 'amber-horse-orbit'",
+            "amber-horse",
+        ),
     ],
 )
 def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
@@ -423,6 +434,13 @@ def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
         "primary key column is 'uuid'",
         "docker compose -p vllm up",
         "session_id: 4dfb04f3-173c-1f2e-4dfb-04f3173c1f2e",
+        "    ssh_private_key: /path/to/your/key.pem",
+        "session: session_params.Session, token: models.Token",
+        '"AsyncTokenService": (".admin_api_keys", "AsyncTokenService"),',
+        "kind: SecuritySchemeType = Field(default=SecuritySchemeType.apiKey)",
+        "secret = client.V1Secret(",
+        "vllm: error: argument --api-key: expected at least one argument",
+        '{"loc":["body","max_tokens"],"msg":"not an integer","input":"many-of-them"}',
     ],
 )
 def test_what_looks_like_it_stays(line: str) -> None:

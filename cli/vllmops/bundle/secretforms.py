@@ -171,6 +171,7 @@ FORMS = (
     form("login", "openai(|anthropic(|hfapi(|inferenceclient(|auth(|secretstr(|client(", r"(?P<keep>\b(?:Async|Azure)*(?:OpenAI|Anthropic|HfApi|InferenceClient|\w*(?:Token|Key|Bearer)Auth|SecretStr)\(\s?[bru]?[\"'])(?!https?:|\*)(?=[^\"']*\d)[^\"'\s]{6,}", "OpenAI('{w20}')", "OpenAI('http://h:8000/v1')"),
     form("Weights & Biases key", "wandb", r"(?P<keep>(?i:wandb).{0,200}?(?:\bkey=[\"']?|netrc file: ))[0-9a-f]{40}(?![0-9a-f])", "wandb.login(key='{h40}')", "wandb run 4dfb04f3173c1f2e4dfb04f3173c1f2e4dfb04f3"),
     form("login", "requirepass|masterauth|community", r"(?P<keep>\b(?:requirepass|masterauth|r[ow]community)\s+[\"']?)(?!\[redacted)[^\s\"']+", "CONFIG SET requirepass {w12}", "no requirepass"),
+    form("login", "auth", r"(?P<keep>\"(?i:auth)\"\s(?:\"[^\"]*\"\s)?\")[^\"]{4,}(?=\")", '"HELLO" "3" "AUTH" "svc" "{w12}"', '"AUTH" is off'),
     form("login", "auth", r"(?P<keep>(?<![^\s\"'])AUTH\s+(?:\w{1,20}\s+)?)(?=\S*[\d=])[^\s\"':]{6,}(?=\s|$|[\"'])", "AUTH default {w12}", "AUTH is off"),
     form("login", "user", r"(?P<keep>\b(?i:setuser|user)\s\S{1,60}\s(?:on|off)\s.{0,40}?[>#])[^\s>]{4,}", "ACL SETUSER bob on >{w12} ~*", "user bob on a"),
     form("login", "identified", r"(?P<keep>\b(?i:identified (?:with \S{1,60} )?(?:by|as))\s+[\"'])[^\"']+", "CREATE USER u IDENTIFIED BY '{w12}'", "identified by its id"),

@@ -60,7 +60,7 @@ SENTENCE = re.compile(
     r"|revoked|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
     r")|\s?\[[\w*. -]{1,20}\](?=\s?[:=]|\s*$)|\s\([a-z ]{2,30}\)(?=\s?[:=-])"
     r"|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
-    rf"(?:\s*[:=]?\s+|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
+    rf"(?:\s*[:=]?\s+(?:(?:expected|wanted|got) )?|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
 RIGHTS = re.compile(
     r"(?i)(?<![a-z])(?:api|secret|password|credential|(?:en|de)crypt|(?:un)?auth(?!or)|log ?in"
@@ -103,6 +103,16 @@ BELOW = re.compile(
 BARE = re.compile(
     r"(?:[^\s\"'<>`&,;\\]|,(?!\s|$)|&(?![\w.-]+=|$)|;(?!\s|$|[\w ]{1,40}=)|\\(?![\"'nrt\\]))+"
 )
+# What a validator was given, of FastAPI's and pydantic's errors, behind the place of the field.
+GIVEN = re.compile(
+    rf"{QUOTE}loc{QUOTE}:\s?[\[(](?P<place>[^\])]{{0,300}})[\])][^{{}}]{{0,600}}?{QUOTE}input{QUOTE}:\s?"
+)
+# argparse's error: argument -k/--api-key: invalid choice: 'X'
+ARGUMENT = re.compile(
+    r"\bargument (?:-\w/)?--(?P<name>[\w-]+)(?:/-{1,2}[\w-]+)*: "
+    rf"(?P<why>[a-z][\w ]*: (?={QUOTE}))?"
+)
+CLASS = re.compile(r"[\"'](?:[A-Z]+[a-z]+){3,}[\"']")
 TURN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 VARIABLE = re.compile(r"[\"']?(?P<name>[A-Z]+(?:_[A-Z]+)+)(?:[\"',)\]}\s]|$)")
 LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
@@ -120,7 +130,7 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
             continue
         before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
         what = kind(name, before[1] if before else "")
-        if what is Kind.NONE:
+        if what is Kind.NONE or (name.startswith("-") and of_argparse(line, match)):
             continue
         at = start
         if HEADER.search(name):
@@ -132,6 +142,11 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
         elif not code(line, start) and not same(line, start, name):
             past = secret_end(line, match)
             yield from several(line, start, past, option=name.startswith("-"))
+
+
+def of_argparse(line: str, match: re.Match[str]) -> bool:
+    """Whether behind an option and a colon stands what is wrong with it, and no value."""
+    return bool(ARGUMENT.search(line, max(match.start() - len("argument -x/"), 0), match.end()))
 
 
 def several(
@@ -174,8 +189,10 @@ def mixed(value: str) -> bool:
 def pair_of(line: str, name: int, value: int) -> bool:
     """Whether two texts with a comma between them are a name and its value.
 
-    They are not where the first is the end of a path, or the second a name itself.
+    They are not where the first is the end of a path, or the second a name itself, or a class's.
     """
+    if CLASS.match(line, value):
+        return False
     quoted = line[name - 1 : name] in {*QUOTES, "`"} if name else False
     return quoted and not re.match(r"\s?[:=]", line[value_end(line, value) :][:2])
 
@@ -186,6 +203,16 @@ def paired(line: str) -> Iterator[tuple[int, int]]:
         for match in PAIR.finditer(line):
             if kind(match["name"]) >= Kind.LIKELY:
                 yield match.end(), value_end(line, match.end())
+
+
+def given(line: str) -> Iterator[tuple[int, int]]:
+    """Values that a validator or argparse refused."""
+    for match in GIVEN.finditer(line):
+        if any(kind(name) >= Kind.LIKELY for name in re.findall(r"[\w.-]+", match["place"])):
+            yield match.end(), value_end(line, match.end())
+    for match in ARGUMENT.finditer(line):
+        if match["why"] and kind(match["name"]) >= Kind.LIKELY:
+            yield match.end(), value_end(line, match.end())
 
 
 def paired_back(line: str) -> Iterator[tuple[int, int]]:
@@ -251,7 +278,7 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             yield from several(line, start, end)
 
 
-PLACES = (paired, paired_back, assigned, tagged, options, sentences)
+PLACES = (paired, paired_back, given, assigned, tagged, options, sentences)
 
 
 def rights(line: str, name: int, value: int) -> bool:

@@ -44,6 +44,8 @@ CODE = re.compile(
     r"(?:self|cls|args|kwargs|os|config|settings|request|params|data|env)\.[A-Za-z_]"
     r"|(?:await )?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*){0,9}\((?!\s*[bru]?[\"'])|[A-Za-z_]\w*\.[\w.]*[(\[]"
     r"|[A-Za-z_]\w*\[[\w:\-]+\]"
+    # Where it is in a file.
+    r"|[\"']?(?:~|\.{1,2})?/[\w./-]{1,300}\.(?:pem|key|crt|cert|json|ya?ml|txt|toml)(?=[\"'\s,;)}\]]|$)"
     r"|lambda\b|(?:str|bytes|int|bool|float|string|object|SecretStr|Any)(?:[,)=\s|]|$)"
     r"|(?:Optional|Union|Annotated|list|dict|Literal)\[|<(?:class|function|bound|object)\b|typing\."
     r"|\$\{[\w:.-]+\}|\$[A-Z_][A-Z0-9_]*(?![\w])|\{\{|%\(\w+\)s|%s|\{[A-Za-z_]{0,40}\}"
@@ -51,7 +53,7 @@ CODE = re.compile(
 # Of a model's tokens, and of hashes.
 ORDINARY = re.compile(
     r"<\|?[^<>]{0,60}\|?>|\[[A-Z_]{1,20}\]|[\d.,%+\-/ ]{1,40}|[A-Za-z]?[a-z]{0,20}|[A-Z_]{1,30}"
-    r"|[a-z]{1,20}[_-][a-z]{1,20}|[a-z]{1,20}(?:_[a-z]{1,20}){0,9}"
+    r"|[A-Za-z_]{1,60}(?:\.[A-Za-z_]{1,60}){1,9}|[a-z]{1,20}[_-][a-z]{1,20}|[a-z]{1,20}(?:_[a-z]{1,20}){0,9}"
     r"|(?:/(?!(?=\D*\d)[A-Za-z0-9+]{16,}={0,2}$)|\./|~/|[a-z]+://).*|0x[0-9a-f]+"
 )
 SEVERAL_WORDS = re.compile(

@@ -63,6 +63,7 @@ MADE_UP = re.compile(
 TURN = re.compile(r"[a-z][A-Z]|[A-Z]{2}[a-z]")
 # Each capital begins a part, so that there is one way to read a word.
 CLASS = re.compile(r"k?(?:[A-Z][a-z]*\d{0,2})+")
+DOTTED = re.compile(r"[A-Za-z_]+(?:\.[A-Za-z_]+)+")  # names in code
 CLASS_PART = re.compile(r"[A-Z][a-z]{3,}")
 TURNS = 3  # between small letters and capitals, as hardly a name has them; digits count as one
 GROUPS = re.compile(r"(?=\S*[A-Za-z])(?!\S*\dGB$)(?:[A-Za-z0-9]{4,}-){2,}[A-Za-z0-9]{4,}")
@@ -115,13 +116,16 @@ def named(line: str, match: re.Match[str]) -> Kind:
     what = kind(name, before[1] if before else "")
     if what < Kind.LIKELY and any(map(ACCESS.fullmatch, parts)):
         return Kind.LIKELY
-    return Kind.NONE if what < Kind.SECRET and name.endswith("s") else what
+    several = name.endswith("s") and not name.endswith("ss")
+    return Kind.NONE if what < Kind.SECRET and several else what
 
 
 def candidates(line: str) -> Iterator[tuple[int, int]]:
     """The words of a line that may be secrets, of a path its parts."""
     for match in WORD.finditer(line):
         start, word = match.start(), match[0].rstrip(".?")
+        if line[match.end() : match.end() + 1] == "(":  # a call
+            continue
         if (prefixed := PREFIX.match(word)) and kind(prefixed[0]) >= Kind.LIKELY:
             start, word = start + prefixed.end(), word[prefixed.end() :]
         whole = BASE64.fullmatch(word) and not kind(word.partition("/")[0])
@@ -140,6 +144,8 @@ def candidates(line: str) -> Iterator[tuple[int, int]]:
 def odd(word: str) -> bool:
     """Whether a word is none of a language, nor a name that people give."""
     if len(word) < SHORTEST or (USUAL.fullmatch(word) and not UUID.fullmatch(word)):
+        return False
+    if DOTTED.fullmatch(word):
         return False
     if CLASS.fullmatch(word) and sum(map(len, CLASS_PART.findall(word))) >= len(word) / 2:
         return False
