@@ -412,6 +412,10 @@ def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
             "[{'loc': ('body', 'db_password'), 'msg': 'too long', 'input': 'amber-horse-orbit'}]",
             "amber-horse",
         ),
+        ("DEBUG: ConfigParser: app_password->C0ffee1", "C0ffee1"),
+        ("     -> gateway.app.password: Str(Kite7x)", "Kite7x"),
+        ("the write key is 4dfb04f3173c1f2e4dfb04f3173c1f2e from now on", HASH[:32]),
+        ("Using gh pat (L3tM31n42) from the environment", "L3tM31n42"),
         ("cluster token mismatch: expected 'Kite7x', got 'x'", "Kite7x"),
         ("sudo pass from 10.0.0.3: o48uurtjpxw2", "o48uurtjpxw2"),
         (
@@ -439,6 +443,7 @@ def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
         '"AsyncTokenService": (".admin_api_keys", "AsyncTokenService"),',
         "kind: SecuritySchemeType = Field(default=SecuritySchemeType.apiKey)",
         "secret = client.V1Secret(",
+        "if (token->next && key->len > 3) secret->data = 0;",
         "vllm: error: argument --api-key: expected at least one argument",
         '{"loc":["body","max_tokens"],"msg":"not an integer","input":"many-of-them"}',
     ],

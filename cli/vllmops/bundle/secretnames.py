@@ -106,7 +106,7 @@ RIGHTS = words(
 RIGHTS_OF_KEYS = RIGHTS | words(
     "private signing encryption master shared storage sas license client hmac ssh rsa subscription "
     "apikey openai anthropic deploy host function developer root user your my recovery "
-    "unseal serial fernet tacacs radius"
+    "unseal serial fernet tacacs radius write ingest ingestion"
 )
 # What names end with that are secrets, though their last word says nothing alone.
 PAIRS = frozenset(
@@ -123,6 +123,7 @@ PAIRS = frozenset(
         ),  # what a validator was given, whatever its name
     }
 )
+GIVE_PATS = words("gh github gitlab bitbucket azure ado personal")  # personal access tokens
 OTHER_PINS = words("cpu core thread gpu gpio version memory mem process numa")
 GIVEN = words("allowed accepted valid known user users client static")  # keys and tokens that are
 OTHER_PASSES = words(
@@ -175,7 +176,11 @@ def judged(last: str, others: list[str], *, capitals: bool, alone: bool) -> Kind
         return Kind.NONE
     if last in {"pin", "otp", "totp"}:
         return Kind.NONE if qualifier in OTHER_PINS else Kind.SECRET
-    if last.endswith(("pat", "sas")) and (capitals or not alone) and len(last) <= 5:
+    if (
+        last.endswith(("pat", "sas"))
+        and len(last) <= 5
+        and (capitals or not alone or qualifier in GIVE_PATS)
+    ):
         return Kind.SECRET
     if last in {"key", "keys"} or last.endswith("key"):
         return key(last, qualifier, capitals=capitals, alone=alone)

@@ -28,7 +28,8 @@ NAMED = re.compile(
     rf"|=>|:=|<-|<<<|=(?!=)"
     rf"|(?<!\s)==(?![\s=]|\d+(?:\.\w+)+(?:[\s,;\"']|$))"
     rf"|\uff1a|::(?=\s)|:(?![:/]))\s{{0,4}}(?:(?:!!?|&)\w+\s+|0x[0-9a-f]+\s(?=\")"
-    rf"|\(string\) (?:\(len=\d+\) )?)?"
+    rf"|\(string\) (?:\(len=\d+\) )?|Str\()?"
+    r"|(?<=-)>(?=\S*\d)"  # the name ends with the hyphen of an arrow
     rf"|{QUOTE}\]?\)\s+or\s+(?=[bru]?{QUOTE})"
     rf"|{QUOTE}(?P<pair>\s?,\s?|\s(?:a\d+=)?)(?=[bru]?{QUOTE})"
     r"|[ \t]{1,40}(?:[|\u2502\u2192]|->)[ \t]{1,4}|\t+)(?=\S)"
@@ -49,7 +50,7 @@ SENTENCE = re.compile(
     r"|shared|user(?:name)?|db|database|root|aws)[ _/-]?|\w{1,30}[_-]){0,3}"
     r"(?:keys?|token|tokens(?= (?:are|were) )|secrets?|passwords?|passwd|pass[ -]?phrase|passcode"
     r"|pwd|cred(?:ential)?s?|pin|otp|access key id|community(?: string)?|(?:recovery|backup) code"
-    r"|basic auth)))"
+    r"|basic auth|pat)))"
     # for project alpha = …; of the cluster is …
     r"(?:\s+(?:for|of|in|on|from|at|by|to|you|I|we)\s[^\s:=]{1,60}(?:\s[^\s:=]{1,40}){0,6}?"
     r"(?=\s?[:=]\s|\s(?:is|was)\s)"
