@@ -119,6 +119,8 @@ LIVE = {
     "vllmops responses stats -t demo": (0, ""),
     "vllmops conversations list -t demo": (0, ""),
     "vllmops conversations show conv_4f1c -t demo": (5, ""),  # one that was deleted
+    "vllmops conversations delete conv_4f1c -t demo": (5, ""),
+    "vllmops conversations purge --older-than 90d --dry-run -t demo": (0, ""),
     "vllmops responses cancel --all-running --older-than 15m -t demo": (0, ""),
     "vllmops responses purge --older-than 7d --status failed -t demo": (0, "--yes"),
     "vllmops requests list -t demo": (0, ""),

@@ -15,7 +15,7 @@ DESTROYS = re.compile(
     r"\bdropdb\b|\bkubectl\s+delete|\bdocker\s+(rm|volume|system)\b|\bredis-cli\b.*\bdel\b"
 )
 # Of our own commands; a manual may explain what no hint may recommend.
-OURS = re.compile(r"--force\b|--overwrite\b|\bresponses (purge|delete)\b")
+OURS = re.compile(r"--force\b|--overwrite\b|\b(responses|conversations) (purge|delete)\b")
 
 # A string that may stand there, and why: by its file and how it begins.
 ALLOWED = {
@@ -27,6 +27,9 @@ ALLOWED = {
     ("commands/keys/retire.py", "--force"): "an option's name",
     ("commands/responses/export.py", "--force"): "an option's name",
     ("commands/responses/import_.py", "--overwrite"): "an option's name",
+    ("commands/conversations/delete.py", "``vllmops conv"): "the module's title",
+    ("commands/conversations/purge.py", "``vllmops conv"): "the module's title",
+    ("commands/conversations/__init__.py", "Example: vllmops conv"): "of the commands' own help",
     ("commands/responses/delete.py", "``vllmops responses delete``"): "the module's title",
     ("commands/responses/purge.py", "``vllmops responses purge``"): "the module's title",
     ("commands/responses/__init__.py", "Example: vllmops responses "): "of the commands' own help",

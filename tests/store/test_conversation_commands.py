@@ -119,6 +119,31 @@ def test_what_is_deleted_is_gone_and_what_is_missing_is_named(vllmops: Any, stor
     assert "no conversations" in vllmops("conversations", "list", "--store", store).out
 
 
+def test_old_ones_are_purged(vllmops: Any, store: str) -> None:
+    fresh = Conversation(id="conv_new", owner=TWO)
+
+    async def add() -> None:
+        async with Storage(store) as opened:
+            assert await opened.store.conversations.create(fresh, entries(2)) is Outcome.DONE
+
+    asyncio.run(add())
+    words = ("conversations", "purge", "--store", store)
+    assert vllmops(*words, "--json").error["code"] == "usage"
+    planned = vllmops(*words, "--older-than", "1d", "--dry-run", "--json").data
+    assert [one["id"] for one in planned["conversations"]] == [
+        "conv_0002",
+        "conv_0001",
+        "conv_0000",
+    ]
+    asked = vllmops(*words, "--older-than", "1d")
+    assert asked.code == Exit.USAGE
+    assert "3 of 4 conversations" in asked.err
+    assert len(kept(store)) == 4
+    assert vllmops(*words, "--older-than", "1d", "--yes").out == "3 deleted\n"
+    assert kept(store).keys() == {"conv_new"}
+    assert vllmops(*words, "--older-than", "1d", "--yes").out == "nothing to delete\n"
+
+
 @pytest.mark.parametrize("url", ["sqlite", "postgresql", "redis"], indirect=True)
 def test_an_export_is_read_by_every_store(
     vllmops: Any, store: str, url: str, tmp_path: Path
