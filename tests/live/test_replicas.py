@@ -47,6 +47,7 @@ from .clients import (
     LENGTH,
     MODEL,
     QUESTIONS,
+    SPEAKS,
     STOPPED_S,
     WAYS,
     Load,
@@ -195,6 +196,28 @@ def test_what_one_replica_has_made_the_other_knows(here: Any, away: Any, east: s
             client.responses.retrieve(made.id)
         with pytest.raises(openai.NotFoundError):
             say(client, previous_response_id=third.id)
+
+
+def test_the_turns_of_a_kept_conversation_are_made_by_either_replica(here: Any, away: Any) -> None:
+    first = [{"role": "user", "content": "begin"}]
+    conversation = here.conversations.create(items=first)
+    said: list[Any] = [*first]
+    for turn, client in zip(range(4), itertools.cycle([away, here]), strict=False):
+        answer = say(client, f"turn {turn}", conversation=conversation.id, **SPEAKS)
+        said += [{"role": "user", "content": f"turn {turn}"}, *answer.output]
+        whole = say(here if client is away else away, said[: -len(answer.output)], store=False)
+        assert answer.usage.input_tokens == whole.usage.input_tokens
+    kept = [turns(client, conversation.id) for client in (here, away)]
+    assert kept[0] == kept[1]
+    texts = [item.content[0].text for item in kept[0] if item.role == "user"]
+    assert texts == ["begin", *(f"turn {turn}" for turn in range(4))]
+    assert [item.id for item in kept[0] if item.role == "assistant"] == [
+        item.id for item in said if not isinstance(item, dict)
+    ]
+
+
+def turns(client: Any, conversation: str) -> list[Any]:
+    return list(client.conversations.items.list(conversation, order="asc", limit=100))
 
 
 def test_a_run_is_stopped_from_the_other_replica(west: Live, here: Any, away: Any) -> None:
@@ -432,9 +455,13 @@ def test_a_replica_and_its_store_are_killed(
     def follow(stream: Any) -> None:
         last.extend(list(stream)[-1:])
 
+    conversation = away.conversations.create(items=[{"role": "user", "content": "begin"}])
+    say(here, "before", conversation=conversation.id)
+    before = turns(away, conversation.id)
     with Load(base(west)) as load:
         load.wait()
-        run, (_, streamed) = background(here, **LONG), following(here, **LONG)
+        run = background(here, conversation=conversation.id, **LONG)
+        _, streamed = following(here, **LONG)
         followed = away.responses.retrieve(streamed, stream=True)
         next(iter(followed))
         follower = threading.Thread(target=follow, args=[followed])
@@ -456,6 +483,9 @@ def test_a_replica_and_its_store_are_killed(
     assert last[0].response.error.message == GONE
     for found in there(east, load.stored).values():
         assert found["status"] in WELL or found["error"]["message"] == GONE
+    assert turns(away, conversation.id) == before
+    say(away, "after", conversation=conversation.id)
+    assert turns(away, conversation.id)[: len(before)] == before
 
 
 # -- two servers that share no store, only a ring; one writes format 1, the other format 2 ----
@@ -538,6 +568,11 @@ def test_a_replica_on_valkey(south: Live) -> None:
     assert events[-1].type == "response.incomplete"
     rest = client.responses.retrieve(response_id, stream=True, starting_after=20)
     assert list(rest) == events[21:]
+    conversation = client.conversations.create(metadata={"user": "ann"})
+    for text in ("one", "two"):
+        say(client, text, conversation=conversation.id)
+    items = turns(client, conversation.id)
+    assert [item.content[0].text for item in items if item.role == "user"] == ["one", "two"]
     client.responses.delete(made.id)
     ids = list(listed(base(south)))
     assert ids[0] == response_id

@@ -43,8 +43,7 @@ def purge(
 ) -> Result:
     """Delete all conversations of an age with their items, after confirmation.
 
-    It deletes those of all API keys, and one that a response is made with, too.
-    Responses stay.
+    Conversations of all API keys are deleted, also those in use. Responses stay.
     """
     if older_than is None:
         raise usage("no age is given", "--older-than 30d, or --older-than 1s for all")
