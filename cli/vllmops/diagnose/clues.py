@@ -53,8 +53,11 @@ TIMED_OUT = {
     )
 }
 LATE = ("collective-stall", "collective-mismatch")
+# vLLM's front end, every ten seconds, as long as an engine is not ready.
+NOT_READY = r"Waitingfor\d+(?:\w+,\d+\w+?)?coreengineproc\(s\)tostart"
 ENOUGH = 3  # lines with figures, ten seconds apart: a long prompt takes no longer
 FULL = 90.0  # percent of the KV cache
+LAST = 400  # characters behind the last line that counts, which may be words
 MOST_TRIES = 500  # braces that may begin a document
 SPREAD = 1  # operations: so far apart are ranks that work
 
@@ -113,6 +116,10 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
             ids = LATE if "collective" in line else ("worker-stuck-broadcast",)
             found.append(Clue(ids, "a worker", f"log: {line}"))
             break
+    starts = list(re.finditer(NOT_READY, log))
+    if len(starts) >= ENOUGH and len(log) - starts[-1].end() < LAST:
+        line = f"log: it has waited for the engine {len(starts)} times"
+        found.append(Clue(("startup-capture", "weight-load-io"), "the engine", line))
     if len(list(STATS.finditer(log))) >= ENOUGH and facts.get("progress") == "frozen":
         found.append(_frozen(facts))
     if stacks:

@@ -41,5 +41,7 @@ def read(text: str) -> dict[str, str]:
             weight = sum(map(weights.__getitem__, best))
             for index, name in enumerate(sign.ids):
                 votes[name] += weight * (1 if index else FIRST)
-                signs.setdefault(name, " ".join(sentences[best[0]].split())[:SHOWN])
+                signs.setdefault(
+                    name, " ".join(sentences[best[0]].split())[:SHOWN].lstrip("-*>#| ")
+                )
     return {name: signs[name] for name, _ in votes.most_common(MOST)}

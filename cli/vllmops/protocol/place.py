@@ -89,8 +89,8 @@ def named(role: str, where: Place) -> str:
 
 
 def headed(title: str, role: str, where: Place) -> str:
-    """A process for a person: by vLLM's own title, or by its role if the title lacks ranks."""
-    title = title.removeprefix("VLLM::")
+    """A process for a person: by its own title, or by its role if the title lacks ranks."""
+    title = title.removeprefix("VLLM::").removeprefix("sglang::")
     return title if title and where.ranks in {"", of_title(title).ranks} else named(role, where)
 
 

@@ -89,6 +89,15 @@ ROLES = (
 )
 
 
+# Titles of SGLang's processes, which people paste, too. Its scheduler runs the model, as a worker.
+SGLANG = {
+    "sglang::scheduler": Role.WORKER,
+    "sglang::data_parallel_controller": Role.COORDINATOR,
+    "sglang::tokenizer": Role.API,
+    "sglang::detokenizer": Role.API,
+    "sglang::http_server": Role.API,
+}
+
 MARKS = re.compile(
     r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<|[←→]|<-|->| < "
 )  # what every frame has one of
@@ -539,7 +548,8 @@ def waits(frames: Sequence[Frame]) -> bool:
 
 def title_of(title: str) -> str:
     """The title that vLLM gives the process; empty if it can't be known."""
-    word = next((word for word in title.split() if word.startswith("VLLM::")), "")
+    named = ("VLLM::", *SGLANG)
+    word = next((word for word in title.split() if word.startswith(named)), "")
     if match := RANK.match(title):
         return match["title"]
     if word or " " in title or "/" in title:
@@ -552,6 +562,8 @@ def role_of(title: str, threads: tuple[Thread, ...]) -> Role:
     for words in (title.split(), [f"VLLM::{title}"]):
         if role := titled(words):
             return role
+    if found := next((role for name, role in SGLANG.items() if title.startswith(name)), None):
+        return found
     if title == "API server":
         return Role.API
     functions = {frame.function.rsplit(".", 1)[-1] for thread in threads for frame in thread.frames}

@@ -253,7 +253,8 @@ def headline(explanation: judge.Explanation) -> str:
         case "idle":
             return "The server is idle. Nothing is stuck."
         case "maybe":
-            return "The server may hang or work: these stacks fit both."
+            what = "these stacks fit" if explanation.samples else "this text fits"
+            return f"The server may hang or work: {what} both."
     return "No known signature matches."
 
 
