@@ -139,6 +139,13 @@ def test_a_rank_that_did_not_enter_the_collective_is_the_root() -> None:
     assert finding.phase == "running the model"
 
 
+def test_the_process_is_named_though_a_figure_names_the_gpu() -> None:
+    smi = "| N/A   38C    P0   118W /  700W |   74211MiB /  81559MiB |    100%      Default |\n"
+    finding = first(smi + worker(2, BEFORE.replace("all_reduce", "wait_stream")))
+    assert (finding.code, finding.subject) == ("stack.gpu-kernel-stuck", "Worker_TP2 202")
+    assert finding.confidence == "likely"
+
+
 def test_the_library_s_name_of_a_collective_makes_no_other_one_of_it() -> None:
     gather = BEFORE.replace("all_reduce", "all_gather")
     inside = "    all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)\n"

@@ -99,6 +99,19 @@ def test_a_fragment_of_four_frames() -> None:
     assert finding.code == "stack.mm-cache-eviction-spin"
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "py-spy of Worker_TP2:",
+        "Here is the stack of the `Worker_TP2` process:",
+        "**from Worker_TP2:**",
+    ],
+)
+def test_a_process_that_a_sentence_names(head: str) -> None:
+    pasted = read(f"{head}\n```\n{FRAGMENT}```\n")
+    assert the_process(pasted).title == "VLLM::Worker_TP2"
+
+
 def test_a_crash_is_no_hang() -> None:
     found = explain(read(CRASH))
     assert found.verdict == "crash"

@@ -70,8 +70,10 @@ def hypotheses(scene: Scene) -> list[Hit]:
 def _both(hit: Hit, other: Hit) -> Hit:
     """One hit with the evidence of two that say the same, and the higher confidence."""
     surer = max(hit, other, key=lambda hit_: RANKS.index(hit_.confidence))
+    # A process whose stack is there tells more than "the GPU".
+    named = other if hit.subject.startswith("the ") else hit
     return dataclasses.replace(
-        hit,
+        named,
         confidence=surer.confidence,
         doubts=surer.doubts,
         lines=tuple(dict.fromkeys((*hit.lines, *other.lines))),

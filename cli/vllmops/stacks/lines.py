@@ -32,6 +32,12 @@ LABEL = re.compile(
     r"[*`]*(?:[ ,:(\[]*(?:pid|PID)[ =:]*(?P<pid>\d+)[)\]]*)?"
     r"[*`: ]*(?:(?:call )?stack(?: trace)?s?)?[#*=\-_`: ]*$"
 )
+# A process's name at the end of a line above its stack: "py-spy of Worker_TP2:".
+NAMED = re.compile(
+    r"[^()`:]{0,60}\b(?:of|for|from|on)(?: the)? `?(?P<title>(?:VLLM::)?"
+    r"(?:EngineCore|Worker|APIServer|DPCoordinator)\w*)`?(?: process)?"
+    r"(?:[ ,(]*(?:pid|PID)[ =:]*(?P<pid>\d+)\)?)?:[*_ ]*$"
+)
 # A rank's name above its stack.
 RANK = re.compile(
     r"[#*=\-_`>( ]*(?P<title>(?:[Rr]ank|RANK|TP|PP|DP|[Ww]orker|[Nn]ode|GPU)[ _#-]?\d+)(?P<pid>)"
