@@ -13,7 +13,7 @@ from ..errors import Exit, VllmopsError
 from ..heal import heal as healing
 from ..heal.action import Action
 from ..heal.beyond import Beyond, beyond
-from ..heal.heal import ACTIONS, Healed
+from ..heal.heal import ACTIONS, GONE_S, Healed
 from ..instances.servers import resolve
 from ..output import Json, Progress, Result, typer_app
 from ..protocol.place import who
@@ -84,7 +84,8 @@ def heal(
     server = resolve(target)
     with Progress(time.time(), quiet=json_) as progress:
         healed = healing.heal(server, actions, dry_run=dry_run, resume=resume, show=progress.update)
-        rest = beyond(server, progress.update)
+        acted = any(outcome.done for outcome in healed.outcomes)
+        rest = beyond(server, progress.update, GONE_S if acted else 0.0)
     data = {
         "server": server.label,
         "dry_run": dry_run,

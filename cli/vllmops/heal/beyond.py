@@ -36,15 +36,21 @@ class Beyond(msgspec.Struct, frozen=True, kw_only=True):
     restart: str
 
 
-def beyond(server: Server, show: Callable[[str], None] = lambda _: None) -> Beyond | None:
+def beyond(
+    server: Server, show: Callable[[str], None] = lambda _: None, settle_s: float = 0.0
+) -> Beyond | None:
     """What is stuck now; None if everything gets on.
 
     Args:
         server: to look at; heartbeats alone, unless they show a stall.
         show: called with what is waited for.
+        settle_s: how long a stall may still show, because what was healed needs time for a step.
     """
-    stalls = progress.stalls(looked(server))
-    if not stalls:
+    until = time.monotonic() + settle_s
+    while stalls := progress.stalls(looked(server)):
+        if time.monotonic() >= until:
+            break
+    else:
         return None
     diagnosis = doctor.examine(examine.take(server, show=show))
     in_flight, background = lost(server)

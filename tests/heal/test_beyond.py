@@ -1,0 +1,31 @@
+"""What is left once a server was healed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from vllmops.diagnose import doctor, progress
+from vllmops.diagnose.stacks import STOPPED
+from vllmops.doctor import examine
+from vllmops.heal import beyond
+from vllmops.instances.servers import Server
+
+SERVER = Server(None, ())
+FINDING = STOPPED.at("engine 1", "state T")
+
+
+@pytest.mark.parametrize(("settle_s", "is_stuck"), [(0.0, True), (5.0, False)])
+def test_what_was_healed_has_time_for_a_step(
+    monkeypatch: pytest.MonkeyPatch, settle_s: float, is_stuck: bool
+) -> None:
+    # A server whose first step after a SIGCONT takes a second needs a machine that is busy.
+    over = time.monotonic() + 0.5
+    monkeypatch.setattr(beyond, "looked", lambda _: [])
+    monkeypatch.setattr(progress, "stalls", lambda _: ["stall"] if time.monotonic() < over else [])
+    monkeypatch.setattr(examine, "take", lambda *_, **__: None)
+    monkeypatch.setattr(doctor, "examine", lambda _: None)
+    monkeypatch.setattr(doctor, "cause", lambda *_: FINDING)
+    monkeypatch.setattr(beyond, "lost", lambda _: (None, 0))
+    assert (beyond.beyond(SERVER, settle_s=settle_s) is not None) is is_stuck
