@@ -568,15 +568,15 @@ def test_a_replica_on_valkey(south: Live) -> None:
     assert events[-1].type == "response.incomplete"
     rest = client.responses.retrieve(response_id, stream=True, starting_after=20)
     assert list(rest) == events[21:]
+    client.responses.delete(made.id)
+    ids = list(listed(base(south)))
+    assert ids[0] == response_id
+    assert made.id not in ids
     conversation = client.conversations.create(metadata={"user": "ann"})
     for text in ("one", "two"):
         say(client, text, conversation=conversation.id)
     items = turns(client, conversation.id)
     assert [item.content[0].text for item in items if item.role == "user"] == ["one", "two"]
-    client.responses.delete(made.id)
-    ids = list(listed(base(south)))
-    assert ids[0] == response_id
-    assert made.id not in ids
 
 
 @long
