@@ -114,6 +114,8 @@ ARGUMENT = re.compile(
     rf"(?P<why>[a-z][\w ]*: (?={QUOTE}))?"
 )
 CLASS = re.compile(r"[\"'](?:[A-Z]+[a-z]+){3,}[\"']")
+TABLE = {"|", "\u2502"}
+CELL = re.compile(r"[A-Z][a-z]*(?: [\w'-]+){2,}[^|\u2502]*[|\u2502]")  # a sentence in a table
 TURN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 VARIABLE = re.compile(r"[\"']?(?P<name>[A-Z]+(?:_[A-Z]+)+)(?:[\"',)\]}\s]|$)")
 LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
@@ -140,6 +142,8 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
             if maybe(line, start, hashes=what is Kind.LIKELY or rights(line, match.start(), start)):
                 past = value_end(line, start)
                 yield from several(line, start, past)
+        elif match["sign"].strip() in TABLE and CELL.match(line, start):
+            continue
         elif not code(line, start) and not same(line, start, name):
             past = secret_end(line, match)
             yield from several(line, start, past, option=name.startswith("-"))

@@ -35,7 +35,7 @@ NOTHING = re.compile(
     r"(?:None|none|null|nil|NULL|N/A|n/a|undefined"
     r"|not (?:set|configured|given|used|provided|required)"
     r"|[Tt]rue|[Ff]alse|TRUE|FALSE|yes|no|YES|NO|on|off|unset|missing|empty"
-    r"|\[\]|\{\}|\(\)|''(?!')|\"\"(?!\")|\\$|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
+    r"|[\[{(]\s*$|\[\]|\{\}|\(\)|''(?!')|\"\"(?!\")|\\$|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
     r"|[\"']?<?\[?(?:redacted|hidden|masked|REDACTED)\]?>?[\"']?"
     r"|\\{1,15}[\"']\\{1,15}[\"'])(?![\w.@!#$%^&*+~=/-])"
 )

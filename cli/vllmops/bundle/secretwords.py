@@ -63,7 +63,10 @@ MADE_UP = re.compile(
 TURN = re.compile(r"[a-z][A-Z]|[A-Z]{2}[a-z]")
 # Each capital begins a part, so that there is one way to read a word.
 CLASS = re.compile(r"k?(?:[A-Z][a-z]*\d{0,2})+")
-DOTTED = re.compile(r"[A-Za-z_]+(?:\.[A-Za-z_]+)+")  # names in code
+# Names in code, and of versions of an API.
+DOTTED = re.compile(
+    r"[A-Za-z_]+(?:\.(?:[A-Za-z_]+(?:\d[A-Za-z_]*)?|v?\d{1,2}(?:(?:alpha|beta)\d)?))+"
+)
 CLASS_PART = re.compile(r"[A-Z][a-z]{3,}")
 TURNS = 3  # between small letters and capitals, as hardly a name has them; digits count as one
 GROUPS = re.compile(r"(?=\S*[A-Za-z])(?!\S*\dGB$)(?:[A-Za-z0-9]{4,}-){2,}[A-Za-z0-9]{4,}")
