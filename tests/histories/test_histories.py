@@ -42,8 +42,8 @@ def test_a_random_history_is_right(
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_a_broken_backend_is_found(kind: type[Backend], replicas: Replicas, tmp_path: Path) -> None:
     name = f"tests.histories.broken.{kind.__name__}"
-    for seed in range(6):
+    for seed in range(20):
         url = f"sqlite:///{tmp_path}/{seed}.db"
         if check(run(replicas, url, seed, name, faults=False)):
             return
-    raise AssertionError("six histories look right")
+    raise AssertionError("twenty histories look right")
