@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
-import threading
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -111,9 +112,7 @@ def test_what_is_wrong_with_a_pod_is_told(
     assert "vllmops-cli[k8s]" in answer.error["hint"]
 
 
-def test_nobody_else_reaches_the_pod(
-    cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_else_reaches_the_pod(cluster: Cluster, folder: Path) -> None:
     from vllmops.vllm_api.forward import Forward
 
     cluster.configuration(folder)
@@ -122,6 +121,18 @@ def test_nobody_else_reaches_the_pod(
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:
         for _ in range(3):
             assert client.get("http://pod/health").status_code == 200
-    # Its thread, which else ends with its process, ends.
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    # Without a descriptor left, who connects is turned away; later it works again.
+    with socket.socket(socket.AF_UNIX) as early:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            early.connect(str(made.path))
+            assert early.recv(1) == b""
+            time.sleep(0.2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:
+        assert client.get("http://pod/health", timeout=20).status_code == 200
     made.listening.shutdown(socket.SHUT_RDWR)
+    made.thread.join(20)
+    assert not made.thread.is_alive()

@@ -6,10 +6,12 @@ As `kubectl port-forward` does, and with its configuration; by the client of the
 from __future__ import annotations
 
 import atexit
+import errno
 import shutil
 import socket
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from ..targets import Pod
 from .endpoint import Endpoint
 
 CHUNK = 1 << 16
+PAUSE_S = 0.1
+OVER = {errno.EBADF, errno.EINVAL}  # of accept(2), once the socket is closed or shut down
 
 
 def endpoint(pod: Pod) -> Endpoint:
@@ -69,7 +73,8 @@ class Forward:
         self.listening = socket.socket(socket.AF_UNIX)
         self.listening.bind(str(self.path))
         self.listening.listen()
-        threading.Thread(target=self.serve, daemon=True).start()
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
 
     def opened(self) -> Any:
         """A connection to the pod; raises VllmopsError."""
@@ -91,9 +96,15 @@ class Forward:
         )
 
     def serve(self) -> None:
-        """Connect whoever connects."""
+        """Connect whoever connects, until the socket is closed."""
         while True:
-            near, _ = self.listening.accept()
+            try:
+                near, _ = self.listening.accept()
+            except OSError as error:
+                if error.errno in OVER:
+                    return
+                time.sleep(PAUSE_S)  # no descriptor is left, for example
+                continue
             threading.Thread(target=self.connect, args=(near,), daemon=True).start()
 
     def connect(self, near: socket.socket) -> None:
