@@ -3,7 +3,9 @@
     python3 cli/bootstrap.py demo         start a server with a demo model, and show its caches
     python3 cli/bootstrap.py test         run the formatter, the linters, the type checker,
                                           the fast tests, the live tests and short benchmarks
-    python3 cli/bootstrap.py test --all   the same with whole test matrices, longer soaks and
+    python3 cli/bootstrap.py test --fast  only the checks of the code, and the tests that start
+                                          no program: a minute and a half
+    python3 cli/bootstrap.py test --all   all of it with whole test matrices, longer soaks and
                                           whole benchmarks; --soak MINUTES for the longest one
 
 It imports the standard library alone, because it runs before anything is installed.
@@ -129,8 +131,13 @@ def demo_url(vllmops: str) -> str | None:
     return None
 
 
-def test(*, everything: bool) -> None:
-    """Run all that CI checks; ``everything`` leaves nothing out of matrices, soaks, benchmarks."""
+def test(*, fast: bool, everything: bool) -> None:
+    """Run all that CI checks.
+
+    Args:
+        fast: only checks of the code, and tests that start no program.
+        everything: leave nothing out of matrices, soaks, benchmarks.
+    """
     if everything:
         os.environ["VLLMOPS_TEST_ALL"] = "1"
     # Compiles the tests, as else every worker would do, on the core that the linters leave idle.
@@ -140,7 +147,10 @@ def test(*, everything: bool) -> None:
         run("lint-imports")
     # Tests wait about half of their time, for processes above all; the type checker uses the rest.
     with beside("mypy"):
-        pytest("4", "worksteal", "--ignore", "tests/live")
+        chosen = ("-m", "not programs") if fast else ()
+        pytest("4", "worksteal", "--ignore", "tests/live", *chosen)
+    if fast:
+        return
     # Those of a file share servers, each of which takes 1 GB and, at work, one core.
     pytest("3", "loadgroup", "tests/live")
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
@@ -158,7 +168,13 @@ def main() -> None:
     jobs = parser.add_subparsers(dest="job", required=True)
     jobs.add_parser("demo", help="start a server with a demo model, and show its caches")
     tests = jobs.add_parser("test", help="run all checks, tests and short benchmarks")
-    tests.add_argument(
+    extent = tests.add_mutually_exclusive_group()
+    extent.add_argument(
+        "--fast",
+        action="store_true",
+        help="only checks of the code and tests that start no program (90 seconds)",
+    )
+    extent.add_argument(
         "--all",
         action="store_true",
         help="run whole test matrices, longer soaks and whole benchmarks (hours)",
@@ -173,7 +189,7 @@ def main() -> None:
     else:
         if given.soak:
             os.environ["VLLMOPS_SOAK_MINUTES"] = given.soak
-        test(everything=given.all)
+        test(fast=given.fast, everything=given.all)
 
 
 if __name__ == "__main__":

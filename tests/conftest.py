@@ -24,18 +24,17 @@ from vllmops.host.roles import Role
 from vllmops.instances import detached, launch
 from vllmops.vllm_api import admin
 
-from .support import commands, own, versions
+from .support import commands, extent, own, versions
 from .support.children import Child, Spawn, started
 from .support.commands import Vllmops
 from .support.databases import Server, shared
-from .support.extent import EVERYTHING
 from .support.lab import Lab
 from .support.own import in_home
 from .support.waiting import until
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile(
-    "vllmops", deadline=None, max_examples=100 if EVERYTHING else 30
+    "vllmops", deadline=None, max_examples=100 if extent.EVERYTHING else 30
 )
 hypothesis.settings.load_profile("vllmops")
 
@@ -48,10 +47,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest's own `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is `extent.long`, unless everything is to run."""
-    left_out = [] if EVERYTHING else [item for item in items if item.get_closest_marker("long")]
+    """Mark what starts programs, and leave out what is `long`, unless everything is to run."""
+    for item in items:
+        if extent.STARTERS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(extent.programs)
+    left_out = (
+        [] if extent.EVERYTHING else [item for item in items if item.get_closest_marker("long")]
+    )
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -14,7 +14,10 @@ import psutil
 import pytest
 
 from .support.children import CHILD
+from .support.extent import programs
 from .support.forks import FORKS, Answered
+
+pytestmark = programs
 
 # Another root, which has a folder of its own; the way to it leads over an absolute link.
 START = """

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from .support.extent import long
+from .support.extent import long, programs
+
+pytestmark = programs
 
 CLI = Path(__file__).parent.parent / "cli"
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"

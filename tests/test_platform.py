@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from .support.extent import long
+from .support.extent import long, programs
 from .support.far import far
 from .support.fleet import token_file
 from .support.forks import FORKS, Answered
+
+pytestmark = programs
 
 # No Mac and no Windows is at hand. A real interpreter, with what they lack taken away: its own name
 # of the system, Linux's locks, on Windows also whole modules; and a real absence of /proc.

@@ -15,10 +15,12 @@ import pytest
 
 from vllmops import __version__
 
-from .support.extent import EVERYTHING, long
+from .support.extent import EVERYTHING, long, programs
 from .support.forks import FORKS, Answered
 from .test_app import WORDS
 from .test_packaging import MOST_BYTES, required
+
+pytestmark = programs
 
 ROOT = Path(__file__).parent.parent
 STACKS = ROOT / "tests/diagnose/stacks/mm-cache-eviction-spin.txt"

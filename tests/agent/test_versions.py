@@ -13,8 +13,10 @@ import pytest
 from vllmops.agent.adapters import features
 from vllmops.agent.patches import registry
 
-from ..support.extent import EVERYTHING, combinations, long
+from ..support.extent import EVERYTHING, combinations, long, programs
 from ..support.versions import INSTALLED, MINORS, RENAMED, Vllm, rewritten
+
+pytestmark = programs
 
 ENDS = MINORS[0], MINORS[-1]
 DRIVE = Path(__file__).with_name("drive.py")

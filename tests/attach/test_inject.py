@@ -21,9 +21,10 @@ from vllmops.attach import inject, trace, x86
 from vllmops.attach.trace import BusyError
 from vllmops.errors import VllmopsError
 
+from ..support.extent import programs
 from ..support.waiting import until
 
-pytestmark = pytest.mark.skipif(not inject.supported(), reason="no such processor")
+pytestmark = [programs, pytest.mark.skipif(not inject.supported(), reason="no such processor")]
 
 # Calls of ptrace(2) for one injection; arm64 also asks for a stack of return addresses.
 CALLS = 7 if inject.MACHINE is x86 else 8

@@ -17,7 +17,9 @@ import pytest
 
 from vllmops.bundle.redact import Redactor
 
-from ..support.extent import EVERYTHING, sampled
+from ..support.extent import EVERYTHING, programs, sampled
+
+pytestmark = programs
 
 MOST_MIB = 150
 PART_MIB = 64 if EVERYTHING else 16  # some more than is kept

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -100,23 +101,26 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
                 child.kill()
 
 
-def rows(vllmops: Vllmops, nodes: Nodes) -> dict[str, str]:
-    """The engines by rank and node, and what `ps` says of their agents."""
+def instance(vllmops: Vllmops, nodes: Nodes) -> Any:
+    """What `ps` says of the server."""
     answer = vllmops("ps", *nodes.words())
     assert answer.code == 0, answer
     (row,) = answer.data["instances"]
-    return {
-        f"{p['ranks']} {p['node']}": p["agent"] for p in row["processes"] if p["role"] == "engine"
-    }
+    return row
+
+
+def rows(vllmops: Vllmops, nodes: Nodes) -> dict[str, str]:
+    """The engines by rank and node, and what `ps` says of their agents."""
+    processes = instance(vllmops, nodes)["processes"]
+    return {f"{p['ranks']} {p['node']}": p["agent"] for p in processes if p["role"] == "engine"}
 
 
 def test_who_has_another_token_gets_and_gives_nothing(vllmops: Vllmops, nodes: Nodes) -> None:
     nodes.theirs.write_text("another-" * 8)
     try:
-        until(lambda: rows(vllmops, nodes).get("DP1 two") != "answers")
-        (row,) = vllmops("ps", *nodes.words()).data["instances"]
-        assert nodes.address in row["note"]
-        assert "another admin token" in row["note"]
+        until(lambda: "another admin token" in instance(vllmops, nodes)["note"])
+        assert nodes.address in instance(vllmops, nodes)["note"]
+        assert rows(vllmops, nodes).get("DP1 two") != "answers"
         examined = vllmops("doctor", *nodes.words()).data["unseen"]
         parts = [part["why"] for part in examined if part["code"] == "agent.node-lost"]
         assert any("another admin token" in why for why in parts)
@@ -143,9 +147,8 @@ def test_a_node_whose_network_is_cut_is_named_and_holds_nobody_up(
     ip(f"-n {nodes.link} link set far down")
     lost = {"DP1 one": "answers", "DP1 two": "node-lost"}
     until(lambda: rows(vllmops, nodes) == lost, explain=lambda: rows(vllmops, nodes))
-    answer = vllmops("ps", *nodes.words())
-    (row,) = answer.data["instances"]
-    assert f"node two ({nodes.address}) does not answer" in row["note"]
+    note = instance(vllmops, nodes)["note"]
+    assert f"node two ({nodes.address}) does not answer" in note
     (silent,) = vllmops("cache", "inspect", *nodes.words()).data["silent"]
     assert (silent["node"], silent["code"]) == ("two", "agent.node-lost")
     assert "two" in silent["why"]

@@ -10,10 +10,12 @@ import pytest
 
 from vllmops.store.backend import Backend
 
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, programs
 from .broken import BROKEN
 from .checker import check
 from .run import Replicas, run
+
+pytestmark = programs
 
 KINDS = ("sqlite", "sqlite", "sqlite", "postgresql", "redis")
 

@@ -18,8 +18,10 @@ from vllmops.metrics.alerts import Form, rules
 from vllmops.metrics.counters import COUNTERS
 from vllmops.metrics.families import FAMILIES, PREFIX
 
-from ..support.extent import long
+from ..support.extent import long, programs
 from ..support.prometheus import program
+
+pytestmark = programs
 
 RULES: list[dict[str, Any]] = yaml.safe_load(rules(Form.PROMETHEUS))["groups"][0]["rules"]
 NAMES = [rule["alert"] for rule in RULES]

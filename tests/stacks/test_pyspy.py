@@ -24,7 +24,10 @@ from vllmops.protocol.stacks import Options, ProcessStacks, StacksSnapshot
 from vllmops.stacks import pyspy
 
 from ..support.children import Spawn
+from ..support.extent import programs
 from ..support.waiting import until
+
+pytestmark = programs
 
 # PR_SET_PTRACER_ANY: with Yama's ptrace_scope 1 a sibling may not look into a process otherwise.
 READABLE = "import ctypes; ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))\n"

@@ -17,7 +17,9 @@ from vllmops.store.postgresql import Postgresql
 from vllmops.store.store import Response, ResponseStore
 
 from ..support.databases import Server
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, programs
+
+pytestmark = programs
 
 FILL = Path(__file__).with_name("fill.py")
 MIB = 1 << 20

@@ -22,6 +22,10 @@ from vllmops.store.memory import Memory
 from vllmops.store.memory_conversations import Kept
 from vllmops.store.store import ResponseStore
 
+from ..support.extent import programs
+
+pytestmark = programs
+
 
 async def judged(url: str) -> list[CheckResult]:
     return [item async for item in run(url)]

@@ -1,4 +1,4 @@
-"""How much of the long matrices a test run tries."""
+"""Which tests a run has: what takes long, and what starts programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ import pytest
 # Set by `bootstrap.py test --all`.
 EVERYTHING: Final = os.environ.get("VLLMOPS_TEST_ALL") == "1"
 
-
 long: Final = pytest.mark.long
+# For tests that start programs without a fixture of `STARTERS`.
+programs: Final = pytest.mark.programs
+# Fixtures that start programs, or whose users do.
+STARTERS: Final = frozenset(
+    {"code", "databases", "lab", "programs", "shared_url", "spawn", "standin", "vllmops"}
+)
 
 
 def sampled(cases: Iterable[Any], every: int) -> list[Any]:
