@@ -29,7 +29,7 @@ from ..support import plug_ins
 from ..support.commands import answered
 from ..support.fleet import token_file
 from ..support.waiting import until
-from .clients import LENGTH, talkative
+from .clients import LENGTH, MODEL, talkative
 
 START_TIMEOUT_S = 600.0
 SOAKED = (
@@ -249,18 +249,19 @@ class Stock(Live):
         return next(row for row in rows if row["pid"] == int(self.name))
 
 
-# Servers that tests of several files share.
-SHARED = ("vision_server", "text_pair")
+# Servers that tests of several files share, and what uses one of them only now and then.
+SHARED = {"vision_server": "vision_server", "text_pair": "text_pair", "kept": "text_pair"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of several test processes one runs all tests of the servers that they share."""
+    items.sort(key=lambda item: item.get_closest_marker("ends") is not None)
     for item in items:
         used = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
         shared = any(found[-1].scope == "module" for found in used.values())
         own = item.path.stem if shared else item.name.partition("[")[0]
-        group = next((name for name in SHARED if name in used), own)
+        group = next((SHARED[name] for name in SHARED if name in used), own)
         item.add_marker(pytest.mark.xdist_group(group))
 
 
@@ -364,16 +365,31 @@ def lose_all(server: Live, footprint: Footprint) -> None:
 @pytest.fixture(scope="session")
 def vision_server(cli: Cli) -> Live:
     """The demo vision model, default caches, an admin token, and what a soak wants."""
-    token = token_file(cli.home)
-    return cli.serve("vision", "--demo", "vision", "--admin-token", str(token), *soaked(cli))
+    admin = ("--admin-token", str(token_file(cli.home)))
+    return cli.serve("vision", "--demo", "vision", *admin, *soaked(cli))
+
+
+Pair = Callable[[str, tuple[str, ...]], Live]
 
 
 @pytest.fixture(scope="session")
-def text_pair(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Live:
+def start_pair(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Starts `text_pair` by a name, with more options of ``serve``."""
+
+    def start(name: str, options: tuple[str, ...]) -> Live:
+        shape = talkative(tmp_path_factory.mktemp("template"))
+        names = ("--served-model-name", MODEL, "gpt-demo")  # the agents SDK compacts OpenAI's alone
+        words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape, *names)
+        admin = ("--admin-token", str(token_file(cli.home)))
+        return cli.serve(name, "--demo", "text", *admin, *options, "--", *words)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def text_pair(start_pair: Pair) -> Live:
     """A demo text model that answers at length, with two API servers and the keys one and two."""
-    shape = talkative(tmp_path_factory.mktemp("template"))
-    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
-    return cli.serve("pair", "--demo", "text", "--", *words)
+    return start_pair("pair", ())
 
 
 def soaked(cli: Cli) -> tuple[str, ...]:

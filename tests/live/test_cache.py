@@ -266,6 +266,7 @@ def register():
 """
 
 
+@long
 @pytest.mark.serve("--demo", "audio", plug_in=("old_order", OLD_ORDER), loses="worker")
 def test_a_patched_whisper_ends_with_an_empty_worker_cache(server: Live) -> None:
     for seed in range(3):

@@ -5,10 +5,13 @@ That of vLLM #43595, which comes in two ways, is repaired live as well, and patc
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -67,7 +70,6 @@ def pair(
         made = cli.serve("patched", *patched)
         launched.wait_up()
         yield Prone(cli, str(launched.process.pid), launched, place), made
-        lose(made, "engine")
     finally:
         launched.stop()
         cli("stop", "patched", "--force")
@@ -503,3 +505,39 @@ def test_a_hang_is_named(stock: Prone, hang: Hang) -> None:
     if hang.lives_on:
         assert {item.answer(30) for item in asked if not item.aborted} == {200}
         assert stock.ask().answer(30) == 200
+
+
+def test_an_engine_that_is_killed_under_load_tells_its_last_step(patched: Live) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        asked = {"model": "demo-vision", "max_tokens": 200, "ignore_eos": True}
+        load = [pool.submit(patched.complete, **asked) for _ in range(40)]
+        until(load[0].done, 60)
+        live = history(patched)
+        assert live["alive"]
+        # Stopped first: vLLM ends an engine whose worker is gone, and this one is to be killed.
+        engine = patched.pids()["engine"]
+        os.kill(engine, signal.SIGSTOP)
+        killed_at = time.time()
+        lose(patched, "engine")
+    dead = history(patched)
+    assert not dead["alive"]
+    assert dead["pid"] == engine
+    steps = [dict(zip(dead["columns"], step, strict=True)) for step in dead["steps"]]
+    last = steps[-1]
+    assert killed_at - 2 < last["began_at"] < killed_at
+    # The last one may have been stopped before it was scheduled.
+    assert 1 <= max(step["requests"] for step in steps[-2:]) <= 3
+    assert sum(step["tokens"] for step in steps) > 200
+    numbers = [step["number"] for step in steps]
+    assert numbers == sorted(numbers)
+    assert all(step["ended"] == step["steps"] for step in steps[:-3])
+    ending = str(last["number"] + last["steps"] - 1)
+    assert ending in dead["end"]
+    assert ending in patched.cli("doctor", "--history", "-t", str(engine)).out
+
+
+def history(server: Live) -> dict[str, Any]:
+    """The recording of its only engine."""
+    data = server.cli("doctor", "--history", "-t", server.name, "--json").data
+    (recording,) = data["recordings"]
+    return {"columns": data["columns"], **recording}

@@ -37,14 +37,14 @@ from agents import (
 from vllmops.keys import carrier, file
 from vllmops.keys.ring import Ring, Secret, only
 
-from ..support.extent import EVERYTHING, combinations
+from ..support.extent import EVERYTHING, combinations, long
+from ..support.fleet import TOKEN
 from ..support.versions import INSTALLED, RUN
 from ..support.waiting import until
 from . import clients, strict
 from .clients import (
     CARRY,
     ENDLESS,
-    LENGTH,
     MODEL,
     SPEAKS,
     STOPPED_S,
@@ -61,10 +61,9 @@ from .clients import (
     reach,
     say,
     sealed_in,
-    talkative,
     told,
 )
-from .conftest import Cli, Live, code_of, kill
+from .conftest import Cli, Live, Pair, code_of, kill
 
 TOOL = {
     "type": "function",
@@ -86,28 +85,15 @@ def keyring(kept: Live) -> Path:
     return kept.home / "keyring.json"
 
 
-@pytest.fixture(scope="module")
-def admin_token(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("keys") / "admin.token"
-    ran = cli("keygen", "--out", str(path))
-    assert ran.code == 0, ran.err
-    return path
-
-
 @pytest.fixture(scope="module", params=[INSTALLED, *(RUN if EVERYTHING else ())])
 def kept(
-    cli: Cli,
-    admin_token: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    code: Callable[[str], Path],
-    request: pytest.FixtureRequest,
+    start_pair: Pair, cli: Cli, code: Callable[[str], Path], request: pytest.FixtureRequest
 ) -> Iterator[Live]:
-    shape = talkative(tmp_path_factory.mktemp("template"))
-    old = () if request.param == INSTALLED else code_of(cli, code(request.param))
-    names = ("--served-model-name", MODEL, "gpt-demo")  # the agents SDK compacts OpenAI's alone
-    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape, *names)
-    admin = ("--admin-token", str(admin_token))
-    made = cli.serve("kept", "--demo", "text", *admin, *old, "--", *words)
+    """`text_pair`, or the same with the code of an older vLLM."""
+    if request.param == INSTALLED:
+        yield request.getfixturevalue("text_pair")
+        return
+    made = start_pair("kept", code_of(cli, code(request.param)))
     try:
         yield made
     finally:
@@ -657,12 +643,22 @@ def test_a_conversation_is_compacted_as_it_grows(client: Any, stored: bool) -> N
         assert len(sizes) == 1
 
 
+# More than the model takes.
+TOO_LONG = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "word " * 5000},
+    {"role": "user", "content": "two"},
+]
+
+
 def test_what_does_not_fit_into_the_model_is_compacted(client: Any) -> None:
-    long = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "word " * 5000}]
-    given = [*long, {"role": "user", "content": "two"}]
-    made = client.responses.compact(model=MODEL, input=given)
+    made = client.responses.compact(model=MODEL, input=TOO_LONG)
     assert made.usage.output_tokens > 512
-    assert say(client, given, **COMPACT).output[0].type == "compaction"
+
+
+@long
+def test_what_does_not_fit_into_the_model_is_compacted_before_an_answer(client: Any) -> None:
+    assert say(client, TOO_LONG, **COMPACT).output[0].type == "compaction"
 
 
 @pytest.mark.parametrize("case", [case for case in BAD if "," not in case])
@@ -796,13 +792,13 @@ def test_keys_are_rotated_while_clients_converse(cli: Cli, client: Any, keyring:
 
 
 def test_keys_are_pushed_to_a_server(
-    cli: Cli, kept: Live, client: Any, keyring: Path, admin_token: Path, tmp_path: Path
+    cli: Cli, kept: Live, client: Any, keyring: Path, tmp_path: Path
 ) -> None:
     made = say(client, **CARRY)
     elsewhere = tmp_path / "elsewhere.json"
     words = ("keys", "push", "-t", kept.url, "--keyring", str(elsewhere), "--json")
     kid = cli("keys", "add", "--keyring", str(elsewhere), "--json").data["kid"]
-    ran = cli(*words, "--admin-token", str(admin_token))
+    ran = cli(*words, "--admin-token", str(cli.home / "admin.token"))
     assert ran.code == 0, ran.out
     until(lambda: sum(holds(item, kid) for item in reach(kept, "api")) == 2)
     for _ in range(4):
@@ -810,7 +806,7 @@ def test_keys_are_pushed_to_a_server(
         assert sealed_in(made).split(":")[2] == kid
     assert file.load(keyring).sealing().kid == kid
     # An API key is no admin's, and an admin's token no API key.
-    for given, path in (("one", "vllmops/keys"), (admin_token.read_text().strip(), "models")):
+    for given, path in (("one", "vllmops/keys"), (TOKEN, "models")):
         headers = {"Authorization": f"Bearer {given}"}
         assert httpx.get(f"{kept.url}/v1/{path}", headers=headers).status_code == 401
 
@@ -1051,8 +1047,9 @@ def test_responses_move_to_another_store(
     assert any(len(part["events"]) > 10 for line in lines for part in line["events"])
 
 
+@pytest.mark.ends
 def test_every_process_is_killed(kept: Live, base: str) -> None:
-    """Of a server under load; what was acknowledged is in its file. It is the server's last."""
+    """Of a server under load; what was acknowledged is in its file."""
     pids = [kept.supervisor(), *(process["pid"] for process in kept.row["processes"])]
     with Load(base) as load:
         load.wait()

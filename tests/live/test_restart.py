@@ -1,9 +1,13 @@
-"""What a restart loses, and what it does not: requests, background responses, their readers."""
+"""A detached server that is started again, and stopped in the end: what that loses, and what not.
+
+Requests, background responses and their readers; the options; a supervisor that has died.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,15 +23,19 @@ import pytest
 from vllmops.agent.responses.rerun import AGAIN, MARK
 from vllmops.diagnose.progress import PATIENCE_S
 
+from ..support.extent import long
 from ..support.waiting import until
 from .clients import LENGTH, background, base, connect, ended, following, reach
 from .conftest import Cli, Live, kill
+
+ALLOWED = "somebody_elses,forked,patient"  # without ours
 
 
 @pytest.fixture(scope="module")
 def server(cli: Cli) -> Iterator[Live]:
     try:
-        yield cli.serve("again", "--demo", "text", "--", *LENGTH)
+        plug_ins = ("--env", f"VLLM_PLUGINS={ALLOWED}")
+        yield cli.serve("again", "--demo", "text", *plug_ins, "--", *LENGTH)
     finally:
         cli("stop", "again", "--force")
 
@@ -74,11 +82,18 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     client.responses.cancel(dropped.id)
     (engine,) = reach(server, "engine")
     until(lambda: engine.engine().running == 4)
+    before = server.row
+    assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
     worker = server.pids()["worker"]
     os.kill(worker, signal.SIGSTOP)  # so that none ends by itself before the restart
     threading.Timer(3, resume, [worker]).start()
 
-    assert server.cli("restart", server.name, "--force", "--rerun").code == 0
+    ran = server.cli("restart", server.name, "--force", "--rerun", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.data["environment"]["VLLM_PLUGINS"] == f"{ALLOWED},vllmops"
+    after = server.row
+    assert after["port"] == before["port"]
+    assert after["pid"] != before["pid"]
     answer = plain.over()
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     assert "draining" in streamed.over().text.rstrip().splitlines()[-1]
@@ -107,23 +122,67 @@ def test_what_ran_when_a_server_died_runs_again_once(server: Live) -> None:
     assert server.cli("restart", server.name, "--rerun").code == 0
     rest = client.responses.retrieve(followed, stream=True, starting_after=last)
     assert next(iter(rest)).sequence_number == last + 1
-    # Each was run again once: the next restart leaves it as failed.
-    assert server.cli("restart", server.name, "--force", "--rerun").code == 0
+    # Each was run again once: the next restart leaves it as failed. That one ends a hang.
+    os.kill(server.pids()["engine"], signal.SIGSTOP)
+    time.sleep(PATIENCE_S)
+    ran = server.cli("restart", server.name, "--force", "--rerun", "--json")
+    assert (ran.code, Path(ran.data["evidence"]).exists()) == (0, True)
     for response_id, metadata in ((run.id, {"mine": "1", MARK: AGAIN}), (followed, {MARK: AGAIN})):
         done = ended(client, response_id)
         assert (done.status, done.metadata) == ("failed", metadata)
 
 
-def test_without_the_option_nothing_runs_again_and_a_hang_leaves_evidence(server: Live) -> None:
+@long
+def test_without_the_option_nothing_runs_again(server: Live) -> None:
     client = connect(base(server))
     run = background(client)
-    engine = server.pids()["engine"]
-    os.kill(engine, signal.SIGSTOP)
-    time.sleep(PATIENCE_S)
-    ran = server.cli("restart", server.name, "--force", "--json")
-    assert (ran.code, Path(ran.data["evidence"]).exists()) == (0, True)
+    assert server.cli("restart", server.name, "--force").code == 0
     assert ended(client, run.id, 60).status == "failed"
     # It ran in an earlier start, and this one does not hang.
     ran = server.cli("restart", server.name, "--force", "--rerun", "--json")
     assert (ran.code, ran.data["evidence"]) == (0, None)
     assert ended(client, run.id).status == "failed"
+
+
+def test_a_detached_server_outlives_its_supervisor_and_is_drained(server: Live) -> None:
+    footprint = server.footprint()
+    first = server.supervisor()
+    kill(first)
+    seen = server.row
+    assert seen["supervised"] is False
+    assert seen["state"] == "ready"
+    assert server.complete().status_code == 200
+    # The command above took it under supervision again.
+    assert server.row["supervised"] is True
+    assert server.supervisor() != first
+    assert sorted(footprint.pids) == sorted(p["pid"] for p in server.row["processes"])
+
+    worker = server.pids()["worker"]
+    kill(server.supervisor())
+    url, answers = server.url, list[httpx.Response]()
+    asked = {"model": "demo-text", "prompt": "The quick", "max_tokens": 50, "ignore_eos": True}
+    caller = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=asked, timeout=120))
+    )
+    # A stopped worker keeps the request in flight for as long as the steps below take.
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        caller.start()
+        until(lambda: "1 running" in server.cli("status", server.name).out)
+        stopping = server.cli.begin("stop", server.name, stderr=subprocess.PIPE)
+        refused = until(lambda: refusal(url))
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert refused == httpx.codes.SERVICE_UNAVAILABLE
+    caller.join(120)
+    assert answers[0].json()["usage"]["completion_tokens"] == asked["max_tokens"]
+    assert stopping.wait(60) == 0
+    footprint.wait_gone(0)
+    assert server.row["state"] == "stopped"
+    assert server.row["failure"] is None
+
+
+def refusal(url: str) -> int | None:
+    """The status of a new request, None while it is still taken."""
+    answer = httpx.get(f"{url}/v1/models", timeout=10)
+    return None if answer.status_code == 200 else answer.status_code
