@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import httpx
 import msgspec
+from httpx_sse import EventSource
 
 from ..errors import Exit, VllmopsError
 from ..protocol.files import DAMAGE
@@ -50,6 +51,7 @@ class Said(msgspec.Struct):
 
 LISTING = msgspec.json.Decoder(Listing)
 SAID = msgspec.json.Decoder(Said)
+EVENT_STREAM = {"Content-Type": "text/event-stream"}
 
 
 class Http:
@@ -144,7 +146,8 @@ class Http:
                     "GET", url, params={"stream": "true"}, timeout=timeout
                 ) as answer,
             ):
-                if not answer.headers.get("Content-Type", "").startswith("text/event-stream"):
+                kind = answer.headers.get("Content-Type", "").partition(";")[0]
+                if kind != EVENT_STREAM["Content-Type"]:
                     if answer.status_code == httpx.codes.BAD_REQUEST:
                         return []  # it was no background stream, or its events are gone
                     self.good(self.allowed(await http.whole(answer, end)), doing)
@@ -155,8 +158,10 @@ class Http:
             if not (response.running and isinstance(error, httpx.ReadTimeout | TimeoutError)):
                 raise self.away(error) from error
         events: list[Events] = []
-        for frame in content.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
-            keep(bytes(frame), events)
+        # As far as it came: an event that was cut off is none.
+        read = httpx.Response(200, headers=EVENT_STREAM, content=bytes(content))
+        for event in EventSource(read).iter_sse():
+            keep(event.data.encode(), events)
         return events
 
     async def cancel(self, response_id: str) -> ChangeResult:
@@ -380,9 +385,8 @@ def decoded(document: bytes) -> shape.Document | None:
         return None
 
 
-def keep(frame: bytes, kept: list[Events]) -> None:
-    """Add an event of a stream to those that were found."""
-    data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
+def keep(data: bytes, kept: list[Events]) -> None:
+    """Add the data of an event of a stream to those that were found."""
     try:
         event = SAID.decode(data)
     except DAMAGE:
