@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +20,10 @@ Herd = Callable[..., list[str]]
 
 @pytest.fixture
 def urls() -> Iterator[Herd]:
-    """Starts that many servers, each of which takes so many seconds to list its processes."""
+    """Starts that many servers, each of which takes so many seconds to list its processes.
+
+    An infinite time ends when each of them has been asked.
+    """
     running = []
 
     def start(count: int, delay_s: float = 0.0) -> list[str]:
@@ -88,16 +91,11 @@ def test_rows_name_their_server_and_the_exit_code_is_the_worst(
 def test_one_that_is_slow_holds_up_no_other_one(
     vllmops: Vllmops, urls: Herd, token: tuple[str, str], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    delay_s = 1.0
-    many = urls(12, delay_s)
+    many = urls(12, math.inf)  # none answers before all are asked
     (tmp_path / "fleet.txt").write_text("# all\n" + "\n".join(many) + "\n\n  # no more\n")
-    began = time.monotonic()
     answer = vllmops(*words, *token, "-t", f"@{tmp_path / 'fleet.txt'}", "--json")
-    seconds = time.monotonic() - began
     assert answer.code == 0, answer
     assert [row["target"] for row in answer.data["targets"]] == many
-    # One after the other takes longer; how long it takes in fact, tests/bench measures.
-    assert seconds < len(many) * delay_s
 
 
 def test_files_of_targets(

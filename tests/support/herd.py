@@ -1,12 +1,14 @@
 """Many small HTTP servers that answer as the admin routes of a vLLM server do; run as a program.
 
-Its words are how many, the seconds until one lists its processes, and the admin token; then, maybe,
+Its words are how many, the seconds until one lists its processes (``inf``: until each of them has
+been asked), and the admin token; then, maybe,
 an address and a file with a certificate and its key for TLS. It prints the ports.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import sys
 import time
@@ -67,16 +69,29 @@ def content(path: str) -> object:
 
 
 class Small:
-    """One server.
+    """What each of the servers does.
 
     Args:
-        delay_s: until it lists its processes.
+        count: of all servers.
+        delay_s: until it lists its processes; infinite: until each of them has been asked.
         token: the admin token.
     """
 
-    def __init__(self, delay_s: float, token: str) -> None:
+    def __init__(self, count: int, delay_s: float, token: str) -> None:
+        self.count = count
         self.delay_s = delay_s
         self.token = token
+        self.asked = set[object]()
+        self.all_asked = asyncio.Event()
+
+    async def delay(self, writer: asyncio.StreamWriter) -> None:
+        if self.delay_s < math.inf:
+            await asyncio.sleep(self.delay_s)
+            return
+        self.asked.add(writer.get_extra_info("sockname"))
+        if len(self.asked) == self.count:
+            self.all_asked.set()
+        await self.all_asked.wait()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await self.head(reader):
@@ -89,7 +104,7 @@ class Small:
                     body = msgspec.json.encode(Refused(Refusal("admin.refused", "no")))
                 else:
                     if path == PROCESSES:
-                        await asyncio.sleep(self.delay_s)
+                        await self.delay(writer)
                     body = msgspec.json.encode(content(path))
             writer.write(
                 b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body)
@@ -105,7 +120,7 @@ class Small:
 
 async def main() -> None:
     count, delay_s, token = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-    small = Small(delay_s, token.lower())
+    small = Small(count, delay_s, token.lower())
     host, tls = "127.0.0.1", None
     if sys.argv[4:]:
         host, tls = sys.argv[4], ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
