@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import TYPE_CHECKING
 
@@ -42,11 +44,14 @@ def test_a_drain_lets_finish_what_runs_and_resume_ends_it(vision_server: Live) -
             httpx.post(f"{url}/v1/completions", json=body, timeout=300).status_code
         )
     )
+    worker = server.pids()["worker"]
+    os.kill(worker, signal.SIGSTOP)  # else all could end before the drain begins
     request.start()
     try:
         until(lambda: server.cli("requests", "list", "-t", server.name).out.count("cmpl") >= 1)
         long = respond(1900).json()["id"]
         drained = server.cli("drain", server.name, "--json")
+        os.kill(worker, signal.SIGCONT)
         assert drained.code == 0, drained
         assert drained.data["in_flight"] >= 2
         # Who has asked before gets the answers.
@@ -63,6 +68,7 @@ def test_a_drain_lets_finish_what_runs_and_resume_ends_it(vision_server: Live) -
         request.join(60)
         assert asked == [200]
     finally:
+        os.kill(worker, signal.SIGCONT)
         assert server.cli("resume", server.name, "--json").data["draining"] is False
         request.join()
     until(lambda: not unready())

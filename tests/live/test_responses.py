@@ -1044,7 +1044,8 @@ def test_responses_move_to_another_store(
     assert who.responses.retrieve(first.id).output == first.output
     assert say(who, "and then?", previous_response_id=first.id).previous_response_id == first.id
     lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
-    assert any(len(part["events"]) > 10 for line in lines for part in line["events"])
+    # On a busy machine each event is a part of its own.
+    assert any(sum(len(part["events"]) for part in line["events"]) > 10 for line in lines)
 
 
 @pytest.mark.ends
