@@ -17,6 +17,7 @@ from vllmops.host.roles import Role
 from vllmops.instances import takedown
 from vllmops.instances.takedown import drain, kill, members, take_down
 from vllmops.protocol import identity
+from vllmops.protocol.engine import Traffic
 
 from ..support.waiting import until
 
@@ -138,6 +139,20 @@ def test_a_drain_waits_for_requests_in_flight(lab: Any) -> None:
     request.join(1)
     assert not request.is_alive()
     assert "in flight: 1" in words[0]
+
+
+@pytest.mark.parametrize(
+    ("traffic", "count"),
+    [
+        (Traffic(in_flight=1, handed=1), 1),
+        (Traffic(in_flight=2, handed=1), 2),
+        (Traffic(in_flight=0, handed=1), 1),  # in the background; the engine is in a long step
+        (Traffic(in_flight=3), 3),
+        (Traffic(), None),
+    ],
+)
+def test_what_a_front_end_has_not_finished(traffic: Traffic, count: int | None) -> None:
+    assert takedown.of_front_end(traffic) == count
 
 
 def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:

@@ -253,16 +253,18 @@ class Stock(Live):
 SHARED = {"vision_server": "vision_server", "text_pair": "text_pair", "kept": "text_pair"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Of several test processes one runs all tests of the servers that they share."""
-    items.sort(key=lambda item: item.get_closest_marker("ends") is not None)
     for item in items:
         used = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
         shared = any(found[-1].scope == "module" for found in used.values())
         own = item.path.stem if shared else item.name.partition("[")[0]
         group = next((SHARED[name] for name in SHARED if name in used), own)
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(group))  # which xdist reads in the hook
+    yield
+    # Where pytest itself puts those of a fixture's parameter together, that is over now.
+    items.sort(key=lambda item: item.get_closest_marker("ends") is not None)
 
 
 @pytest.fixture(scope="session")

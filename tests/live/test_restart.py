@@ -66,6 +66,8 @@ def resume(pid: int) -> None:
 
 
 def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
+    before = server.row
+    assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
     client = connect(base(server))
     plain, streamed = Asked(server), Asked(server, stream=True)
     run, dropped = background(client), background(client)
@@ -82,8 +84,6 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     client.responses.cancel(dropped.id)
     (engine,) = reach(server, "engine")
     until(lambda: engine.engine().running == 4)
-    before = server.row
-    assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
     worker = server.pids()["worker"]
     os.kill(worker, signal.SIGSTOP)  # so that none ends by itself before the restart
     threading.Timer(3, resume, [worker]).start()

@@ -156,11 +156,12 @@ def unready() -> str:
 
 
 def traffic() -> Traffic:
-    """The HTTP requests of this process."""
+    """The requests of this process, if it is an API server."""
     if not gate.installed or role() != "api":
         return Traffic()
     return Traffic(
         in_flight=gate.in_flight,
+        handed=handed(),
         started=gate.started,
         draining=gate.closed,
         serves=handover.serves(),

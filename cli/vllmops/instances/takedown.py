@@ -17,6 +17,7 @@ from ..home import home
 from ..host import processes, shm
 from ..host.processes import VITAL, Process, alive
 from ..host.roles import Role
+from ..protocol.engine import Traffic
 from ..protocol.socket import DIRECTORY
 from ..rpc import agent
 from ..vllm_api import http as client_http
@@ -107,10 +108,10 @@ def close_gates(tree: Sequence[Process], *, cut: bool = False, rerun: bool = Fal
 def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
     """Requests that have not finished; None if unknown.
 
-    HTTP requests count, streams included, and what the engine still works on without one: a
+    HTTP requests count, streams included, and what an engine has without one, or will have: a
     background response, say. Where no agent answers, vLLM's own metrics are asked.
     """
-    http = ask(of(tree, Role.API), lambda gate: gate.traffic().in_flight)
+    http = ask(of(tree, Role.API), lambda gate: of_front_end(gate.traffic()))
     engine = ask(of(tree, Role.ENGINE), lambda core: core.engine().unfinished)
     # One without an API server has engines alone.
     if http + engine and None not in http + engine:
@@ -119,6 +120,11 @@ def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
     if counted is None or counted.running is None:
         return None
     return round(counted.running + (counted.waiting or 0))
+
+
+def of_front_end(traffic: Traffic) -> int | None:
+    """Requests of an API server that have not finished; None if it can't tell."""
+    return None if traffic.in_flight is None else max(traffic.in_flight, traffic.handed or 0)
 
 
 def of(tree: Sequence[Process], role: Role) -> list[Process]:

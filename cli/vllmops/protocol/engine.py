@@ -135,16 +135,19 @@ class EngineState(Answer, frozen=True, kw_only=True):
 
 
 class Traffic(Answer, frozen=True, kw_only=True):
-    """An API server's HTTP requests; health checks and scrapes not counted.
+    """An API server's requests; health checks and scrapes not counted.
 
     Args:
-        in_flight: being answered now; None if this process can't count them.
+        in_flight: over HTTP, being answered now; None if this process can't count them.
+        handed: of those and of background responses, what the engines have and have not finished,
+            also if it still waits in front of an engine; None if this process can't count them.
         started: since the process started.
         draining: whether new requests are refused.
         serves: whether this process takes connections.
     """
 
     in_flight: int | None = None
+    handed: int | None = None
     started: int | None = None
     draining: bool = False
     serves: bool = False
