@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from vllmops.errors import VllmopsError
 from vllmops.store import opening
 from vllmops.store.backend import Limits
