@@ -410,6 +410,13 @@ def test_there_is_one_way_to_read_a_word(word: str) -> None:
     assert Redactor().text(f"password\n{word}\n").count("\n") == 2
 
 
+def test_a_document_without_an_end_does_not_hide_all_that_follows() -> None:
+    lines = ["cat > /run/secrets/db << EOT", "swordfish", *["plain text"] * 1000]
+    shown = Redactor().text("\n".join(lines)).split("\n")
+    assert shown[1] == MARK
+    assert shown[-1] == "plain text"
+
+
 def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
     values = [f"a8Dk2mXz91QwErT{n}" for n in range(1000)]
     redactor = Redactor()
@@ -548,6 +555,9 @@ def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
         "password_encryption = scram-sha-256",
         "token_type=Bearer expires_in=3600",
         "    topologyKey: kubernetes.io/hostname",
+        "mask = 1 << key\nnext = 2",
+        'if input_key == "input_features": pass',
+        "Pass `image_mode=None` to keep it",
     ],
 )
 def test_what_looks_like_it_stays(line: str) -> None:

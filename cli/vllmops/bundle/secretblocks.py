@@ -57,7 +57,9 @@ NEW_ITEM = re.compile(r"\s*(?:- |\{|\}|</?(?!name\b|key\b)|$)")
 POINTER = re.compile(r"(?:\([\w.-]+ pid=\d+\) ?)?[\s│]*(?P<at>└) (?=\S)")
 DRAWN = re.compile(r"(?:\([\w.-]+ pid=\d+\) ?)?[\s│]*│\s*$")
 NAME_HERE = re.compile(r"[\w.]+")
-DOCUMENT = re.compile(r"<<-?\s?[\"']?(?P<end>\w{1,40})[\"']?")
+DOCUMENT = re.compile(
+    r"\b(?:cat|tee)\b.*<<-?\s?(?P<q>[\"']?)(?P<end>[A-Za-z_]{2,40})(?P=q)(?=\s*(?:$|>|\|))"
+)
 ASKED = "UGFzc3dvcmQ6"  # Password:, as mail servers ask for it
 FILE_PART = re.compile(r"[\w.-]+")
 CODED_FIELD = re.compile(r"\s+[\"']?[\w.-]+[\"']?:\s+([\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$")
@@ -93,6 +95,7 @@ class Blocks:
         self.record = 0  # lines that may still be of what a line has named
         self.named = 0, Kind.NONE  # the indent of that line's fields, and what the name says
         self.before: deque[str] = deque(maxlen=LINES_BEFORE)
+        self.lines = 0  # since what that ends began
         self.document = False  # whether that is a shell's, whose end is no secret
         self.code = ""  # the last line that no values are drawn below, or not yet
         self.last: str | None = None  # what the line before ended with: an option, a field
@@ -107,7 +110,8 @@ class Blocks:
         if self.in_key(line):
             return 0
         if self.until:
-            if self.until.search(line):
+            self.lines += 1
+            if self.until.search(line) or self.lines > PEM_LINES:
                 self.until = None
                 return None if self.document else 0
             return 0
@@ -198,7 +202,7 @@ class Blocks:
             self.indent, self.all = len(line) - len(line.lstrip()), True
             return
         if "<<" in line and (match := DOCUMENT.search(line)) and names_file(line):
-            self.until, self.document = re.compile(rf"^\s*{match['end']}\s*$"), True
+            self.lines, self.until, self.document = 0, re.compile(rf"^\s*{match['end']}\s*$"), True
             return
         if line.rstrip().endswith(ASKED):
             self.last = "answer"
@@ -222,9 +226,9 @@ class Blocks:
             self.fields = None
         if (what := kind(name)) >= Kind.LIKELY:
             if style == "[":
-                self.until, self.document = re.compile(r"^\s*\]"), False
+                self.lines, self.until, self.document = 0, re.compile(r"^\s*\]"), False
             elif style in {'"""', "'''"}:
-                self.until, self.document = re.compile(style), False
+                self.lines, self.until, self.document = 0, re.compile(style), False
             else:
                 self.fields = indent, DEFAULT if match["block"] else FIELD
                 certain = bool(style) or what is Kind.SECRET  # or a model's tokens

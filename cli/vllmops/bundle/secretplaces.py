@@ -134,6 +134,7 @@ ARGUMENT = re.compile(
 OBJECT = re.compile(
     r"(?:[a-z]+[/-])*(?:(?:secret|token|credential|key|cert)s?|creds|regcred|tls|auth)(?:[\"'`]|$)"
 )
+SNAKE = re.compile(r"(?<=[!=]= )[\"'][a-z]+(?:_[a-z]+)+[\"']")  # compared with a name in code
 LEVEL = re.compile(r"(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL)[: ]+$")
 CLASS = re.compile(r"[\"'](?:[A-Z]+[a-z]+){3,}[\"']")
 TABLE = {"|", "\u2502"}
@@ -168,8 +169,8 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
         at = start
         if HEADER.search(name):
             yield start, header_end(line, match.start(), start)
-        elif what is not Kind.SECRET:
-            if maybe(line, start, hashes=what is Kind.LIKELY or rights(line, match.start(), start)):
+        elif what is not Kind.SECRET or SNAKE.match(line, start):
+            if maybe(line, start, hashes=what >= Kind.LIKELY or rights(line, match.start(), start)):
                 past = value_end(line, start)
                 yield from several(line, start, past)
         elif match["sign"].strip() in TABLE and CELL.match(line, start):
@@ -318,7 +319,7 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
                 if what is Kind.SECRET
                 else looks_secret(value, hashes=what is Kind.LIKELY or rights(line, *match.span()))
             )
-            goes &= not value.startswith("<")
+            goes &= not value.startswith("<") and (what is Kind.SECRET or not SIGN.search(value))
         else:
             value = value.rstrip(".:!?")
             odd = re.search(r"\d", value) or (
