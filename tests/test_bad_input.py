@@ -496,6 +496,38 @@ def test_files(trial: Trial, tmp_path: Path, number: int, case: str) -> None:
         trial.run(leaf.line(param, case.replace("HERE", str(tmp_path))))
 
 
+def test_a_file_that_is_missing_is_the_same_failure_wherever_it_is_named(
+    vllmops: Any, tmp_path: Path
+) -> None:
+    reads = {"file", "source", "config", "compaction_prompt", "keyring", "admin_token", "core"}
+    found = {param.name: (leaf, param) for leaf, param in places("Path") if param.name in reads}
+    assert set(found) == reads
+    missing = str(tmp_path / "missing")
+    for leaf, param in found.values():
+        words = leaf.line(param, missing)
+        answer = vllmops(*words)
+        assert answer.code == Exit.FAILED, (words, answer.out, answer.err)
+    words = ["serve", "--demo", "text", "--dry-run"]
+    for option in ("config", "compaction-prompt", "keyring", "admin-token"):
+        assert vllmops(*words, f"--{option}={missing}").code == Exit.FAILED, option
+
+
+def test_a_word_too_many_is_not_called_unexpected(vllmops: Any) -> None:
+    answer = vllmops("patches", "list", "one", "\x1b[31mtwo")
+    assert answer.code == Exit.USAGE
+    assert "unexpected" not in answer.err
+    assert "one" in answer.err
+
+
+def test_an_error_about_a_long_text_is_short(vllmops: Any, tmp_path: Path) -> None:
+    (tmp_path / "targets").write_text("[" * 400_000)
+    answer = vllmops("ps", "-t", f"@{tmp_path / 'targets'}")
+    assert answer.code == Exit.USAGE
+    assert len(answer.err) < 4_000
+    answer = vllmops("ps", "--json", "-t", f"@{tmp_path / 'targets'}")
+    assert len(answer.out) < 4_000
+
+
 def test_a_file_of_somebody_else(trial: Trial, home: Path) -> None:
     home.chmod(0o777)
     secret = home / "secret"

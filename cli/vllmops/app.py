@@ -12,6 +12,7 @@ import sys
 
 from . import __version__
 
+EXTRA = "Got unexpected extra argument"
 NO_THREAD = "can't start new thread"  # Python's RuntimeError where clone(2) fails
 NO_THREAD_STARTS = "no thread can be started: too little memory, or too many run"
 LEAST = 96 << 20  # bytes of address space: with less a command may end anywhere, or hang
@@ -244,7 +245,10 @@ def wrong_usage(error: Any) -> VllmopsError | None:
         error.show()
         return None
     hint = f"{context.command_path} --help" if context else ""
-    return VllmopsError("usage", error.format_message(), hint, exit_code=Exit(error.exit_code))
+    message = error.format_message()
+    if message.startswith(EXTRA):  # nothing here is unexpected, it is one word too many
+        message = f"too many arguments: {message.rpartition(' (')[2][:-1]}"
+    return VllmopsError("usage", message, hint, exit_code=Exit(error.exit_code))
 
 
 def memory_limit() -> int | None:

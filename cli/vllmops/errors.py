@@ -26,6 +26,14 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
+MOST, TAIL = 2_000, 200  # characters of a message, and those of its end where it is cut
+
+
+def shortened(text: str) -> str:
+    """A message without its middle, where it quotes what nobody can read any more."""
+    return text if len(text) <= MOST else f"{text[: MOST - TAIL]} … {text[-TAIL:]}"
+
+
 class VllmopsError(Exception):
     """An error that a person can act on.
 
@@ -48,8 +56,8 @@ class VllmopsError(Exception):
     ) -> None:
         super().__init__(message)
         self.code: ErrorCode = code
-        self.message = message
-        self.hint = hint
+        self.message = shortened(message)
+        self.hint = shortened(hint)
         self.exit_code = exit_code
         self.data = data
 

@@ -316,7 +316,7 @@ def test_planted_secrets_are_nowhere_in_the_archive(
         for mark in (b"Qx7", b"7xQ", b"Zk8", b"8kZ"):
             assert mark not in content, name
     assert index.redactions["known secret"] > 10
-    assert index.redactions["prompt or answer"] == 1
+    assert {"prompt or answer", "random text"} & index.redactions.keys()
     shown = json.loads(parts["configuration.json"])
     assert shown["environment"] == dict.fromkeys(environment, MARK)
     assert shown["command"] == [*words[:4], MARK, "--port", "8000"]

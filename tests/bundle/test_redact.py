@@ -249,6 +249,26 @@ def test_command_lines(first: str, second: str) -> None:
     assert Redactor().words(["x", f"--hf-token={first}"]) == ["x", f"--hf-token={MARK}"]
 
 
+@pytest.mark.parametrize(
+    ("words", "secret"),
+    [
+        (["sshpass", "-p", "swordfish", "ssh", "h"], "swordfish"),
+        (["mysql", "-h", "h", "-pswordfish", "db"], "swordfish"),
+        (["redis-cli", "-a", "sword fish", "ping"], "sword"),
+        (["curl", "--user=bob:swordfish", "http://h"], "swordfish"),
+        (["docker", "login", "-u", "bob", "-p", "amber-horse-orbit", "h"], "amber"),
+        (["vault", "login", "-address=https://h:8200", "swordfish7swordfish"], "swordfish7"),
+        (["serve", "--tls-key", "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEEIB\n-----END"], "MHcC"),
+        (["$env:DB_PASSWORD", "=", "swordfish;"], "swordfish"),
+    ],
+)
+def test_a_word_that_is_secret_by_those_before_it(words: list[str], secret: str) -> None:
+    shown = Redactor().words(words)
+    assert len(shown) == len(words)
+    assert secret not in " ".join(shown)
+    assert shown[0] == words[0]
+
+
 def test_words_that_are_no_secrets() -> None:
     words = ["vllm", "serve", "m", "--tokenizer", "t", "--max-num-batched-tokens", "2048"]
     words += ["--ssl-keyfile", "/etc/key.pem", "--served-model-name", "a", "b"]
@@ -290,6 +310,8 @@ def test_collect_env_prints_the_environment_too() -> None:
         "OS : Linux\n[pip3] torch==2.13.0\nVLLM_X=1\nNO_COLOR=[redacted]\nVLLM_API_KEY=[redacted]\n"
     )
     assert Redactor().assignments(text) == shown
+    key = "KEY=-----BEGIN PRIVATE KEY-----\nabcdefghijklmnop\n-----END PRIVATE KEY-----"
+    assert "abcdefghijklmnop" not in Redactor().assignments(f"A=1\0{key}\0B=2")
     secret = "Qx7=7xQ"
     assert Redactor([secret]).assignments(f"VLLM_X=1\n{secret}\n") == f"VLLM_X=1\n{MARK}\n"
 
@@ -388,6 +410,13 @@ def test_there_is_one_way_to_read_a_word(word: str) -> None:
     assert Redactor().text(f"password\n{word}\n").count("\n") == 2
 
 
+def test_a_document_without_an_end_does_not_hide_all_that_follows() -> None:
+    lines = ["cat > /run/secrets/db << EOT", "swordfish", *["plain text"] * 1000]
+    shown = Redactor().text("\n".join(lines)).split("\n")
+    assert shown[1] == MARK
+    assert shown[-1] == "plain text"
+
+
 def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
     values = [f"a8Dk2mXz91QwErT{n}" for n in range(1000)]
     redactor = Redactor()
@@ -422,6 +451,49 @@ def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
             "gateway: error: argument --api-key: invalid check value: 'amber-horse-orbit'",
             "amber-horse",
         ),
+        # Signs, as many as there are programs.
+        ("proxy password ........... swordfish", "swordfish"),
+        ('a:1:{s:10:"api_secret";s:9:"swordfish";}', "swordfish"),
+        ('if request.headers["X-Api-Key"] != "swordfish": raise', "swordfish"),
+        ("<smtpPassword><![CDATA[sword&fish]]></smtpPassword>", "sword&fish"),
+        (r"cache.url=redis\://\:swordfish\@cache\:6379/0", "swordfish"),
+        (r'{"url": "amqp:\/\/bob:swordfish@mq\/jobs"}', "swordfish"),
+        ("login: password=<sword'fish> for <bob>", "fish"),
+        ("Password:X9Y8(ABC) TLS:false", "Y8(ABC"),
+        ("run\0--db-password\0swordfish with a fin\0--port\08000\0", "swordfish"),
+        ("INSERT INTO users (id, password) VALUES (1, 'sword<fish>'), (2, 'kraken');", "fish"),
+        ("INSERT INTO users (id, password) VALUES (1, 'sword<fish>'), (2, 'kraken');", "kraken"),
+        # Sentences.
+        ("Password for the admin user (db.local): Sw:or]d;9", "Sw:or"),
+        ("Password for 'https://bob@git.local': lantern velvet mammoth piano", "lantern"),
+        ("# the former redis password, no longer used: AmberOrbit51", "AmberOrbit51"),
+        ("The password was set to `swordfish`; the error is the same", "swordfish"),
+        ("I changed the ftp password from the default to Kx7_mm/9 and so on", "Kx7_mm"),
+        ("Your new password is <b>amber-horse-orbit</b>", "amber-horse"),
+        ("my pw is amber-horse-orbit, by the way", "amber-horse"),
+        ("try 'swordfish' as the database password", "swordfish"),
+        ("log in with bob / swordfish at the console", "swordfish"),
+        ("Passwort für bob: Kx7]mm9", "Kx7]mm9"),
+        ("clé d'API : swordfish", "swordfish"),
+        ("2026-01-01 [app] токен: 4dfb04f3173c1f2e4dfb04f3173c1f2e", HASH[:32]),
+        ("Enter your token (it is not shown): swordfish", "swordfish"),
+        ("started it with the kaggle key `4dfb04f3173c1f2e4dfb04f3173c1f2e`", HASH[:32]),
+        ('NATS_NKEY_SEED="ABCDEFGHIJKLMNOPQRSTUVWXYZ"', "ABCDEFGH"),
+        # Files and commands.
+        ("printf 'swordfish' | tee /run/secrets/db > /dev/null", "swordfish"),
+        ("cat > /run/secrets/db <<'EOT'\nswordfish\nEOT", "swordfish"),
+        ('1) "requirepass"\n2) "swordfish"', "swordfish"),
+        ("S: 334 UGFzc3dvcmQ6\nC: c3dvcmRmaXNo", "c3dvcmRmaXNo"),
+        ("<ann> what's the root password?\n<bob> Kx7;mm", "Kx7;mm"),
+        ('"bob" "Kx7;mmn"\n; plain passwords', "Kx7;mmn"),
+        (
+            "    connect(host, password)\n    │       │     └ 'swordfish'\n    │       └ 'h'",
+            "swordfish",
+        ),
+        (
+            "  --key-passphrase TEXT\n      of the key (default: lantern velvet mammoth piano)",
+            "lantern",
+        ),
     ],
 )
 def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
@@ -449,6 +521,43 @@ def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
         "if (token->next && key->len > 3) secret->data = 0;",
         "vllm: error: argument --api-key: expected at least one argument",
         '{"loc":["body","max_tokens"],"msg":"not an integer","input":"many-of-them"}',
+        # Where a secret comes from, or what stands for one.
+        "export HF_TOKEN=$(cat /run/secrets/hf)",
+        "export API_KEY=${API_KEY:?is not set}",
+        'curl -H "Authorization: Bearer $API_KEY" h',
+        "Authorization: Bearer [REDACTED]",
+        '  password: "{{ vault_password }}"',
+        "  password: {{ .Values.db.password | quote }}",
+        "  password = (sensitive value)",
+        "OPENAI_API_KEY=EMPTY",
+        "  --api-key API_KEY     the server wants it",
+        "  --hf-token [HF_TOKEN]",
+        "docker login --username bob --password-stdin registry.local",
+        "KUBECONFIG=/home/bob/.kube/config",
+        'password = getpass.getpass("Password: ")',
+        # The names of secrets.
+        'Error: secret "db-credentials" not found',
+        'msg="rotated" secret="prod/db-secrets" n=1',
+        "  imagePullSecrets: [{name: registry-key}]",
+        "    Type:  Secret (a volume populated by a Secret)",
+        "CREATE TABLE api_keys (id uuid PRIMARY KEY, n int)",
+        "The secret `HF_TOKEN` does not exist",
+        "INFO app.credentials: Found them in a file",
+        # Keys of caches, public ones, checksums.
+        "Cache the graph for later use, key 4dfb04f317",
+        "cache hit; key=vllm@org/model@1@0@4dfb04f3173c1f2e",
+        "gpg: key 4DFB04F3173C1F2E: public key imported",
+        "Server host key: ssh-ed25519 SHA256:s09H4qBy0SEVVX2RixDDOakq5neY9O3UHorDzwEaVdJ",
+        "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI9JdNThuSJI46AndPCH1Y3ocxDgdw6hbeLU3RQffswov bob@h",
+        '"integrity": "sha512-me3YOo0UjIYhSztg2f6Qhfmn+a7Gd4sPdBIZQbbTrMBs0Ulow3KmGdumAW2aGy2=="',
+        "https://ops@git.local/x.git",
+        "cookie_samesite = lax",
+        "password_encryption = scram-sha-256",
+        "token_type=Bearer expires_in=3600",
+        "    topologyKey: kubernetes.io/hostname",
+        "mask = 1 << key\nnext = 2",
+        'if input_key == "input_features": pass',
+        "Pass `image_mode=None` to keep it",
     ],
 )
 def test_what_looks_like_it_stays(line: str) -> None:

@@ -124,7 +124,7 @@ def test_a_secret_with_the_keys(vllmops: Any, tmp_path: Path) -> None:
     assert file.decode(content, path) == file.load(path)
     valid(secret)
     answer = vllmops("integrate", "kubernetes", "--secret", str(tmp_path / "none"), "--json")
-    assert (answer.code, answer.error["code"]) == (5, "keys.no-ring")
+    assert (answer.code, answer.error["code"]) == (1, "keys.no-ring")
 
 
 def test_a_keyring_as_kubernetes_mounts_it_is_read(vllmops: Any, tmp_path: Path) -> None:

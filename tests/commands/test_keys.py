@@ -85,7 +85,7 @@ def test_keygen_to_a_file(vllmops: Any, home: Path, path: Path) -> None:
 
 def test_a_key_through_its_life(vllmops: Any, path: Path) -> None:
     answer = vllmops("keys", "list", "--json")
-    assert (answer.code, answer.error["code"]) == (5, "keys.no-ring")
+    assert (answer.code, answer.error["code"]) == (1, "keys.no-ring")
     first = vllmops("keys", "add", "--json").data
     assert (first["keyring"], first["keys"][0]["status"]) == (str(path), "primary")
     second = vllmops("keys", "add", "--json").data["kid"]

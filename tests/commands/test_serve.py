@@ -239,10 +239,10 @@ def test_a_keyring_that_is_lost_is_not_replaced(lab: Any, keyring: Path) -> None
     assert lab.vllmops("keys", "add").code == 0
     keyring.unlink()
     answer = lab.vllmops(*lab.words("a"), "--detach", "--json")
-    assert (answer.code, answer.error["code"]) == (5, "keys.no-ring")
+    assert (answer.code, answer.error["code"]) == (1, "keys.no-ring")
     assert not keyring.exists()
     answer = lab.vllmops(*lab.words("a", "--keyring", str(lab.home / "no.json")), "--json")
-    assert (answer.code, answer.error["code"]) == (5, "keys.no-ring")
+    assert (answer.code, answer.error["code"]) == (1, "keys.no-ring")
 
 
 def test_two_at_once_make_one_keyring(lab: Any, keyring: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
 def test_no_file(path: Path) -> None:
     with refusal("keys.no-ring") as caught:
         file.load(path)
-    assert caught.value.exit_code == Exit.NOT_FOUND
+    assert caught.value.exit_code == Exit.FAILED
     with refusal("keys.no-ring"):
         file.change(path, lambda ring: ring)
 

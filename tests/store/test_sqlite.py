@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
+import pytest
+
+from vllmops.errors import VllmopsError
+from vllmops.store import opening
 from vllmops.store.backend import Limits
 from vllmops.store.sqlite import Sqlite, Worker
 
 FILES, AT_ONCE = 100, 4
+
+
+def test_a_device_is_no_file_for_a_store(tmp_path: Path) -> None:
+    """SQLite would write its journal beside it, and root may do so in /dev."""
+    os.mkfifo(tmp_path / "fifo")
+    for place in ("/dev/null", tmp_path / "fifo", tmp_path):
+        with pytest.raises(VllmopsError, match="is not a regular file"):
+            opening.backend(f"sqlite:///{place}")
+    opening.backend(f"sqlite:///{tmp_path}/new.db")
 
 
 def test_those_that_open_a_new_file_at_once_wait_for_each_other(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from urllib.parse import unquote
 from . import said
 from .loglines import Lines
 from .secretblocks import PAIR_LINES, Blocks, value_first
-from .secretcolumns import Columns
-from .secretforms import FORMS, MARK
+from .secretcolumns import Columns, inserted
+from .secretforms import FORMS, MARK, Form
 from .secretnames import STEMS, Kind, kind
 from .secretplaces import PLACES
 from .secretvalues import (
@@ -46,7 +46,7 @@ TOLD = 32  # secrets found in a text that are looked for in the lines around; ea
 TEXT = 1 << 20  # characters of a text that is looked through for values
 
 # Where in the table a form stands, by what a line with it has, by the rarest letter of that.
-RARE = "~^{}<>#?&;$@*%!+=|zjqx893764521_0/-:. kvw(,bygphfumclsdoainrte"
+RARE = "`~^{}<>#?&;$@*%!+=|zjqx893764521_0/-:'\". kvw(,bygphfumclsdoainrte"
 HINTS: dict[str, list[tuple[str, int]]] = {}
 for number, form in enumerate(FORMS):
     for has in form.has:
@@ -61,18 +61,26 @@ RANDOM = re.compile(r"(?=[^\s/:,;@]*\d)(?=[^\s/:,;@]*[A-Za-z])[A-Za-z0-9+=_\-~%]
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.MULTILINE)
 # Options whose whole value is nobody else's business, though other names that end so say less.
 PRIVATE_OPTION = re.compile(r"--?(?:token|pass|(?:[\w-]+-)?exec)")
+ASSIGNED_WORD = re.compile(r"(?<!\S)\$(?:env:)?(?P<name>\w+) \+?= (?P<value>\S+)")  # PowerShell's
+OPTION = re.compile(r"--?\w[\w.:-]*(?:=|$)")
 LOGIN_OPTIONS = {"-u", "--user", "-U", "--proxy-user", "--auth", "--basic-auth"}
 
+# Of a public key, a checksum: what follows is no secret, up to the end of base64.
+PUBLIC = re.compile(
+    r"(?:(?i:sha(?:1|256|384|512)[:-])|\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\S+|sk-ssh-\S+) )"
+    r"[A-Za-z0-9+/=_-]*$"
+)
 CODED_RUN = re.compile(r"[A-Za-z0-9+/_-]{16,}+={0,2}")
 # A printable character as URLs, HTML and JSON or source code write it, and a space in a query.
 ESCAPE = re.compile(
-    r"%(?:25)*(?P<url>[2-7][0-9A-Fa-f])|\\{1,3}(?:u00|x)(?P<source>[2-7][0-9A-Fa-f])"
+    r"%(?:25)*(?P<url>[2-7][0-9A-Fa-f])|\\{1,3}(?:u(?!00[0189]|[dD][89a-fA-F])(?P<wide>[0-9a-fA-F]{4})|x(?P<source>[2-7][0-9A-Fa-f]))"
     r"|&(?:#0*(?P<decimal>3[2-9]|[4-9]\d|1[01]\d|12[0-6])|#[xX]0*(?P<hex>[2-7][0-9A-Fa-f])"
     r"|(?P<name>amp|lt|gt|quot|apos|equals|colon|nbsp|lbrace|rbrace|lpar|rpar|comma|semi));"
     r"|(?P<nothing>\\0|\\x00|\\u0000)(?![0-7]{2})"  # between the words of a command line
-    r"|(?P<plus>\+)(?=[\w\"'%&:=])"
+    r"|(?<![A-Za-z0-9/]{12})(?P<plus>\+)(?=[\w\"'%&:=])"
+    r"|\\(?P<itself>[/:=#!@])"  # JSON's and those of properties
 )
-ESCAPES = ("%", "&", "\\u00", "\\x", "\\0", "+")  # a line with an escape has one of these
+ESCAPES = ("%", "&", "\\", "+")  # a line with an escape has one of these
 
 
 class Redactor:
@@ -157,15 +165,10 @@ class Redactor:
         """A line without secrets, what is known to be one excepted."""
         if len(line) < LEAST:
             return line
+        if "\0" in line:  # a command line, or an environment
+            return "\0".join(self.words(line.split("\0")))
         low = line.lower()
-        likely = {
-            number
-            for letter, hints in HINTS.items()
-            if letter in low
-            for has, number in hints
-            if has in low
-        }
-        for form in (FORMS[number] for number in sorted(likely)):
+        for form in likely(low):
             line = self.counted(form.name, form.pattern, line)
         if any(stem in low for stem in STEMS):
             line = self.named(line)
@@ -178,7 +181,7 @@ class Redactor:
 
     def run(self, match: re.Match[str]) -> str:
         """A run of characters, unless nobody can have written it."""
-        if not random(match[0]):
+        if not random(match[0]) or PUBLIC.search(match.string, 0, match.start() + len("sha512-")):
             return match[0]
         self.counts["random text"] += 1
         return MARK
@@ -210,10 +213,15 @@ class Redactor:
         return MARK
 
     def counted(self, kind: str, form: re.Pattern[str], text: str) -> str:
+        def hidden(match: re.Match[str]) -> str:
+            keep = match["keep"] if with_kept else ""
+            if keep and NOTHING.match(text, match.end("keep")):
+                return match[0]
+            self.counts[kind] += 1
+            return keep + MARK
+
         with_kept = "keep" in form.groupindex
-        text, count = form.subn(rf"\g<keep>{MARK}" if with_kept else MARK, text)
-        self.counts[kind] += count
-        return text
+        return form.sub(hidden, text)
 
     def tell(self, value: str) -> None:
         """Remember a secret that was found by its place, unless it may be a common word."""
@@ -231,20 +239,23 @@ class Redactor:
 
     def named(self, line: str) -> str:
         """A line without the values that stand after names."""
-        for places in (*PLACES, near):
+        for places in (inserted, *PLACES, near):
             line = self.without(line, places(line))
         return line
 
     def without(self, line: str, places: Iterable[tuple[int, int]]) -> str:
         """A line without what stands in some places, those of nothing excepted."""
-        pieces, at = [], 0
+        pieces, at, past = [], 0, 0
         for start, end in places:
-            if start < at or end <= start or NOTHING.match(line, start):
+            if start < past or end <= start:
+                continue
+            if nothing := NOTHING.match(line, start):
+                past = max(past, nothing.end())
                 continue
             self.counts["secret by its name"] += 1
             self.tell(inside(line, start, min(end, len(line))))
             pieces += [line[at:start], MARK]
-            at = min(end, len(line))
+            past = at = min(end, len(line))
         return "".join(pieces) + line[at:] if pieces else line
 
     # -- data --------------------------------------------------------------------------------
@@ -288,8 +299,8 @@ class Redactor:
         """A command line without secrets."""
         redacted = []
         option, before = "", ""
-        for word in words:
-            if word.startswith("-") and len(word) > 1:
+        for word in self.as_line(words):
+            if OPTION.match(word):
                 option, sign, value = word.partition("=")
                 if sign and hides(option, value):
                     self.counts["secret argument"] += 1
@@ -303,6 +314,35 @@ class Redactor:
                 redacted.append(self.text(word))
             before = word
         return redacted
+
+    def as_line(self, words: Sequence[str]) -> Iterator[str]:
+        """The words of a command line without what is secret by the words before it."""
+        shown = [f'"{word}"' if " " in word and '"' not in word else word for word in words]
+        line = " ".join(shown)
+        if len(words) < 2 or len(line) > LINE:
+            yield from words
+            return
+        hidden, at = sorted(self.places(line)), 0
+        for word, written_ in zip(words, shown, strict=True):
+            begin, end = at + (word != written_), at + len(written_)
+            first = next((start for start, stop in hidden if at <= start < end), None)
+            if first is not None:
+                self.counts["secret argument"] += 1
+                yield word[: max(first - begin, 0)] + MARK
+            else:
+                yield word
+            at = end + 1
+
+    def places(self, line: str) -> Iterator[tuple[int, int]]:
+        """Where in a line something is secret by a form that has more than one word."""
+        for form in likely(line.lower()):
+            for match in form.pattern.finditer(line):
+                start = match.end("keep") if "keep" in form.pattern.groupindex else match.start()
+                if " " in line[match.start() : start] and start < match.end():
+                    yield start, match.end()
+        for match in ASSIGNED_WORD.finditer(line):
+            if kind(match["name"]) is Kind.SECRET:
+                yield match.span("value")
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Every variable's name, and the values of those that are harmless."""
@@ -327,9 +367,21 @@ class Redactor:
     def assignments(self, text: str) -> str:
         """A text without secrets that has lines ``NAME=value``, as vLLM's collect_env prints."""
         # First what is known: with a sign of equality in it, it is taken for a variable itself.
-        text = self.literal(text)
-        text = ASSIGNMENT.sub(lambda match: f"{match[1]}={self.variable(match[1], match[2])}", text)
-        return self.text(text)
+        # What goes over several lines is seen before its first is hidden.
+        text = self.text(self.literal(text))
+        return ASSIGNMENT.sub(lambda match: f"{match[1]}={self.variable(match[1], match[2])}", text)
+
+
+def likely(low: str) -> list[Form]:
+    """The forms that may be in a line, by a quick look at it in small letters."""
+    found = {
+        number
+        for letter, hints in HINTS.items()
+        if letter in low
+        for has, number in hints
+        if has in low
+    }
+    return [FORMS[number] for number in sorted(found)]
 
 
 def with_next(lines: Iterable[str], count: int) -> Iterator[tuple[str, Sequence[str]]]:
@@ -347,9 +399,11 @@ def character(match: re.Match[str]) -> str:
     """The character that an escape stands for."""
     if match["plus"] or match["nothing"]:
         return " "
+    if match["itself"]:
+        return match["itself"]
     if match["name"] or match["decimal"]:
         return html.unescape(match[0])
-    return chr(int(match["url"] or match["source"] or match["hex"], 16))
+    return chr(int(match["url"] or match["wide"] or match["source"] or match["hex"], 16))
 
 
 def hides(name: str, value: Any) -> bool:
@@ -375,7 +429,7 @@ def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[st
     option, before = "", ""
     for word in words:
         value = word
-        if word.startswith("-"):
+        if OPTION.match(word):
             option, _, value = word.partition("=")
         # A hook's command has words that stand everywhere.
         if value and hides(option, value) and not option.endswith("exec"):

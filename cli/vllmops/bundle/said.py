@@ -24,7 +24,7 @@ SAID = re.compile(
     r"|\b(?i:prompts?|user (?:said|asked|wrote|input|message|text|query|question)|inputs?|messages?"
     r"|question|query|texts?|conversation|completion|user|answer|content|string|sentence"
     r"|transcript|document)(?: is| was| of| reads| contains| text| string| content)? "
-    r"(?=[bru]?[\"'`][^\"'`\n]{0,60}[\s!?,.;:]|[bru]?[\"'`][^\"'`\n]{40})"
+    r"(?=[bru]?[\"'`][^\"'`\n]{0,60}(?:[\s!?,;]|[.:][\s\"'`])|[bru]?[\"'`][^\"'`\n]{40})"
 )
 # The rest of the line, whatever it is, and those that go on with it.
 WHOLE = re.compile(
@@ -32,6 +32,7 @@ WHOLE = re.compile(
     r"(?!None|\[redacted|[\"'\[{(]|\d+(?:\D|$))",
     re.IGNORECASE,
 )
+SPECIAL = re.compile(r"[\"'](?:<\|\w{1,40}\|>|</?[a-z]{1,10}>)[\"']")  # a model's token
 ENTRY = re.compile(
     r"(?P<process>\([\w.-]+ pid=\d+\) ?)?"
     r"(?P<head>[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)? \[[^\]]*\])?"
@@ -77,7 +78,9 @@ def quoted(line: str, counts: Counter[str]) -> tuple[str, bool]:
         if sentence and end > len(line):
             # An apostrophe, maybe: no entry goes on because of it.
             end = len(line)
-        if not NOTHING.fullmatch(line, match.end(), end):
+        if not (
+            NOTHING.fullmatch(line, match.end(), end) or SPECIAL.fullmatch(line, match.end(), end)
+        ):
             counts[KIND] += 1
             pieces += [line[at : match.end()], MARK]
             whole = end <= len(line)

@@ -43,16 +43,25 @@ COMMENT = re.compile(r"\s*(?:#|//)")
 LAST_NAME = re.compile(
     r"(?:^|[\s\"'])(?:(?P<option>--[\w.-]++)[\"']?,?\s*+\\?"
     r"|(?P<field>[\w.-]++)\s?(?:=(?:\s?\\|\s*+)|:\s*+)"
+    r"|\d+\) \"(?P<answer>[\w.-]+)\"$"  # redis-cli's
     r"|(?:cat|echo|printenv|head|get)\s(?:\S*[/${])?(?P<shown>[\w.-]+)\}?[\"']?)$"
 )
 SHOWS = re.compile(r"--|cat |echo |printenv |head |get ")
-ITEM = re.compile(r"\s*(?:- )?[\"']?(?P<value>[^\s\"'-][^\s\"']*)")
+ITEM = re.compile(r"\s*(?:- |C: |\d+\) (?=\"))?[\"']?(?P<value>[^\s\"'-][^\s\"']*)")
 KEY_BELOW = re.compile(r"\s*(?:- )?[\"']?[\w.-]+[\"']?\s*:(?:\s|$)")
 # In a list of names and values, where the value stands first.
 NAME_BELOW = re.compile(
     r"\s*<?[\"']?(?i:(?:parameter)?name|key)[\"']?\s*[:=>]\s*[\"']?(?P<name>[\w.-]+)[\"']?,?(?:</\w+>)?\s*$"
 )
 NEW_ITEM = re.compile(r"\s*(?:- |\{|\}|</?(?!name\b|key\b)|$)")
+POINTER = re.compile(r"(?:\([\w.-]+ pid=\d+\) ?)?[\s│]*(?P<at>└) (?=\S)")
+DRAWN = re.compile(r"(?:\([\w.-]+ pid=\d+\) ?)?[\s│]*│\s*$")
+NAME_HERE = re.compile(r"[\w.]+")
+DOCUMENT = re.compile(
+    r"\b(?:cat|tee)\b.*<<-?\s?(?P<q>[\"']?)(?P<end>[A-Za-z_]{2,40})(?P=q)(?=\s*(?:$|>|\|))"
+)
+ASKED = "UGFzc3dvcmQ6"  # Password:, as mail servers ask for it
+FILE_PART = re.compile(r"[\w.-]+")
 CODED_FIELD = re.compile(r"\s+[\"']?[\w.-]+[\"']?:\s+([\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$")
 
 
@@ -69,6 +78,11 @@ def value_first(line: str, after: Iterable[str]) -> int | None:
     return None
 
 
+def names_file(line: str) -> bool:
+    """Whether a command writes a file that has the name of a secret, or is in a folder of them."""
+    return any(part == "secrets" or kind(part) >= Kind.LIKELY for part in FILE_PART.findall(line))
+
+
 class Blocks:
     """Tells which lines are part of a secret that began in an earlier one."""
 
@@ -81,6 +95,9 @@ class Blocks:
         self.record = 0  # lines that may still be of what a line has named
         self.named = 0, Kind.NONE  # the indent of that line's fields, and what the name says
         self.before: deque[str] = deque(maxlen=LINES_BEFORE)
+        self.lines = 0  # since what that ends began
+        self.document = False  # whether that is a shell's, whose end is no secret
+        self.code = ""  # the last line that no values are drawn below, or not yet
         self.last: str | None = None  # what the line before ended with: an option, a field
 
     def hidden(self, line: str, after: Iterable[str] = ()) -> int | None:
@@ -93,9 +110,13 @@ class Blocks:
         if self.in_key(line):
             return 0
         if self.until:
-            if self.until.search(line):
+            self.lines += 1
+            if self.until.search(line) or self.lines > PEM_LINES:
                 self.until = None
+                return None if self.document else 0
             return 0
+        if (start := self.pointed(line)) is not None:
+            return start
         start = self.below(line)
         if start is None:
             start = self.in_record(line)
@@ -103,6 +124,18 @@ class Blocks:
             start = alone(line, self.before, after)
         self.before.append(line)
         return self.indented(line) if start is None and line.strip() else start
+
+    def pointed(self, line: str) -> int | None:
+        """Where a value begins that a line of loguru or better-exceptions draws below its name."""
+        match = POINTER.match(line) if "└ " in line else None
+        if not match:
+            if "│" not in line or not DRAWN.match(line):
+                self.code = line
+            return None
+        name = NAME_HERE.match(self.code, match.start("at"))
+        if name and kind(name[0]) >= Kind.LIKELY:
+            return match.end()
+        return None
 
     def in_key(self, line: str) -> bool:
         if not self.pem:
@@ -117,7 +150,12 @@ class Blocks:
         if self.last:
             match = ITEM.match(line)
             field = self.last == "field" or (self.last == "shown" and len(line.split()) > 1)
-            if field or self.last == "shown" or not match or line.rstrip().endswith("\\"):
+            if (
+                field
+                or self.last in {"shown", "answer"}
+                or not match
+                or line.rstrip().endswith("\\")
+            ):
                 self.last = None
             if match and (not field or mixed(match["value"])):
                 return match.start("value")
@@ -163,6 +201,12 @@ class Blocks:
         if self.record and (match := BELOW.match(line)) and BLOCK.match(line, match.end()):
             self.indent, self.all = len(line) - len(line.lstrip()), True
             return
+        if "<<" in line and (match := DOCUMENT.search(line)) and names_file(line):
+            self.lines, self.until, self.document = 0, re.compile(rf"^\s*{match['end']}\s*$"), True
+            return
+        if line.rstrip().endswith(ASKED):
+            self.last = "answer"
+            return
         name = NAME_LINE.match(line) if len(line) <= NAME_LINE_LENGTH else None
         if name and (what := kind(name["name"])) >= Kind.LIKELY:
             self.record, self.named = RECORD_LINES, (len(name["indent"]), what)
@@ -182,9 +226,9 @@ class Blocks:
             self.fields = None
         if (what := kind(name)) >= Kind.LIKELY:
             if style == "[":
-                self.until = re.compile(r"^\s*\]")
+                self.lines, self.until, self.document = 0, re.compile(r"^\s*\]"), False
             elif style in {'"""', "'''"}:
-                self.until = re.compile(style)
+                self.lines, self.until, self.document = 0, re.compile(style), False
             else:
                 self.fields = indent, DEFAULT if match["block"] else FIELD
                 certain = bool(style) or what is Kind.SECRET  # or a model's tokens

@@ -26,6 +26,33 @@ OF_NAMES = {"name", "key", "variable", "parameter", "setting", "option", "proper
 OF_VALUES = {"value", "val", "content"}
 
 
+INSERT = re.compile(
+    r"(?i)\binsert\s+(?:ignore\s+)?into\s+[\w.`\"\[\]]+\s*\((?P<names>[^()]{1,2000})\)\s*values\s*(?=\()"
+)
+SQL_VALUE = re.compile(
+    r"\s*(?:'(?:[^']|'')*'|\"[^\"]*\"|[^,()'\"]+(?:\([^()]*\))?)\s*(?P<end>[,)])"
+)
+
+
+def inserted(line: str) -> Iterator[tuple[int, int]]:
+    """Where secrets stand in the values of an SQL statement that names its columns."""
+    if not (match := INSERT.search(line)):
+        return
+    kinds = [kind(name.strip(' `"[]')) for name in match["names"].split(",")]
+    at, number = match.end() + 1, 0
+    while value := SQL_VALUE.match(line, at):
+        at = value.end()
+        start = value.start() + len(value[0]) - len(value[0].lstrip())
+        if number < len(kinds) and kinds[number] is Kind.SECRET:
+            yield start, value.start("end")
+        number += 1
+        if value["end"] == ")":
+            following = re.compile(r"\s*,\s*\(").match(line, at)
+            if not following:
+                return
+            at, number = following.end(), 0
+
+
 class Columns:
     """Tells where secrets stand in the rows of a table, once a line has named its columns."""
 

@@ -2,7 +2,7 @@ r"""What looks like a secret by its form alone: a table, which the redactor and 
 
 The examples hold no secret: ``{w20}`` stands for twenty random characters, which the test draws:
 ``w`` letters and digits, ``l`` small letters and digits, ``u`` capitals and digits, ``d`` digits,
-``h`` hex, ``b`` base64.
+``h`` hex, ``b`` base64, ``n`` base32.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ FORMS = (
     token("Terraform token", r"[A-Za-z0-9]{14}\.atlasv1\.", r"[\w=-]{20,}", "{w14}.atlasv1.{w64}", "a.atlasv1.b", has=".atlasv1."),
     token("RubyGems key", "rubygems_", r"[0-9a-f]{30,}", "rubygems_{h48}", "rubygems_api"),
     token("crates.io token", "cio", r"(?=[a-zA-Z]*\d)[A-Za-z0-9]{32}(?!\w)", "cio{w32}", "cio"),
+    token("NATS key", "S[UAONCX]", r"[A-Z2-7]{56}(?!\w)", "SU{n56}", "SUBSCRIBED", has="su|sa|so|sn|sc|sx"),
     token("age key", "AGE-SECRET-KEY-1", r"[A-Z0-9]{20,}", "AGE-SECRET-KEY-1{u58}", "AGE-SECRET-KEY-1"),
     token("New Relic key", "NR(?:AK|JS|AA|RA)-", r"[\w-]{16,}", "NRAK-{u27}", "NRAK-x"),
     token("Mailgun key", "key-", r"(?=[a-z]*\d)[0-9a-z]{32}(?!\w)", "key-{h32}", "key-value"),
@@ -116,7 +117,7 @@ FORMS = (
     form("carrier", "vllm:", r"\bvllm:\d+:[A-Za-z0-9+/=_\-]{16,}(?::[0-9a-fA-F]{32,})?", "vllm:1:{b64}:{h64}", "vllm:1:x"),
     form("media", ";base64,", r"(?P<keep>data:[\w.+-]+/[\w.+-]+(?:;[\w=.-]+){0,9};base64,)[\w+/=%-]{8,}", "data:image/png;base64,{b80}", "data:image/png;base64,"),
     # -- in URLs
-    form("URL credentials", "://", r"(?P<keep>\b[A-Za-z][A-Za-z0-9+.-]{1,30}://)(?:[^\s/@:'\"<>]*:(?!\d{1,5}(?:[/?#]|$))[^\s'\"<>]*|[^\s/?#@'\"<>]+)(?=@(?!sha\d{3}:))", "postgresql://u:{w20}@db:5432/x", "http://127.0.0.1:8000/a@b"),
+    form("URL credentials", "://", r"(?P<keep>\b[A-Za-z][A-Za-z0-9+.-]{1,30}://)(?:[^\s/@:'\"<>]*:(?!\d{1,5}(?:[/?#]|$))[^\s'\"<>]*|(?![a-z][a-z_.-]{0,24}@)[^\s/?#@'\"<>]+)(?=@(?!sha\d{3}:))", "postgresql://u:{w20}@db:5432/x", "http://127.0.0.1:8000/a@b"),
     form("webhook", "/services/", r"(?P<keep>\bhooks\.slack(?:-gov)?\.com/)(?:services|workflows|triggers)/[^\s\"'<>]+", "https://hooks.slack.com/services/T{u8}/B{u8}/{w24}", "GET /services/x HTTP/1.1"),
     form("webhook", "/webhook", r"(?P<keep>\b[\w.-]*\.(?:com|net|io|dev|cloud|org|us)(?::\d+)?(?:/[\w.-]+){0,4}?/webhooks?(?:b2)?/)[^\s\"'<>]+", "https://discord.com/api/webhooks/{d18}/{w68}", "docs say /webhook is not served"),
     form("webhook", "hook/|hooks/|/integration/|/incoming/", r"(?P<keep>\bhttps?://[\w.:-]+/(?:[\w.-]+/){0,4}(?:[\w-]{0,20}hooks?|integration|incoming)/)[^\s\"'<>]{4,}", "https://chat.example.com/hooks/{l26}", "git/hooks/pre-commit"),
@@ -129,7 +130,7 @@ FORMS = (
     form("URL path", "://", r"(?P<keep>\bhttps?://[\w.:@-]+/(?:[\w.~-]+/){0,6}(?:t|token|key|secret|auth|api-?key|invite|reset[\w-]*|verify|confirm)/)(?!\[redacted)(?=[^\s/]*\d)[^\s/\"'<>?#&]{8,}", "https://conda.local/t/{w20}/main", "http://h/v1/key/values"),
     # -- in headers and command lines
     form("login", "users|accounts|logins", r"(?P<keep>\b(?:\w{1,30}_)?(?:users|accounts|logins)[\"']?\s?[:=]\s?\{)(?=[^{}]{0,200}:\s?[\"'][^\"'{}]{0,80}[\d!#$%^*])(?=(?:[\"']?[\w.@-]{1,60}[\"']?:\s?[\"'][^\"'\s{}]+[\"'](?:,\s?|(?=\}))){1,50}\})[^{}]+", "users={'bob': '{w12}'}", "users={'bob': 'admin', 'n': 3}"),
-    form("bearer token", "bearer", r"(?P<keep>\b(?i:bearer)(?:%20|[\s:=]{1,3})b?[\"']?)(?!\[redacted|(?i:token|auth|scheme|format|header|is|or|and|in|not|was|authentication|authorization)\b)[^\s\"'<>,;)\]}]{8,}", "Bearer {w24}", "bearer token, bearer authentication"),
+    form("bearer token", "bearer", r"(?P<keep>\b(?i:bearer)(?:%20|[\s:=]{1,3})b?[\"']?)(?!\[redacted|(?i:token|auth|scheme|format|header|is|or|and|in|not|was|authentication|authorization)\b|(?:expires_in|scope|realm|error|refresh_token)=)[^\s\"'<>,;)\]}]{8,}", "Bearer {w24}", "bearer token, bearer authentication"),
     form("basic credentials", "basic", r"(?P<keep>\b(?i:basic)(?:%20|\s))(?=[A-Za-z0-9+/]{0,40}(?:\d|[a-z][A-Z]|[+/=]))[A-Za-z0-9+/]{8,}={0,2}(?![\w.])", "Basic dX{b30}", "Basic Algorithm."),
     form("header token", "authorization", r"(?P<keep>\b(?i:authorization)[\"']?\s?[:=,]\s?b?[\"']?(?i:token|apikey|key|aws4-hmac-sha256|digest|negotiate|ntlm|hawk)\s)[^\"'\r\n]{4,}", "Authorization: Token {w20}", "authorization is off"),
     form("login", "curl|-u|--user|http|xh |etcdctl|lftp", r"(?P<keep>\b(?:curl|https?(?=\s)|xh|etcdctl|lftp)\b.{0,400}?\s(?:-[a-zA-Z]{0,5}u|--user|-U|--proxy-user|-a|--auth)[ =]?[\"']?|^\s*(?:-u|--user)[ =][\"']?(?!\d+:\d))(?!\[redacted)[^\s\"':]*[\"']?:[\"']?[^\s\"']+", "curl -s -u admin:{w12} http://h/x", "curl -s http://h/x"),
@@ -161,7 +162,7 @@ FORMS = (
     form("login", "password", r"(?P<keep>^\s+password\s+(?=\S+\s*$)|^password\s+(?![a-z]+\s*$))(?!\[redacted)[^\s:=]+(?=\s*$)", "password {w12}", "password auth"),
     form("login", ":5|:6|:1|:*:", r"(?P<keep>(?<![^\s\"'])[\w.*-]{1,100}:(?:\d{4,5}|\*):[\w*-]{1,63}:[\w.*-]{1,63}:)(?!\d{1,5}(?:\s|$)|\[redacted)[^\s\"':]+", "db.local:5432:app:vllm:{w12}", "file.py:1234: a: b"),
     form("login", "login|cryptsetup|passwd", r"(?P<keep>\becho\s+(?:-n\s+)?[\"']?)[^\s\"'|]+(?=[\"']?\s*\|\s*(?:sudo )?(?:(?:docker|podman|helm|gh|oc|az|kubectl|skopeo|buildah|crane|hf|wandb)\b.{0,80}\blogin\b|cryptsetup|(?:ch|ht)passwd))", "echo {w12} | docker login -u u --password-stdin h", "echo docker login"),
-    form("login", "login", r"(?P<keep>\b(?:cargo|vault|wandb|huggingface-cli|hf auth|hf|neptune|comet|ngc|replicate)\s+login\s+(?:--relogin\s+)?)(?![a-z]+(?:\s|$)|-|\[redacted)\S{6,}", "wandb login {h40}", "wandb login failed"),
+    form("login", "login", r"(?P<keep>\b(?:cargo|vault|wandb|huggingface-cli|hf auth|hf|neptune|comet|ngc|replicate)\s+login\s+(?:-{1,2}\S+\s+){0,3})(?![a-z]+(?:\s|$)|-|\[redacted)\S{6,}", "wandb login {h40}", "wandb login failed"),
     form("login", "sudo", r"(?P<keep>\becho\s+(?:-n\s+)?[\"']?)[^\s\"'|]+(?=[\"']?\s*\|\s*sudo\s+-S)", "echo {w12} | sudo -S reboot", "echo sudo -S"),
     form("login", "smbclient|rpcclient", r"(?P<keep>\b(?:smb|rpc)client\b.{0,200}?\s-U[ =]?[\"']?[\w.@\\/-]+%|\bsmbclient\s+//\S+\s+(?!-|\[redacted)(?=\S*\d))[^\s\"']+", "smbclient //h/x -U bob%{w12}", "smbclient //h/x -U bob"),
     form("login", "alias set", r"(?P<keep>\bmc\b.{0,80}?\balias set \S+ \S+ )\S+ \S+", "mc alias set m http://h {w12} {w20}", "mc alias set -h"),
@@ -183,7 +184,14 @@ FORMS = (
     form("login", "openssl", r"(?P<keep>\bopenssl\b.{0,200}?\s-(?:k|K|pass|passin|passout)\s+(?:pass:)?)(?!\[redacted)\S+", "openssl enc -k {w12} -in x", "openssl version"),
     form("login", "--from-literal", r"(?P<keep>--from-literal[= ][\"']?[\w.-]{1,100}=)(?!\[redacted)[^\s\"']+", "kubectl create secret generic a --from-literal=a={w12}", "--from-literal"),
     form("login", "kv put|kv patch", r"(?P<keep>\bkv (?:put|patch)\s.{0,200}?\s[\w.-]{1,60}=)(?!\[redacted|@)[^\s\"']+", "vault kv put secret/x value={w12}", "kv put failed"),
+    form("login", "auth=", r"(?P<keep>\bauth=\(\s?[bru]?[\"'][^\"']{0,100}[\"'],\s?[bru]?)(?:\"[^\"]+\"|'[^']+')", "get(h, auth=('u', '{w5} {w6}'))", "auth=('u', password)"),
+    form("login", " password |-password ", r"(?P<keep>^\s*user\s+\S{1,100}\s+(?:insecure-)?password\s+)(?!\[redacted)\S+(?=\s*$)", "  user bob insecure-password {w12}", "  user bob groups a"),
+    form("secret in a file", "tee ", r"(?P<keep>\b(?:echo|printf)\s+(?:-n\s+|['\"]%s\S*\s+)?)(?!\$)(?:\"[^\"]+\"|'[^']+'|[^\s\"'|>]+)(?=\s*\|\s*(?:sudo\s+)?tee\s.{0,100}(?:token|secret|passw|[_/.](?:key|pw)|_pass|cred))", "echo '{w12}' | tee /run/secrets/x", "echo x | tee /tmp/y"),
+    form("answer to a question", "enter|type |paste", r"(?P<keep>^\W{0,4}(?i:(?:please )?(?:enter|type|paste))\b[^:\n]{0,60}\b(?i:tokens?|pass(?:word|phrase|code)|(?:api|access|secret) key|secret|pin)\b[^:\n]{0,60}:\s)(?!\[redacted)\S.*", "Enter your token (it is not shown): {w12}", "Enter your token:"),
     # -- in sentences
+    form("named after it", "' as |\" as |` as ", r"(?P<keep>\b(?i:use|using|set|try|with|enter|type|put|give)\s[\"'`])[^\"'`]{4,}(?=[\"'`]\sas\s(?:(?:the|a|your|my|its|our|their)\s)?(?:[\w-]{1,30}\s){0,3}(?i:password|passphrase|passwd|token|secret|pin|(?:api|access|secret|signing) key)\b)", "use '{w12}' as the password", "use 'x' as the name"),
+    form("login", "log in|login|sign in|logged in", r"(?P<keep>\b(?i:log ?in|logged in|sign in)\s(?:with|as)\s[\w.@-]{1,60}\s/\s)\S{4,}", "login with bob / {w12}", "log in with a / b"),
+    form("named after it", "'api|'acc", r"(?P<keep>\b(?i:cl(?:é|ef)s?\s(?:d'|de l'))(?i:api|accès|acces)\s?[:=]\s?[\"'«]?\s?)[^\s\"'»]{4,}", "clé d'API : {w12}", "clé d'accès perdue"),
     form("named after it", "key", r"(?P<keep>)(?<=[\"'`])[^\s\"'`]{6,}(?=[\"'`][)\]}]? (?:is|was|isn't|wasn't) (?:(?:not|an?|no|the|invalid|valid|wrong|incorrect|expired|revoked|unknown|your|my) ){0,4}(?i:api|access|secret|license|signing|auth)[ _-]?(?i:key))", "'{w16}' is not a valid API key", "'x' is not a valid key"),
     form("named after it", "password|token|secret|passphrase|credential", r"(?P<keep>)(?<=[\"'`])[^\s\"'`]{6,}(?=[\"'`][)\]}]? (?:is|was|isn't|wasn't) (?:(?:not|an?|no|the|invalid|valid|wrong|incorrect|expired|revoked|unknown|your|my|right|correct|access|api|auth|bearer) ){1,4}(?i:password|token|secret|passphrase|credential)\b)", "'{w16}' is not the password", "'x' is not a token"),
     form("named after it", "not in|unknown|none of", r"(?P<keep>)(?<=[\"'`])[^\s\"'`]{6,}(?=[\"'`] (?:is |was )?(?:not in|not one of|none of|not among) (?:the |any of )?(?:\w+[_. ])?(?:api[_ -]?keys|tokens|secrets|passwords|credentials)\b)", "KeyError: '{w16}' is not in api_keys", "'lm_head' is not in keys"),

@@ -17,12 +17,26 @@ STEMS = (
     *("kennwort", "schlüssel", "mdp", "contrase", "clave", "senha", "chave", "wachtw", "hasł"),
     *("haslo", "hesl", "lösen", "adgang", "salas", "jelsz", "парол", "ключ", "密", "口令"),
     *("パスワード", "비밀", "mot de passe", "login", "logon"),
+    *(
+        "токен",
+        "clé",
+        "clef",
+        "jeton",
+        "令牌",
+        "トークン",
+        "토큰",
+        "parol",
+        "şifre",
+        "chiave",
+        "seed",
+    ),
     *("sign-in", "signin", "oidc", "sso", "saml", "sasl", "ldap", "grant", "refresh", "vault"),
 )
 # What a password or a key is called in other languages.
 FOREIGN = re.compile(
     r"passwort|kennwort|schlüssel|\bmdp\b|passe\b|contraseña|contrasena|\bclave\b|secreta|\bsenha\b"
     r"|\bchave\b|wachtwoord|\bhas[lł]o\b|\bheslo\b|lösenord|adgangskode|passord|salasana|jelszó"
+    r"|\bparola?\b|\bşifre|\bchiave\b|\bcl(?:é|ef)\b|\bjeton\b|\bтокен\b|令牌|トークン|토큰"  # noqa: RUF001
     r"|парол|\bключ|密码|密碼|口令|密钥|パスワード|비밀번호"
 )
 SOURCE = re.compile(
@@ -55,6 +69,7 @@ ENDINGS = (
     *("password", "passwd", "passphrase", "secret", "apikey", "apitoken", "authtoken", "sessid"),
     *(
         "accesstoken",
+        "identitytoken",
         "refreshtoken",
         "secretkey",
         "accesskey",
@@ -72,6 +87,7 @@ ABOUT = words(
     "authentication validator validation middleware handler headers store backend format scheme "
     "index rotation rotated rules rule keyref mount engine url uri urls env var variable set "
     "timeout retries failed failures requests created updated at by for is has domain parameters"
+    " stdin samesite encryption"
 )
 # Before "key": keys of mappings, caches and tables.
 OTHER_KEYS = words(
@@ -82,7 +98,7 @@ OTHER_KEYS = words(
     "routing item entry feature sorted composite compile graph shape bucket kernel head "
     "value num n k arrow down up enter page answer image audio video modality tuple string prefix "
     "per hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree "
-    "node quant activation arg first last"
+    "node quant activation arg first last topology gpg pgp"
 )
 OTHER_KEY_WORDS = words(
     "monkey turkey hotkey donkey jockey hockey whiskey pubkey publickey cachekey sortkey hashkey"
@@ -106,7 +122,9 @@ RIGHTS = words(
 RIGHTS_OF_KEYS = RIGHTS | words(
     "private signing encryption master shared storage sas license client hmac ssh rsa subscription "
     "apikey openai anthropic deploy host function developer root user your my recovery "
-    "unseal serial fernet tacacs radius write ingest ingestion"
+    "unseal serial fernet tacacs radius write ingest ingestion app kaggle datadog newrelic wandb"
+    " grafana splunk sendgrid mailgun twilio stripe cohere mistral groq replicate runpod langfuse"
+    " langsmith tavily pinecone qdrant cloudflare deepgram elevenlabs pagerduty opsgenie"
 )
 # What names end with that are secrets, though their last word says nothing alone.
 PAIRS = frozenset(
@@ -115,6 +133,13 @@ PAIRS = frozenset(
         *(("webhook", "uri"), ("hook", "url"), ("hook", "uri"), ("otlp", "headers")),
         *(("otel", "headers"), ("mfa", "code"), ("otp", "code"), ("auth", "code")),
         *(("recovery", "code"), ("backup", "code"), ("seed", "phrase"), ("honeycomb", "team")),
+        *(
+            ("nkey", "seed"),
+            ("totp", "seed"),
+            ("wallet", "seed"),
+            ("key", "seed"),
+            ("secret", "seed"),
+        ),
         *(("verification", "code"), ("time", "code"), ("pass", "phrase"), ("wifi", "pass")),
         *(
             ("secret", "id"),
@@ -142,6 +167,8 @@ def of_words(name: str, before: str) -> Kind:
     """What a name of at most a hundred characters says; ``before`` are the words before it."""
     found = [word.lower() for word in WORD.findall(name)]
     earlier = before.lower().replace("-", " ").split()
+    if found[-2:] in (["pull", "secrets"], ["pull", "secret"]):  # of Kubernetes, which has names
+        return Kind.NONE
     if name.isdigit() and earlier:  # Unseal Key 1
         found = [earlier.pop()]
     last = (earlier + found)[-2:]

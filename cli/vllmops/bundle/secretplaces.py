@@ -9,11 +9,14 @@ from .secretnames import Kind, kind
 from .secretvalues import (
     CLOSING,
     CODE,
+    NOTHING,
     OPENING,
     QUOTE,
     QUOTES,
+    cached,
     inside,
     looks_secret,
+    phrase,
     value_end,
 )
 
@@ -31,6 +34,8 @@ NAMED = re.compile(
     rf"|\(string\) (?:\(len=\d+\) )?|Str\()?"
     r"|(?<=-)>(?=\S*\d)"  # the name ends with the hyphen of an arrow
     rf"|{QUOTE}\]?\)\s+or\s+(?=[bru]?{QUOTE})"
+    rf"|{QUOTE}?[\])]?\)?\s[!=]==?\s(?=[bru]?{QUOTE})"  # a comparison
+    rf"|{QUOTE};s:\d+:(?=\")|[ \t]+\.{{3,}}[ \t]+"  # PHP's, a table with dots
     rf"|{QUOTE}(?P<pair>\s?,\s?|\s(?:a\d+=)?)(?=[bru]?{QUOTE})"
     r"|[ \t]{1,40}(?:[|\u2502\u2192]|->)[ \t]{1,4}|\t+)(?=\S)"
 )
@@ -49,20 +54,30 @@ SENTENCE = re.compile(
     r"|admin|session|refresh|signing|license|account|hub|security|master|service|client|encryption"
     r"|shared|user(?:name)?|db|database|root|aws)[ _/-]?|\w{1,30}[_-]){0,3}"
     r"(?:keys?|token|tokens(?= (?:are|were) )|secrets?|passwords?|passwd|pass[ -]?phrase|passcode"
-    r"|pwd|cred(?:ential)?s?|pin|otp|access key id|community(?: string)?|(?:recovery|backup) code"
-    r"|basic auth|pat)))"
+    r"|pwd|pw|pass(?=\s[\"'`])|cred(?:ential)?s?|pin|otp|access key id"
+    r"|community(?: string)?|(?:recovery|backup) code"
+    r"|basic auth|pat)|passwort|kennwort|mot de passe|contrase[ñn]a|senha|wachtwoord|has[łl]o"
+    r"|пароль|токен|lösenord|salasana|parola))"
     # for project alpha = …; of the cluster is …
-    r"(?:\s+(?:for|of|in|on|from|at|by|to|you|I|we)\s[^\s:=]{1,60}(?:\s[^\s:=]{1,40}){0,6}?"
+    r"(?:\s+(?:for\s(?:'[^']{1,100}'|\"[^\"]{1,100}\")"
+    r"|(?:for|of|in|on|from|at|by|to|you|I|we|für|von|de|del|du|pour|para|per|voor|для|dla)"
+    r"\s[^\s:=\"'`][^\s:=]{0,59})(?:\s[^\s:=]{1,40}){0,6}?"
     r"(?=\s?[:=]\s|\s(?:is|was)\s)"
     r"|\s+(?i:(?:must|to|should) be [\w -]{1,30}, (?:but )?(?:got|not)|has the value"
-    r"|changed|do(?:es)? not match(?=:)"
+    r"|from (?:the )?\w{1,20} to|changed|do(?:es)? not match(?=:)"
     r"|is|are|was|set|to|of|provided|given|supplied|received|used|value|with|named|from"
     r"|header|pair|now|(?:mismatch|accepted|rejected|refused|invalid|expired|wrong|incorrect|denied"
     r"|revoked|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
     r")|\s?\[[\w*. -]{1,20}\](?=\s?[:=]|\s*$)|\s\([a-z ]{2,30}\)(?=\s?[:=-])"
     r"|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
-    rf"(?:\s*[:=]?\s+(?:(?:expected|wanted|got) )?|\s*[(\[])(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
+    r"(?:\s*[:=]?\s+(?:(?:expected|wanted|got) )?|\s*[(\[])(?:<\w{1,10}>)?"
+    rf"(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
+LAST = re.compile(
+    r"(?<![\w.-])(?P<name>(?i:pass(?:word|wd|phrase|code)?|passwort|kennwort|pwd|pw|secret|token|key))\b"
+    r"[,;]?(?:\s(?:'[^']{1,100}'|\"[^\"]{1,100}\"|[^\s:=]{1,60})){0,8}\s?[:=]\s{1,4}(?P<value>\S.{3,100}?)\s*$"
+)
+LETTER_AND_OTHER = re.compile(r"(?=\S*[^\W\d_])(?=\S*[\d!@#$%^&*~+.-])(?!\S*://)")
 RIGHTS = re.compile(
     r"(?i)(?<![a-z])(?:api|secret|password|credential|(?:en|de)crypt|(?:un)?auth(?!or)|log ?in"
     r"|s3|sign)(?:s|ed|ing|ion|enticat\w+)?(?![a-z])"
@@ -72,7 +87,9 @@ AROUND = 100  # characters
 ANOTHER = re.compile(r"(?:,? (?:and|or|to|but got|got|instead of|!=|->|/|vs\.?) |\s?,\s?)(?=\S)")
 ANOTHER_WORD = re.compile(r"[ \t]+(?=[^\s|&;>\\-])")
 PART = re.compile(r"(?<=[\"'])[^\"'\s]++(?=[\"'])")
+TOLD = re.compile(r"(?:[^\s<>\"`.,;:!?)\]}']|[.,;:!?)\]}'](?=[^\s<>\"`.,;:!?)\]}'])|<(?=[\d!?.]))*")
 SIGN = re.compile(r"^[\w-]+[=:]")
+SYMBOLS = re.compile(r"[=:].*[!#$%^&*~].*[=:]|[!#$%^*~][^=:]*[!#$%^&*~]")
 REFUSED = re.compile(
     r"[\"'`)]?,? (?:which |that |it )?(?:is|was|has|isn't|wasn't|does|did)? ?"
     r"(?:not (?:a )?(?:valid|correct|accepted|known|found"
@@ -93,7 +110,7 @@ NAME_BEHIND = re.compile(
 )
 TAG = re.compile(
     r"<(?P<tag>[\w:.-]++)(?:\s[^<>]{0,100}?\b(?:name|key|id)=[\"'](?P<name>[\w.-]+)[\"'])?"
-    r"(?:\s[^<>]{0,200})?>(?=[^<\s])"
+    r"(?:\s[^<>]{0,200})?>(?:(?=[^<\s])|<!\[CDATA\[)"
 )
 BELOW = re.compile(
     rf"^\s*(?:- )?<?{QUOTE}?(?:\w*value|val|v|string|content|data|text|plain(?:text)?){QUOTE}?"
@@ -113,11 +130,18 @@ ARGUMENT = re.compile(
     r"\bargument (?:-\w/)?--(?P<name>[\w-]+)(?:/-{1,2}[\w-]+)*: "
     rf"(?P<why>[a-z][\w ]*: (?={QUOTE}))?"
 )
+# The name of a secret in Kubernetes, and not what it holds.
+OBJECT = re.compile(
+    r"(?:[a-z]+[/-])*(?:(?:secret|token|credential|key|cert)s?|creds|regcred|tls|auth)(?:[\"'`]|$)"
+)
+SNAKE = re.compile(r"(?<=[!=]= )[\"'][a-z]+(?:_[a-z]+)+[\"']")  # compared with a name in code
+LEVEL = re.compile(r"(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL)[: ]+$")
 CLASS = re.compile(r"[\"'](?:[A-Z]+[a-z]+){3,}[\"']")
 TABLE = {"|", "\u2502"}
 CELL = re.compile(r"[A-Z][a-z]*(?: [\w'-]+){2,}[^|\u2502]*[|\u2502]")  # a sentence in a table
 TURN = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-VARIABLE = re.compile(r"[\"']?(?P<name>[A-Z]+(?:_[A-Z]+)+)(?:[\"',)\]}\s]|$)")
+ANGLE = re.compile(r"<\S{4,200}?>(?=[\s,;)\]]|$)")
+VARIABLE = re.compile(r"[\"'`]?(?P<name>[A-Z]+(?:_[A-Z]+)+)(?:[\"'`,)\]}\s]|$)")
 LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
 
 
@@ -135,11 +159,18 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
         what = kind(name, before[1] if before else "")
         if what is Kind.NONE or (name.startswith("-") and of_argparse(line, match)):
             continue
+        if nothing := NOTHING.match(line, start):
+            past = nothing.end()
+            continue
+        if of_kubernetes(line, start, name) or logger(line, match):
+            continue
+        if what is Kind.MAYBE and cached(line, match.start()):
+            continue
         at = start
         if HEADER.search(name):
             yield start, header_end(line, match.start(), start)
-        elif what is not Kind.SECRET:
-            if maybe(line, start, hashes=what is Kind.LIKELY or rights(line, match.start(), start)):
+        elif what is not Kind.SECRET or SNAKE.match(line, start):
+            if maybe(line, start, hashes=what >= Kind.LIKELY or rights(line, match.start(), start)):
                 past = value_end(line, start)
                 yield from several(line, start, past)
         elif match["sign"].strip() in TABLE and CELL.match(line, start):
@@ -147,6 +178,19 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
         elif not code(line, start) and not same(line, start, name):
             past = secret_end(line, match)
             yield from several(line, start, past, option=name.startswith("-"))
+
+
+def of_kubernetes(line: str, start: int, name: str) -> bool:
+    """Whether the name of a secret object stands there, and not what it holds."""
+    start += bool(OPENING.match(line, start))
+    return name.lower() in {"secret", "secrets"} and bool(OBJECT.match(line, start))
+
+
+def logger(line: str, match: re.Match[str]) -> bool:
+    """Whether the name is a logger's, behind a level: INFO app.credentials: Found them."""
+    if "." not in match["name"] or not match["sign"].startswith(":"):
+        return False
+    return bool(LEVEL.search(line, max(match.start() - len("CRITICAL  "), 0), match.start()))
 
 
 def of_argparse(line: str, match: re.Match[str]) -> bool:
@@ -243,6 +287,8 @@ def options(line: str) -> Iterator[tuple[int, int]]:
     for match in OPTION.finditer(line):
         what = kind(match["name"] or match["variable"])
         start = match.end()
+        if same(line, start, match["name"] or match["variable"]):
+            continue
         if what is Kind.SECRET or (what and maybe(line, start, hashes=True)):
             yield from several(line, start, value_end(line, start, " \t\"'`"), ANOTHER_WORD)
 
@@ -257,7 +303,14 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
         if what is Kind.NONE:
             continue
         start = match.end() - len(match["quote"] or "")
+        if of_kubernetes(line, start, name) or same(line, start, name):
+            continue
+        if what is Kind.MAYBE and cached(line, match.start()):
+            continue
         end = min(value_end(line, start), len(line))
+        told = TOLD.match(line, start)
+        if what is Kind.SECRET and told and not match["quote"]:  # people don't quote it
+            end = told.end()
         value = inside(line, start, end)
         refused = REFUSED.match(line, end)
         if match["quote"]:
@@ -266,7 +319,7 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
                 if what is Kind.SECRET
                 else looks_secret(value, hashes=what is Kind.LIKELY or rights(line, *match.span()))
             )
-            goes &= not value.startswith("<")
+            goes &= not value.startswith("<") and (what is Kind.SECRET or not SIGN.search(value))
         else:
             value = value.rstrip(".:!?")
             odd = re.search(r"\d", value) or (
@@ -274,8 +327,14 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
                 and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
             )
             hashes = what >= Kind.LIKELY or rights(line, *match.span())
-            goes = looks_secret(value, hashes=hashes) and (
-                not SIGN.search(value) or (name.startswith(("cred", "auth")) and ":" in value)
+            goes = (
+                looks_secret(value, hashes=hashes)
+                and " " not in value
+                and (
+                    not SIGN.search(value)
+                    or bool(SYMBOLS.search(value))
+                    or (name.startswith(("cred", "auth")) and ":" in value)
+                )
             )
             goes = goes and bool(odd or refused) and not code(line, start) and value[:2] != "--"
             goes |= what is Kind.SECRET and bool(re.fullmatch(r"\d{4,}", value))
@@ -283,7 +342,23 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
             yield from several(line, start, end)
 
 
-PLACES = (paired, paired_back, given, assigned, tagged, options, sentences)
+def last(line: str) -> Iterator[tuple[int, int]]:
+    """A value at the end of a line that began with the name of a secret, behind a colon."""
+    match = LAST.search(line)
+    if not match or NOTHING.match(line, match.start("value")) or code(line, match.start("value")):
+        return
+    before = line[max(match.start("name") - BEFORE_LENGTH, 0) : match.start("name")]
+    words = BEFORE.findall(before)
+    if kind(match["name"], words[0] if words else "") is not Kind.SECRET:
+        return
+    value = match["value"]
+    told = " for " in line[match.start() : match.start("value")] and "/" not in value
+    made_up = mixed(value) or (told and re.fullmatch(r"\w+(?:[.-]\w+){2,}", value))
+    if phrase(value) or (" " not in value and LETTER_AND_OTHER.match(value) and made_up):
+        yield match.start("value"), match.end("value")
+
+
+PLACES = (paired, paired_back, given, assigned, tagged, options, sentences, last)
 
 
 def rights(line: str, name: int, value: int) -> bool:
@@ -339,6 +414,8 @@ def secret_end(line: str, match: re.Match[str]) -> int:
     if OPENING.match(line, start) or first in CLOSING or call:
         return value_end(line, start)
     name, sign = match["name"], match["sign"].strip()
+    if first == "<" and (angle := ANGLE.match(line, start)):
+        return angle.end()
     if LINE_START.fullmatch(line, 0, match.start()) and (
         sign.endswith(":") or (sign == "=" and match["sign"] != "=")
     ):

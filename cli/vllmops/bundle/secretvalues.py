@@ -12,6 +12,7 @@ from os.path import commonprefix
 from urllib.parse import quote, quote_plus
 
 from .secretforms import MARK
+from .secretnames import words
 
 # Shorter ones stand in too many words; where they are expected their place tells them.
 LEAST = 6
@@ -31,9 +32,23 @@ QUOTE = r"(?:\\{0,15}[\"'`]|\\{1,15}u002[27]|&quot;|&#3[49];)"
 OPENING = re.compile(
     r"[bruBRUfF]{0,2}(?P<slashes>\\{0,15})(?P<mark>\"\"\"|'''|[\"'`]|u002[27])|&quot;|&#3[49];"
 )
+# Where a secret comes from, or what stands for one: a variable, a command, a template, <your key>.
+REFERENCE = (
+    r"(?:\$\{[\w.]+(?::?\?[^}]{0,200})?\}|\$[A-Z_][A-Z0-9_]{2,}"
+    r"|\$\((?!\s*(?:echo|printf))[^()]{1,300}\)"
+    r"|\{\{[^{}]{1,200}\}\}|\{[a-z_]{1,40}\}"
+    r"|<(?:set to )?(?:[A-Za-z' _-]{0,40}[ _-]|)(?i:your|secret|token|key|password|passphrase"
+    r"|credentials?|api|redacted|hidden|masked|sensitive|unset|none|empty|value)\b"
+    r"[A-Za-z' _-]{0,60}>"
+    r"|\((?:sensitive(?: value)?|known after apply|hidden|redacted|unset|none|empty)\)"
+    r"|\[[A-Z_]{2,40}\]|EMPTY|TEXT|STRING|\d+ bytes)"
+)
 NOTHING = re.compile(
-    r"(?:None|none|null|nil|NULL|N/A|n/a|undefined"
-    r"|not (?:set|configured|given|used|provided|required)"
+    rf"(?:f?(?P<r>[\"']?)(?:Bearer |Basic |Token )?{REFERENCE}(?P=r)(?=[\"'`,;)\]}}]|\s|$)"
+    r"|None|none|null|nil|NULL|N/A|n/a|undefined"
+    r"|(?:is )?not (?:set|configured|given|used|provided|required)"
+    r"|(?:secrets?|tokens?|credentials|passwords?|keys?)(?= (?:is|are|[\"'][a-z-]+[\"']) )"
+    r"|(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\S+|RSA|ED25519|ECDSA)(?= )|[\"']\)$"
     r"|[Tt]rue|[Ff]alse|TRUE|FALSE|yes|no|YES|NO|on|off|unset|missing|empty"
     r"|[\[{(]\s*$|\[\]|\{\}|\(\)|''(?!')|\"\"(?!\")|\\$|(?:Secret(?:Str|Bytes)\()?b?(?P<q>\\{0,15}[\"']?)\*{3,}(?P=q)\)?"
     r"|[\"']?<?\[?(?:redacted|hidden|masked|REDACTED)\]?>?[\"']?"
@@ -42,9 +57,11 @@ NOTHING = re.compile(
 # Code that gets a value, and not the value; a type; a variable.
 CODE = re.compile(
     r"(?:self|cls|args|kwargs|os|config|settings|request|params|data|env)\.[A-Za-z_]"
-    r"|(?:await )?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*){0,9}\((?!\s*[bru]?[\"'])|[A-Za-z_]\w*\.[\w.]*[(\[]"
+    r"|(?:await )?[A-Za-z_][a-z_]\w*(?:\.[A-Za-z_]\w*){0,9}\((?!\s*[bru]?[\"'])"
+    r"|[A-Za-z_]\w*\.[\w.]*[(\[]"
     r"|[A-Za-z_]\w*\[[\w:\-]+\]"
     # Where it is in a file.
+    r"|[\"']?(?:~|\.{1,2})?(?:/\.?[a-z_][a-z_-]{0,30}){2,}(?=[\"'\s,;)}\]]|$)"
     r"|[\"']?(?:~|\.{1,2})?/[\w./-]{1,300}\.(?:pem|key|crt|cert|json|ya?ml|txt|toml)(?=[\"'\s,;)}\]]|$)"
     r"|lambda\b|(?:str|bytes|int|bool|float|string|object|SecretStr|Any)(?:[,)=\s|]|$)"
     r"|(?:Optional|Union|Annotated|list|dict|Literal)\[|<(?:class|function|bound|object)\b|typing\."
@@ -54,7 +71,7 @@ CODE = re.compile(
 ORDINARY = re.compile(
     r"<\|?[^<>]{0,60}\|?>|\[[A-Z_]{1,20}\]|[\d.,%+\-/ ]{1,40}|[A-Za-z]?[a-z]{0,20}|[A-Z_]{1,30}"
     r"|[A-Za-z_]{1,60}(?:\.[A-Za-z_]{1,60}){1,9}|[a-z]{1,20}[_-][a-z]{1,20}|[a-z]{1,20}(?:_[a-z]{1,20}){0,9}"
-    r"|(?:/(?!(?=\D*\d)[A-Za-z0-9+]{16,}={0,2}$)|\./|~/|[a-z]+://).*|0x[0-9a-f]+"
+    r"|(?:/(?!(?=\D*\d)[A-Za-z0-9+]{16,}={0,2}$)|\./|~/)[^!#$^&*]*|[a-z]+://.*|0x[0-9a-f]+"
 )
 SEVERAL_WORDS = re.compile(
     r"[A-Za-z][\w.-]*/[\w.-]+|cuda:\d+|[a-z_]+(?:\.[a-z_]\w*)+"  # models, devices, dtypes
@@ -86,8 +103,24 @@ USUAL = re.compile(
     r"|(?:chatcmpl|cmpl|resp|req\w*|msg|item|rs|call|file|batch|pod|trace|span)[-_]\w+"
     r"|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 )
+CACHE = re.compile(r"(?i)cache|graph|(?<![a-z])(?:kv|put|block|gpg)(?![a-z])")
+NEAR = 100  # characters
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 QUOTES = {'"', "'"}
+# Words that a person chose for a passphrase, and those of sentences about one.
+PHRASE_WORD = re.compile(r"[a-z]{3,10}|\d{1,4}")
+OF_SENTENCES = words(
+    "and the are was were been has have had not for from into than then this that these those "
+    "its your our their can could will would should must may might does did please use used "
+    "using set unset see check try found find failed failure error invalid valid wrong "
+    "missing required expired changed change reset rotated denied refused rejected accepted "
+    "enabled disabled default loaded loading user users name server file path key keys token "
+    "tokens password passphrase secret secrets credentials authentication login access "
+    "permission value values new old current last first when where which while until before "
+    "after again later only also never always already still now without within with more less "
+    "all any each other one two too long short read written stored yet but what how why who"
+)
+MOST_WORDS = 8
 
 
 def looks_secret(value: str, *, hashes: bool = False) -> bool:
@@ -95,6 +128,19 @@ def looks_secret(value: str, *, hashes: bool = False) -> bool:
     if len(value) < LEAST or ORDINARY.fullmatch(value):
         return False
     return hashes or not (HASH.fullmatch(value) or SEVERAL_WORDS.fullmatch(value))
+
+
+def cached(line: str, name: int) -> bool:
+    """Whether a line speaks of a cache before a key, whose name begins there."""
+    return bool(CACHE.search(line, max(name - NEAR, 0), name))
+
+
+def phrase(text: str) -> bool:
+    """Whether a text is some words that make no sentence, as people choose for a passphrase."""
+    chosen = text.split()
+    if not 3 + text.replace(" ", "").isalpha() <= len(chosen) <= MOST_WORDS:
+        return False
+    return all(PHRASE_WORD.fullmatch(word) and word not in OF_SENTENCES for word in chosen)
 
 
 def random(run: str) -> bool:
@@ -161,13 +207,18 @@ def value_end(text: str, start: int, stops: str = " \t\r\n,;&)]}\"'<>`") -> int:
     if start < len(text) and text[start] in CLOSING:
         return bracket_end(text, start)
     at = start
-    while at < len(text) and text[at] not in stops:
+    while at < len(text) and (text[at] not in stops or heart(text, at)):
         if text[at] in CLOSING and at > start:
             return bracket_end(text, at)
         if text[at] == "\\" and text[at + 1 : at + 2] in {'"', "'", "n", "\\"}:
             return at
         at += 1
     return at
+
+
+def heart(text: str, at: int) -> bool:
+    """Whether a bracket as XML has them begins no tag, and is part of a word."""
+    return text[at] == "<" and bool(re.match(r"<[\d!?.]", text[at : at + 2]))
 
 
 def quote_end(text: str, start: int, mark: str, slashes: int) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from .secretnames import STEMS, STRONG, Kind, kind
 from .secretnames import WORD as PARTS
-from .secretvalues import HASH, USUAL, UUID, generated, random
+from .secretvalues import HASH, USUAL, UUID, cached, generated, phrase, random
 
 __all__ = ["WORD", "alone", "labelled", "near", "odd"]
 
@@ -31,6 +31,9 @@ ACCESS = re.compile(
 WORD = re.compile(r"(?:[A-Za-z0-9!?@#$%^*+~_./-]|&(?![\w.-]+=)){8,200}={0,2}")
 BASE64 = re.compile(r"[A-Za-z0-9+/]{20,}={0,2}")
 PREFIX = re.compile(r"[A-Za-z_-]{2,40}[_-](?=.{8})")
+POD = re.compile(
+    r"(?:kube(?:-[a-z]+)+|(?:[a-z]+-){1,4}token)-[a-z\d]{5}"
+)  # Kubernetes' names for what it makes
 PART = re.compile(r"[^/]+")
 # What tells, before a word, that it is something else than a secret.
 ELSE = re.compile(
@@ -39,7 +42,8 @@ ELSE = re.compile(
     r"|pod|node|gpu|mig|device|host|hostname|server|engine|model|tokenizer|version|file|path|url"
     r"|layer|tensor|weights?|dtype|backend|time|date|created|expires|at|user|username|owner|group"
     r"|region|name|branch|tag|build|address|addr|pid|thread|rank|job|run|task|worker|shape"
-    r"|machine|arch|os|kernel|package|wheel|public[ _-]key|pubkey|metric|label|bucket)s?\W{0,4}$"
+    r"|algorithm|machine|arch|os|kernel|package|wheel|public[ _-]key"
+    r"|pubkey|metric|label|bucket)s?\W{0,4}$"
 )
 FAR_ELSE = re.compile(
     r"(?i)(?<![A-Za-z])(?:hash|sha\d|md5|digest|checksum|fingerprint|block|cache|commit|revision|request"
@@ -68,6 +72,7 @@ DOTTED = re.compile(
     r"[A-Za-z_]+(?:\.(?:[A-Za-z_]+(?:\d[A-Za-z_]*)?|v?\d{1,2}(?:(?:alpha|beta)\d)?))+"
 )
 CLASS_PART = re.compile(r"[A-Z][a-z]{3,}")
+NUMBERED_CLASS = re.compile(r"(?:[A-Z][a-z]{3,}){2,}\d{2,}")  # AmberOrbit51
 TURNS = 3  # between small letters and capitals, as hardly a name has them; digits count as one
 GROUPS = re.compile(r"(?=\S*[A-Za-z])(?!\S*\dGB$)(?:[A-Za-z0-9]{4,}-){2,}[A-Za-z0-9]{4,}")
 NUMBERED = re.compile(r"(?:[A-Za-z]{3,}-){2,}\d{1,4}")  # word-Word-12
@@ -83,6 +88,14 @@ LABELLED = re.compile(
     r"(?:0x[0-9a-f]+ )?"
     r"[\"'`(]?(?P<word>[^\s\"'`<>,;|()\[\]{}]{8,200})(?:</[\w:.-]+>|[\"'`),;.])*\s*$"
 )
+# `<bob> X`, `"bob" "X"`
+ANSWER = re.compile(
+    r"(?:\[[\d:. -]+\]\s)?"
+    r"(?:<[\w .-]{1,40}>\s|[\w.-]{1,40}:\s|\"[\w.@-]{1,60}\"\s(?=\"))\"?"
+    r"(?P<word>[^\s\"]{6,200})\"?\s*$"
+)
+BEGINS = {":", "=", ">", "|"}
+DEFAULT = re.compile(r"\(default: ([a-z\d ]+)\)$")
 ERROR = re.compile(r"(?:Error|Exception): $")
 
 
@@ -119,6 +132,8 @@ def named(line: str, match: re.Match[str]) -> Kind:
     what = kind(name, before[1] if before else "")
     if what < Kind.LIKELY and any(map(ACCESS.fullmatch, parts)):
         return Kind.LIKELY
+    if what < Kind.LIKELY and cached(line, match.start()):
+        return Kind.NONE
     several = name.endswith("s") and not name.endswith("ss")
     return Kind.NONE if what < Kind.SECRET and several else what
 
@@ -127,7 +142,8 @@ def candidates(line: str) -> Iterator[tuple[int, int]]:
     """The words of a line that may be secrets, of a path its parts."""
     for match in WORD.finditer(line):
         start, word = match.start(), match[0].rstrip(".?")
-        if line[match.end() : match.end() + 1] == "(":  # a call
+        start, word = start + len(word) - len(word.lstrip("*")), word.lstrip("*")
+        if line[match.end() : match.end() + 1] == "(" or POD.fullmatch(word):  # a call
             continue
         if (prefixed := PREFIX.match(word)) and kind(prefixed[0]) >= Kind.LIKELY:
             start, word = start + prefixed.end(), word[prefixed.end() :]
@@ -146,12 +162,16 @@ def candidates(line: str) -> Iterator[tuple[int, int]]:
 @functools.lru_cache(4096)
 def odd(word: str) -> bool:
     """Whether a word is none of a language, nor a name that people give."""
-    if len(word) < SHORTEST or (USUAL.fullmatch(word) and not UUID.fullmatch(word)):
+    if (
+        len(word) < SHORTEST
+        or word.isdigit()
+        or (USUAL.fullmatch(word) and not UUID.fullmatch(word))
+    ):
         return False
     if DOTTED.fullmatch(word):
         return False
     if CLASS.fullmatch(word) and sum(map(len, CLASS_PART.findall(word))) >= len(word) / 2:
-        return False
+        return bool(NUMBERED_CLASS.fullmatch(word))
     return bool(
         made(word) or HASH.fullmatch(word) or UUID.fullmatch(word) or MADE_UP.fullmatch(word)
     )
@@ -192,11 +212,13 @@ def goes(line: str, start: int, word: str, around: Kind, since: int = 0) -> bool
     return around is Kind.SECRET and (quoted or bool(SAID.search(before)))
 
 
-def alone(line: str, before: Iterable[str], after: Iterable[str]) -> int | None:
+def alone(line: str, before: Sequence[str], after: Iterable[str]) -> int | None:
     """Where a secret begins that stands alone in a line below one that names it.
 
     Of an exception that tells nothing else (`KeyError: 'X'`), the name may be below it, too.
     """
+    if start := answered(line, before, after):
+        return start
     match = LABELLED.match(line)
     if not match or not odd(match["word"]):
         return None
@@ -208,6 +230,29 @@ def alone(line: str, before: Iterable[str], after: Iterable[str]) -> int | None:
         if max(kinds, default=Kind.NONE) >= Kind.LIKELY and not FAR_ELSE.search(other):
             return match.start("word")
     return None
+
+
+def answered(line: str, before: Sequence[str], after: Iterable[str]) -> int | None:
+    """Where a passphrase begins below its name, or what somebody answers who was asked for it."""
+    above = before[-1].rstrip() if before else ""
+    below = next(iter(islice(after, 1)), "").lstrip()
+    asked = above if above.endswith("?") else below if below[:1] in {";", "#"} else ""
+    if asked and (match := ANSWER.match(line)) and secret_in(asked):
+        word = match["word"]
+        if not (word.isalpha() or (USUAL.fullmatch(word) and not UUID.fullmatch(word))):
+            return match.start("word")
+    text = line.strip().strip("\"'")
+    if above[-1:] in BEGINS and phrase(text) and secret_in(above):
+        return line.index(text)
+    match = DEFAULT.search(line) if "(default: " in line else None
+    if match and phrase(match[1]) and secret_in(above):
+        return match.start(1)
+    return None
+
+
+def secret_in(line: str) -> bool:
+    """Whether a line names a secret, whatever else it says."""
+    return any(named(line, name) is Kind.SECRET for name in NAME.finditer(line))
 
 
 def labelled(line: str, what: Kind) -> int | None:

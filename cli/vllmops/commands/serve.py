@@ -23,7 +23,7 @@ from .. import demo as demos
 from ..agent.patches.registry import OFF, known
 from ..diagnose import packages
 from ..errors import Exit, VllmopsError
-from ..files import check, not_written
+from ..files import check, not_written, read
 from ..home import home
 from ..host import cudacore, namesake
 from ..host.shape import option, shown
@@ -333,15 +333,15 @@ def summarized(prompt: Path | None) -> list[str]:
     """The environment variable for the prompt of compactions.
 
     Raises:
-        VllmopsError: ``usage`` if the file has no prompt.
+        VllmopsError: ``file.unreadable`` or ``file.too-large``; ``usage`` if it has no prompt.
     """
     if prompt is None:
         return []
     try:
-        empty = not prompt.read_text("utf-8").strip()
-    except (OSError, UnicodeError) as error:
-        raise usage(f"--compaction-prompt {prompt} can't be read: {error}") from error
-    if empty:
+        text = read(prompt, settings.MOST_PROMPT).decode()
+    except UnicodeError as error:
+        raise usage(f"--compaction-prompt {prompt} is not UTF-8") from error
+    if not text.strip():
         raise usage(f"--compaction-prompt {prompt} is empty")
     return [f"{settings.COMPACTION_PROMPT}={prompt.absolute()}"]
 

@@ -14,7 +14,6 @@ import typer
 
 from .. import files
 from ..host.shape import option
-from .options import refused
 
 MAX_BYTES = 1 << 20
 ENV = "env"
@@ -49,12 +48,12 @@ def load(ctx: typer.Context, path: Path | None) -> Path | None:
     """The callback of ``--config``: the options of the file become the defaults of the others.
 
     Raises:
-        typer.BadParameter: the file can't be read or is no TOML, a key is unknown, or a value has
-            the wrong type.
+        VllmopsError: ``file.unreadable`` or ``file.too-large``.
+        typer.BadParameter: it is no TOML, a key is unknown, or a value has the wrong type.
     """
     if path is None or ctx.resilient_parsing:
         return path
-    content = refused(lambda: files.read(path, MAX_BYTES))
+    content = files.read(path, MAX_BYTES)
     try:
         table = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -294,13 +294,11 @@ def missing(path: Path) -> VllmopsError:
             "keys.no-ring",
             f"{path} is missing, but its copy exists: {copy(path)}",
             f"mv {copy(path)} {path}, or move the copy away to start over",
-            exit_code=Exit.NOT_FOUND,
         )
     return VllmopsError(
         "keys.no-ring",
         f"there is no keyring {path}",
         f"create it: vllmops keys add --keyring {path}",
-        exit_code=Exit.NOT_FOUND,
     )
 
 

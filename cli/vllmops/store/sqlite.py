@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections import deque
@@ -124,6 +125,15 @@ class Sqlite(Sql):
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         super().__init__(url, limits, name, "sqlite.sql")
         self.path = path(url)
+        with suppress(OSError):  # not there yet, or not to be looked at: opening it tells
+            if not stat.S_ISREG(self.path.stat().st_mode):
+                # SQLite would write its journal beside a device.
+                raise VllmopsError(
+                    "usage",
+                    f"{self.path} is not a regular file",
+                    "for example sqlite:////var/lib/vllmops/responses.db",
+                    exit_code=Exit.USAGE,
+                )
         self.reader: Worker | None = None
         self.writer: Worker | None = None
 

@@ -231,7 +231,7 @@ def part(lines: IO[bytes], most: int) -> bytes:
 
 def no_lines(why: str) -> VllmopsError:
     return VllmopsError(
-        "responses.unreadable", why, "give a file that vllmops responses export wrote"
+        "responses.unreadable", why, "give a file that the export of this command wrote"
     )
 
 
