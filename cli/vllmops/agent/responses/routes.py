@@ -33,6 +33,7 @@ from ..counting import count_store
 from ..log import log
 from . import websocket
 from .compaction import prompt
+from .grouping import group
 from .serving import StoredResponses, owner
 from .tokens import CompactRequest, CountRequest
 from .wire import Frame, Refused
@@ -106,7 +107,7 @@ def install(
         *router.routes,
         *(route for route in module.router.routes if key(route) not in ours),
     ]
-    module.router.lifespan_context = lifespan
+    module.router.lifespan_context = functools.partial(lifespan, module.router)
     adapter.serving.OpenAIServingResponses = StoredResponses
 
 
@@ -115,12 +116,13 @@ def key(route: Any) -> tuple[str, str]:
 
 
 @asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def lifespan(router: APIRouter, app: FastAPI) -> AsyncIterator[None]:
     """Open the store when the server starts, and close it when the server stops."""
     serving = app.state.openai_serving_responses
     if not isinstance(serving, StoredResponses):
         yield
         return
+    group(app, router.routes)
     if getattr(app.state.args, "otlp_traces_endpoint", None):
         tracing.begin(serving.store.backend)
     await serving.store.open()
@@ -196,7 +198,7 @@ def serving(raw_request: Request) -> Any:
     return handler
 
 
-# The first, because it is read most: each route that stands before it costs time.
+# The first, because it is read most: each of these routes that stands before it costs time.
 @router.get("/v1/responses/{response_id}")
 @counted
 @answered
