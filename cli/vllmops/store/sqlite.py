@@ -34,7 +34,7 @@ LEAST_VERSION = (3, 35)  # RETURNING
 BUSY_S = 1.5
 # A commit takes a tenth of that; SQLite by itself would sleep up to 100 ms between two tries.
 NAP_S = 0.0005
-# Responses that are kept in memory, and the largest of them: a few megabytes in all.
+# Responses that are kept in memory, and the largest of them: 8 MiB in all.
 KEPT, KEPT_BYTES = 512, 16_384
 
 

@@ -36,7 +36,7 @@ from .compaction import prompt
 from .grouping import group
 from .serving import StoredResponses, owner
 from .tokens import CompactRequest, CountRequest
-from .wire import Frame, Refused
+from .wire import INCLUDABLE, Frame, Refused
 
 Handler = Callable[..., Awaitable[Response]]
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -65,7 +65,23 @@ class Direct(APIRoute):
         await answer(scope, receive, send)
 
 
-router = APIRouter(route_class=Direct)
+# What any route may answer with, for the description of the API.
+ERROR = {
+    "description": "What is wrong, and with which parameter",
+    "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
+}
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+# Of a parameter that is read from the query by hand, because clients spell it in two ways.
+INCLUDE = {
+    "parameters": [
+        {
+            "name": "include",
+            "in": "query",
+            "schema": {"type": "array", "items": {"type": "string", "enum": sorted(INCLUDABLE)}},
+        }
+    ]
+}
+router = APIRouter(route_class=Direct, responses={"4XX": ERROR, "5XX": ERROR})
 
 
 # vLLM's decorators, with a type.
@@ -199,7 +215,7 @@ def serving(raw_request: Request) -> Any:
 
 
 # The first, because it is read most: each of these routes that stands before it costs time.
-@router.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", responses=STREAM, openapi_extra=INCLUDE)
 @counted
 @answered
 async def retrieve_responses(
@@ -226,7 +242,7 @@ async def retrieve_responses(
     return json(await handler.retrieve(who, response_id, include))
 
 
-@router.post("/v1/responses", dependencies=[Depends(validate_json_request)])
+@router.post("/v1/responses", dependencies=[Depends(validate_json_request)], responses=STREAM)
 @cancelled
 @counted
 @answered
