@@ -251,6 +251,14 @@ class Sqlite(Sql):
         assert self.writer
         await self.writer.run(run)
 
+    async def both(self, first: Step, then: Step) -> tuple[Rows, Rows]:
+        def run(connection: sqlite3.Connection) -> tuple[Rows, Rows]:
+            rows = self.taken(connection, first)
+            return rows, (self.taken(connection, then) if rows else ())
+
+        assert self.writer
+        return await self.writer.run(run)
+
     async def transact(self, steps: Callable[[], Steps]) -> Outcome:
         def run(connection: sqlite3.Connection) -> Outcome:
             try:
