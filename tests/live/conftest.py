@@ -27,7 +27,9 @@ from vllmops.host import shm
 
 from ..support import plug_ins
 from ..support.commands import answered
+from ..support.extent import EVERYTHING
 from ..support.fleet import token_file
+from ..support.versions import INSTALLED, RUN
 from ..support.waiting import until
 from .clients import LENGTH, talkative
 
@@ -368,12 +370,22 @@ def vision_server(cli: Cli) -> Live:
     return cli.serve("vision", "--demo", "vision", "--admin-token", str(token), *soaked(cli))
 
 
-@pytest.fixture(scope="session")
-def text_pair(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Live:
+@pytest.fixture(scope="session", params=[INSTALLED, *(RUN if EVERYTHING else ())])
+def text_pair(
+    cli: Cli,
+    tmp_path_factory: pytest.TempPathFactory,
+    code: Callable[[str], Path],
+    request: pytest.FixtureRequest,
+) -> Iterator[Live]:
     """A demo text model that answers at length, with two API servers and the keys one and two."""
     shape = talkative(tmp_path_factory.mktemp("template"))
+    old = () if request.param == INSTALLED else code_of(cli, code(request.param))
     words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
-    return cli.serve("pair", "--demo", "text", "--", *words)
+    made = cli.serve("pair", "--demo", "text", *old, "--", *words)
+    try:
+        yield made
+    finally:
+        cli("stop", made.name, "--force")
 
 
 def soaked(cli: Cli) -> tuple[str, ...]:

@@ -657,6 +657,32 @@ def test_a_conversation_is_compacted_as_it_grows(client: Any, stored: bool) -> N
         assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_oldest_items_of_what_is_too_long_are_dropped(client: Any, stored: bool) -> None:
+    long = [{"role": "user", "content": f"{number} " + "word " * 400} for number in range(20)]
+    rules = {"role": "developer", "content": "be brief"}
+    items: list[Any] = [long[0], rules, *long[1:]]
+    with pytest.raises(openai.BadRequestError):
+        say(client, items)
+    made = say(client, items, truncation="auto", store=stored)
+    assert made.truncation == "auto"
+    left = [rules, *long[-(made.usage.input_tokens // counted(client, long[-1:])) :]]
+    assert made.usage.input_tokens == counted(client, left)
+    if stored:
+        after = say(client, "and then?", previous_response_id=made.id, truncation="auto")
+        assert after.usage.input_tokens > counted(client, long[-1:])
+    with pytest.raises(openai.BadRequestError):  # of one item nothing can be dropped
+        say(client, [{"role": "user", "content": "word " * 9000}], truncation="auto")
+
+
+def test_an_output_of_a_tool_needs_its_call(client: Any) -> None:
+    first = say(client)
+    output = {"type": "function_call_output", "call_id": "nobody", "output": "on"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        say(client, [output], previous_response_id=first.id)
+    assert refused.value.param == "input"
+
+
 def test_what_does_not_fit_into_the_model_is_compacted(client: Any) -> None:
     long = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "word " * 5000}]
     given = [*long, {"role": "user", "content": "two"}]

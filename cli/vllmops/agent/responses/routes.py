@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response, WebSocket
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response, WebSocket
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
@@ -51,6 +51,17 @@ class Direct(APIRoute):
 
     FastAPI takes longer to resolve them than the store takes to look up a response.
     """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except HTTPException as error:  # FastAPI's, of a body that is no text
+                return refusal(error.status_code, str(error.detail))
+
+        return handled
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         await tracing.request(self.path, self.answer, scope, receive, send)
