@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response, WebSocket
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response, WebSocket
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from ...errors import VllmopsError

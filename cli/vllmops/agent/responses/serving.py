@@ -74,6 +74,8 @@ from .writer import Writer, patiently
 
 FAILED = "The generation failed."
 STOPPED = "The server that ran this response was stopped."
+# In a copy of a request whose input has the turns before it already.
+ALONE = {"previous_response_id": None}
 # The parameters that vLLM may not know.
 KNOWN = parameters.PARAMETERS.keys() | {carried.PREVIOUS}
 
@@ -441,7 +443,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         Raises:
             Refused: it can't be summarized or sealed.
         """
-        request = turn.request.model_copy()
+        request = turn.request.model_copy(update=ALONE)
         with working(None):
             try:
                 found = await self.counted(request)
@@ -461,7 +463,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
     async def truncate(self, request: Any) -> None:
         """Drop the oldest items of an input that is too long for the model."""
         whole = request.input
-        plain = request.model_copy(update={"truncation": "disabled"})
+        plain = request.model_copy(update={**ALONE, "truncation": "disabled"})
 
         async def fits(items: list[Any]) -> bool:
             return await self.fits(plain.model_copy(update={"input": items}))
