@@ -74,7 +74,12 @@ def test_what_an_item_does_not_say_is_left_out() -> None:
             part=text,
         )
         events = [msgspec.json.decode(dump(one)) for one in (ended, done, part)]
-    said = {"id": "m", "type": "message", "role": "assistant", "status": "completed"}
+    said: dict[str, Any] = {
+        "id": "m",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+    }
     said["content"] = [{"type": "output_text", "text": "a", "annotations": []}]
     assert found["output"] == [said, {"id": "t", "type": "reasoning", "summary": []}]
     assert found["instructions"] is None

@@ -71,7 +71,7 @@ def formatted(text: Any) -> Any:
     """The format of the answer's text, as the request says it."""
     if text is None:
         return PLAIN
-    form = text.format or PLAIN.format
+    form: Any = text.format or PLAIN.format
     if form.type == "json_schema" and form.strict is None:
         form = form.model_copy(update={"strict": False})
     return text.model_copy(update={"format": form, "verbosity": text.verbosity or MEDIUM})
@@ -99,9 +99,11 @@ def fill_event(event: Any, request: Any) -> Any:
 def dump(model: Any) -> bytes:
     """A response or an event as JSON.
 
+    As in OpenAI's API, a field of an item or of a part of it is left out where it is null, and a
+    response's own fields say that they are null.
+
     Args:
-        model: vLLM's, or OpenAI's. What an item, or a part of it, does not say is left out, as in
-            OpenAI's API; the response says of each field that it is null.
+        model: vLLM's, or OpenAI's.
     """
     text: str = model.model_dump_json(by_alias=True, exclude=unsaid(model))
     return text.encode()
@@ -115,8 +117,8 @@ def unsaid(model: Any) -> dict[Any, Any] | None:
         return {"output": found} if found else None
     for name, inside in (("response", unsaid), ("item", nulls), ("part", nulls)):
         if isinstance(inner := values.get(name), BaseModel):
-            found = inside(inner)
-            return {name: found} if found else None
+            nested = inside(inner)
+            return {name: nested} if nested else None
     return None
 
 
