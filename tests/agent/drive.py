@@ -385,7 +385,7 @@ async def filled(serving: Any) -> None:
     from pydantic import TypeAdapter
 
     from vllmops.agent.adapters import responses as adapter
-    from vllmops.agent.responses import parameters, wire
+    from vllmops.agent.responses import fields, parameters, wire
     from vllmops.agent.responses import serving as ours
 
     protocol = importlib.import_module(adapter.ResponsesRequest.__module__)
@@ -446,7 +446,7 @@ async def filled(serving: Any) -> None:
                     )
 
         async for part in adapter.agreeing(parts()):
-            event = typed.validate_json(ours.dump(part))
+            event = typed.validate_json(fields.dump(part))
             assert event.part.text == "hm"
 
         async def events(status: str = status, kind: str = kind, last: Any = last) -> Any:

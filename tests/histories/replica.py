@@ -197,7 +197,7 @@ def serve(port: int, url: str, kind: str) -> None:
     backend = opening.backend(url, Limits(lease_s=LEASE_S))
     StoredResponses.open_store = staticmethod(lambda: ResponseStore(backend))
     StoredResponses.ring = staticmethod(lambda: None)
-    app = FastAPI(lifespan=routes.lifespan)
+    app = FastAPI(lifespan=functools.partial(routes.lifespan, routes.router))
     app.include_router(routes.router)
     app.state.args = Namespace(api_key=KEYS)
 

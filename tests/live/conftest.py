@@ -27,7 +27,9 @@ from vllmops.host import shm
 
 from ..support import plug_ins
 from ..support.commands import answered
+from ..support.extent import EVERYTHING
 from ..support.fleet import token_file
+from ..support.versions import INSTALLED, RUN
 from ..support.waiting import until
 from .clients import LENGTH, MODEL, talkative
 
@@ -374,6 +376,7 @@ def vision_server(cli: Cli) -> Live:
 Pair = Callable[[str, tuple[str, ...]], Live]
 
 
+<<<<<<< HEAD
 @pytest.fixture(scope="session")
 def start_pair(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Starts `text_pair` by a name, with more options of ``serve``."""
@@ -392,6 +395,24 @@ def start_pair(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def text_pair(start_pair: Pair) -> Live:
     """A demo text model that answers at length, with two API servers and the keys one and two."""
     return start_pair("pair", ())
+=======
+@pytest.fixture(scope="session", params=[INSTALLED, *(RUN if EVERYTHING else ())])
+def text_pair(
+    cli: Cli,
+    tmp_path_factory: pytest.TempPathFactory,
+    code: Callable[[str], Path],
+    request: pytest.FixtureRequest,
+) -> Iterator[Live]:
+    """A demo text model that answers at length, with two API servers and the keys one and two."""
+    shape = talkative(tmp_path_factory.mktemp("template"))
+    old = () if request.param == INSTALLED else code_of(cli, code(request.param))
+    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
+    made = cli.serve("pair", "--demo", "text", *old, "--", *words)
+    try:
+        yield made
+    finally:
+        cli("stop", made.name, "--force")
+>>>>>>> turns
 
 
 def soaked(cli: Cli) -> tuple[str, ...]:

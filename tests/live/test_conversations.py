@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from agents import (
@@ -28,6 +29,7 @@ from .clients import MODEL, SPEAKS, background, connect, ended, say
 from .conftest import Live
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
+OURS = "/v1/responses", "/v1/conversations"
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +274,15 @@ def test_a_client_that_leaves_lets_go(client: Any) -> None:
             assert time.monotonic() - began < 5
             time.sleep(0.1)
     assert roles(client, made)[0] == "user"
+
+
+def test_the_api_s_description_says_what_routes_take_and_answer(text_pair: Live) -> None:
+    paths = httpx.get(f"{text_pair.url}/openapi.json").json()["paths"]
+    ours = {path: paths[path] for path in paths if path.startswith(OURS)}
+    operations = [(path, *one) for path in ours for one in ours[path].items()]
+    assert len(operations) == 16
+    for path, method, operation in operations:
+        name = f"{method} {path}"
+        assert {"200", "4XX", "5XX"} <= operation["responses"].keys(), name
+        takes = method == "post" and not path.endswith("/cancel")
+        assert ("requestBody" in operation) == takes, name

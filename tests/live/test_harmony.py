@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.sync.client import connect as websocket
 
 from ..support.extent import combinations, long
 from .clients import (
@@ -27,6 +28,7 @@ from .clients import (
 )
 from .conftest import Cli, ringed
 from .foreground import Foreground
+from .test_websocket import said
 
 pytestmark = long
 
@@ -127,6 +129,31 @@ def test_a_conversation_is_compacted(client: Any) -> None:
     limit = [{"type": "compaction", "compact_threshold": 5}]
     grown = say(client, said, max_output_tokens=20, extra_body={"context_management": limit})
     assert grown.output[0].type == "compaction"
+
+
+def test_a_conversation_of_the_api(client: Any) -> None:
+    made = client.conversations.create(items=[{"role": "user", "content": "zero"}])
+    first = say(client, "one", conversation=made.id, max_output_tokens=20)
+    asked = {"input": "two", "conversation": made.id}
+    counted_ = client.responses.input_tokens.count(model="demo-text", **asked).input_tokens
+    second = say(client, "two", conversation=made.id, max_output_tokens=20, stream=True)
+    *_, last = second
+    assert last.response.usage.input_tokens == counted_
+    items = list(client.conversations.items.list(made.id, order="asc"))
+    spoken = [item.content[0].text for item in items if item.type == "message"]
+    assert spoken == ["zero", "one", first.output_text, "two", last.response.output_text]
+    words: list[Any] = [{"role": "user", "content": "zero"}, {"role": "user", "content": "one"}]
+    words += [*first.output, {"role": "user", "content": "two"}]
+    assert last.response.usage.input_tokens == counted(client, words)
+
+
+def test_a_socket(harmony: Foreground) -> None:
+    url = f"{base(harmony.live)}/responses".replace("http", "ws", 1)
+    with websocket(url) as opened:
+        first = said(opened, max_output_tokens=20)
+        second = said(opened, max_output_tokens=20, previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
 
 
 def test_nothing_survives_a_closed_terminal(harmony: Foreground) -> None:

@@ -643,12 +643,62 @@ def test_a_conversation_is_compacted_as_it_grows(client: Any, stored: bool) -> N
         assert len(sizes) == 1
 
 
+<<<<<<< HEAD
 # More than the model takes.
 TOO_LONG = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "word " * 5000},
     {"role": "user", "content": "two"},
 ]
+=======
+def fits(client: Any, items: list[Any]) -> bool:
+    try:
+        return bool(counted(client, items))
+    except openai.BadRequestError:
+        return False
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_oldest_items_of_what_is_too_long_are_dropped(client: Any, stored: bool) -> None:
+    long = [{"role": "user", "content": f"{number} " + "word " * 400} for number in range(20)]
+    rules = {"role": "developer", "content": "be brief"}
+    items: list[Any] = [long[0], rules, *long[1:]]
+    with pytest.raises(openai.BadRequestError):
+        say(client, items)
+    made = say(client, items, truncation="auto", store=stored)
+    assert made.truncation == "auto"
+    fitting = next(kept for kept in range(1, 20) if not fits(client, [rules, *long[-kept - 1 :]]))
+    assert made.usage.input_tokens == counted(client, [rules, *long[-fitting:]])
+    if stored:
+        after = say(client, "and then?", previous_response_id=made.id, truncation="auto")
+        assert after.usage.input_tokens > counted(client, long[-1:])
+    with pytest.raises(openai.BadRequestError):  # of one item nothing can be dropped
+        say(client, [{"role": "user", "content": "word " * 9000}], truncation="auto")
+
+
+def test_a_body_that_is_no_text_is_an_error_object(base: str) -> None:
+    head = {"Authorization": "Bearer one", "Content-Type": "application/json"}
+    for path in ("", "/compact", "/input_tokens"):
+        made = httpx.post(f"{base}/responses{path}", headers=head, content=b"\xff")
+        assert (made.status_code, list(made.json())) == (400, ["error"])
+
+
+def test_an_output_of_a_tool_needs_its_call(client: Any) -> None:
+    first = say(client)
+    output = {"type": "function_call_output", "call_id": "nobody", "output": "on"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        say(client, [output], previous_response_id=first.id)
+    assert refused.value.param == "input"
+
+
+def test_a_conversation_below_the_threshold_is_not_compacted(client: Any) -> None:
+    first = say(client)
+    limit = [{"type": "compaction", "compact_threshold": 2000}]
+    options = {"extra_body": {"context_management": limit}}
+    second = say(client, "and then?", previous_response_id=first.id, **options)
+    assert "compaction" not in [item.type for item in second.output]
+    assert second.usage.input_tokens > first.usage.input_tokens
+>>>>>>> turns
 
 
 def test_what_does_not_fit_into_the_model_is_compacted(client: Any) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllmops.errors import VllmopsError
-from vllmops.store import opening
-from vllmops.store.backend import Limits
+from vllmops.store import opening, sqlite
+from vllmops.store.backend import EVERYBODY, Limits, Response
 from vllmops.store.sqlite import Sqlite, Worker
 
 FILES, AT_ONCE = 100, 4
@@ -48,3 +51,123 @@ def test_those_that_open_a_new_file_at_once_wait_for_each_other(tmp_path: Path) 
             await opened(number)
 
     asyncio.run(all_of_them())
+
+
+def response(name: str, **fields: Any) -> Response:
+    given = {"owner": "me", "status": "completed", "body": b"body", "input": b"input", **fields}
+    return Response(id=name, model="", created_at=1.0, **given)
+
+
+async def queries(store: Sqlite, work: Awaitable[Any]) -> tuple[Any, int]:
+    """What comes of something, and how often it read the file."""
+    assert store.reader
+    count, run = 0, store.reader.run
+
+    async def counted(job: Callable[[sqlite3.Connection], Any]) -> Any:
+        nonlocal count
+        count += 1
+        return await run(job)
+
+    store.reader.run = counted  # type: ignore[method-assign]
+    try:
+        return await work, count
+    finally:
+        store.reader.run = run  # type: ignore[method-assign]
+
+
+def with_store(path: Path, work: Callable[[Sqlite], Awaitable[None]]) -> None:
+    async def run() -> None:
+        store = Sqlite(f"sqlite:///{path}", Limits(), "vllmops")
+        await store.open()
+        try:
+            await work(store)
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
+def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
+    async def work(store: Sqlite) -> None:
+        made = response("resp_a")
+        await store.create(made)
+        assert await queries(store, store.get("me", "resp_a")) == (made, 1)
+        assert await queries(store, store.get("me", "resp_a")) == (made, 0)
+        # Whose it is is part of the question.
+        assert await queries(store, store.get("you", "resp_a")) == (None, 1)
+        assert await queries(store, store.get(EVERYBODY, "resp_a")) == (made, 1)
+
+    with_store(tmp_path / "a.db", work)
+
+
+CHANGES = {
+    "DELETE FROM vllmops_responses WHERE id = 'resp_a'": None,
+    "UPDATE vllmops_responses SET status = 'failed'": response("resp_a", status="failed"),
+    "UPDATE vllmops_responses SET owner = 'you'": None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_another_process_changes_is_read_again(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "a.db"
+
+    async def work(store: Sqlite) -> None:
+        await store.create(response("resp_a"))
+        await store.get("me", "resp_a")
+        with sqlite3.connect(path) as other:
+            other.execute(change)
+        other.close()
+        assert await store.get("me", "resp_a") == CHANGES[change]
+
+    with_store(path, work)
+
+
+def test_a_change_while_it_is_read_is_not_missed(tmp_path: Path) -> None:
+    async def work(store: Sqlite) -> None:
+        await store.create(response("resp_a"))
+        assert store.reader
+        run = store.reader.run
+
+        async def slowly(job: Callable[[sqlite3.Connection], Any]) -> Any:
+            found = await run(job)
+            await store.delete("me", "resp_a")
+            return found
+
+        store.reader.run = slowly  # type: ignore[method-assign]
+        assert await store.get("me", "resp_a")
+        assert await store.get("me", "resp_a") is None
+
+    with_store(tmp_path / "a.db", work)
+
+
+def test_what_runs_or_is_large_or_damaged_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+
+    async def work(store: Sqlite) -> None:
+        await store.create(response("resp_runs", status="in_progress"))
+        await store.create(response("resp_large", body=b"." * sqlite.KEPT_BYTES))
+        await store.create(response("resp_damaged"))
+        with sqlite3.connect(path) as other:
+            other.execute("UPDATE vllmops_responses SET body = 5 WHERE id = 'resp_damaged'")
+        other.close()
+        for name in ("resp_runs", "resp_large", "resp_damaged"):
+            for _ in range(2):
+                found, count = await queries(store, store.get("me", name))
+                assert (found.id, count) == (name, 1)
+
+    with_store(path, work)
+
+
+def test_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite, "KEPT", 3)
+
+    async def work(store: Sqlite) -> None:
+        names = [f"resp_{number}" for number in range(10)]
+        for name in names:
+            await store.create(response(name))
+        for name in names:
+            await store.get("me", name)
+            assert store.unchanged
+            assert len(store.unchanged.kept) <= sqlite.KEPT
+
+    with_store(tmp_path / "a.db", work)

@@ -70,6 +70,11 @@ class SqlConversations(Backend):
             steps: begins them; called again where a busy database makes it begin anew.
         """
 
+    async def both(self, first: Step, then: Step) -> tuple[Rows, Rows]:
+        """Run a statement, and another one if the first gives rows; the rows of both."""
+        rows = await self.fetch(first.name, *first.values)
+        return rows, (await self.fetch(then.name, *then.values) if rows else ())
+
     @abstractmethod
     def storing(self, response: Response, *, new: bool) -> Step:
         """The step that stores a response, and gives a row if it does."""
@@ -132,10 +137,11 @@ class SqlConversations(Backend):
         self, owner: str, conversation_id: str, holder: str
     ) -> tuple[Outcome, list[Entry]]:
         given = conversation_id, owner, holder, self.limits.lease_s, time.time()
-        if not await self.fetch("hold", *given):
+        held, rows = await self.both(Step("hold", given), Step("entries", (conversation_id,)))
+        if not held:
             there = await self.fetch("get conversation", conversation_id, owner)
             return (Outcome.LOCKED if there else Outcome.GONE), []
-        return Outcome.DONE, list(map(entry, await self.fetch("entries", conversation_id)))
+        return Outcome.DONE, list(map(entry, rows))
 
     async def renew_holds(self, holders: Mapping[str, str]) -> None:
         lease_s = self.limits.lease_s

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from ..errors import Exit, VllmopsError
-from .backend import Limits
+from .backend import Limits, Response
 from .conversations import Outcome
 from .sql import Sql
 from .sql_conversations import Rows, Step, Steps, Undo
@@ -35,6 +35,8 @@ LEAST_VERSION = (3, 35)  # RETURNING
 BUSY_S = 1.5
 # A commit takes a tenth of that; SQLite by itself would sleep up to 100 ms between two tries.
 NAP_S = 0.0005
+# Responses that are kept in memory, and the largest of them: 8 MiB in all.
+KEPT, KEPT_BYTES = 512, 16_384
 
 
 class Worker:
@@ -117,6 +119,44 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
         future.set_result(result)
 
 
+class Unchanged:
+    """What was read from a file, kept as long as nobody changes the file.
+
+    SQLite tells so from memory that its connections share, without reading the file.
+
+    Args:
+        connection: for this alone; it reads nothing else.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+        self.version: object = None
+        self.kept: dict[tuple[str, str], Response] = {}
+
+    def look(self) -> object:
+        """Forget all if the file was changed; a value that is another one after each change."""
+        try:
+            (version,) = self.connection.execute("PRAGMA data_version").fetchone()
+        except sqlite3.Error:  # it can't be told, so nothing is kept
+            version = object()
+        if version != self.version:
+            self.kept.clear()
+            self.version = version
+        return version
+
+    def keep(self, owner: str, response: Response, version: object) -> None:
+        """Keep a response that was read after `look` gave that value."""
+        parts = (response.body, response.input)
+        # A file that was damaged may have values of any type.
+        sound = all(isinstance(part, bytes) for part in parts)
+        if version != self.version or response.running or not sound:
+            return
+        if sum(map(len, parts)) <= KEPT_BYTES:
+            if len(self.kept) >= KEPT:
+                self.kept.clear()
+            self.kept[owner, response.id] = response
+
+
 class Sqlite(Sql):
     """A file; one thread writes, another reads."""
 
@@ -136,6 +176,7 @@ class Sqlite(Sql):
                 )
         self.reader: Worker | None = None
         self.writer: Worker | None = None
+        self.unchanged: Unchanged | None = None
 
     async def there(self) -> bool:
         return self.path.exists()
@@ -150,12 +191,16 @@ class Sqlite(Sql):
         self.writer = self.writer or Worker(self.connect, "responses-writer")
         self.reader = self.reader or Worker(self.connect, "responses-reader")
         await self.writer.run(self.upgrade)
+        self.unchanged = self.unchanged or Unchanged(await self.reader.run(self.another))
 
     async def close(self) -> None:
         try:
             if self.writer:
                 await super().close()
         finally:
+            if self.unchanged:
+                self.unchanged.connection.close()  # not the last one, whose end may take a while
+                self.unchanged = None
             for worker in (self.writer, self.reader):
                 if worker:
                     worker.stop()
@@ -168,7 +213,10 @@ class Sqlite(Sql):
         # Only where there is none: closing a file drops all locks that the process has on it.
         with suppress(FileExistsError):
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL, 0o600))
-        connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
+        # `Unchanged` uses its connection in another thread than the one that makes it.
+        connection = sqlite3.connect(
+            self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -178,12 +226,25 @@ class Sqlite(Sql):
         connection.create_function("date_part", 2, lambda _, at: at)
         return connection
 
+    def another(self, _: sqlite3.Connection) -> sqlite3.Connection:
+        return self.connect()
+
     def upgrade(self, connection: sqlite3.Connection) -> None:
         with transaction(connection):
             connection.execute(self.text["meta"])
             row = connection.execute(self.text["meta get"], numbered(("schema",))).fetchone()
             for statement in self.steps(row[0] if row else 0):
                 connection.execute(statement)
+
+    async def find(self, owner: str, response_id: str) -> Response | None:
+        assert self.unchanged
+        version = self.unchanged.look()
+        if kept := self.unchanged.kept.get((owner, response_id)):
+            return kept
+        found = await super().find(owner, response_id)
+        if found is not None and self.unchanged:
+            self.unchanged.keep(owner, found, version)
+        return found
 
     async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         assert self.reader
@@ -199,6 +260,14 @@ class Sqlite(Sql):
 
         assert self.writer
         await self.writer.run(run)
+
+    async def both(self, first: Step, then: Step) -> tuple[Rows, Rows]:
+        def run(connection: sqlite3.Connection) -> tuple[Rows, Rows]:
+            rows = self.taken(connection, first)
+            return rows, (self.taken(connection, then) if rows else ())
+
+        assert self.writer
+        return await self.writer.run(run)
 
     async def transact(self, steps: Callable[[], Steps]) -> Outcome:
         def run(connection: sqlite3.Connection) -> Outcome:

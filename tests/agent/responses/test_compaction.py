@@ -144,3 +144,16 @@ def test_the_prompt_is_a_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert compaction.prompt() == "be short"
     file.unlink()
     assert compaction.prompt() == compaction.PROMPT
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [({}, "model"), ({"model": None}, "model"), ({"model": "m", "store": True}, "store")],
+)
+def test_a_request_for_a_compaction_names_a_model_and_nothing_unknown(
+    given: dict[str, Any], param: str
+) -> None:
+    compaction.check_parameters(json.dumps({"model": "m", "input": "hello"}).encode())
+    with pytest.raises(Refused) as refused:
+        compaction.check_parameters(json.dumps({"input": "hello", **given}).encode())
+    assert (refused.value.status, refused.value.param) == (400, param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from openai.types import responses as official
 from pydantic import TypeAdapter
 
 from vllmops.agent.responses import wire
+from vllmops.agent.responses.fields import dump
 from vllmops.store import fields
 from vllmops.store.store import Response, document
 
@@ -44,3 +46,43 @@ def test_an_error_in_a_stream_is_valid_for_both() -> None:
     event = json.loads(wire.error_event(3, "it fell over").data)
     openresponses_types.ErrorStreamingEvent.model_validate(event)
     EVENT.validate_python(event)
+
+
+def test_what_an_item_does_not_say_is_left_out() -> None:
+    text = official.ResponseOutputText(type="output_text", text="a", annotations=[])
+    message = official.ResponseOutputMessage(
+        id="m", type="message", role="assistant", status="completed", content=[text]
+    )
+    thought = official.ResponseReasoningItem(id="t", type="reasoning", summary=[])
+    response = official.Response.model_validate(
+        {**fields.DEFAULTS, **BODY, "status": "completed", "output": [message, thought]}
+    )
+    with warnings.catch_warnings(action="error"):
+        found = msgspec.json.decode(dump(response))
+        ended = official.ResponseCompletedEvent(
+            type="response.completed", response=response, sequence_number=0
+        )
+        done = official.ResponseOutputItemDoneEvent(
+            type="response.output_item.done", item=message, output_index=0, sequence_number=1
+        )
+        part = official.ResponseContentPartDoneEvent(
+            type="response.content_part.done",
+            item_id="m",
+            output_index=0,
+            content_index=0,
+            sequence_number=2,
+            part=text,
+        )
+        events = [msgspec.json.decode(dump(one)) for one in (ended, done, part)]
+    said: dict[str, Any] = {
+        "id": "m",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+    }
+    said["content"] = [{"type": "output_text", "text": "a", "annotations": []}]
+    assert found["output"] == [said, {"id": "t", "type": "reasoning", "summary": []}]
+    assert found["instructions"] is None
+    valid(found)
+    assert [events[0]["response"]["output"][0], events[1]["item"]] == [said, said]
+    assert events[2]["part"] == said["content"][0]

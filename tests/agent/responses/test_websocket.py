@@ -24,6 +24,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from vllmops.agent.responses import websocket, wire
 from vllmops.agent.responses.wire import Frame, Refused
 from vllmops.store.settings import Sockets
+from vllmops.store.store import Response
 
 Client = Callable[..., Any]
 KINDS = ("response.created", "response.completed")
@@ -40,6 +41,9 @@ class Handler:
 
     async def create(self, given: dict[str, Any], raw_request: Request) -> AsyncIterator[Frame]:
         self.made.append(given)
+        before = given.get("previous_response_id")
+        if before and websocket.remembered(before) is None:
+            raise wire.not_found(before, "previous_response_id")
         if given["input"] == "refused":
             raise Refused(400, "no", "input")
         if given["input"] == "broken":
@@ -59,6 +63,11 @@ class Handler:
                 body["output"] = "x" * 20_000_000
             if given["input"] == "wait":
                 await self.goes_on.wait()
+            if given["input"] == "fail":
+                yield frame("response.failed", 1, response={**body, "status": "failed"})
+                return
+            kept = Response(id=body["id"], owner="", model="", status="completed", body=b"{}")
+            websocket.remember([kept])
             yield frame("response.completed", 1, response={**body, "status": "completed"})
         finally:
             self.closed += 1
@@ -405,5 +414,30 @@ def test_what_runs_ends_with_the_connection() -> None:
             await ask(one, "hello", stream_id="a")
         await reached(lambda: handler.closed == 2)
         assert len(handler.made) == 2
+
+    play(act)
+
+
+@pytest.mark.parametrize("text", ["refused", "broken", "fail"])
+def test_what_a_failed_run_continues_is_forgotten(text: str) -> None:
+    async def said(one: ClientConnection, text: str, **fields: Any) -> Any:
+        """The last event."""
+        await ask(one, text, **fields)
+        while (event := await hear(one))["type"] == "response.created":
+            pass
+        return event
+
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            first = (await said(one, "hello"))["response"]["id"]
+            for _ in range(2):  # what goes well may be continued again
+                done = await said(one, "and then?", previous_response_id=first)
+                assert done["type"] == "response.completed"
+            failed = await said(one, text, previous_response_id=first)
+            assert failed["type"] in {"error", "response.failed"}
+            gone = await said(one, "hello", previous_response_id=first)
+            assert gone["error"]["code"] == "previous_response_not_found"
+            others = await said(one, "hello", previous_response_id=done["response"]["id"])
+            assert others["type"] == "response.completed"
 
     play(act)

@@ -87,3 +87,17 @@ def test_the_event_that_ends_a_stream() -> None:
         "sequence_number": 7,
         "response": {"id": "resp_1", "status": "cancelled"},
     }
+
+
+@pytest.mark.parametrize("kind", ["function", "custom_tool", "local_shell"])
+def test_an_output_needs_its_call(kind: str) -> None:
+    call = {"type": f"{kind}_call", "call_id": "a"}
+    output = {"type": f"{kind}_call_output", "call_id": "a"}
+    wire.check_outputs([output], [call, output])
+    wire.check_outputs([call, output], [call, output])
+    wire.check_outputs([], [output])  # what is there already is not looked at
+    for call_id in ("b", None):
+        wrong = {**output, "call_id": call_id}
+        with pytest.raises(wire.Refused) as refused:
+            wire.check_outputs([wrong], [call, wrong])
+        assert (refused.value.status, refused.value.param) == (400, "input")

@@ -139,15 +139,18 @@ def threshold(request: Any, longest: int) -> int | None:
 
 
 def check_parameters(body: bytes) -> None:
-    """Check that a request for a compaction has no parameter of which nothing would come.
+    """Check that a request for a compaction names a model, and nothing of which nothing would come.
 
     Args:
         body: of the request, a JSON object.
 
     Raises:
-        Refused: it has one.
+        Refused: it does not.
     """
-    if unknown := msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys() - PARAMETERS:
+    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if bytes(given.get("model", b"null")) == b"null":
+        raise Refused(400, "Missing required parameter: 'model'.", "model")
+    if unknown := given.keys() - PARAMETERS:
         message = f"Unsupported parameter of a compaction: {min(unknown)!r}."
         raise Refused(400, message, min(unknown))
 

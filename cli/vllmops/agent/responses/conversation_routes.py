@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 from fastapi import Request, Response
 
-from .conversations import ConversationObjects
-from .routes import Limit, Order, answered, counted, json, router, serving
+from .conversations import Added, ConversationObjects, Created, Updated
+from .routes import INCLUDE, Limit, Order, answered, counted, json, router, serving
 from .serving import owner
 
 ONE = "/v1/conversations/{conversation_id}"
+
+
+def body(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The body of a request, for the description of the API."""
+    schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def objects(raw_request: Request) -> ConversationObjects:
@@ -26,13 +35,13 @@ def include(raw_request: Request) -> list[str]:
     return [*query.getlist("include"), *query.getlist("include[]")]
 
 
-@router.post("/v1/conversations")
+@router.post("/v1/conversations", openapi_extra=body(Created))
 @counted
 @answered
 async def create_conversation(raw_request: Request) -> Response:
     """Create a conversation."""
-    body = await raw_request.body()
-    return json(await objects(raw_request).create(owner(raw_request), body))
+    given = await raw_request.body()
+    return json(await objects(raw_request).create(owner(raw_request), given))
 
 
 @router.get(ONE)
@@ -43,13 +52,13 @@ async def retrieve_conversation(conversation_id: str, raw_request: Request) -> R
     return json(await objects(raw_request).retrieve(owner(raw_request), conversation_id))
 
 
-@router.post(ONE)
+@router.post(ONE, openapi_extra=body(Updated))
 @counted
 @answered
 async def update_conversation(conversation_id: str, raw_request: Request) -> Response:
     """Replace the metadata of a conversation."""
-    body = await raw_request.body()
-    return json(await objects(raw_request).update(owner(raw_request), conversation_id, body))
+    given = await raw_request.body()
+    return json(await objects(raw_request).update(owner(raw_request), conversation_id, given))
 
 
 @router.delete(ONE)
@@ -60,17 +69,17 @@ async def delete_conversation(conversation_id: str, raw_request: Request) -> Res
     return json(await objects(raw_request).delete(owner(raw_request), conversation_id))
 
 
-@router.post(f"{ONE}/items")
+@router.post(f"{ONE}/items", openapi_extra={**body(Added), **INCLUDE})
 @counted
 @answered
 async def create_items(conversation_id: str, raw_request: Request) -> Response:
     """Add items to a conversation."""
-    who, body = owner(raw_request), await raw_request.body()
+    who, given = owner(raw_request), await raw_request.body()
     wanted = include(raw_request)
-    return json(await objects(raw_request).add(who, conversation_id, body, wanted))
+    return json(await objects(raw_request).add(who, conversation_id, given, wanted))
 
 
-@router.get(f"{ONE}/items")
+@router.get(f"{ONE}/items", openapi_extra=INCLUDE)
 @counted
 @answered
 async def list_items(
@@ -81,7 +90,7 @@ async def list_items(
     order: Order = "desc",
 ) -> Response:
     """List the items of a conversation."""
-    body = await objects(raw_request).page(
+    page = await objects(raw_request).page(
         owner(raw_request),
         conversation_id,
         include(raw_request),
@@ -89,10 +98,10 @@ async def list_items(
         limit=limit,
         descending=order == "desc",
     )
-    return json(body)
+    return json(page)
 
 
-@router.get(f"{ONE}/items/{{item_id}}")
+@router.get(f"{ONE}/items/{{item_id}}", openapi_extra=INCLUDE)
 @counted
 @answered
 async def retrieve_item(conversation_id: str, item_id: str, raw_request: Request) -> Response:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from openai.types.responses import ResponseTextConfig
 from openai.types.shared import ResponseFormatText
+from pydantic import BaseModel
 
 from ...store.fields import DEFAULTS
 from .parameters import given, obfuscates
@@ -24,7 +25,10 @@ DELTA = msgspec.json.Decoder(dict[str, Any])
 STEP = 32
 # Of vLLM's response these say what the request was run with, not what it asked for.
 _RUN = frozenset({"completed_at", "error", "incomplete_details", "usage"})
-PLAIN = ResponseTextConfig(format=ResponseFormatText(type="text"))
+MEDIUM: Any = "medium"  # the default, and the only verbosity that is accepted
+PLAIN = ResponseTextConfig(format=ResponseFormatText(type="text"), verbosity=MEDIUM)
+# The fields of an item that have parts.
+PARTS = frozenset({"content", "summary"})
 # What a response says only where its request does.
 ECHOED = frozenset({"prompt_cache_retention"})
 
@@ -65,12 +69,12 @@ def fill(response: Any, request: Any) -> Any:
 
 def formatted(text: Any) -> Any:
     """The format of the answer's text, as the request says it."""
-    if text is None or text.format is None:
-        return PLAIN if text is None else text.model_copy(update={"format": PLAIN.format})
-    if text.format.type == "json_schema" and text.format.strict is None:
-        strict = text.format.model_copy(update={"strict": False})
-        return text.model_copy(update={"format": strict})
-    return text
+    if text is None:
+        return PLAIN
+    form: Any = text.format or PLAIN.format
+    if form.type == "json_schema" and form.strict is None:
+        form = form.model_copy(update={"strict": False})
+    return text.model_copy(update={"format": form, "verbosity": text.verbosity or MEDIUM})
 
 
 def fill_event(event: Any, request: Any) -> Any:
@@ -90,6 +94,53 @@ def fill_event(event: Any, request: Any) -> Any:
     if event.type.endswith(".delta") and obfuscates(request):
         event.obfuscation = padding(event.delta)
     return event
+
+
+def dump(model: Any) -> bytes:
+    """A response or an event as JSON.
+
+    As in OpenAI's API, a field of an item or of a part of it is left out where it is null, and a
+    response's own fields say that they are null.
+
+    Args:
+        model: vLLM's, or OpenAI's.
+    """
+    text: str = model.model_dump_json(by_alias=True, exclude=unsaid(model))
+    return text.encode()
+
+
+def unsaid(model: Any) -> dict[Any, Any] | None:
+    """The fields of a model's items that are null, as pydantic's `exclude`; None if none is."""
+    values = vars(model)
+    if "output" in values:
+        found = numbered(values["output"])
+        return {"output": found} if found else None
+    for name, inside in (("response", unsaid), ("item", nulls), ("part", nulls)):
+        if isinstance(inner := values.get(name), BaseModel):
+            nested = inside(inner)
+            return {name: nested} if nested else None
+    return None
+
+
+def nulls(item: BaseModel) -> dict[Any, Any]:
+    """As `unsaid`, of an item or a part of one."""
+    values = vars(item)
+    found: dict[Any, Any] = {name: True for name, value in values.items() if value is None}
+    for name in PARTS & values.keys():
+        if parts := numbered(values[name]):
+            found[name] = parts
+    return found
+
+
+def numbered(items: Any) -> dict[Any, Any]:
+    """As `unsaid`, of each item of a list, by its index."""
+    if not isinstance(items, list):
+        return {}
+    return {
+        at: found
+        for at, item in enumerate(items)
+        if isinstance(item, BaseModel) and (found := nulls(item))
+    }
 
 
 def silence(response: Any) -> None:

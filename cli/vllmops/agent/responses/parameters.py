@@ -123,7 +123,9 @@ PARAMETERS: dict[str, Parameter] = {
     "top_logprobs": Parameter(How.VLLM),
     "top_p": Parameter(How.VLLM),
     "truncation": Parameter(
-        How.VLLM, "`auto` cuts tokens off a prompt that is too long, not whole items"
+        How.WORKS,
+        "`auto` drops the oldest items of an input that is too long, but for those of the system "
+        "and the developer",
     ),
     "user": Parameter(How.ECHOED),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response, WebSo
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from ...errors import VllmopsError
@@ -33,9 +34,10 @@ from ..counting import count_store
 from ..log import log
 from . import websocket
 from .compaction import prompt
+from .grouping import group
 from .serving import StoredResponses, owner
 from .tokens import CompactRequest, CountRequest
-from .wire import Frame, Refused
+from .wire import INCLUDABLE, Frame, Refused
 
 Handler = Callable[..., Awaitable[Response]]
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -51,6 +53,17 @@ class Direct(APIRoute):
     FastAPI takes longer to resolve them than the store takes to look up a response.
     """
 
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except HTTPException as error:  # FastAPI's, of a body that is no text
+                return refusal(error.status_code, str(error.detail))
+
+        return handled
+
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         await tracing.request(self.path, self.answer, scope, receive, send)
 
@@ -64,7 +77,23 @@ class Direct(APIRoute):
         await answer(scope, receive, send)
 
 
-router = APIRouter(route_class=Direct)
+# What any route may answer with, for the description of the API.
+ERROR = {
+    "description": "What is wrong, and with which parameter",
+    "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
+}
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+# Of a parameter that is read from the query by hand, because clients spell it in two ways.
+INCLUDE = {
+    "parameters": [
+        {
+            "name": "include",
+            "in": "query",
+            "schema": {"type": "array", "items": {"type": "string", "enum": sorted(INCLUDABLE)}},
+        }
+    ]
+}
+router = APIRouter(route_class=Direct, responses={"4XX": ERROR, "5XX": ERROR})
 
 
 # vLLM's decorators, with a type.
@@ -106,7 +135,7 @@ def install(
         *router.routes,
         *(route for route in module.router.routes if key(route) not in ours),
     ]
-    module.router.lifespan_context = lifespan
+    module.router.lifespan_context = functools.partial(lifespan, module.router)
     adapter.serving.OpenAIServingResponses = StoredResponses
 
 
@@ -115,12 +144,13 @@ def key(route: Any) -> tuple[str, str]:
 
 
 @asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def lifespan(router: APIRouter, app: FastAPI) -> AsyncIterator[None]:
     """Open the store when the server starts, and close it when the server stops."""
     serving = app.state.openai_serving_responses
     if not isinstance(serving, StoredResponses):
         yield
         return
+    group(app, router.routes)
     if getattr(app.state.args, "otlp_traces_endpoint", None):
         tracing.begin(serving.store.backend)
     await serving.store.open()
@@ -196,8 +226,8 @@ def serving(raw_request: Request) -> Any:
     return handler
 
 
-# The first, because it is read most: each route that stands before it costs time.
-@router.get("/v1/responses/{response_id}")
+# The first, because it is read most: each of these routes that stands before it costs time.
+@router.get("/v1/responses/{response_id}", responses=STREAM, openapi_extra=INCLUDE)
 @counted
 @answered
 async def retrieve_responses(
@@ -224,7 +254,7 @@ async def retrieve_responses(
     return json(await handler.retrieve(who, response_id, include))
 
 
-@router.post("/v1/responses", dependencies=[Depends(validate_json_request)])
+@router.post("/v1/responses", dependencies=[Depends(validate_json_request)], responses=STREAM)
 @cancelled
 @counted
 @answered

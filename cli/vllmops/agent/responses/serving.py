@@ -52,9 +52,21 @@ from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
 from ..gate import gate
 from ..log import log
-from . import carried, compaction, fields, parameters, rerun, sealing, tokens, websocket, wire
+from . import (
+    carried,
+    compaction,
+    fields,
+    parameters,
+    rerun,
+    sealing,
+    tokens,
+    truncation,
+    websocket,
+    wire,
+)
 from .carried import Brought, Item
 from .conversations import ConversationTurns, named, named_in
+from .fields import dump
 from .history import History, legible
 from .parsing import detailed, messages, parsed
 from .wire import Frame, Refused
@@ -62,6 +74,8 @@ from .writer import Writer, patiently
 
 FAILED = "The generation failed."
 STOPPED = "The server that ran this response was stopped."
+# In a copy of a request whose input has the turns before it already.
+ALONE = {"previous_response_id": None}
 # The parameters that vLLM may not know.
 KNOWN = parameters.PARAMETERS.keys() | {carried.PREVIOUS}
 
@@ -429,7 +443,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         Raises:
             Refused: it can't be summarized or sealed.
         """
-        request = turn.request.model_copy()
+        request = turn.request.model_copy(update=ALONE)
         with working(None):
             try:
                 found = await self.counted(request)
@@ -445,6 +459,18 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 turn.conversation, turn.compaction = before, None
                 return
         turn.request.input = request.input
+
+    async def truncate(self, request: Any) -> None:
+        """Drop the oldest items of an input that is too long for the model."""
+        whole = request.input
+        plain = request.model_copy(update={**ALONE, "truncation": "disabled"})
+
+        async def fits(items: list[Any]) -> bool:
+            return await self.fits(plain.model_copy(update={"input": items}))
+
+        with working(None):
+            if isinstance(whole, list) and not await fits(whole):
+                request.input = await truncation.fitting(whole, fits) or whole
 
     async def turn(
         self, request: Any, raw_request: Request, *, compacts: bool = False
@@ -564,6 +590,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                     request.input = [item for item in request.input if not wire.silent(item)]
             if turn and turn.threshold is not None:
                 await self.compact_beyond(turn, turn.threshold)
+            if request.truncation == "auto" and self.counts and not tokens.counts():
+                await self.truncate(request)
         return error
 
     async def _get_trace_headers(self, headers: Any) -> Any:
@@ -596,6 +624,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             later = as_parsed(turn.request.input, items, added)
             turn.request.input = [*before.parsed, *parsed(readable), *later]
         turn.conversation = [*before.items, *readable, *(item for _, item in added)]
+        wire.check_outputs([item for _, item in added], turn.conversation)
         if any(map(compaction.summarizes, turn.conversation)):
             turn.request.input = parsed(compaction.joined(turn.conversation))
         if turn.sealed:
@@ -1045,7 +1074,7 @@ def rendering() -> Iterator[None]:
     """
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
         log.warning("vllmops: an input can't be rendered: %r", error)
         raise Refused(400, "The input can't be rendered.", "input") from error
 
@@ -1154,12 +1183,6 @@ def appended(item: Any, output: list[Any], number: int) -> list[Frame]:
         ),
     )
     return [Frame(event.type, dump(event)) for event in events]
-
-
-def dump(model: Any) -> bytes:
-    """A pydantic model of vLLM's as JSON."""
-    text: str = model.model_dump_json(by_alias=True)
-    return text.encode()
 
 
 def failure(response: Any, number: int, message: str) -> Frame:

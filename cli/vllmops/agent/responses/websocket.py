@@ -34,6 +34,7 @@ from .wire import Frame, Refused
 STALL_S = 60.0
 # After that, it has this time to take the code with which the connection closes.
 CLOSE_S = 10.0
+ANSWERED = frozenset({"response.completed", "response.incomplete"})
 # The conversations that a connection remembers without the store, and their size in bytes.
 REMEMBERED = 16
 REMEMBERED_BYTES = 16 * 1024 * 1024
@@ -90,6 +91,10 @@ class Memory:
         while len(self.histories) > REMEMBERED or self.size > REMEMBERED_BYTES:
             del self.histories[next(iter(self.histories))]
 
+    def forget(self, response_id: str | None) -> None:
+        """Forget a response, if it is remembered."""
+        self.histories.pop(response_id or "", None)
+
     @property
     def size(self) -> int:
         """Bytes; a turn in several histories counts once."""
@@ -128,6 +133,9 @@ class Run:
         self.task: asyncio.Task[None] | None = None
         self.background = False
         self.cancelled = False
+        # The remembered response that it continues, and whether its answer is complete.
+        self.continues: str | None = None
+        self.answered = False
         # The number of the last event, and the response as the first one had it.
         self.number = -1
         self.response: dict[str, Any] | None = None
@@ -150,7 +158,10 @@ def on_socket() -> bool:
 def remembered(response_id: str) -> list[Response] | None:
     """The history that ends with a response, as the request's connection remembers it."""
     run = _run.get()
-    return run.memory.histories.get(response_id) if run else None
+    if run is None:
+        return None
+    run.continues = response_id
+    return run.memory.histories.get(response_id)
 
 
 def remember(history: list[Response]) -> None:
@@ -415,7 +426,10 @@ class Connection:
                 await self.close(RESTARTING, "connect again: another process takes over")
 
     async def relay(self, run: Run, frames: AsyncIterator[Frame]) -> None:
-        """Send the events of a run, or the error that it ends with."""
+        """Send the events of a run, or the error that it ends with.
+
+        As in OpenAI's API, what a run that fails continues is not remembered any more.
+        """
         async with self.answering(run.stream_id), aclosing(frames):  # type: ignore[type-var]
             async for frame in frames:
                 if not run.generate and frame.type not in WITHOUT_OUTPUT:
@@ -424,7 +438,10 @@ class Connection:
                 run.number = seen.sequence_number
                 if frame.type in BEGINNING and run.response is None:
                     run.response = msgspec.json.decode(seen.response)
+                run.answered = frame.type in ANSWERED
                 await self.send(run.stream_id, frame)
+        if not run.answered:
+            self.memory.forget(run.continues)
 
     async def created(self, message: bytes, *, generate: bool) -> AsyncIterator[Frame]:
         """The events of a new response.

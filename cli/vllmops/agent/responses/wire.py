@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -166,6 +166,28 @@ def check_included(response: Response, include: Collection[str]) -> None:
         if made and not any(made):
             message = f"include {name!r}: the response was created without it"
             raise Refused(400, message, "include")
+
+
+def check_outputs(added: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> None:
+    """Check that each output of a tool that a request adds has its call in the conversation.
+
+    Args:
+        added: the items that the request adds.
+        whole: all items of the conversation.
+
+    Raises:
+        Refused: one has none.
+    """
+    outputs = [item for item in added if str(item.get("type")).endswith("_call_output")]
+    if not outputs:
+        return
+    calls = {item.get("call_id") for item in whole if str(item.get("type")).endswith("_call")}
+    for item in outputs:
+        if (call := item.get("call_id")) not in calls:
+            message = (
+                f"No tool call found for {item['type'].replace('_', ' ')} with call_id {call}."
+            )
+            raise Refused(400, message, "input")
 
 
 def items(response: Response, *, after: str | None, limit: int, descending: bool) -> bytes:
