@@ -17,9 +17,9 @@ from typing import Any
 
 from vllmops.agent import caches, compare, engine, objects, recorder, repair, requests
 from vllmops.agent.adapters import engine as adapter
-from vllmops.agent.adapters import features, places, scheduling
+from vllmops.agent.adapters import features, places, scheduling, transfers
 from vllmops.agent.adapters import requests as adapted
-from vllmops.agent.heal import admission, encoder_cache, io_threads
+from vllmops.agent.heal import admission, encoder_cache, io_threads, paused
 from vllmops.agent.patches import registry
 from vllmops.agent.patches.request_hash_cycle import scratch
 from vllmops.agent.patches.scratch import Request
@@ -219,6 +219,7 @@ async def ended_for_its_client() -> None:
     client = SimpleNamespace(
         output_processor=SimpleNamespace(request_states={"a": held}), abort=abort
     )
+    assert adapter.oldest(client) == "a"
     await adapted.end(client, ["a"], "enough")
     assert aborted == ["a"]
     error = queue.output
@@ -267,6 +268,9 @@ def healing() -> None:
     assert encoder_cache.freed(manager, [first]) == 6
     scheduling.release(manager, first)
     assert (manager.num_freeable_slots, manager.get_cached_input_ids(first)) == (6, set())
+    asleep()
+    for recomputes in (True, False):
+        lost_load(scheduler, request, recomputes=recomputes)
     core = importlib.import_module(places.where("engine-core") or "").EngineCoreProc
     for name, count in ((io_threads.READER, 4), (io_threads.WRITER, 3)):
         inspect.signature(getattr(core, name)).bind(*range(count + 1))
@@ -275,6 +279,93 @@ def healing() -> None:
         "engine-client": ("is_paused", "resume_generation", "is_sleeping", "wake_up"),
     }.items():
         assert [word for word in words if word not in source(kind)] == []
+
+
+def asleep() -> None:
+    """An engine that its own code puts to sleep is found, and the front end's own code wakes it."""
+    kind = type("Own", (imported("executor"),), {"collective_rpc": lambda *_, **__: []})
+    kind.__abstractmethods__ = frozenset()
+    executor, scheduler = object.__new__(kind), object.__new__(imported("scheduler"))
+    executor.sleeping_tags = set()
+    if not isinstance(getattr(kind, "is_sleeping", None), property):  # up to 0.30
+        executor.is_sleeping = False
+    scheduler._pause_state = SimpleNamespace(name="UNPAUSED")
+    for name, made in {"executor": executor, "scheduler": scheduler}.items():
+        objects.remember(name, made)
+    assert paused.look() == []
+    executor.sleep(1)
+    (proof,) = paused.look()
+    assert "it is asleep" in proof.what
+
+    async def yes() -> bool:
+        return executor.is_sleeping
+
+    async def no() -> bool:
+        return False
+
+    async def wake(tags: Any) -> bool:
+        executor.wake_up(tags)
+        return True
+
+    client = object.__new__(imported("engine-client"))
+    client.logger_manager = None
+    client.engine_core = SimpleNamespace(
+        is_sleeping_async=yes,
+        wake_up_async=wake,
+        is_scheduler_paused_async=no,
+        shutdown=lambda *_, **__: None,  # called as it goes
+    )
+    asyncio.run(paused.woken(client))
+    assert paused.look() == []
+
+
+def lost_load(scheduler: Any, request: Any, *, recomputes: bool) -> None:
+    """A load that is reported as failed is computed again or ended by the scheduler's own code."""
+    name, manager = request.request_id, scheduler.kv_cache_manager
+    config = SimpleNamespace(kv_cache_groups=[None])
+    for key, value in {
+        "connector": SimpleNamespace(update_connector_output=lambda _: None),
+        "requests": {name: request},
+        "skipped_waiting": [request],
+        "kv_holding_waiting": [request],
+        "finished_recving_kv_req_ids": set(),
+        "failed_recving_kv_req_ids": set(),
+        "recompute_kv_load_failures": recomputes,
+        "kv_cache_config": config,
+        "block_size": 16,
+        "prefix_replay_tokens": 0,
+        "needs_kv_cache_zeroing": False,
+        "_kv_fetch_stages": None,
+        "log_stats": False,
+    }.items():
+        setattr(scheduler, key, value)
+    request.status = getattr(type(request.status), transfers.WAITS)
+    assert manager.allocate_slots(request, request.num_tokens, delay_cache_blocks=True)
+    request.num_computed_tokens = request.num_tokens
+    assert transfers.waiting(scheduler) == [request]
+    assert transfers.policy(scheduler) == ("recompute" if recomputes else "fail")
+    importlib.import_module(transfers.OUTPUTS)
+    output = SimpleNamespace(kv_connector_output=None)
+    told = transfers.failed(scheduler, output, {name, "another"}).kv_connector_output
+    assert (output.kv_connector_output, told.finished_recving) == (None, {name})
+    if told.invalid_block_ids:
+        failed = scheduler._handle_invalid_blocks(told.invalid_block_ids, {})
+    else:
+        failed = scheduler._handle_failed_recving(told.failed_recving)
+    assert failed == (set() if recomputes else {name})
+    text = source("scheduler")
+    assert ".failed_recving" in text or ".invalid_block_ids" in text
+    if recomputes:
+        scheduler._update_from_kv_xfer_finished(told)
+        assert transfers.waiting(scheduler) == []
+        again = transfers.failed(scheduler, output, {name})
+        assert again is output
+        scheduler._update_waiting_for_remote_kv(request)
+    assert request.num_computed_tokens == (
+        0 if recomputes or told.invalid_block_ids else request.num_tokens
+    )
+    manager.free(request)
+    request.num_computed_tokens = 0
 
 
 def healed() -> str:

@@ -67,6 +67,10 @@ STALLED: dict[str, tuple[list[Observation], list[tuple[str, str]]]] = {
         ],
         [("engine.no-progress", "engine 20")],
     ),
+    "handed over, and nothing comes to the scheduler, while others come and give up": (
+        [look(2.0 * n, pulses=beats(api={"handed": 3 + n % 2, "oldest": "a"})) for n in range(7)],
+        [("engine.unreached", "engine 20")],
+    ),
     "handed over, and nothing comes to the scheduler": (
         over(10, pulses=HANDED),
         [("engine.unreached", "engine 20")],
@@ -125,6 +129,10 @@ FINE: dict[str, list[Observation]] = {
     "handed over a moment ago": over(8, pulses=HANDED),
     "others each time": [
         look(2.0 * number, pulses=beats(api={"handed": 1 + number % 2})) for number in range(20)
+    ],
+    "as many each time, and another is the oldest": [
+        look(2.0 * number, pulses=beats(api={"handed": 1, "oldest": str(number)}))
+        for number in range(20)
     ],
     "as many each time, and steps": [
         look(2.0 * number, pulses=beats(api={"handed": 1}, engine={"current_step": number}))

@@ -208,6 +208,60 @@ def register():
 def load_again():
     plugins.plugins_loaded = False
 """
+# A connector that finds the KV blocks of a request elsewhere if it is asked to. A load that is held
+# is over once its file is gone; one that is lost is forgotten by the worker, and never reported.
+CONNECTOR = """
+import os
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+class Loads(base.KVConnectorMetadata):
+    def __init__(self, loads):
+        self.loads = loads
+
+class Losing(base.KVConnectorBase_V1, base.SupportsHMA):
+    def __init__(self, *args, **fields):
+        super().__init__(*args, **fields)
+        self.loads, self.held = {}, {}
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if (request.kv_transfer_params or {}).get("load"):
+            return request.num_tokens - num_computed_tokens, True
+        return 0, False
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        if num_external_tokens:  # vLLM's own connectors ask once for each request, too
+            self.loads[request.request_id] = request.kv_transfer_params.pop("load")
+
+    def build_connector_meta(self, scheduler_output):
+        loads, self.loads = self.loads, {}
+        return Loads(loads)
+
+    def start_load_kv(self, forward_context, **fields):
+        for name, load in self._get_connector_metadata().loads.items():
+            if load != "lost":
+                self.held[name] = os.path.join(os.environ["VLLM_TEST_HANGS"], load)
+
+    def get_finished(self, finished_req_ids):
+        over = {name for name, path in self.held.items() if not os.path.exists(path)}
+        for name in over:
+            del self.held[name]
+        return None, over
+
+    def request_finished_all_groups(self, request, block_ids):
+        return False, None
+
+    def wait_for_layer_load(self, layer_name):
+        pass
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **fields):
+        pass
+
+    def wait_for_save(self):
+        pass
+
+def register():
+    pass
+"""
 ENVIRONMENT = {
     "VLLMOPS_NO_PATCH": ",".join(PATCHES),
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
@@ -218,6 +272,15 @@ ARGUMENTS = (
     *("--num-gpu-blocks-override", "11"),
     *FEW_IMAGES,
     *("--enable-auto-tool-choice", "--tool-call-parser", "pythonic"),
+    "--kv-transfer-config",
+    json.dumps(
+        {
+            "kv_connector": "Losing",
+            "kv_connector_module_path": "losing",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
+    ),
 )
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
 BACKTRACKING = "[a(" + 60 * "a=1,"  # each argument doubles the time: 20 of them take half a second

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -40,13 +40,25 @@ python_gc_objects_collected_total{generation="0"} 5.0
 def serve() -> Iterator[Serve]:
     servers = []
 
-    def start(code: int = 200, body: bytes = b"", delay_s: float = 0.0) -> str:
+    def start(
+        code: int = 200,
+        body: bytes = b"",
+        delay_s: float = 0.0,
+        posts: Mapping[str, bytes] | None = None,
+    ) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 time.sleep(delay_s)
                 self.send_response(code)
                 self.end_headers()
                 self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                answer = (posts or {}).get(self.path)
+                self.send_response(404 if answer is None else 200)
+                self.end_headers()
+                self.wfile.write(answer or b"")
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -69,6 +81,25 @@ def test_health(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     assert healthy(serve())
     assert status(serve(503)) == 503
     assert not healthy(serve(503))
+
+
+@pytest.mark.parametrize(
+    ("posts", "ids", "count"),
+    [
+        ({"/abort_requests": b'{"status": "aborted", "aborted": 7}'}, [], 7),
+        ({"/abort_requests": b'{"status": "aborted", "aborted": 7}'}, ["a", "b"], 2),
+        # Of a server that takes tokens: it answers nothing, and ends none without an id.
+        ({"/abort_requests": b""}, [], None),
+        ({"/abort_requests": b""}, ["a"], 1),
+        ({"/inference/v1/abort_requests": b""}, ["a"], 1),
+        ({"/inference/v1/abort_requests": b""}, [], None),
+        ({}, ["a"], None),
+    ],
+)
+def test_vllm_ends_requests_by_its_own_routes(
+    serve: Serve, posts: dict[str, bytes], ids: list[str], count: int | None
+) -> None:
+    assert http.abort(serve(posts=posts), ids) == count
 
 
 def test_nobody_there() -> None:

@@ -139,6 +139,12 @@ def handed() -> int | None:
     return attempt(lambda: adapter.unfinished(client))
 
 
+def oldest() -> str:
+    """The id of the oldest of them; empty without one."""
+    client = objects.latest("engine-client")
+    return (client is not None and attempt(lambda: adapter.oldest(client))) or ""
+
+
 def rendering(now: float) -> float | None:
     """The age in seconds of the oldest request before the engine; None outside API servers."""
     return gate.longest(now) if gate.installed and role() == "api" else None

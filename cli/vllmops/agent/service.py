@@ -301,6 +301,7 @@ def beat(sequence: int, now: float) -> Beat:
         waiting=waiting,
         still_s=still_s,
         handed=engine.handed(),
+        oldest=engine.oldest(),
         rendering_s=engine.rendering(now),
         loop_s=turns.look(now),
         interrupt=event_loop.number(),

@@ -7,7 +7,7 @@ engine, and the gauge keeps its last value when the engine stops.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -218,8 +218,17 @@ def stepping(looks: Sequence[Observation], pulse: Pulse) -> bool:
 
 def unreached(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
     """Requests that left the API server and do not arrive in the engine."""
-    since_s = lasting(looks, on_the_way)
-    if since_s is None or since_s < patience_s:
+    way = on_the_way(looks[-1])
+    if way is None:
+        return
+    requests, began = way.requests, looks[-1].at_s
+    for look in reversed(looks):
+        before = on_the_way(look)
+        if before is None or before.steps != way.steps or not (requests & before.requests):
+            break
+        requests, began = requests & before.requests, look.at_s
+    since_s = looks[-1].at_s - began
+    if since_s < patience_s:
         return
     pulses = looks[-1].pulses
     handed = sum(pulse.beat.handed or 0 for pulse in pulses)
@@ -232,22 +241,37 @@ def unreached(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall
         "none running and none waiting",
         # Other engines, perhaps on other machines, may have them.
         doubt="idle" if any("_DP" in process.title for process in looks[-1].processes) else "",
-        mark=repr(on_the_way(looks[-1])),
+        mark=repr((sorted(requests), way.steps)),
     )
 
 
-def on_the_way(look: Observation) -> object:
-    """What the API server has handed over while the engines have no request; None otherwise.
+class OnTheWay(NamedTuple):
+    """What API servers have handed over while the engines have no request.
 
-    Two samples are about the same requests only if their number and the steps are the same.
+    Others may come and give up meanwhile, so it is the oldest that counts.
+
+    Args:
+        requests: the oldest request of each; how many it has, where it does not say.
+        steps: of the engines so far.
     """
+
+    requests: frozenset[str]
+    steps: tuple[int | None, ...]
+
+
+def on_the_way(look: Observation) -> OnTheWay | None:
+    """What is on its way in a look; None where nothing is, or an engine has a request."""
     engines = [pulse.beat for pulse in look.pulses if pulse.beat.still_s is not None]
     handed = sum(pulse.beat.handed or 0 for pulse in look.pulses)
     if not engines or not handed or any(beat.running or beat.waiting for beat in engines):
         return None
     if any(pulse.age_s >= LATE_S for pulse in look.pulses):
         return None  # a late heartbeat does not show the present
-    return handed, tuple(beat.current_step for beat in engines)
+    fronts = [pulse.beat for pulse in look.pulses if pulse.beat.handed]
+    return OnTheWay(
+        frozenset(beat.oldest or str(beat.handed) for beat in fronts),
+        tuple(beat.current_step for beat in engines),
+    )
 
 
 def silent(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:

@@ -24,6 +24,7 @@ from .actions.event_loop import EventLoop
 from .actions.io_threads import IoThreads
 from .actions.paused import Paused
 from .actions.stopped import Stopped
+from .actions.transfers import Transfers
 from .actions.zombies import Zombies
 
 # In this order: a process that runs again may need the next ones, and what threads have lost is
@@ -37,6 +38,7 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Paused(),
     EncoderCache(),
     Admission(),
+    Transfers(),
     Zombies(),
 )
 LOOKS, APART_S = 3, 0.3

@@ -74,6 +74,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
             none is there and while it is paused or sleeps, None if the process has no scheduler.
         handed: requests that an API server has handed to its engines and that are not over; None
             where the process is none.
+        oldest: the id of the oldest of them; empty without one.
         rendering_s: seconds for which the oldest of the HTTP requests that have not come to the
             engine is there, 0 without one; None if the process takes none.
         loop_s: seconds for which an API server's event loop has run nothing; None if the process
@@ -96,6 +97,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int | None = None
     still_s: float | None = None
     handed: int | None = None
+    oldest: str = ""
     rendering_s: float | None = None
     loop_s: float | None = None
     interrupt: int = 0

@@ -33,11 +33,13 @@ class HealRequest(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         action: its name.
         subjects: what to heal; None to look only. It is looked at once more before.
+        among: ids of requests, for a look at what a process knows of them.
         note: a line for the server's log.
     """
 
     action: str = ""
     subjects: list[str] | None = None
+    among: list[str] = []
     note: str = ""
 
 

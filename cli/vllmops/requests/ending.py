@@ -10,7 +10,7 @@ import msgspec
 from ..host.processes import Process
 from ..host.roles import Role
 from ..instances.servers import Server
-from ..protocol.requests import Abort, Aborted, ProcessRequests
+from ..protocol.requests import Abort, Aborted, ProcessRequests, State
 from ..rpc import agent
 from .listing import Row, look
 
@@ -90,11 +90,12 @@ def knowing(processes: Sequence[ProcessRequests], ids: set[str]) -> dict[str, di
     """Which of some requests are still known: by id the pids, by role.
 
     A worker forgets a request with the next step of its engine, which may be far away: it does not
-    count.
+    count. Nor does a scheduler that has finished it and holds its blocks until a transfer ends.
     """
     by_request: dict[str, dict[str, int]] = {}
     for process in processes:
-        known = {request.id for request in (*(process.front or ()), *(process.engine or ()))}
+        known = {request.id for request in process.front or ()}
+        known |= {one.id for one in process.engine or () if one.state != State.FINISHED}
         for name in known & ids:
             by_request.setdefault(name, {})[process.role] = process.pid
     return by_request

@@ -9,7 +9,7 @@ import asyncio
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ METRICS_BYTES = 8 << 20  # of many engines
 SHORT_BYTES = 1 << 20  # of what has a version or a status
 SLOWEST = 1 << 20  # bytes per second: an answer may take this much longer than a small one
 KEY = "VLLM_API_KEY"
+# Of the development mode; and of a server that takes tokens, since 0.31 behind the API key.
+ABORTS = ("/abort_requests", "/inference/v1/abort_requests")
 # Connections are given up before a server closes them, as uvicorn does after 5 s.
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
 # What reading JSON of any shape may raise.
@@ -155,6 +157,34 @@ def key_for(url: str) -> Key:
         return Key({}, "it has a character that no HTTP header can hold")
     withheld = distrust(url)
     return Key({}, withheld) if withheld else Key({"Authorization": f"Bearer {key}"})
+
+
+def abort(url: str, ids: Sequence[str]) -> int | None:
+    """Have vLLM's own routes end requests; they do not say which of them they know.
+
+    Args:
+        url: of the server.
+        ids: as clients see them; all requests where empty.
+
+    Returns:
+        How many vLLM ends or was told of; None if it has no such route: that for all is one of its
+        development mode.
+    """
+    for path in ABORTS if ids else ABORTS[:1]:
+        try:
+            answer = ask(
+                "POST",
+                f"{url}{path}",
+                TIMEOUT_S,
+                headers=key_for(url).headers,
+                json={"request_ids": list(ids)},
+                most=SHORT_BYTES,
+            )
+            if answer.is_success:
+                return len(ids) or int(answer.json()["aborted"])
+        except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER):
+            continue
+    return None
 
 
 def one_token(url: str, timeout_s: float) -> Canary:

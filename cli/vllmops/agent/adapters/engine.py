@@ -39,6 +39,11 @@ def unfinished(client: Any) -> int:
     return int(client.output_processor.get_num_unfinished_requests())
 
 
+def oldest(client: Any) -> str:
+    """The id of the oldest of them; empty without one."""
+    return str(next(iter(client.output_processor.request_states), ""))
+
+
 async def ask(client: Any, method: str, *args: Any) -> list[Any]:
     """What a utility method of each of a client's engines answers."""
     core = client.engine_core

@@ -1,4 +1,4 @@
-"""Runs something short on the engine's own thread, between two steps."""
+"""Runs something short on the engine's own thread, before its next call of a method."""
 
 from __future__ import annotations
 
@@ -17,26 +17,56 @@ def between_steps(core: Any, act: Callable[[], None], timeout_s: float = TIMEOUT
         act: short; what it raises does not reach the engine.
         timeout_s: seconds to wait; it does not run later.
     """
-    usual, done, turn = core.step_fn, threading.Event(), threading.Lock()
+
+    def first() -> tuple[()]:
+        act()
+        return ()
+
+    return before_next(core, "step_fn", first, timeout_s)
+
+
+def before_next(
+    owner: Any,
+    method: str,
+    act: Callable[..., tuple[Any, ...]],
+    timeout_s: float = TIMEOUT_S,
+) -> str:
+    """Run `act` before the next call of a method; returns why it did not run or failed, or nothing.
+
+    Args:
+        owner: an object of the engine's.
+        method: that each step calls, with positional arguments.
+        act: short; gets the call's arguments, and returns those to be used. What it raises does
+            not reach the engine: the call goes on as it came.
+        timeout_s: seconds to wait; it does not run later.
+    """
+    usual, own = getattr(owner, method), method in vars(owner)
+    done, turn = threading.Event(), threading.Lock()
     failed = "the engine takes no step: it is stuck within one, or idle"
 
-    def step() -> Any:
+    def put_back() -> None:
+        if own:
+            setattr(owner, method, usual)
+        else:
+            vars(owner).pop(method, None)
+
+    def call(*given: Any) -> Any:
         nonlocal failed
-        core.step_fn = usual
+        put_back()
         if turn.acquire(blocking=False):  # else the caller has given up
             try:
-                act()
+                given = act(*given)
                 failed = ""
             except Exception as error:
                 failed = f"{type(error).__name__}: {error}"
             done.set()
-        return usual()
+        return usual(*given)
 
-    core.step_fn = step
+    setattr(owner, method, call)
     if not done.wait(timeout_s):
         if turn.acquire(blocking=False):
-            if core.step_fn is step:
-                core.step_fn = usual
+            if vars(owner).get(method) is call:
+                put_back()
         else:
             done.wait()  # it runs right now
     return failed

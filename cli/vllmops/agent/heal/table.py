@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from ...protocol.heal import Healing, HealRequest, Proof
 from .. import account
 from ..identity import here
 from ..log import log
-from . import admission, broadcast, encoder_cache, io_threads, paused, transit
+from . import admission, broadcast, encoder_cache, io_threads, paused, transfers, transit
 
 
 class Action(NamedTuple):
@@ -20,10 +20,12 @@ class Action(NamedTuple):
         look: what a look shows; changes nothing.
         act: heals subjects that a look of its own still shows; returns why one was not healed, by
             subject. None where the command line heals it in another way.
+        known: what a look shows of some requests, in a process that may know them.
     """
 
     look: Callable[[], list[Proof]]
     act: Callable[[list[str]], dict[str, str]] | None = None
+    known: Callable[[Sequence[str]], list[Proof]] | None = None
 
 
 ACTIONS: Final = {
@@ -33,6 +35,7 @@ ACTIONS: Final = {
     "io-threads": Action(io_threads.look, io_threads.act),
     "paused": Action(paused.look, paused.act),
     "pauser": Action(paused.pauser),
+    "transfers": Action(transfers.look, transfers.act, transfers.known),
     "transit": Action(transit.look),
 }
 
@@ -42,7 +45,9 @@ def heal(request: HealRequest) -> Healing:
     proofs: list[Proof] = []
     left: dict[str, str] = {}
     if action := ACTIONS.get(request.action):
-        if request.subjects is None:
+        if request.among:
+            proofs = action.known(request.among) if action.known else []
+        elif request.subjects is None:
             proofs = action.look()
         elif action.act:
             left = action.act(request.subjects)

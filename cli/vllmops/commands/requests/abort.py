@@ -14,6 +14,7 @@ from ...instances.servers import Server, resolve
 from ...output import Json, Progress, Result
 from ...requests.ending import Ended, end
 from ...requests.listing import Listing, Row
+from ...vllm_api import http
 from ..options import Target, duration, time_
 from ..several import remote
 from .list_ import table
@@ -90,7 +91,12 @@ def abort(
             exit_code=Exit.USAGE,
         )
     server = resolve(target)
-    known = gathered(server, stuck_after, quiet=json_)
+    try:
+        known = gathered(server, stuck_after, quiet=json_)
+    except VllmopsError as error:
+        if error.code != "requests.no-agent" or dry_run or not (ids or every):
+            raise
+        return by_vllm(server, ids or [], error, yes=yes)
     rows = chosen(known, server, ids or [], stuck=stuck, older_than=older_than)
     if dry_run or not rows:
         data = {"server": server.label, "requests": rows, "dry_run": dry_run}
@@ -103,6 +109,31 @@ def abort(
         progress.update(f"{server.label}: ending {len(rows):,} requests")
         ended = end(server, rows, reason)
     return report(server, ended)
+
+
+def by_vllm(server: Server, ids: Sequence[str], error: VllmopsError, *, yes: bool) -> Result:
+    """End requests of a server without an agent by vLLM's own routes.
+
+    Args:
+        server: that has them.
+        ids: as clients see them; all where empty.
+        error: why the agents can't do it; raised where vLLM can't, either.
+        yes: whether not to ask.
+    """
+    if not ids and not yes:
+        output.confirm(f"End all requests of {server.label}?", "repeat the command with --yes")
+    count = http.abort(server.url, ids) if server.url else None
+    if count is None:
+        raise error
+    data = {"server": server.label, "requests": [], "asked": count, "missing": error.message}
+    return Result(
+        data,
+        lambda: [
+            f"asked vLLM to end {count:,} requests.",
+            f"Whether they are gone is not known: {error.message}",
+            f"  hint: vllmops attach -t {server.label}",
+        ],
+    )
 
 
 def chosen(

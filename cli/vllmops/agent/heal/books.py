@@ -1,0 +1,88 @@
+"""Whether anything that an object holds names a request: what does not can never report its end.
+
+Connectors keep their transfers in ways of their own: dicts, queues, futures, coroutines. So all
+that is reachable from one is looked through, without calling any of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+LIMIT_S = 0.5
+OBJECTS = 300_000
+TEXT = 512  # letters; a longer text is none of a transfer's names
+HERE = os.path.join("", "vllmops", "")
+# Of the engine's own threads and queues, which know every request.
+LOOP = os.path.join("", "vllm", "v1", "")
+ALIENS = (
+    *("torch", "numpy", "logging", "importlib", "transformers", "vllmops"),
+    *("vllm.config", "vllm.v1.core", "vllm.v1.engine", "vllm.v1.worker", "vllm.model_executor"),
+)
+
+
+def named(roots: Iterable[Any], names: Iterable[str]) -> set[str] | None:
+    """The names that something reachable has in one of its texts; None if that is too much to see.
+
+    Args:
+        roots: where to begin.
+        names: ids of requests.
+    """
+    wanted = set(names)
+    pattern = re.compile("|".join(map(re.escape, wanted)))
+    encoded = re.compile("|".join(map(re.escape, wanted)).encode())
+    found: set[str] = set()
+    stack, seen = list(roots), dict[int, Any]()
+    until = time.monotonic() + LIMIT_S
+    while stack and found != wanted:
+        one = stack.pop()
+        if isinstance(one, str):
+            found |= set(pattern.findall(one)) if len(one) <= TEXT else set()
+        elif isinstance(one, bytes):
+            if len(one) <= TEXT:
+                found |= {name.decode() for name in encoded.findall(one)}
+        elif id(one) not in seen and not alien(one):
+            seen[id(one)] = one  # kept, or another object could get its place
+            if len(seen) > OBJECTS or time.monotonic() > until:
+                return None
+            stack += held(one)
+    return found
+
+
+def held(one: Any) -> Iterable[Any]:
+    """What an object refers to; of a function only what is its own, not all of its module."""
+    if isinstance(one, FunctionType):
+        return (one.__closure__, one.__defaults__, one.__kwdefaults__)
+    if isinstance(one, dict):
+        # gc leaves out keys that are texts. Two C calls: others go on meanwhile.
+        return [*list(dict.keys(one)), *list(dict.values(one))]
+    return gc.get_referents(one)
+
+
+def alien(one: Any) -> bool:
+    """Whether an object belongs to something else, which may know every request."""
+    if isinstance(one, type | ModuleType | FrameType | int | float | None):
+        return True
+    module = getattr(type(one), "__module__", "")
+    return isinstance(module, str) and module.startswith(ALIENS)
+
+
+def threads() -> Iterator[Any]:
+    """What the other threads have in hand, without the engine's and the agent's own."""
+    for number, frame in list(sys._current_frames().items()):
+        calls, at = list[FrameType](), frame
+        while at is not None:
+            calls.append(at)
+            at = at.f_back  # type: ignore[assignment]
+        files = [call.f_code.co_filename for call in calls]
+        if number != threading.main_thread().ident and not any(HERE in file for file in files):
+            for call, file in zip(calls, files, strict=True):
+                if LOOP not in file:
+                    yield from list(call.f_locals.values())

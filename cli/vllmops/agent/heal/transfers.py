@@ -1,0 +1,114 @@
+"""Requests that wait for KV blocks whose transfer is over, or whose sender is gone.
+
+Where no part of the connector knows a load any more, nobody will ever report its end. Then the
+scheduler is told what a worker would tell it of a load that failed, and vLLM does what its
+``kv_load_failure_policy`` says (LMCache #4759, vLLM #49829, #50719, #50754).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from ...protocol.heal import Proof
+from .. import engine, objects
+from ..adapters import transfers as adapter
+from . import books
+from .between import before_next
+
+# A load takes less; one that native code alone knows has so long at least.
+LEAST_S = 10.0
+MOST = 50  # in one look
+CONNECT_S = 0.3
+
+
+def look() -> list[Proof]:
+    """The requests of a scheduler whose sender is gone, or of which its connector knows nothing."""
+    scheduler, now = objects.latest("scheduler"), time.time()
+    if scheduler is None or engine.rests(scheduler):
+        return []
+    waiting = [one for one in adapter.waiting(scheduler) if now - one.arrival_time >= LEAST_S]
+    if not (waiting := waiting[:MOST]):
+        return []
+    names, kept = [request.request_id for request in waiting], set[str]()
+    if not adapter.by_request(scheduler.connector):
+        found = books.named([scheduler.connector, *books.threads()], names)
+        kept = set(names) if found is None else found
+    gone = cache(refuses)
+    return [
+        proof
+        for request in waiting
+        if (proof := judged(scheduler, request, now, kept, gone(adapter.peer(request))))
+    ]
+
+
+def judged(scheduler: Any, request: Any, now: float, kept: set[str], gone: bool) -> Proof | None:
+    """What speaks for it that a request waits in vain; None if nothing does.
+
+    Args:
+        scheduler: of the request.
+        request: that waits for the end of its load.
+        now: seconds since the epoch.
+        kept: ids that the scheduler's part of the connector knows.
+        gone: whether the server from which the blocks come is.
+    """
+    name = request.request_id
+    if name in kept and not gone:
+        return None
+    what = f"it waits for KV blocks, {now - request.arrival_time:.0f} s after it came"
+    why = ""
+    if gone:
+        where = "{}:{}".format(*adapter.peer(request) or ())
+        what += f"; {where}, which has them, refuses connections"
+        why = f"the server that has its KV blocks, {where}, is gone: send it again"
+    else:
+        policy = adapter.policy(scheduler)
+        what += f"; the connector knows no such load; kv_load_failure_policy: {policy}"
+    steps = engine.step(scheduler)
+    return Proof(
+        subject=name,
+        what=what,
+        why=why,
+        same=f"{id(request)} {request.num_preemptions} {request.num_computed_tokens} {gone}",
+        rises=None if steps is None else steps // adapter.in_flight(scheduler),
+    )
+
+
+def refuses(address: tuple[str, int] | None) -> bool:
+    """Whether nobody listens at an address; a machine that does not answer is no proof."""
+    if address is None:
+        return False
+    try:
+        socket.create_connection(address, CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def known(names: Sequence[str]) -> list[Proof]:
+    """One proof where this process has the workers' part of a connector: the loads it knows."""
+    connector = adapter.connector()
+    if connector is None:
+        return []
+    found = books.named([connector, *books.threads()], names)
+    kept = names if found is None else sorted(found)
+    return [Proof(subject="connector", what=type(connector).__name__, requests=tuple(kept))]
+
+
+def act(subjects: list[str]) -> dict[str, str]:
+    """Have the next step's output say that these loads failed; returns why that was not done."""
+    scheduler = objects.latest("scheduler")
+    names = {proof.subject for proof in look() if not proof.why} & set(subjects)
+    if scheduler is None or not names:
+        return {}
+
+    def report(plan: Any, output: Any) -> tuple[Any, Any]:
+        return plan, adapter.failed(scheduler, output, names)
+
+    left = before_next(scheduler, "update_from_output", report)
+    return dict.fromkeys(names, left) if left else {}

@@ -1,0 +1,115 @@
+"""What a connector keeps of a request is found wherever it is, and what it forgot is not."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+from vllmops.agent.heal import books
+
+NAME = "chatcmpl-1"
+
+
+class Holder:
+    """Has one thing."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+
+class Slotted:
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+
+def closed(name: str) -> Callable[[], str]:
+    return lambda: name
+
+
+def queued(*things: Any) -> Any:
+    made = queue.SimpleQueue[Any]()
+    for thing in things:
+        made.put(thing)
+    return made
+
+
+def called_back(name: str) -> Future[None]:
+    future = Future[None]()
+    future.add_done_callback(partial(print, name))
+    return future
+
+
+async def receives(name: str) -> str:
+    await asyncio.get_running_loop().create_future()
+    return name
+
+
+HELD: dict[str, Callable[[], Any]] = {
+    "a key": lambda: {NAME: 1},
+    "a set deep inside": lambda: [{"a": ({NAME},)}],
+    "an attribute": lambda: Holder(Holder(NAME)),
+    "a slot": lambda: Slotted(NAME),
+    "a deque": lambda: deque([NAME]),
+    "a queue": lambda: queued(("x", NAME)),
+    "a closure": lambda: closed(NAME),
+    "a future's callback": lambda: called_back(NAME),
+    "a part of a longer name": lambda: [f"{NAME}_layer.0"],
+    "a message": lambda: [b"done:" + NAME.encode()],
+    "a bound method": lambda: Holder(NAME).__init__,
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_is_held_is_found(name: str) -> None:
+    assert books.named([Holder(HELD[name]())], [NAME, "chatcmpl-2"]) == {NAME}
+
+
+def test_a_coroutine_that_waits_is_found() -> None:
+    async def look() -> set[str] | None:
+        task = asyncio.create_task(receives(NAME))
+        await asyncio.sleep(0)
+        try:
+            return books.named([Holder(task)], [NAME])
+        finally:
+            task.cancel()
+
+    assert asyncio.run(look()) == {NAME}
+
+
+def test_what_a_thread_has_in_hand_is_found() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def receive(name: str) -> str:
+        begun.set()
+        over.wait(30)
+        return name
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(receive, NAME)
+        assert begun.wait(30)
+        try:
+            assert books.named(books.threads(), [NAME]) == {NAME}
+        finally:
+            over.set()
+        running.result()
+
+
+def test_what_is_not_held_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A function's module knows all kinds of things.
+    monkeypatch.setitem(globals(), "chatcmpl", NAME + "7")
+    assert books.named([Holder(closed("another")), threading], [NAME + "7"]) == set()
+
+
+def test_a_connector_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "OBJECTS", 50)
+    assert books.named([[[number] for number in range(100)]], [NAME]) is None
