@@ -62,6 +62,25 @@ def test_a_service(lab: Any, manager: Manager, place: str, monkeypatch: pytest.M
     assert lab.state("a") == "stopped"
 
 
+def test_a_server_that_fails_leaves_its_cause(
+    lab: Any, manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(notify.SOCKET, place)
+    serve = lab.hold("a")
+    lab.kill(lab.process("a", "engine").pid)
+    serve.communicate(timeout=40)
+    last = [line for line in manager.heard() if line.startswith("STATUS=")][-1]
+    assert last.startswith("STATUS=failed: engine (pid ")
+    lab.hold("b", exits=7).communicate(timeout=40)
+    assert "STATUS=failed: vLLM exited with status 7" in manager.heard()[-1]
+
+
+def test_a_status_is_one_line(manager: Manager, place: str) -> None:
+    notifier = Notifier(Folder("a"), {notify.SOCKET: place})
+    notifier.status("it failed:\n  no memory\nMAINPID=1")
+    assert manager.heard() == ["STATUS=it failed: no memory MAINPID=1"]
+
+
 def test_what_the_watchdog_aborts_is_taken_down_at_once(lab: Any) -> None:
     record = lab.hold("a") and lab.record("a")
     serve = lab.foreground[-1]

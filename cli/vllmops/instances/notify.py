@@ -26,7 +26,7 @@ class Notifier:
         self.folder = folder
         self.place = environment.get(SOCKET, "")
         period, pid = environment.get(PERIOD, ""), environment.get(FOR_PID, "")
-        self.said = ""
+        self.said = (False, "")
         self.over = threading.Event()
         if self.place and period.isdecimal() and pid in {"", str(os.getpid())}:
             wait_s = int(period) / 1e6 / 3
@@ -44,7 +44,7 @@ class Notifier:
                 if verdict_ is None or verdict_.live:
                     self.tell("WATCHDOG=1")
                 else:
-                    self.tell(f"STATUS={verdict_.line('liveness')}")
+                    self.status(verdict_.line("liveness"))
 
     def follow(self, record: Record) -> None:
         """Tell how far an instance is.
@@ -52,12 +52,21 @@ class Notifier:
         Args:
             record: as it is now.
         """
-        said = f"STATUS={record.note or record.stage}"
-        if record.state is State.READY:
-            said = f"READY=1\nSTATUS={record.note or 'ready'}"
-        if said != self.said:
-            self.tell(said)
-        self.said = said
+        ready, said = record.state is State.READY, record.note or record.stage
+        if record.state.over:  # it stands beside a service that failed, until that starts again
+            said = f"{record.state}: {record.failure.cause}" if record.failure else record.state
+        if (ready, said) != self.said:
+            self.status(said, "READY=1\n" if ready else "")
+        self.said = (ready, said)
+
+    def status(self, text: str, before: str = "") -> None:
+        """Tell one line, which `systemctl status` shows.
+
+        Args:
+            text: it may have several, say an error's; systemd would obey the others.
+            before: what else is to be told, each with the end of its line.
+        """
+        self.tell(f"{before}STATUS={' '.join(text.split())}")
 
     def stopping(self) -> None:
         """Tell that the service ends because somebody wants that."""
