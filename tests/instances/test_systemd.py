@@ -60,7 +60,7 @@ def asked(service: Service, seconds: float) -> Iterator[None]:
 
 
 def test_a_service_lives_and_stops(service: Service, model: Path) -> None:
-    play(service, model, ready_s=1)
+    play(service, model, ready_s=2)
     service.begin()
     until(lambda: service.status == "loading weights")
     assert service.state == "activating"
@@ -72,10 +72,11 @@ def test_a_service_lives_and_stops(service: Service, model: Path) -> None:
         owner = service.manager.run("stat", "--format=%U", f"/proc/{process.pid}").stdout
         assert owner == "vllm\n"
     assert "Application startup complete" in service.log
-    with asked(service, 2):
+    with asked(service, 60):
         service.begin("stop")
         until(lambda: "requests in flight: 1" in service.status)
         assert service.shows("SubState") == "stop-sigterm"
+        service.kill("serve", signal.SIGTERM)  # a second one ends the drain
         until(lambda: service.state == "inactive")
     assert service.shows("Result") == "success"
     assert (service.record.state, service.restarts) == ("stopped", 0)
