@@ -110,6 +110,20 @@ def test_the_watchdog_is_fed_by_progress(
         other.close()
 
 
+def test_what_can_not_be_judged_is_fed(
+    manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Path) -> Verdict:
+        raise KeyError("state")  # a record of another version, say
+
+    monkeypatch.setattr(notify, "verdict", broken)
+    notifier = Notifier(Folder("a"), {notify.SOCKET: place, notify.PERIOD: "300000"})
+    try:
+        until(lambda: manager.heard().count("WATCHDOG=1") >= 2, 5)
+    finally:
+        notifier.close()
+
+
 def test_without_systemd_nothing_is_told(home: Path) -> None:
     Notifier(Folder("a"), {}).tell("READY=1")
     Notifier(Folder("a"), {notify.SOCKET: str(home / "gone")}).tell("READY=1")

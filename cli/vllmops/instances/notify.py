@@ -39,12 +39,13 @@ class Notifier:
             wait_s: seconds between two looks.
         """
         while not self.over.wait(wait_s):
-            with suppress(Exception):
-                verdict_ = verdict(self.folder.path)
-                if verdict_ is None or verdict_.live:
-                    self.tell("WATCHDOG=1")
-                else:
-                    self.status(verdict_.line("liveness"))
+            found = None
+            with suppress(Exception):  # what can't be read proves no stall
+                found = verdict(self.folder.path)
+            if found is None or found.live:
+                self.tell("WATCHDOG=1")
+            else:
+                self.status(found.line("liveness"))
 
     def follow(self, record: Record) -> None:
         """Tell how far an instance is.
