@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from vllmops.instances import notify
+from vllmops.instances import launch, notify
 from vllmops.instances.notify import Notifier
-from vllmops.instances.record import Folder
+from vllmops.instances.record import Folder, State
 from vllmops.protocol.probe import Verdict
 
 from ..support.waiting import until
@@ -97,6 +98,8 @@ def test_the_watchdog_is_fed_by_progress(
     environment = {notify.SOCKET: place, notify.PERIOD: "300000"}
     other = Notifier(Folder("a"), {**environment, notify.FOR_PID: "1"})  # it is for another process
     notifier = Notifier(Folder("a"), {**environment, notify.FOR_PID: str(os.getpid())})
+    plan = launch.plan(launch.Order("m", name="a", port=1), "a", 1)
+    notifier.follow(msgspec.structs.replace(plan, state=State.READY, stage="ready"))
     try:
         until(lambda: manager.heard().count("WATCHDOG=1") >= 3)
         now[0] = Verdict(live=False, ready=False, started=True, reason="stuck", evidence="b")
@@ -105,6 +108,10 @@ def test_the_watchdog_is_fed_by_progress(
         seen = len(manager.heard())
         until(lambda: len(manager.heard()) >= seen + 3)
         assert manager.heard().count("WATCHDOG=1") == fed
+        now[0] = Verdict(live=True, ready=True, started=True)
+        until(lambda: manager.heard().count("WATCHDOG=1") > fed)
+        statuses = [line for line in manager.heard() if line.startswith("STATUS=")]
+        assert statuses[-1] == "STATUS=ready"  # as before
     finally:
         notifier.close()
         other.close()

@@ -38,14 +38,19 @@ class Notifier:
         Args:
             wait_s: seconds between two looks.
         """
+        stuck = False
         while not self.over.wait(wait_s):
             found = None
             with suppress(Exception):  # what can't be read proves no stall
                 found = verdict(self.folder.path)
-            if found is None or found.live:
-                self.tell("WATCHDOG=1")
-            else:
+            if found and not found.live:
                 self.status(found.line("liveness"))
+                stuck = True
+                continue
+            self.tell("WATCHDOG=1")
+            if stuck:
+                self.status(self.said[1])
+                stuck = False
 
     def follow(self, record: Record) -> None:
         """Tell how far an instance is.
