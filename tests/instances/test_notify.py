@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from vllmops.instances import notify
+from vllmops.instances import launch, notify
 from vllmops.instances.notify import Notifier
-from vllmops.instances.record import Folder
+from vllmops.instances.record import Folder, State
 from vllmops.protocol.probe import Verdict
 
 from ..support.waiting import until
@@ -62,6 +63,25 @@ def test_a_service(lab: Any, manager: Manager, place: str, monkeypatch: pytest.M
     assert lab.state("a") == "stopped"
 
 
+def test_a_server_that_fails_leaves_its_cause(
+    lab: Any, manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(notify.SOCKET, place)
+    serve = lab.hold("a")
+    lab.kill(lab.process("a", "engine").pid)
+    serve.communicate(timeout=40)
+    last = [line for line in manager.heard() if line.startswith("STATUS=")][-1]
+    assert last.startswith("STATUS=failed: engine (pid ")
+    lab.hold("b", exits=7).communicate(timeout=40)
+    assert "STATUS=failed: vLLM exited with status 7" in manager.heard()[-1]
+
+
+def test_a_status_is_one_line(manager: Manager, place: str) -> None:
+    notifier = Notifier(Folder("a"), {notify.SOCKET: place})
+    notifier.status("it failed:\n  no memory\nMAINPID=1")
+    assert manager.heard() == ["STATUS=it failed: no memory MAINPID=1"]
+
+
 def test_what_the_watchdog_aborts_is_taken_down_at_once(lab: Any) -> None:
     record = lab.hold("a") and lab.record("a")
     serve = lab.foreground[-1]
@@ -78,6 +98,8 @@ def test_the_watchdog_is_fed_by_progress(
     environment = {notify.SOCKET: place, notify.PERIOD: "300000"}
     other = Notifier(Folder("a"), {**environment, notify.FOR_PID: "1"})  # it is for another process
     notifier = Notifier(Folder("a"), {**environment, notify.FOR_PID: str(os.getpid())})
+    plan = launch.plan(launch.Order("m", name="a", port=1), "a", 1)
+    notifier.follow(msgspec.structs.replace(plan, state=State.READY, stage="ready"))
     try:
         until(lambda: manager.heard().count("WATCHDOG=1") >= 3)
         now[0] = Verdict(live=False, ready=False, started=True, reason="stuck", evidence="b")
@@ -86,9 +108,27 @@ def test_the_watchdog_is_fed_by_progress(
         seen = len(manager.heard())
         until(lambda: len(manager.heard()) >= seen + 3)
         assert manager.heard().count("WATCHDOG=1") == fed
+        now[0] = Verdict(live=True, ready=True, started=True)
+        until(lambda: manager.heard().count("WATCHDOG=1") > fed)
+        statuses = [line for line in manager.heard() if line.startswith("STATUS=")]
+        assert statuses[-1] == "STATUS=ready"  # as before
     finally:
         notifier.close()
         other.close()
+
+
+def test_what_can_not_be_judged_is_fed(
+    manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Path) -> Verdict:
+        raise KeyError("state")  # a record of another version, say
+
+    monkeypatch.setattr(notify, "verdict", broken)
+    notifier = Notifier(Folder("a"), {notify.SOCKET: place, notify.PERIOD: "300000"})
+    try:
+        until(lambda: manager.heard().count("WATCHDOG=1") >= 2, 5)
+    finally:
+        notifier.close()
 
 
 def test_without_systemd_nothing_is_told(home: Path) -> None:

@@ -192,6 +192,18 @@ def test_everything_died_in_the_meantime(lab: Any) -> None:
     assert "while it had no supervisor" in lab.record("a").failure.cause
 
 
+def test_what_was_killed_with_its_supervisor_leaves_no_memory_behind(lab: Any) -> None:
+    """As systemd does it, at once to all, if `serve` itself dies; then it starts the next one."""
+    record = lab.serve("a")
+    assert record.segments
+    lab.kill_supervisor("a")
+    for process in reversed(record.processes):
+        lab.kill(process.pid)
+    until(lambda: not any(alive(process) for process in record.processes))
+    lab.serve("a")
+    lab.nothing_left(msgspec.structs.replace(record, port=None))
+
+
 @long
 def test_only_the_root_died_in_the_meantime(lab: Any) -> None:
     record = lab.serve("a")

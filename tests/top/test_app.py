@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from vllmops.streams import UNSAFE
 from vllmops.top import actions
 from vllmops.top.app import Top
-from vllmops.top.look import Board
+from vllmops.top.look import Asked, Board
 
 from ..support.extent import EVERYTHING
 from .looks import board, hostile, one, stalled, unreachable, working
@@ -174,6 +174,21 @@ def test_without_requests_none_is_ended(ran: list[tuple[str, ...]]) -> None:
         await pilot.press("a", "y")
         await settled(app, pilot)
         assert ran == []
+
+    play(board(**{AWAY: [unreachable()]}), script)
+
+
+def test_no_requests_are_told_from_those_that_are_not_seen() -> None:
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        await pilot.press("r")
+        await settled(app, pilot, "not seen: gpu7.example does not answer")
+        await pilot.press("f")
+        shown = await settled(app, pilot, f"{AWAY}: gpu7.example does not answer")
+        assert not [line for line in shown if f"{AWAY}: {AWAY}" in line]
+        app.board.followers[AWAY].looks = (one(31.0, asked=Asked()),)
+        app.refresh_rows()
+        await pilot.press("r")
+        await settled(app, pilot, "none in flight", "u Resume")
 
     play(board(**{AWAY: [unreachable()]}), script)
 

@@ -36,7 +36,7 @@ FRESH_S = 0.5  # several probes of one moment share a look
 def probe(
     target: Target = None,
     liveness: Annotated[
-        bool, typer.Option("--liveness", help="Whether it is no use to wait any longer.")
+        bool, typer.Option("--liveness", help="Whether it lives; if not, only a restart helps.")
     ] = False,
     readiness: Annotated[
         bool, typer.Option("--readiness", help="Whether to send new requests.")
@@ -54,11 +54,11 @@ def probe(
 ) -> Result:
     """Say whether a server lives, is ready, or has started.
 
-    Exit code 0 for yes, 1 for no. Requests and tokens decide, not /health. A
-    server is not live only if it has ended, or if `vllmops watch` is sure of a
-    stall and has kept the evidence; so --liveness needs a watch, as `serve
-    --probe-port` starts it. It is not ready while it starts, drains, is paused
-    or asleep, or seems to stall.
+    Exit code 0 for yes, 1 for no. Requests and tokens decide, not /health. It
+    does not live if it has ended, or if `vllmops watch` is sure of a stall and
+    has kept the evidence; so --liveness needs a watch, as `serve --probe-port`
+    starts it. It is not ready while it starts, drains, is paused or asleep, or
+    seems to stall.
     """
     kinds = [
         kind for kind, asked in zip(WORDS, (liveness, readiness, startup), strict=True) if asked

@@ -30,7 +30,7 @@ from ..protocol.socket import PATH_BYTES
 from ..store.opening import CLASS
 from ..store.settings import STORE
 from ..targets import NAME
-from . import logs
+from . import logs, takedown
 from .record import Folder, Record, State, create_root, folders, named
 from .servers import find
 
@@ -425,6 +425,7 @@ def reserve(order: Order) -> Reserved:
             if held is not None:
                 os.close(held)
             raise
+        sweep(folder)
         record = plan(order, folder.name, port)
         try:
             folder.write(record)
@@ -470,6 +471,13 @@ def left_running(folder: Folder) -> bool:
     """Whether an instance without a supervisor still has processes."""
     record = folder.read()
     return record is not None and any(map(alive, record.processes))
+
+
+def sweep(folder: Folder) -> None:
+    """Remove what an instance left that was killed together with its supervisor."""
+    record = folder.read()
+    if record is not None and not record.state.over:
+        takedown.take_down(record.processes, segments=record.segments)
 
 
 def live_records() -> list[Record]:

@@ -26,7 +26,7 @@ class Notifier:
         self.folder = folder
         self.place = environment.get(SOCKET, "")
         period, pid = environment.get(PERIOD, ""), environment.get(FOR_PID, "")
-        self.said = ""
+        self.said = (False, "")
         self.over = threading.Event()
         if self.place and period.isdecimal() and pid in {"", str(os.getpid())}:
             wait_s = int(period) / 1e6 / 3
@@ -38,13 +38,19 @@ class Notifier:
         Args:
             wait_s: seconds between two looks.
         """
+        stuck = False
         while not self.over.wait(wait_s):
-            with suppress(Exception):
-                verdict_ = verdict(self.folder.path)
-                if verdict_ is None or verdict_.live:
-                    self.tell("WATCHDOG=1")
-                else:
-                    self.tell(f"STATUS={verdict_.line('liveness')}")
+            found = None
+            with suppress(Exception):  # what can't be read proves no stall
+                found = verdict(self.folder.path)
+            if found and not found.live:
+                self.status(found.line("liveness"))
+                stuck = True
+                continue
+            self.tell("WATCHDOG=1")
+            if stuck:
+                self.status(self.said[1])
+                stuck = False
 
     def follow(self, record: Record) -> None:
         """Tell how far an instance is.
@@ -52,12 +58,21 @@ class Notifier:
         Args:
             record: as it is now.
         """
-        said = f"STATUS={record.note or record.stage}"
-        if record.state is State.READY:
-            said = f"READY=1\nSTATUS={record.note or 'ready'}"
-        if said != self.said:
-            self.tell(said)
-        self.said = said
+        ready, said = record.state is State.READY, record.note or record.stage
+        if record.state.over:  # it stands beside a service that failed, until that starts again
+            said = f"{record.state}: {record.failure.cause}" if record.failure else record.state
+        if (ready, said) != self.said:
+            self.status(said, "READY=1\n" if ready else "")
+        self.said = (ready, said)
+
+    def status(self, text: str, before: str = "") -> None:
+        """Tell one line, which `systemctl status` shows.
+
+        Args:
+            text: it may have several, say an error's; systemd would obey the others.
+            before: what else is to be told, each with the end of its line.
+        """
+        self.tell(f"{before}STATUS={' '.join(text.split())}")
 
     def stopping(self) -> None:
         """Tell that the service ends because somebody wants that."""

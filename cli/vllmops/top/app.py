@@ -147,7 +147,7 @@ class Top(App[None]):
         Binding("b", "bundle", "Bundle"),
         Binding("h", "heal", "Heal"),
         Binding("x", "drain", "Drain"),
-        Binding("u", "resume", "Resume", show=False),
+        Binding("u", "resume", "Resume"),
         Binding("a", "abort", "Abort"),
         Binding("s", "stacks", "Stacks"),
         Binding("f", "tab('findings')", "Findings", show=False),
@@ -331,12 +331,15 @@ class Top(App[None]):
         if not self.events:
             lines.append(Line(0, "no findings so far; d runs doctor, which looks closer"))
         for part in row.unseen:
-            lines.append(Line(0, f"{row.target}: {part.part}: {part.why}", "yellow"))
+            names = dict.fromkeys((row.target, part.part))  # of the server itself, one
+            lines.append(Line(0, ": ".join((*names, part.why)), "yellow"))
             lines += [Line(2, f"hint: {part.hint}")] if part.hint else []
         self.say("#told", wrapped(lines))
 
     def show_requests(self, row: ServerRow) -> None:
-        listed = (row.target, *((each.id, *screen.request(each)) for each in row.requests))
+        hidden = [each.why for each in row.unseen if each.part.startswith(("requests", row.target))]
+        none = f"not seen: {hidden[0]}" if hidden else "none in flight"
+        listed = (row.target, none, *((each.id, *screen.request(each)) for each in row.requests))
         if listed == self.listed:
             return
         self.listed = listed
@@ -350,6 +353,8 @@ class Top(App[None]):
             if each.id and each.id == chosen:
                 at = index
         self.request_ids = [each.id for each in row.requests[:MOST_REQUESTS]]
+        if not row.requests:
+            table.add_row(plain(none, "dim"))
         if table.row_count:
             table.move_cursor(row=min(at, table.row_count - 1))
 
