@@ -70,14 +70,18 @@ def hypotheses(scene: Scene) -> list[Hit]:
 def _both(hit: Hit, other: Hit) -> Hit:
     """One hit with the evidence of two that say the same, and the higher confidence."""
     surer = max(hit, other, key=lambda hit_: RANKS.index(hit_.confidence))
-    # A process whose stack is there tells more than "the GPU".
-    named = other if hit.subject.startswith("the ") else hit
+    named = min(hit, other, key=lambda hit_: _vague(hit_.subject))
     return dataclasses.replace(
         named,
         confidence=surer.confidence,
         doubts=surer.doubts,
         lines=tuple(dict.fromkeys((*hit.lines, *other.lines))),
     )
+
+
+def _vague(subject: str) -> int:
+    """How little a subject tells: a process whose stack is there tells more than "the GPU"."""
+    return 2 if subject == "the server" else 1 if subject.startswith("the ") else 0
 
 
 def _hits_of(clue: Clue) -> Iterator[Hit]:
@@ -88,6 +92,9 @@ def _hits_of(clue: Clue) -> Iterator[Hit]:
             "possible" if index else clue.confidence,
             (clue.line,),
             clue.subject,
+            victims=clue.victims,
+            phase=clue.phase,
+            waits_for=clue.waits_for,
             doubts=("two captures some seconds apart that do not move make it likely",)
             if clue.confidence == "possible"
             else (),
