@@ -377,6 +377,12 @@ def test_the_texts_of_the_field() -> None:
     assert not [case.name for case in found if case.is_false_alarm]
     assert not [case.name for case in hangs if not case.is_within(2)]
     assert sum(case.is_within(1) for case in hangs) >= 0.9 * len(hangs)
+    assert not [case.name for case in hangs if case.is_wrong_hang]
+    rooted = [case for case in hangs if case.root]
+    assert len(rooted) > 30
+    assert sum(case.is_root_right for case in rooted) >= 0.9 * len(rooted)
+    phased = [case for case in hangs if case.phase]
+    assert sum(case.is_phase_right for case in phased) >= 0.9 * len(phased)
 
 
 def test_an_interval() -> None:
