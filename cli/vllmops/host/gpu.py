@@ -57,15 +57,14 @@ class Gpus:
 
     def xids(self) -> list[Xid]:
         """The errors that the driver told since `listen`."""
-        nvml = self.nvml if self.events else None
-        for _ in range(MOST_EVENTS if nvml else 0):
+        for _ in range(MOST_EVENTS if self.events else 0):
+            nvml = self.nvml
             try:
                 event = nvml.nvmlEventSetWait_v2(self.events, 0)
                 address = nvml.nvmlDeviceGetPciInfo(event.device).busId
             except (nvml.NVMLError, AttributeError):  # a time-out: there is no more
                 break
-            found = (pci(address), int(event.eventData), time.monotonic())
-            self.reported.append(found)
+            self.reported.append((pci(address), int(event.eventData), time.monotonic()))
         now = time.monotonic()
         return [Xid(gpu, number, "told by NVML", now - at) for gpu, number, at in self.reported]
 
