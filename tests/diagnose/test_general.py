@@ -275,6 +275,24 @@ def test_sentences_tell_the_victims_and_the_phase() -> None:
     assert (finding.phase, bool(finding.waits_for)) == ("running the model", True)
 
 
+def test_a_collective_in_a_connector_s_code_waits_for_the_ranks() -> None:
+    """It looks the same on all ranks but one, so who is missing counts, and no transfer."""
+    frames = """\
+    all_reduce (torch/distributed/distributed_c10d.py:3075)
+    agree_on_blocks (acme_lmcache/lmcache/v1/cache_tree.py:196)
+    schedule (vllm/v1/core/sched/scheduler.py:300)
+"""
+    other = frames.replace("all_reduce", "broadcast")
+    finding = first(worker(0, frames) + worker(1, other) + worker(2, other))
+    assert (finding.code, finding.subject) == ("stack.collective-mismatch", "Worker_TP0 200")
+
+
+def test_a_query_of_nvidia_smi_that_ends_the_text() -> None:
+    rows = "utilization.gpu [%], utilization.memory [%], temperature.gpu, power.draw [W]\n"
+    finding = first(f"{rows}97 %, 0 %, 51, 19.10 W")
+    assert finding.code == "stack.gpu-kernel-stuck"
+
+
 def test_a_compiler_that_runs_is_work() -> None:
     frames = "    make_cubin (triton/backends/nvidia/compiler.py:430)\n"
     table = "root 5511 99.0 ptxas -arch=sm_90a /tmp/x.ptx -o /tmp/x.cubin\n"

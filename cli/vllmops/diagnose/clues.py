@@ -178,7 +178,7 @@ def compiles(text: str) -> bool:
 
 def gpu(text: str) -> str:
     """What nvidia-smi shows: ``spins`` (busy with few watts), ``idle``, ``works``, or nothing."""
-    if "%" not in text or not any(words in text for words in ("W /", " W\n", "W  /")):
+    if "%" not in text or not any(words in f"{text}\n" for words in ("W /", " W\n", "W  /")):
         return ""
     rows = {
         _state(int(row["busy"]), watts < FEW_WATTS * float(row["limit"]))

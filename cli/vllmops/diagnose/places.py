@@ -269,6 +269,8 @@ def place_of(process: ProcessStacks, thread: Thread) -> Position:
     wait, at = min(waits, key=lambda row: (_order()[row[0]], row[1]))
     if wait in {"metadata", "structure"} and waits_of(telling)[:1] != (wait,):
         wait, at = "call", frames.index(telling)
+    if wait == "transfer" and waits_of(telling)[:1] == ("collective",):
+        wait, at = "collective", frames.index(telling)  # what a connector does with other ranks
     entered = wait == "collective" and any(
         ENTERED.search(frame.short_file) or DRIVERS.search(frame.short_file) for frame in inner[:3]
     )
