@@ -1,9 +1,14 @@
 """How often `stacks explain` is right, on a folder of labelled texts.
 
-The folder has a text ``NAME.txt`` for each line ``NAME, source, what, truth, label`` of its
-``INDEX.tsv``, with tabs between. A label is an id of the catalogue, ``none`` for a healthy server,
-or ``unknown`` where the text decides nothing; ``(accept a, b)`` in the truth names ids that are
-right, too.
+The folder has a text ``NAME.txt`` for each line ``NAME, source, what, truth, label, root, phase``
+of its ``INDEX.tsv``, with tabs between. A label is an id of the catalogue, ``none`` for a healthy
+server, or ``unknown`` where the text decides nothing; ``(accept a, b)`` in the truth names ids
+that are right, too. The last two columns may be missing, or ``-`` where the text does not tell:
+
+- root: the processes that are the cause, and no other, each as a pattern, with commas between.
+- phase: the ids of ``frames.toml`` that are right, with ``|`` between.
+
+They are judged by the first answer, whatever cause it names.
 """
 
 from __future__ import annotations
@@ -16,11 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllmops import output
+from vllmops.diagnose.places import tables
 from vllmops.diagnose.stacks import Explanation, StackFinding, explain
 from vllmops.stacks.paste import read
 
 HEALTHY = {"none", "unknown", "idle-spin-normal"}
 Z = 1.96  # 95 %
+PROCESSES = re.compile(r", (?![^<>]*>)")  # the name of a kernel may have commas
+WORDS = r"(?i)(?<![a-z\d])(?:{})(?![a-z\d])"
 LEVELS = ("possible", "likely", "sure")
 
 
@@ -32,11 +40,15 @@ class Case:
         name: of its file.
         right: the ids that are right, the label first.
         found: the explanation.
+        root: patterns of the processes that are the cause; empty if the label names none.
+        phase: the titles of the phases that are right; empty if the label names none.
     """
 
     name: str
     right: tuple[str, ...]
     found: Explanation
+    root: tuple[str, ...] = ()
+    phase: frozenset[str] = frozenset()
 
     @property
     def label(self) -> str:
@@ -49,6 +61,20 @@ class Case:
     def is_within(self, count: int) -> bool:
         """Whether one of the first answers is right."""
         return not set(self.right).isdisjoint(self.answers[:count])
+
+    @property
+    def is_root_right(self) -> bool:
+        """Whether the first answer names the processes that are the cause, and no other."""
+        if not self.found.findings:
+            return False
+        named = PROCESSES.split(self.found.findings[0].subject)
+        return len(named) == len(self.root) and all(
+            any(re.search(WORDS.format(pattern), name) for name in named) for pattern in self.root
+        )
+
+    @property
+    def is_phase_right(self) -> bool:
+        return bool(self.found.findings) and self.found.findings[0].phase in self.phase
 
     @property
     def is_false_alarm(self) -> bool:
@@ -102,12 +128,22 @@ def cases(folder: Path) -> list[Case]:
         OSError: a text or the index is missing.
     """
     found = []
+    titles = {phase.id: phase.title for phase in tables().phase}
     for line in (folder / "INDEX.tsv").read_text().splitlines():
-        name, _, _, truth, label = line.split("\t")
+        name, _, _, truth, label, *more = line.split("\t")
+        root, phase = (*more, "-", "-")[:2]
         accepted = re.search(r"\(accept ([\w, -]+?)(?: too)?\)", truth)
         also = [word.strip() for word in accepted[1].split(",")] if accepted else []
         text = (folder / f"{name}.txt").read_text()
-        found.append(Case(name, (label.strip(), *also), explain(read(text, f"{name}.txt"))))
+        found.append(
+            Case(
+                name,
+                (label.strip(), *also),
+                explain(read(text, f"{name}.txt")),
+                root=() if root == "-" else tuple(root.split(",")),
+                phase=frozenset(titles[word] for word in phase.split("|") if word != "-"),
+            )
+        )
     return found
 
 
@@ -118,11 +154,20 @@ def report(folder: Path, say: Callable[[str], None] = output.say) -> bool:
     for case in found:
         if case.is_false_alarm or (case.label not in HEALTHY and not case.is_within(1)):
             kind = "false alarm" if case.is_false_alarm else "second" if case.is_within(2) else "no"
+            kind = "wrong hang" if case.is_wrong_hang else kind
             say(f"{kind}: {case.name}: {case.label}; answers {', '.join(case.answers) or 'none'}")
+        for what, told, right in (
+            ("root", case.root, case.is_root_right),
+            ("phase", case.phase, case.is_phase_right),
+        ):
+            if told and not right:
+                say(f"{what}: {case.name}: {', '.join(sorted(told))}; answers {_told(case, what)}")
     alarms = [case for case in found if case.is_false_alarm]
     say(f"{len(found)} texts: {len(hangs)} hangs, {len(found) - len(hangs)} others")
     say(f"first: {count(case.is_within(1) for case in hangs)}")
     say(f"within two: {count(case.is_within(2) for case in hangs)}")
+    say(f"root: {count(case.is_root_right for case in hangs if case.root)}")
+    say(f"phase: {count(case.is_phase_right for case in hangs if case.phase)}")
     say(f"wrong, and called a hang: {count(case.is_wrong_hang for case in hangs)}")
     say(f"false alarms: {len(alarms)} of {len(found) - len(hangs)}")
     quiet = [case.found.verdict == "maybe" for case in found if case.label in HEALTHY]
@@ -130,6 +175,12 @@ def report(folder: Path, say: Callable[[str], None] = output.say) -> bool:
     classes(found)
     calibration(found)
     return not alarms
+
+
+def _told(case: Case, what: str) -> str:
+    """What the first answer says of the root or the phase."""
+    first = case.found.findings[0] if case.found.findings else None
+    return ((first.subject if what == "root" else first.phase) if first else "") or "none"
 
 
 def count(values: Iterable[bool]) -> Tally:

@@ -196,6 +196,158 @@ def test_a_process_whose_title_lacks_its_ranks_is_named_by_them() -> None:
     assert label(process) == "worker DP1 7"
 
 
+def test_an_engine_that_writes_waits_for_the_worker_that_does_not_read() -> None:
+    engine = ENGINE.replace("get_response", "collective_rpc").replace("dequeue", "enqueue")
+    finding = first(engine.replace("acquire_read", "acquire_write") + worker(1, BEFORE))
+    assert (finding.subject, finding.victims) == ("Worker_TP1 201", ("EngineCore 100",))
+
+
+LINE = (
+    "INFO [shm_broadcast.py:681] No available shared memory broadcast block found in 60 seconds.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ("    hipStreamSynchronize (libamdhip64.so.7)\n", "gpu-kernel-stuck"),
+        ("    cuLibraryLoadData (libcuda.so.1)\n", "module-load-stuck"),
+        ("    clFinish (libOpenCL.so.1)\n", "gpu-kernel-stuck"),
+    ],
+)
+def test_what_the_worker_does_tells_more_than_that_it_is_stuck(frames: str, code: str) -> None:
+    """On platforms that no signature lists."""
+    found = explain(read(LINE + ENGINE + worker(0, frames)))
+    assert found.verdict == "hang"
+    assert [f.code for f in found.findings] == [f"stack.{code}"]
+    assert found.findings[0].subject == "Worker_TP0 200"
+
+
+def test_a_signature_s_root_is_who_waits_for_nobody() -> None:
+    pushed = "    crunch (acme/hooks.py:12)\n"
+    (finding,) = explain(read(LINE + ENGINE + worker(0, pushed))).findings
+    assert (finding.code, finding.subject) == ("stack.worker-stuck-broadcast", "Worker_TP0 200")
+    assert (finding.victims, finding.phase) == (("EngineCore 100",), "running the model")
+
+
+HELPER = """\
+Thread 9 (idle): "Thread-2 (_flush)"
+    poll (libc.so.6)
+    communicate (acme/metrics.py:12)
+    run (threading.py:1010)
+    _bootstrap_inner (threading.py:1073)
+    _bootstrap (threading.py:1030)
+    0x7f259f405aa4 (libc.so.6)
+"""
+
+
+def test_a_helper_thread_of_a_process_whose_head_is_cut_is_no_root() -> None:
+    finding = first(HELPER + worker(1, DEEP))
+    assert (finding.code, finding.subject) == ("stack.collective-stall", "Worker_TP1 201")
+
+
+def test_a_thread_at_work_tells_more_than_a_main_thread_that_is_cut() -> None:
+    cut = "    decorate_context (torch/utils/_contextlib.py:120)\n    <module> (<string>:1)\n"
+    work = """\
+Thread 9 (idle): "Thread-2 (forward_thread_func)"
+    register_window (pynccl_wrapper.py:540)
+    ncclCommWindowRegister (pynccl.py:308)
+    forward (acme_vocab.py:476)
+    _bootstrap_inner (threading.py:1073)
+"""
+    finding = first(cut + work)
+    assert (finding.code, finding.phase) == ("stack.collective-stall", "running the model")
+
+
+def test_arrows_tell_which_end_of_a_stack_is_innermost() -> None:
+    text = """It hangs.
+TP0: execute_model → _prepare_inputs → broadcast_tensor_dict → broadcast
+TP1: execute_model → forward → tensor_model_parallel_all_gather → all_gather_into_tensor
+"""
+    finding = first(text)
+    assert (finding.code, finding.subject) == ("stack.collective-mismatch", "TP0, TP1")
+
+
+def test_sentences_tell_the_victims_and_the_phase() -> None:
+    text = "It hangs. TP1 is in `execute_model`, inside `cuModuleLoadData`; TP0 waits in `dequeue`."
+    finding = first(text)
+    assert (finding.subject, finding.victims) == ("TP 1", ("TP 0",))
+    assert (finding.phase, bool(finding.waits_for)) == ("running the model", True)
+
+
+def test_a_collective_in_a_connector_s_code_waits_for_the_ranks() -> None:
+    """It looks the same on all ranks but one, so who is missing counts, and no transfer."""
+    frames = """\
+    all_reduce (torch/distributed/distributed_c10d.py:3075)
+    agree_on_blocks (acme_lmcache/lmcache/v1/cache_tree.py:196)
+    schedule (vllm/v1/core/sched/scheduler.py:300)
+"""
+    other = frames.replace("all_reduce", "broadcast")
+    finding = first(worker(0, frames) + worker(1, other) + worker(2, other))
+    assert (finding.code, finding.subject) == ("stack.collective-mismatch", "Worker_TP0 200")
+
+
+def test_a_query_of_nvidia_smi_that_ends_the_text() -> None:
+    rows = "utilization.gpu [%], utilization.memory [%], temperature.gpu, power.draw [W]\n"
+    finding = first(f"{rows}97 %, 0 %, 51, 19.10 W")
+    assert finding.code == "stack.gpu-kernel-stuck"
+
+
+def test_a_compiler_that_runs_is_work() -> None:
+    frames = "    make_cubin (triton/backends/nvidia/compiler.py:430)\n"
+    table = "root 5511 99.0 ptxas -arch=sm_90a /tmp/x.ptx -o /tmp/x.cubin\n"
+    assert explain(read(worker(0, frames))).findings[0].code == "stack.jit-or-lock"
+    assert explain(read(table + worker(0, frames))).findings == ()
+
+
+def test_an_end_that_waits_for_the_other_ranks() -> None:
+    ending = """\
+Process 7: VLLM::Worker_TP0
+Thread 7 (active): "MainThread"
+    destroy_process_group (torch/distributed/distributed_c10d.py:2150)
+    shutdown (vllm/v1/executor/multiproc_executor.py:840)
+    worker_main (vllm/v1/executor/multiproc_executor.py:880)
+"""
+    finding = first(ending)
+    assert (finding.code, finding.phase) == ("stack.collective-stall", "shutting down")
+
+
+def test_a_structure_is_known_by_its_file() -> None:
+    frames = """\
+    _walk_once (sglang/srt/mem_cache/radix_cache.py:12)
+    match_prefix (sglang/srt/mem_cache/radix_cache.py:380)
+    get_next_batch_to_run (sglang/srt/managers/scheduler.py:1690)
+"""
+    assert first(worker(0, frames)).code == "stack.scheduler-python-spin"
+
+
+def test_a_forward_pass_is_known_by_its_name() -> None:
+    frames = "    put_rows (pool.py:12)\n    forward_prepare (acme_model.py:7)\n"
+    finding = first(f'Thread 3 (active): "MainThread"\n{frames}    ...\n')
+    assert (finding.code, finding.phase) == ("stack.gpu-kernel-stuck", "running the model")
+
+
+def test_ranks_of_one_count_are_written_together() -> None:
+    """As NCCL's RAS does it in a large job; the groups of a few name their ranks."""
+    ras = """\
+#0-0 (fa93) MISMATCH
+  Communicator ranks have different AllGather operation counts
+  30 ranks have launched up to operation {few}
+  2 ranks have launched up to operation 641
+  Rank 12 -- GPU 4 managed by process 3032 on node n1
+  Rank 13 -- GPU 5 managed by process 3033 on node n1
+"""
+    near, far = first(ras.format(few=640)), first(ras.format(few=612))
+    assert (near.code, near.subject) == ("stack.gpu-kernel-stuck", "30 ranks")
+    assert (far.code, far.subject) == ("stack.collective-mismatch", "30 ranks")
+    assert first(ras.format(few=700)).subject == "rank 12, rank 13"
+
+
+def test_a_server_that_is_not_named_tells_least() -> None:
+    line = "DEBUG [core_client.py:425] Waiting for 1 core engine proc(s) to start: {0}\n"
+    assert first("It hangs at the start.\n\n" + 4 * line).subject == "the engine"
+
+
 def test_a_rank_at_rest_is_missing_from_the_collective() -> None:
     rest = worker(1, REST).replace(LOOP.splitlines()[0] + "\n", "")
     finding = first(ENGINE + worker(0, DEEP) + rest)
@@ -243,6 +395,12 @@ def test_the_texts_of_the_field() -> None:
     assert not [case.name for case in found if case.is_false_alarm]
     assert not [case.name for case in hangs if not case.is_within(2)]
     assert sum(case.is_within(1) for case in hangs) >= 0.9 * len(hangs)
+    assert not [case.name for case in hangs if case.is_wrong_hang]
+    rooted = [case for case in hangs if case.root]
+    assert len(rooted) > 30
+    assert sum(case.is_root_right for case in rooted) >= 0.9 * len(rooted)
+    phased = [case for case in hangs if case.phase]
+    assert sum(case.is_phase_right for case in phased) >= 0.9 * len(phased)
 
 
 def test_an_interval() -> None:

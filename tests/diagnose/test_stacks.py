@@ -65,6 +65,15 @@ def test_every_signature_has_a_sample(signature: str) -> None:
     assert any(path.stem.partition(".")[0] == signature for path in SAMPLES)
 
 
+def test_an_engine_alone_that_schedules_is_no_livelock_yet() -> None:
+    worker = re.compile(r"Process \d+: VLLM::Worker.*?(?=Process |\Z)", re.DOTALL)
+    text = worker.sub("", sample("schedule-livelock"))
+    text = re.sub(r"(?m)^.*throughput.*\n", "", text)
+    found = answer(text)
+    assert {finding.confidence for finding in found.findings} == {"possible"}
+    assert any("no worker is here" in finding.sure for finding in found.findings)
+
+
 @pytest.mark.parametrize("path", SAMPLES, ids=name)
 def test_what_a_sample_is(path: Path) -> None:
     found = answer(path.read_text())

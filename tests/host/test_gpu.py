@@ -69,6 +69,45 @@ def test_what_lowers_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (hot.clock_mhz, hot.most_mhz, hot.by_pid) == (300, None, {7: 300})
 
 
+def test_errors_that_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells those that come while it is listened to; they are kept for later looks."""
+    found = module([])
+    told = [SimpleNamespace(device="a", eventData=79), SimpleNamespace(device="b", eventData=31)]
+
+    def wait(events: object, milliseconds: int) -> object:
+        assert (events, milliseconds) == ("set", 0)
+        if not told:
+            raise BrokenError
+        return told.pop(0)
+
+    registered: list[tuple[object, ...]] = []
+    found.nvmlEventTypeXidCriticalError = 8
+    found.nvmlEventSetCreate = lambda: "set"
+    found.nvmlDeviceRegisterEvents = lambda *words: registered.append(words)
+    found.nvmlEventSetWait_v2 = wait
+    found.nvmlDeviceGetPciInfo = lambda device: SimpleNamespace(
+        busId={"a": b"00000000:3B:00.0", "b": "00000001:5E:00.0"}[device]
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    gpus = Gpus()
+    assert gpus.xids() == []
+    assert not registered
+    gpus.listen()
+    assert registered == [(0, 8, "set"), (1, 8, "set")]
+    for _ in range(2):
+        assert [(xid.gpu, xid.number) for xid in gpus.xids()] == [
+            ("0000:3b:00", 79),
+            ("0001:5e:00", 31),
+        ]
+
+
+def test_a_driver_that_tells_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", module([]))
+    gpus = Gpus()
+    gpus.listen()
+    assert gpus.xids() == []
+
+
 def smi(**functions: object) -> SimpleNamespace:
     return SimpleNamespace(
         amdsmi_init=lambda: None, amdsmi_get_processor_handles=lambda: ["a"], **functions
@@ -84,11 +123,30 @@ def test_gpus_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
             "power_limit": 750_000_000,
         },
         amdsmi_get_gpu_vram_usage=lambda _: {"vram_total": 1024, "vram_used": 3},
+        AmdSmiClkType=SimpleNamespace(GFX="gfx"),
+        AmdSmiTemperatureType=SimpleNamespace(HOTSPOT="hot"),
+        AmdSmiTemperatureMetric=SimpleNamespace(CURRENT="now"),
+        amdsmi_get_clock_info=lambda _, kind: {"clk": 132, "max_clk": 2100} if kind else {},
+        amdsmi_get_temp_metric=lambda *words: 61 if words == ("a", "hot", "now") else None,
+        amdsmi_get_violation_status=lambda _: {
+            "active_ppt_pwr": True,
+            "active_hbm_thrm": True,
+            "active_vr_thrm": False,
+            "active_socket_thrm": "N/A",
+        },
+        amdsmi_get_gpu_process_list=lambda _: [
+            {"pid": 7, "mem": 900, "memory_usage": {"vram_mem": 700}},
+            {"pid": 8, "mem": 0, "memory_usage": {"vram_mem": 0}},
+            "N/A",
+        ],
     )
     monkeypatch.setitem(sys.modules, "amdsmi", found)
     (gpu,) = AmdGpus().states()
     assert (gpu.busy, gpu.memory_busy, gpu.watts, gpu.limit_watts) == (1.0, None, 140.0, 750.0)
     assert (gpu.used_bytes, gpu.total_bytes, gpu.name) == (3 << 20, 1 << 30, "")
+    assert (gpu.clock_mhz, gpu.most_mhz, gpu.celsius) == (132, 2100, 61)
+    assert (gpu.throttled, gpu.slowed_by) == (True, ("hbm_thrm", "ppt_pwr"))
+    assert gpu.by_pid == {7: 700}
 
 
 @pytest.mark.parametrize("found", [None, SimpleNamespace(), smi()])

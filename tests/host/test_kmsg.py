@@ -16,7 +16,7 @@ def record(age_s: float, text: str) -> str:
     return f"4,1234,{us},-;{text}\n SUBSYSTEM=pci\n DEVICE=+pci:0000:3b:00.0\n"
 
 
-def test_what_the_driver_reported_since(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_reported_since(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = [
         record(900, "NVRM: Xid (PCI:0000:3b:00): 31, pid=7, before the server began"),
         record(50, "NVRM: Xid (PCI:0000:3b:00): 79, pid=8, GPU has fallen off the bus."),
@@ -25,11 +25,50 @@ def test_what_the_driver_reported_since(monkeypatch: pytest.MonkeyPatch) -> None
         "no record at all",
     ]
     monkeypatch.setattr(kmsg, "records", lambda _: iter(log))
-    first, second = kmsg.xids(600)
+    (tmp_path / "kmsg").touch()
+    first, second = kmsg.xids(600, tmp_path / "kmsg")
     assert (first.gpu, first.number) == ("0000:3b:00", 79)
     assert first.text == "pid=8, GPU has fallen off the bus."
     assert first.age_s == pytest.approx(50, abs=5)
     assert (second.gpu, second.number, second.text) == ("0000:5e:00", 94, "Contained")
+
+
+JOURNAL = """\
+[    10.000001] node7 kernel: NVRM: Xid (PCI:0000:3b:00): 31, pid=7, before the server began
+[{at:.6f}] node7 kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid=8, GPU has fallen off the bus.
+[{at:.6f}] node7 kernel: usb 1-1: NVRM: Xid
+-- No entries --
+"""
+
+
+def test_the_journal_where_the_log_may_not_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a program that stands for journalctl: here is no systemd."""
+    at_s = time.clock_gettime(time.CLOCK_MONOTONIC) - 50
+    program = tmp_path / "journalctl"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{JOURNAL.format(at=at_s)}END\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (xid,) = kmsg.xids(100, tmp_path / "none")
+    assert (xid.gpu, xid.number, xid.text) == (
+        "0000:3b:00",
+        79,
+        "pid=8, GPU has fallen off the bus.",
+    )
+    assert xid.age_s == pytest.approx(50, abs=5)
+
+
+@pytest.mark.parametrize("script", ["exit 1", "sleep 60", "head -c 99 /dev/urandom"])
+def test_a_journal_that_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
+) -> None:
+    program = tmp_path / "journalctl"
+    program.write_text(f"#!/bin/sh\n{script.replace('sleep', 'exec sleep')}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(kmsg, "JOURNAL_S", 0.2)
+    assert kmsg.xids(100, tmp_path / "none") == ()
 
 
 def readable() -> Iterator[str]:
@@ -42,7 +81,8 @@ def test_the_real_log_is_read_to_its_end() -> None:
     assert time.monotonic() - began < 5
 
 
-def test_without_a_log(tmp_path: Path) -> None:
+def test_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert kmsg.xids(600, tmp_path / "none") == ()
     (tmp_path / "empty").touch()
     assert kmsg.xids(600, tmp_path / "empty") == ()

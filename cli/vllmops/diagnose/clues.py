@@ -26,6 +26,12 @@ ENQUEUED = (
     r"lastcompleted(?:NCCL)?work:(?P<done>\d+)"
 )
 LAUNCHED = r"Rank(?P<rank>\d+)haslauncheduptooperation(?P<seq>\d+)"
+# Ranks of one count together, in the text with its blanks; those of a small group are named below.
+TOGETHER = re.compile(
+    r"(?m)^\W*(?P<count>\d+) ranks have launched up to operation (?P<seq>\d+)"
+    r"(?P<named>(?:\n\W*Rank \d+ -- .*)*)"
+)
+NAMED = re.compile(r"Rank (\d+) -- ")
 ABORTED = r"\bABORT\b|\"abort_flag\": ?true"
 # The kernel of cuda-gdb's focus, of its table, or of a backtrace.
 KERNEL = (
@@ -71,12 +77,16 @@ class Clue:
         subject: the rank or the kernel that is the cause.
         line: the evidence.
         confidence: how certain the first one is.
+        victims, phase, waits_for: as of `Hit`, where the text tells them.
     """
 
     ids: tuple[str, ...]
     subject: str
     line: str
     confidence: Confidence = "possible"
+    victims: tuple[str, ...] = ()
+    phase: str = ""
+    waits_for: str = ""
 
 
 def clues(text: str, log: str) -> list[Clue]:
@@ -107,10 +117,16 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
     log = "".join(prose.reported(text).split())
     if chain := prose.chain_of(text, facts):
         line = "; ".join(_sentence(place) for place in (*chain.roots, *chain.victims))
-        subject = ", ".join(
-            dict.fromkeys(place.process.title or "a process" for place in chain.roots)
+        found.append(
+            Clue(
+                chain.ids,
+                ", ".join(_titles(chain.roots)),
+                f"as the text says: {line}",
+                victims=_titles(chain.victims),
+                phase=chain.roots[0].phase.title,
+                waits_for=chain.roots[0].waits_for,
+            )
         )
-        found.append(Clue(chain.ids, subject, f"as the text says: {line}"))
     for words, line in TIMED_OUT.items():
         if re.search(words, log):
             ids = LATE if "collective" in line else ("worker-stuck-broadcast",)
@@ -129,6 +145,10 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
         for name, sentence in signs.read(text).items()
     ]
     return found
+
+
+def _titles(places: Sequence[Position]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(place.process.title or "a process" for place in places))
 
 
 def _sentence(place: Position) -> str:
@@ -158,7 +178,7 @@ def compiles(text: str) -> bool:
 
 def gpu(text: str) -> str:
     """What nvidia-smi shows: ``spins`` (busy with few watts), ``idle``, ``works``, or nothing."""
-    if "%" not in text or not any(words in text for words in ("W /", " W\n", "W  /")):
+    if "%" not in text or not any(words in f"{text}\n" for words in ("W /", " W\n", "W  /")):
         return ""
     rows = {
         _state(int(row["busy"]), watts < FEW_WATTS * float(row["limit"]))
@@ -197,24 +217,38 @@ def _watchdog(_text: str, log: str) -> Iterator[Clue]:
         yield Clue(("collective-stall", "collective-mismatch"), names, line, "likely")
 
 
-def _lowest(ranks: dict[int, Any]) -> str:
+def _lowest(ranks: Mapping[int, Any]) -> str:
     least = min(ranks.values())
     return ", ".join(f"rank {rank}" for rank in sorted(ranks) if ranks[rank] == least)
 
 
-def _counted(ranks: dict[int, int], what: str, *, aborted: bool) -> Iterator[Clue]:
-    """Ranks by their number of operations: far apart is a mismatch; else they wait together."""
-    if not ranks:
+def _counted(
+    ranks: Mapping[int, int], what: str, *, aborted: bool, others: Mapping[int, int] | None = None
+) -> Iterator[Clue]:
+    """Ranks by their number of operations: far apart is a mismatch; else they wait together.
+
+    Args:
+        ranks: the number of operations by rank.
+        what: is counted.
+        aborted: whether a communicator was aborted.
+        others: how many ranks without a name have a number of operations.
+    """
+    counts = {*ranks.values(), *(others or {})}
+    if not counts:
         return
-    shown = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(ranks.items()))
-    spread = max(ranks.values()) - min(ranks.values())
+    shown = ", ".join(
+        [f"rank {rank}: {count}" for rank, count in sorted(ranks.items())]
+        + [f"{number} ranks: {count}" for count, number in sorted((others or {}).items())]
+    )
+    least = min(counts)
+    lowest = f"{others[least]} ranks" if others and least in others else _lowest(ranks)
     line = f"{what}: {shown}"
     if aborted:
         line += "; after an abort the counts may have run on"
-    if spread > SPREAD:
-        yield Clue(("collective-mismatch", "collective-stall"), _lowest(ranks), line)
+    if max(counts) - least > SPREAD:
+        yield Clue(("collective-mismatch", "collective-stall"), lowest, line)
     else:
-        yield Clue(("gpu-kernel-stuck", "collective-stall"), _lowest(ranks), line)
+        yield Clue(("gpu-kernel-stuck", "collective-stall"), lowest, line)
 
 
 def _enqueued(_text: str, log: str) -> Iterator[Clue]:
@@ -228,7 +262,14 @@ def _enqueued(_text: str, log: str) -> Iterator[Clue]:
 
 def _launched(text: str, log: str) -> Iterator[Clue]:
     ranks = {int(row["rank"]): int(row["seq"]) for row in re.finditer(LAUNCHED, log)}
-    yield from _counted(ranks, "NCCL RAS, operations", aborted=bool(re.search(ABORTED, text)))
+    others: dict[int, int] = {}
+    for row in TOGETHER.finditer(text):
+        if names := NAMED.findall(row["named"]):
+            ranks |= dict.fromkeys(map(int, names), int(row["seq"]))
+        else:
+            others[int(row["seq"])] = int(row["count"])
+    aborted = re.search(ABORTED, text) is not None
+    yield from _counted(ranks, "NCCL RAS, operations", aborted=aborted, others=others)
 
 
 def _ras(text: str, _log: str) -> Iterator[Clue]:
@@ -279,6 +320,7 @@ def polled(captures: Sequence[RasCapture]) -> list[Clue]:
 def _operations(text: str) -> set[str]:
     """All counts of a capture, in no order."""
     operations = {str(row) for row in re.findall(LAUNCHED, "".join(text.split()))}
+    operations |= {row[0] for row in TOGETHER.finditer(text)}
     for document in _documents(text):
         for communicator in _each(document, "communicators"):
             for rank in _each(communicator, "ranks"):
@@ -353,7 +395,7 @@ def _recorder(text: str, _log: str) -> Iterator[Clue]:
 READERS: tuple[tuple[str, Callable[[str, str], Iterator[Clue]]], ...] = (
     ("Watchdogcaughtcollective", _watchdog),
     ("lastenqueued", _enqueued),
-    ("haslauncheduptooperation", _launched),
+    ("launcheduptooperation", _launched),
     ('"communicators"', _ras),
     ('"collective_seq_id"', _recorder),
     ("Active0x", _kernels),

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-from ..protocol.stacks import StacksSnapshot
+from ..protocol.stacks import ProcessStacks, StacksSnapshot
 from .clues import TIMED_OUT, Clue, clues, compiles, polled, weak
 from .matching import (
     ARROW,
@@ -21,9 +21,9 @@ from .matching import (
     place,
     places,
 )
-from .places import Position
+from .places import NOWHERE, Position
 from .signatures import Confidence, Signature, catalogue
-from .waiting import COLLECTIVES, Chain, chain
+from .waiting import COLLECTIVES, Chain, chain, telling
 
 # Work moves on from these within seconds; on the device and in a collective it looks the same.
 HOST_BOUND = {
@@ -55,7 +55,8 @@ def hypotheses(scene: Scene) -> list[Hit]:
             break
     if not hits:
         # A traceback that breaks off tells less than the words around it.
-        stacks = bool(samples) or any(crash.error for crash in scene.pasted.crashes)
+        served = any(_is_of_server(p) for sample in samples for p in sample.processes)
+        stacks = served or any(crash.error for crash in scene.pasted.crashes)
         weaker = weak(scene.pasted.text, scene.facts, stacks=stacks)
         hits += [hit for clue in weaker for hit in _hits_of(clue)]
     if scene.facts.get("progress") == "frozen":
@@ -67,17 +68,26 @@ def hypotheses(scene: Scene) -> list[Hit]:
     return list(best.values())
 
 
+def _is_of_server(process: ProcessStacks) -> bool:
+    """Whether stacks are of a process of vLLM or SGLang, and not of a test or another program."""
+    return process.role != "other" or telling(process).phase != NOWHERE
+
+
 def _both(hit: Hit, other: Hit) -> Hit:
     """One hit with the evidence of two that say the same, and the higher confidence."""
     surer = max(hit, other, key=lambda hit_: RANKS.index(hit_.confidence))
-    # A process whose stack is there tells more than "the GPU".
-    named = other if hit.subject.startswith("the ") else hit
+    named = min(hit, other, key=lambda hit_: _vague(hit_.subject))
     return dataclasses.replace(
         named,
         confidence=surer.confidence,
         doubts=surer.doubts,
         lines=tuple(dict.fromkeys((*hit.lines, *other.lines))),
     )
+
+
+def _vague(subject: str) -> int:
+    """How little a subject tells: a process whose stack is there tells more than "the GPU"."""
+    return 2 if subject == "the server" else 1 if subject.startswith("the ") else 0
 
 
 def _hits_of(clue: Clue) -> Iterator[Hit]:
@@ -88,6 +98,9 @@ def _hits_of(clue: Clue) -> Iterator[Hit]:
             "possible" if index else clue.confidence,
             (clue.line,),
             clue.subject,
+            victims=clue.victims,
+            phase=clue.phase,
+            waits_for=clue.waits_for,
             doubts=("two captures some seconds apart that do not move make it likely",)
             if clue.confidence == "possible"
             else (),

@@ -100,6 +100,8 @@ def _match_case(signature: Signature, case: Case, scene: Scene) -> Hit | None:
     logs = [words for words in signature.logs if re.search(words.replace(" ", ""), scene.log)]
     corroborated = bool(logs) or not PROOF.isdisjoint(facts)
     doubts = tuple(_doubts(case, pasted, len(samples), spots, corroborated=corroborated))
+    if signature.hang and not (pasted.complete or corroborated):
+        doubts += tuple(_unseen(case, samples[-1]))
     lines = [_evidence(spot) for spot in spots]
     lines += _absences(case, samples[-1])
     if len(samples) > 1:
@@ -175,6 +177,14 @@ def _doubts(
         yield "the dump does not show which process it is of"
     if any(pattern.who != "some" for pattern in case.threads) and _is_part(pasted):
         yield "some threads seem to be missing here"
+
+
+def _unseen(case: Case, sample: StacksSnapshot) -> Iterator[str]:
+    """The roles of which every process must match, and none is there."""
+    present = {process.role for process in sample.processes}
+    for pattern in case.threads:
+        if pattern.who == "every" and present.isdisjoint(pattern.roles):
+            yield f"no {' or '.join(pattern.roles)} is here, so what it does is not known"
 
 
 def _is_part(pasted: Pasted) -> bool:

@@ -44,6 +44,7 @@ MODEL = re.compile(
     r"model_executor/|_custom_ops|_C\.|flashinfer/|flash_attn|attention|fused_moe|kernels?[/_.]|aiter/|"
     r"deep_gemm|/ops/|quantization|/models/|/layers/"
 )
+FORWARD = re.compile(r"forward(?:_\w+)?")
 # Threads of the agent, and of Python's small HTTP servers: what they wait for tells no hang.
 ASIDE = re.compile(r"vllmops-|.*\(process_request_thread\)")
 LOCKS = {"acquire", "_acquire", "wait", "_acquire_restore"}
@@ -251,7 +252,10 @@ def place_of(process: ProcessStacks, thread: Thread) -> Position:
     shown = [(at, ids[0]) for at, frame in enumerate(frames) if (ids := phases_of(frame))]
     inside = shown[0][0] if shown else len(frames) - 1
     phase = _phase([phase for _, phase in shown])
-    if not shown and any(MODEL.search(frame.short_file) for frame in frames):
+    if not shown and any(
+        MODEL.search(frame.short_file) or FORWARD.fullmatch(name_of(frame.function))
+        for frame in frames
+    ):
         phase = _phases()["forward"]
     inner = frames[: inside + 1]
     if not frames or ASIDE.match(thread.name) or _rests(process, thread, phase, inner, frames):
@@ -265,6 +269,8 @@ def place_of(process: ProcessStacks, thread: Thread) -> Position:
     wait, at = min(waits, key=lambda row: (_order()[row[0]], row[1]))
     if wait in {"metadata", "structure"} and waits_of(telling)[:1] != (wait,):
         wait, at = "call", frames.index(telling)
+    if wait == "transfer" and waits_of(telling)[:1] == ("collective",):
+        wait, at = "collective", frames.index(telling)  # what a connector does with other ranks
     entered = wait == "collective" and any(
         ENTERED.search(frame.short_file) or DRIVERS.search(frame.short_file) for frame in inner[:3]
     )
@@ -290,6 +296,8 @@ def _phase(shown: Sequence[str]) -> Phase:
     phases = [_phases()[name] for name in shown]
     if "dummy" in shown:  # it runs what a trial runs
         return _phases()["dummy"]
+    if "draft" in shown and all(phase.stage == "serve" for phase in phases):
+        return _phases()["draft"]  # the same
     for stage in ("end", "start", "serve"):
         for phase in phases:
             if phase.stage == stage:
@@ -351,8 +359,15 @@ def is_main(process: ProcessStacks, thread: Thread) -> bool:
         return True
     if any(each.name == "MainThread" for each in process.threads):
         return False
+    return thread.tid == process.pid or not is_helper(thread)
+
+
+def is_helper(thread: Thread) -> bool:
+    """Whether a thread's frames show that Python, or a library, started it."""
     outermost = thread.frames[-1].function if thread.frames else "_bootstrap"
-    return thread.tid == process.pid or not HELPERS.fullmatch(outermost)
+    # With --native, frames of the C library stand below those of Python.
+    inner = any(name_of(frame.function) == "_bootstrap_inner" for frame in thread.frames)
+    return inner or HELPERS.fullmatch(outermost) is not None
 
 
 HELPERS = re.compile(

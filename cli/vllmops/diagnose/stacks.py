@@ -11,7 +11,7 @@ import msgspec
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.place import Place
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
-from .clues import gpu
+from .clues import compiles, gpu
 from .facts import from_log
 from .findings import Finding, Rule, Severity
 from .general import TIMED_OUT_LINE, hypotheses, known
@@ -32,6 +32,7 @@ from .waiting import hang_of
 
 # Files that show what a thread does, for stacks that match no signature.
 LIBRARIES = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
+COMPILE = "jit-or-lock"
 CONNECTOR = "kv-connector-wait"
 MOST_SHOWN = 3  # hypotheses: more help nobody
 WAITING = (
@@ -138,8 +139,14 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     last = pasted.samples[-1].processes if pasted.samples else ()
     stopped = [process for process in last if process.stopped]
     # If a process is stopped by a signal, all others wait for it.
-    matches = [match_signature(signature, scene) for signature in catalogue()]
-    hits = [] if stopped else _best([hit for hit in matches if hit], hypotheses(scene))
+    matches = [
+        hit
+        for signature in catalogue()
+        if (hit := match_signature(signature, scene))
+        # A compiler that runs is work.
+        and not (signature.id == COMPILE and compiles(pasted.text))
+    ]
+    hits = [] if stopped else _best(matches, hypotheses(scene))
     crashes = _distinct(pasted.crashes)
     ended = [*_ended(crashes, pasted.text)]
     codes = {hit.signature.id for hit in ended}
@@ -201,8 +208,17 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
     by_id = {hit.signature.id: hit for hit in matches}
     joined = [_joined(hit, by_id.get(hit.signature.id)) for hit in general]
     best = {hit.signature.id: hit for hit in joined}
-    matches = [best.get(hit.signature.id, hit) for hit in matches]
+    matches = [best.get(hit.signature.id) or _rooted(hit, general[:1]) for hit in matches]
     strong = [hit for hit in matches if hit.confidence != "possible"]
+    # What the process at the root does tells more than that somebody waits for it.
+    named = {hit.signature.id for hit in strong}
+    strong += [
+        hit
+        for hit in joined
+        if hit.confidence != "possible"
+        and hit.signature.id not in named
+        and not named.isdisjoint(hit.signature.hides)
+    ]
     hangs = [hit for hit in strong if hit.signature.hang]
     hidden = {name for hit in hangs or strong or matches for name in hit.signature.hides}
     if not strong:
@@ -214,6 +230,21 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
         strong = strong + lost if len(lost) == len(joined) else joined
     shown = hangs or strong or [*joined, *(hit for hit in matches if hit.signature.id not in best)]
     return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
+
+
+def _rooted(match: Hit, general: Sequence[Hit]) -> Hit:
+    """A signature's hit without the processes that only wait, as far as the waits tell."""
+    names = set(match.subject.split(", "))
+    for hit in general:
+        if names > set(hit.subject.split(", ")):
+            return dataclasses.replace(
+                match,
+                subject=hit.subject,
+                victims=hit.victims,
+                phase=hit.phase,
+                waits_for=hit.waits_for,
+            )
+    return match
 
 
 def _joined(general: Hit, match: Hit | None) -> Hit:

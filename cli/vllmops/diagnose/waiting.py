@@ -13,7 +13,7 @@ from ..protocol.pasted import Crash
 from ..protocol.stacks import ProcessStacks, StacksSnapshot
 from . import toml
 from .facts import agrees
-from .places import NOWHERE, Position, is_main, own, place_of, waits_of
+from .places import NOWHERE, Position, is_helper, is_main, own, place_of, waits_of
 from .signatures import name_of
 
 COLLECTIVES = {"collective", "dp-collective", "expert-exchange"}
@@ -100,10 +100,15 @@ def chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> Chain | None:
         facts: figures, by the names in `facts.FACTS`.
     """
     tellings = [telling(process) for process in sample.processes if process.threads]
-    busy = [place for place in tellings if place.wait not in {"rest", "ipc-read"}]
+    busy = [p for p in tellings if p.wait not in {"rest", "ipc-read"} and not _is_helper(p)]
     serving = [place for place in busy if place.process.role in SERVING]
     waiting = [place for place in tellings if place.wait == "ipc-read"]
     rest = [p for p in tellings if p.wait == "rest" and p.process.role == "worker"]
+    if any(place.process.role == "worker" for place in serving):
+        # An engine that writes waits for the workers to read.
+        writing = [p for p in serving if p.process.role == "engine" and p.wait == "ipc-write"]
+        serving = [place for place in serving if place not in writing]
+        waiting += writing
     # An API server waits for its engine, whatever it does meanwhile.
     if not serving and not waiting:
         serving = busy
@@ -123,13 +128,22 @@ def telling(process: ProcessStacks) -> Position:
     return min(places, key=functools.partial(_rank, process))
 
 
+def _is_helper(place: Position) -> bool:
+    """Whether a place is that of a helper thread, and no name says what it does."""
+    return (
+        place.wait == "call"
+        and place.phase == NOWHERE
+        and (not is_main(place.process, place.thread) or is_helper(place.thread))
+    )
+
+
 def _rank(process: ProcessStacks, place: Position) -> tuple[bool, ...]:
     main = is_main(process, place.thread)
     return (
         place.wait == "rest",
         place.wait in {"ipc-read", "sleep"},
-        # What a helper thread does is no reason to wait unless a name says so.
-        place.wait == "call" and not main and place.phase == NOWHERE,
+        # What no name explains tells less than what one does.
+        place.wait == "call" and place.phase == NOWHERE,
         # Who waits for another thread of the process is not the one that is stuck.
         place.wait == "lock",
         not main,

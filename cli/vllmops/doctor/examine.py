@@ -46,6 +46,7 @@ from ..protocol.server import (
     RasCapture,
     ServerSnapshot,
     Unseen,
+    Xid,
 )
 from ..protocol.stacks import StacksSnapshot
 from ..rpc import agent, membership
@@ -462,8 +463,15 @@ def machine(server: Server) -> Machine:
         leftovers=tuple(leftovers()),
         orphans=tuple(orphans(table)),
         gpus=gpu.states(),
-        xids=kmsg.xids(max((identity.age_s(p.start_ticks) for p in server.processes), default=0.0)),
+        xids=xids(max((identity.age_s(p.start_ticks) for p in server.processes), default=0.0)),
     )
+
+
+def xids(since_s: float) -> tuple[Xid, ...]:
+    """GPU errors: from the kernel's log, and those that only the driver told."""
+    logged = kmsg.xids(since_s)
+    known = {(xid.gpu, xid.number) for xid in logged}
+    return (*logged, *(xid for xid in gpu.xids() if (xid.gpu, xid.number) not in known))
 
 
 def disks() -> Iterator[Disk]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from ..protocol.server import Gpu
+from ..protocol.server import Gpu, Xid
 
 SLOWED = "nvmlClocksThrottleReason"  # how NVML's reasons begin
+# What amdsmi says of the moment; the first of thermal limits.
+AMD_BRAKES = (
+    "active_prochot_thrm",
+    "active_socket_thrm",
+    "active_vr_thrm",
+    "active_hbm_thrm",
+    "active_ppt_pwr",
+)
+MOST_EVENTS = 100  # read at once
 BRAKES = frozenset({"HwSlowdown", "HwThermalSlowdown", "SwThermalSlowdown"})
 
 
@@ -18,6 +28,8 @@ class Gpus:
 
     def __init__(self) -> None:
         self.handles: list[Any] = []
+        self.events: Any = None
+        self.reported: list[tuple[str, int, float]] = []
         try:
             import pynvml  # noqa: PLC0415
         except ImportError:
@@ -29,6 +41,32 @@ class Gpus:
             self.handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except pynvml.NVMLError:
             self.handles = []
+
+    def listen(self) -> None:
+        """Have the driver tell of errors from now on; some virtual GPUs can't."""
+        if not self.handles:
+            return
+        nvml = self.nvml
+        try:
+            events = nvml.nvmlEventSetCreate()
+            for handle in self.handles:
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        except (nvml.NVMLError, AttributeError):
+            return
+        self.events = events
+
+    def xids(self) -> list[Xid]:
+        """The errors that the driver told since `listen`."""
+        for _ in range(MOST_EVENTS if self.events else 0):
+            nvml = self.nvml
+            try:
+                event = nvml.nvmlEventSetWait_v2(self.events, 0)
+                address = nvml.nvmlDeviceGetPciInfo(event.device).busId
+            except (nvml.NVMLError, AttributeError):  # a time-out: there is no more
+                break
+            self.reported.append((pci(address), int(event.eventData), time.monotonic()))
+        now = time.monotonic()
+        return [Xid(gpu, number, "told by NVML", now - at) for gpu, number, at in self.reported]
 
     def used(self) -> tuple[list[int], dict[int, int]]:
         """Bytes in use of each GPU, and by pid on all of them.
@@ -133,6 +171,15 @@ class AmdGpus:
         used, total = figure(memory, "vram_used"), figure(memory, "vram_total")
         busy, memory_busy = figure(activity, "gfx_activity"), figure(activity, "umc_activity")
         limit = figure(power, "power_limit")
+        clocks = ask("amdsmi_get_clock_info", self.kind("AmdSmiClkType", "GFX"))
+        most_mhz = figure(clocks, "max_clk")
+        celsius = ask(
+            "amdsmi_get_temp_metric",
+            self.kind("AmdSmiTemperatureType", "HOTSPOT"),
+            self.kind("AmdSmiTemperatureMetric", "CURRENT"),
+        )
+        limits = ask("amdsmi_get_violation_status")
+        slowed_by = tuple(sorted(name for name in AMD_BRAKES if limits.get(name) is True))
         return Gpu(
             index=index,
             name=str(name.get("market_name", "")),
@@ -143,18 +190,57 @@ class AmdGpus:
             watts=figure(power, "current_socket_power", "average_socket_power", "socket_power"),
             # Some versions give microwatts.
             limit_watts=limit if limit is None or limit < MOST_WATTS else limit / 1e6,
+            celsius=int(celsius) if isinstance(celsius, int | float) else None,
+            clock_mhz=whole(figure(clocks, "clk", "cur_clk")),
+            most_mhz=whole(most_mhz),
+            throttled=any("thrm" in name for name in slowed_by) if limits else None,
+            slowed_by=tuple(name.removeprefix("active_") for name in slowed_by),
+            by_pid=dict(filter(None, map(memory_of, ask("amdsmi_get_gpu_process_list") or ()))),
         )
+
+    def kind(self, enum: str, name: str) -> Any:
+        """A word of amdsmi's; None where this version has it not."""
+        return getattr(getattr(self.smi, enum, None), name, None)
+
+
+def memory_of(process: Any) -> tuple[int, int] | None:
+    """Pid and bytes of the GPU's memory of a process in amdsmi's list; None without."""
+    if not isinstance(process, dict):
+        return None
+    used = process.get("memory_usage")
+    vram = figure(used if isinstance(used, dict) else {}, "vram_mem") or figure(process, "mem")
+    pid = process.get("pid")
+    return (pid, int(vram)) if isinstance(pid, int) and vram else None
+
+
+def whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def pci(address: str | bytes) -> str:
+    """A PCI address as the kernel's log writes it, of NVML's ``00000000:3B:00.0``."""
+    text = address.decode() if isinstance(address, bytes) else address
+    domain, _, rest = text.lower().partition(":")
+    return f"{domain[-4:]}:{rest.partition('.')[0]}"
 
 
 @cache
 def drivers() -> tuple[Gpus, AmdGpus]:
     """The drivers, loaded once for those who ask again and again."""
-    return Gpus(), AmdGpus()
+    nvidia = Gpus()
+    nvidia.listen()
+    return nvidia, AmdGpus()
 
 
 def states() -> tuple[Gpu, ...]:
     """The state of each GPU of this machine."""
     return tuple(state for driver in drivers() for state in driver.states())
+
+
+def xids() -> tuple[Xid, ...]:
+    """The errors that NVIDIA's driver told this process; for the kernel's log see `kmsg`."""
+    nvidia, _ = drivers()
+    return tuple(nvidia.xids())
 
 
 MOST_WATTS = 100_000

@@ -1,9 +1,14 @@
-"""The kernel's log, as far as it tells of GPUs: ``/dev/kmsg``, see Documentation/ABI/testing."""
+"""The kernel's log, as far as it tells of GPUs.
+
+It is ``/dev/kmsg``, see Documentation/ABI/testing; where that may not be read, systemd's journal,
+which more users may.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +18,15 @@ from ..protocol.server import Xid
 KMSG = Path("/dev/kmsg")
 RECORD_BYTES = 8192  # the kernel's longest; a shorter buffer gets an error
 RECORDS = 200_000  # more than any log holds
-LINE = re.compile(
-    r"^\d+,\d+,(?P<us>\d+),.*?;NVRM: Xid \((?:PCI:)?(?P<gpu>[^)]*)\): (?P<n>\d+)(?P<text>.*)"
+XID = r"NVRM: Xid \((?:PCI:)?(?P<gpu>[^)]*)\): (?P<n>\d+)(?P<text>.*)"
+LINE = re.compile(rf"^\d+,\d+,(?P<us>\d+),.*?;{XID}")
+# A line of the journal: seconds since the machine began, the host, "kernel:".
+TOLD = re.compile(rf"^\[ *(?P<s>\d+)\.(?P<us>\d{{6}})\] \S+ kernel: {XID}")
+JOURNAL = (
+    *("journalctl", "--dmesg", "--boot", "--quiet", "--no-pager"),
+    *("--output=short-monotonic", "--grep=NVRM: Xid"),
 )
+JOURNAL_S = 2.0
 
 
 def xids(since_s: float, log: Path = KMSG) -> tuple[Xid, ...]:
@@ -26,15 +37,43 @@ def xids(since_s: float, log: Path = KMSG) -> tuple[Xid, ...]:
         log: where to read.
     """
     now = time.clock_gettime(time.CLOCK_MONOTONIC)
-    xids_ = []
-    for record in records(log):
+    if os.access(log, os.R_OK):
         # Fields that follow a record stand on lines of their own.
-        if match := LINE.match(record):
-            age_s = max(now - int(match["us"]) / 1e6, 0.0)
-            if age_s <= since_s:
-                text = match["text"].partition("\n")[0].strip(" ,")
-                xids_.append(Xid(match["gpu"], int(match["n"]), text, age_s))
-    return tuple(xids_)
+        lines = [
+            (match, int(match["us"]) / 1e6) for match in map(LINE.match, records(log)) if match
+        ]
+    else:
+        lines = [
+            (match, int(match["s"]) + int(match["us"]) / 1e6)
+            for match in map(TOLD.match, journal())
+            if match
+        ]
+    return tuple(
+        Xid(
+            match["gpu"],
+            int(match["n"]),
+            match["text"].partition("\n")[0].strip(" ,"),
+            max(now - at_s, 0.0),
+        )
+        for match, at_s in lines
+        if now - at_s <= since_s
+    )
+
+
+def journal() -> list[str]:
+    """The lines of systemd's journal about GPU errors; none where there is no journal."""
+    try:
+        done = subprocess.run(
+            JOURNAL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=JOURNAL_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def records(log: Path) -> Iterator[str]:

@@ -196,7 +196,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
         clock_mhz, most_mhz: of its processors now, and at most.
         celsius: temperature.
         throttled: whether heat or power limit it.
-        slowed_by: what lowers its clock, by NVML's names, such as ``SwPowerCap``; also idleness.
+        slowed_by: what lowers its clock, by NVML's names, such as ``SwPowerCap``, or amdsmi's, such
+            as ``ppt_pwr``; also idleness.
         by_pid: bytes of memory by process; a driver in a container may tell pids of the host.
         bad_memory: uncorrected memory errors since the driver was loaded.
     """
@@ -219,7 +220,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Xid(msgspec.Struct, frozen=True):
-    """An error of a GPU, as NVIDIA's driver writes it into the kernel's log.
+    """An error of a GPU, as NVIDIA's driver writes it into the kernel's log, or tells it by NVML.
 
     Args:
         gpu: its PCI address.

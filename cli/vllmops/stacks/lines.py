@@ -98,6 +98,8 @@ NAMES = re.compile(
     r"[A-Za-z_][\w.]*(?:\(\))?(?:\s*(?:←|<-+|<|-+>|→|=>)\s*[A-Za-z_][\w.]*(?:\(\))?){2,}"
 )
 # From a call to its caller, or back, as people type it; and a frame among other words.
+# From a function to the one that it calls: the outermost stands first.
+CALLS = re.compile(r"[\w)`] *(?:→|⟶|⇒|-+>|=>) *[\w(`]")
 ARROWS = re.compile(r"\s*(?:←|<-+|-+>|→|⟵|⟶|⇐|⇒|=>|<(?=\s))\s*")
 PIECE = re.compile(
     r"(?<![\w.])`?(?P<function>(?:[A-Za-z_]|<(?=\w+>))[\w.<>:]*)`?\s*\(`?(?:"

@@ -24,6 +24,7 @@ from .cleaning import joined, streams
 from .issues import sections
 from .lines import (
     AGAIN,
+    CALLS,
     COMMAND,
     ERROR,
     FATAL,
@@ -133,6 +134,7 @@ class _Thread:
     gil: bool = False
     frames: list[Frame] = field(default_factory=list)
     fault: bool = False  # from faulthandler, which prints the main thread last
+    outermost: bool = False  # whether arrows show that the outermost frame stands first
 
 
 @dataclass
@@ -345,6 +347,7 @@ class _Reader:
                 line = match["rest"]
             for frame in frames_in(line):
                 self.frame(frame)
+                self.processes[-1].threads[-1].outermost |= CALLS.search(line) is not None
 
     def _mixed(self, match: re.Match[str]) -> None:
         """Take a Python frame among the native ones of gdb."""
@@ -530,13 +533,15 @@ def _finished(thread: _Thread) -> Thread:
     if thread.state:
         state = "active" if thread.state == "active" else "idle"
     name = thread.name or (f"thread {thread.tid}" if thread.tid is not None else "thread")
-    return Thread(name, state, thread.gil, thread.tid, tuple(_innermost_first(thread.frames)))
+    return Thread(name, state, thread.gil, thread.tid, tuple(_innermost_first(thread)))
 
 
-def _innermost_first(frames: list[Frame]) -> list[Frame]:
-    """The frames, reversed if functions that are known show that the outermost stands first."""
+def _innermost_first(thread: _Thread) -> list[Frame]:
+    """The frames, reversed if known functions, or else arrows, show that the outermost is first."""
+    frames = thread.frames
     known = [LEVELS[name] for f in frames if (name := f.function.rpartition(".")[2]) in LEVELS]
-    return frames[::-1] if len(known) > 1 and known[0] < known[-1] else frames
+    outermost = known[0] < known[-1] if len(known) > 1 else thread.outermost
+    return frames[::-1] if outermost else frames
 
 
 def waits(frames: Sequence[Frame]) -> bool:
