@@ -251,8 +251,8 @@ class Stock(Live):
         return next(row for row in rows if row["pid"] == int(self.name))
 
 
-# Servers that tests of several files share, and what uses one of them only now and then.
-SHARED = {"vision_server": "vision_server", "text_pair": "text_pair", "kept": "text_pair"}
+# Servers that tests of several files share.
+SHARED = ("vision_server", "text_pair")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -262,7 +262,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         used = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
         shared = any(found[-1].scope == "module" for found in used.values())
         own = item.path.stem if shared else item.name.partition("[")[0]
-        group = next((SHARED[name] for name in SHARED if name in used), own)
+        group = next((name for name in SHARED if name in used), own)
         item.add_marker(pytest.mark.xdist_group(group))  # which xdist reads in the hook
     yield
     # Where pytest itself puts those of a fixture's parameter together, that is over now.
@@ -373,29 +373,6 @@ def vision_server(cli: Cli) -> Live:
     return cli.serve("vision", "--demo", "vision", *admin, *soaked(cli))
 
 
-Pair = Callable[[str, tuple[str, ...]], Live]
-
-
-<<<<<<< HEAD
-@pytest.fixture(scope="session")
-def start_pair(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Starts `text_pair` by a name, with more options of ``serve``."""
-
-    def start(name: str, options: tuple[str, ...]) -> Live:
-        shape = talkative(tmp_path_factory.mktemp("template"))
-        names = ("--served-model-name", MODEL, "gpt-demo")  # the agents SDK compacts OpenAI's alone
-        words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape, *names)
-        admin = ("--admin-token", str(token_file(cli.home)))
-        return cli.serve(name, "--demo", "text", *admin, *options, "--", *words)
-
-    return start
-
-
-@pytest.fixture(scope="session")
-def text_pair(start_pair: Pair) -> Live:
-    """A demo text model that answers at length, with two API servers and the keys one and two."""
-    return start_pair("pair", ())
-=======
 @pytest.fixture(scope="session", params=[INSTALLED, *(RUN if EVERYTHING else ())])
 def text_pair(
     cli: Cli,
@@ -406,13 +383,14 @@ def text_pair(
     """A demo text model that answers at length, with two API servers and the keys one and two."""
     shape = talkative(tmp_path_factory.mktemp("template"))
     old = () if request.param == INSTALLED else code_of(cli, code(request.param))
-    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape)
-    made = cli.serve("pair", "--demo", "text", *old, "--", *words)
+    names = ("--served-model-name", MODEL, "gpt-demo")  # the agents SDK compacts OpenAI's alone
+    words = ("--api-server-count", "2", "--api-key", "one", "two", *LENGTH, *shape, *names)
+    admin = ("--admin-token", str(token_file(cli.home)))
+    made = cli.serve("pair", "--demo", "text", *admin, *old, "--", *words)
     try:
         yield made
     finally:
         cli("stop", made.name, "--force")
->>>>>>> turns
 
 
 def soaked(cli: Cli) -> tuple[str, ...]:

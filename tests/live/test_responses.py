@@ -37,9 +37,9 @@ from agents import (
 from vllmops.keys import carrier, file
 from vllmops.keys.ring import Ring, Secret, only
 
-from ..support.extent import EVERYTHING, combinations, long
+from ..support.extent import combinations, long
 from ..support.fleet import TOKEN
-from ..support.versions import INSTALLED, RUN
+from ..support.versions import INSTALLED
 from ..support.waiting import until
 from . import clients, strict
 from .clients import (
@@ -63,7 +63,7 @@ from .clients import (
     sealed_in,
     told,
 )
-from .conftest import Cli, Live, Pair, code_of, kill
+from .conftest import Cli, Live, kill
 
 TOOL = {
     "type": "function",
@@ -85,19 +85,10 @@ def keyring(kept: Live) -> Path:
     return kept.home / "keyring.json"
 
 
-@pytest.fixture(scope="module", params=[INSTALLED, *(RUN if EVERYTHING else ())])
-def kept(
-    start_pair: Pair, cli: Cli, code: Callable[[str], Path], request: pytest.FixtureRequest
-) -> Iterator[Live]:
-    """`text_pair`, or the same with the code of an older vLLM."""
-    if request.param == INSTALLED:
-        yield request.getfixturevalue("text_pair")
-        return
-    made = start_pair("kept", code_of(cli, code(request.param)))
-    try:
-        yield made
-    finally:
-        cli("stop", made.name, "--force")
+@pytest.fixture(scope="module")
+def kept(text_pair: Live) -> Live:
+    """The server that keeps them."""
+    return text_pair
 
 
 @pytest.fixture(scope="module")
@@ -643,14 +634,6 @@ def test_a_conversation_is_compacted_as_it_grows(client: Any, stored: bool) -> N
         assert len(sizes) == 1
 
 
-<<<<<<< HEAD
-# More than the model takes.
-TOO_LONG = [
-    {"role": "user", "content": "one"},
-    {"role": "assistant", "content": "word " * 5000},
-    {"role": "user", "content": "two"},
-]
-=======
 def fits(client: Any, items: list[Any]) -> bool:
     try:
         return bool(counted(client, items))
@@ -698,7 +681,14 @@ def test_a_conversation_below_the_threshold_is_not_compacted(client: Any) -> Non
     second = say(client, "and then?", previous_response_id=first.id, **options)
     assert "compaction" not in [item.type for item in second.output]
     assert second.usage.input_tokens > first.usage.input_tokens
->>>>>>> turns
+
+
+# More than the model takes.
+TOO_LONG = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "word " * 5000},
+    {"role": "user", "content": "two"},
+]
 
 
 def test_what_does_not_fit_into_the_model_is_compacted(client: Any) -> None:
@@ -766,7 +756,7 @@ def test_a_stranger_can_not_go_on(client: Any, stranger: Any) -> None:
 
 
 # The validation of 0.24 takes minutes for such an image, and all memory, with vllmops and without.
-@pytest.mark.parametrize("kept", [INSTALLED], indirect=True)
+@pytest.mark.parametrize("text_pair", [INSTALLED], indirect=True)
 def test_a_conversation_that_is_too_large_is_refused_before_it_is_answered(client: Any) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * (33 << 20)}
     with pytest.raises(openai.BadRequestError, match="32 MiB") as caught:
