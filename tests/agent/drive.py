@@ -283,9 +283,10 @@ def healing() -> None:
 
 def asleep() -> None:
     """An engine that its own code puts to sleep is found, and the front end's own code wakes it."""
-    kind = type("Own", (imported("executor"),), {"collective_rpc": lambda *_, **__: []})
+    kind: Any = type("Own", (imported("executor"),), {"collective_rpc": lambda *_, **__: []})
     kind.__abstractmethods__ = frozenset()
-    executor, scheduler = object.__new__(kind), object.__new__(imported("scheduler"))
+    executor: Any = object.__new__(kind)
+    scheduler = object.__new__(imported("scheduler"))
     executor.sleeping_tags = set()
     if not isinstance(getattr(kind, "is_sleeping", None), property):  # up to 0.30
         executor.is_sleeping = False
@@ -298,7 +299,7 @@ def asleep() -> None:
     assert "it is asleep" in proof.what
 
     async def yes() -> bool:
-        return executor.is_sleeping
+        return bool(executor.is_sleeping)
 
     async def no() -> bool:
         return False

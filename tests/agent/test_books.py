@@ -24,6 +24,9 @@ class Holder:
     def __init__(self, thing: Any) -> None:
         self.thing = thing
 
+    def get(self) -> Any:
+        return self.thing
+
 
 class Slotted:
     __slots__ = ("thing",)
@@ -65,7 +68,7 @@ HELD: dict[str, Callable[[], Any]] = {
     "a future's callback": lambda: called_back(NAME),
     "a part of a longer name": lambda: [f"{NAME}_layer.0"],
     "a message": lambda: [b"done:" + NAME.encode()],
-    "a bound method": lambda: Holder(NAME).__init__,
+    "a bound method": lambda: Holder(NAME).get,
 }
 
 

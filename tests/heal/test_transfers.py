@@ -48,7 +48,7 @@ def test_only_what_no_worker_knows_is_lost(
             assert request.among == ["lost"]
             known = workers[process.pid]
             if known is None:
-                raise VllmopsError("agent.silent", "it does not answer", "")
+                raise VllmopsError("agent.timeout", "it does not answer", "")
             proofs = (Proof(subject="connector", what="", requests=known),)
         return Healing(pid=process.pid, role=process.role, proofs=proofs)
 

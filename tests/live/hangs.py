@@ -272,6 +272,9 @@ ARGUMENTS = (
     *("--num-gpu-blocks-override", "11"),
     *FEW_IMAGES,
     *("--enable-auto-tool-choice", "--tool-call-parser", "pythonic"),
+)
+WITH_CONNECTOR = (
+    *ARGUMENTS,
     "--kv-transfer-config",
     json.dumps(
         {

@@ -34,7 +34,6 @@ from ..support import plug_ins
 from . import hangs
 from .conftest import Cli, launch
 from .hangs import (
-    ARGUMENTS,
     BACKTRACKING,
     CONNECTOR,
     ENVIRONMENT,
@@ -42,6 +41,7 @@ from .hangs import (
     PLACE,
     PLUG_IN,
     TOOL,
+    WITH_CONNECTOR,
     Asked,
     Prone,
 )
@@ -540,7 +540,7 @@ def prone(cli: Cli, place: Path) -> Iterator[Prone]:
         "VLLM_ENABLE_RESPONSES_API_STORE": "1",
     }
     environment["VLLMOPS_NO_PATCH"] += ",broadcast-recheck"
-    launched = launch(cli, place / "log", environment, *ARGUMENTS)
+    launched = launch(cli, place / "log", environment, *WITH_CONNECTOR)
     with ExitStack() as after:
         after.callback(launched.stop)
         launched.wait_up()

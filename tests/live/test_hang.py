@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,6 @@ from ..support.waiting import until
 from .conftest import Cli, Live, PlugIn, Ran, launch, lose
 from .hangs import (
     ARGUMENTS,
-    CONNECTOR,
     ENVIRONMENT,
     FEW_IMAGES,
     HANGS,
@@ -46,7 +44,6 @@ from .hangs import (
 )
 from .test_cache import ask, found, load, look, settled, side
 
-HOST = "127.0.0.1"
 WATCHED_S = 15.0  # until a stall is sure, a start of the command included
 CAPTURED_S = 25.0
 NAMED_S = 20.0  # from the call of a command that looks at a live server to its answer
@@ -65,8 +62,7 @@ def pair(
 ) -> Iterator[tuple[Prone, Live]]:
     """The same server without patches, with more defects; and with patches."""
     place = tmp_path_factory.mktemp("hangs")
-    own = f"{plug_in('hangs', PLUG_IN)}:{plug_in('losing', CONNECTOR)}"
-    paths = f"{old_code}:{own}:{cli.environment['PYTHONPATH']}"
+    paths = f"{old_code}:{plug_in('hangs', PLUG_IN)}:{cli.environment['PYTHONPATH']}"
     environment = {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}
     launched = launch(cli, place / "log", environment, *ARGUMENTS)
     try:
@@ -427,41 +423,6 @@ def test_a_queue_that_does_not_go_on_is_healed(
         assert outcomes(stock) == (0, [(action, True)])
         assert [one.answer(30) for one in asked] == answers
     assert f"vllmops heal by root: {action}, engine" in stock.launched.log.read_text()
-
-
-def test_a_load_that_nobody_will_report_is_failed(stock: Prone) -> None:
-    (stock.place / "load").touch()
-    free = socket.create_server((HOST, 0))  # nobody listens once it is closed
-    port = free.getsockname()[1]
-    prompt = "z" * 200
-
-    def asks(number: int, **load: Any) -> Asked:
-        return stock.ask(text=f"{number} {prompt}", kv_transfer_params=load)
-
-    try:
-        healthy, lost = asks(1, load="load"), asks(2, load="lost")
-        asked = asks(3, load="load", remote_host=HOST, remote_port=port)
-        until(lambda: [row["state"] for row in in_flight(stock)] == 3 * ["waiting for KV"])
-        assert outcomes(stock, "--dry-run") == (0, [])  # they have just come
-        name = in_flight(stock)[0]["id"]
-        shown = [
-            stock.cli("requests", "show", name, *words, "-t", stock.name, "--json").out
-            for words in ([], ["--reveal"])
-        ]
-        assert [prompt in out for out in shown] == [False, True]
-        until(lambda: outcomes(stock, "--dry-run") == (1, [("transfers", False)]), 40)
-        assert stock.ask().answer(30) == 200
-        assert lost.answer(0.1) is None
-        free.close()
-        assert outcomes(stock) == (0, 2 * [("transfers", True)])
-        # By the policy "recompute", and because its sender is gone.
-        assert (lost.answer(30), asked.answer(30), healthy.answer(0.1)) == (200, 410, None)
-        assert outcomes(stock) == (0, [])
-    finally:
-        free.close()
-        (stock.place / "load").unlink()
-    assert healthy.answer(30) == 200
-    until(lambda: in_flight(stock) == [])
 
 
 @long

@@ -142,7 +142,7 @@ def handed() -> int | None:
 def oldest() -> str:
     """The id of the oldest of them; empty without one."""
     client = objects.latest("engine-client")
-    return (client is not None and attempt(lambda: adapter.oldest(client))) or ""
+    return "" if client is None else attempt(lambda: adapter.oldest(client)) or ""
 
 
 def rendering(now: float) -> float | None:
