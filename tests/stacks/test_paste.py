@@ -278,3 +278,19 @@ def test_a_time_out_after_a_crash_is_a_crash() -> None:
     found = explain(read(CRASH + TIMED_OUT))
     assert found.verdict == "crash"
     assert "illegal memory access" in found.findings[0].title
+
+
+def test_a_table_of_py_spy_top_has_the_callers_of_what_runs() -> None:
+    rows = """\
+  %Own   %Total  OwnTime  TotalTime  Function (filename)
+ 97.00% 100.00%   9.70s    10.0s   spin_once (acme/ring.py)
+  2.00%   2.00%   0.20s    0.20s   tick (acme/clock.py)
+  1.00% 100.00%   0.10s    10.0s   drain (acme/ring.py)
+  0.00% 100.00%   0.00s    10.0s   process_input_sockets (vllm/v1/engine/core.py)
+"""
+    ((process,),) = (sample.processes for sample in read(rows).samples)
+    assert [frame.function for frame in process.threads[0].frames] == [
+        "spin_once",
+        "drain",
+        "process_input_sockets",
+    ]

@@ -27,6 +27,7 @@ from .matching import (
     place,
     places,
 )
+from .places import OTHERS
 from .signatures import Confidence, catalogue
 from .waiting import hang_of
 
@@ -210,13 +211,14 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
     best = {hit.signature.id: hit for hit in joined}
     matches = [best.get(hit.signature.id) or _rooted(hit, general[:1]) for hit in matches]
     strong = [hit for hit in matches if hit.confidence != "possible"]
-    # What the process at the root does tells more than that somebody waits for it.
+    # What the process at the root waits for tells more than that somebody waits for it.
     named = {hit.signature.id for hit in strong}
     strong += [
         hit
         for hit in joined
         if hit.confidence != "possible"
         and hit.signature.id not in named
+        and hit.waits_for not in OTHERS.values()
         and not named.isdisjoint(hit.signature.hides)
     ]
     hangs = [hit for hit in strong if hit.signature.hang]

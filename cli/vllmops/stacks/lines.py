@@ -121,6 +121,7 @@ OTHERWISE = re.compile(
 WORD = re.compile(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
 # A table of py-spy top: shares and times before the function.
 TOP = re.compile(r"[\d.]+%\s+[\d.]+%\s+[\d.]+s\s+[\d.]+s\s+(?=\S)")
+TOTAL = re.compile(r"\s*[\d.]+%\s+(?P<percent>[\d.]+)%\s+[\d.]+s\s")
 # A row of a profile: what runs, not what waits, unless it is nearly all.
 COUNTED = re.compile(r"\s*\d[\d/]*(?:\s+\d+\.\d+){4}\s")  # of cProfile
 SHARE = re.compile(r"(?:^|[|\s(])(?P<percent>\d{1,3}(?:\.\d+)?) ?%")
@@ -148,6 +149,8 @@ def is_profile(line: str) -> bool:
     """Whether a line is a row of a profile that tells nothing of a wait."""
     if COUNTED.match(line):
         return True
+    if match := TOTAL.match(line):  # who calls what runs is there all the time, too
+        return float(match["percent"]) < MOST_OF_TIME
     share = SHARE.search(line)
     return share is not None and float(share["percent"]) < MOST_OF_TIME
 
