@@ -241,7 +241,7 @@ class Service:
 
     def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal a process of the server; ``serve`` is the service's main one."""
-        pids = {process.role: process.pid for process in self.record.processes}
+        pids = {str(process.role): process.pid for process in self.record.processes}
         pid = self.shows("MainPID") if role == "serve" else pids[role]
         assert self.manager.run("kill", f"-{number:d}", str(pid)).returncode == 0
 
