@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Final
 
@@ -76,6 +76,10 @@ class Systemd:
         return subprocess.run(
             self.inside(words), capture_output=True, text=True, check=False, timeout=timeout_s
         )
+
+    @cached_property
+    def version(self) -> int:
+        return int(self.ctl("--version").split()[1])
 
     @contextmanager
     def running(self, *words: str) -> Iterator[IO[str]]:
@@ -237,7 +241,7 @@ class Service:
 
     def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal a process of the server; ``serve`` is the service's main one."""
-        pids = {process.role: process.pid for process in self.record.processes}
+        pids = {str(process.role): process.pid for process in self.record.processes}
         pid = self.shows("MainPID") if role == "serve" else pids[role]
         assert self.manager.run("kill", f"-{number:d}", str(pid)).returncode == 0
 

@@ -23,14 +23,14 @@ import psutil
 from ..errors import VllmopsError
 from ..files import read, take
 from ..home import home
-from ..host import ports
+from ..host import ports, shm
 from ..host.processes import alive
 from ..host.shape import Shape, listens, option, shape
 from ..protocol.socket import PATH_BYTES
 from ..store.opening import CLASS
 from ..store.settings import STORE
 from ..targets import NAME
-from . import logs, takedown
+from . import logs
 from .record import Folder, Record, State, create_root, folders, named
 from .servers import find
 
@@ -474,10 +474,13 @@ def left_running(folder: Folder) -> bool:
 
 
 def sweep(folder: Folder) -> None:
-    """Remove what an instance left that was killed together with its supervisor."""
+    """Remove the shared memory of an instance that was killed together with its supervisor.
+
+    Only that: its pids may be those of other servers by now, as in a container that starts anew.
+    """
     record = folder.read()
     if record is not None and not record.state.over:
-        takedown.take_down(record.processes, segments=record.segments)
+        shm.sweep(record.segments)
 
 
 def live_records() -> list[Record]:
