@@ -56,6 +56,7 @@ class ResponsesRequest(BaseModel):
     tools: list[Any] = []
     max_output_tokens: int | None = None
     request_id: str = Field(default_factory=lambda: f"resp_{uuid4().hex}")
+    truncation: str = "disabled"
 
     @staticmethod
     def input_item_parsing(values: dict[str, Any]) -> dict[str, Any]:

@@ -400,10 +400,11 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
         decoded_items = [wire.ITEM.decode(item) for item in items]
     except msgspec.DecodeError as error:
         raise Refused(400, f"Invalid items: {error}", "items") from error
-    # Imported here, because it imports vLLM.
+    # Imported here, because they import vLLM.
     from ..adapters.responses import invalid_item  # noqa: PLC0415
+    from .parsing import detailed  # noqa: PLC0415
 
-    if (wrong := invalid_item(decoded_items)) is not None:
+    if (wrong := invalid_item(list(map(detailed, decoded_items)))) is not None:
         raise Refused(400, f"items[{wrong}] is no valid item of an input", f"items[{wrong}]")
     entries = made(items)
     if len({entry.id for entry in entries}) < len(entries):
