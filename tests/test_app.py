@@ -251,7 +251,7 @@ def test_interrupted_while_it_starts(home: Path, moment: str, words: tuple[str, 
     spoken = answer.stdout + answer.stderr
     assert "Traceback" not in spoken
     assert "ignored" not in spoken
-    assert answer.returncode in {130, Exit.NOT_FOUND}  # what is not imported interrupts nothing
+    assert answer.returncode in {130, Exit.FAILED}  # what is not imported interrupts nothing
     if moment in {"streams", "typer"}:
         assert answer.returncode == 130
         assert "interrupted" in spoken
@@ -285,7 +285,7 @@ def test_a_full_disk_is_told_and_a_reader_that_left_is_not(
 
 
 def test_what_was_found_counts_though_nobody_reads_it(vllmops: Any) -> None:
-    assert vllmops("keys", "list", "--json", before=no_reader).code == Exit.NOT_FOUND
+    assert vllmops("keys", "list", "--json", before=no_reader).code == Exit.FAILED
 
 
 def test_following_ends_with_its_reader(lab: Any) -> None:

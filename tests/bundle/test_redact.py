@@ -479,6 +479,9 @@ def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
         ("Enter your token (it is not shown): swordfish", "swordfish"),
         ("started it with the kaggle key `4dfb04f3173c1f2e4dfb04f3173c1f2e`", HASH[:32]),
         ('NATS_NKEY_SEED="ABCDEFGHIJKLMNOPQRSTUVWXYZ"', "ABCDEFGH"),
+        ("it connects with SU" + "ABCDEFG2" * 7 + " to the bus", "ABCDEFG2"),
+        ("the deploy token is:\n    Kx7mmnQp\n    Zz81vvBcd\n(it wraps)", "Zz81vvBcd"),
+        ('write(3, "AUTH amber-horse-orbit\\r\\n", 24) = 24', "amber-horse"),
         # Files and commands.
         ("printf 'swordfish' | tee /run/secrets/db > /dev/null", "swordfish"),
         ("cat > /run/secrets/db <<'EOT'\nswordfish\nEOT", "swordfish"),

@@ -60,6 +60,9 @@ NAME_HERE = re.compile(r"[\w.]+")
 DOCUMENT = re.compile(
     r"\b(?:cat|tee)\b.*<<-?\s?(?P<q>[\"']?)(?P<end>[A-Za-z_]{2,40})(?P=q)(?=\s*(?:$|>|\|))"
 )
+SAYS = re.compile(
+    r"(?P<indent>\s*)(?:.{0,80}?\s)??(?P<before>[A-Za-z]{1,20}\s)?(?P<name>\w+)\s(?:is|was):\s*$"
+)
 ASKED = "UGFzc3dvcmQ6"  # Password:, as mail servers ask for it
 FILE_PART = re.compile(r"[\w.-]+")
 CODED_FIELD = re.compile(r"\s+[\"']?[\w.-]+[\"']?:\s+([\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$")
@@ -203,6 +206,13 @@ class Blocks:
             return
         if "<<" in line and (match := DOCUMENT.search(line)) and names_file(line):
             self.lines, self.until, self.document = 0, re.compile(rf"^\s*{match['end']}\s*$"), True
+            return
+        if (
+            line.endswith(("is:", "was:"))
+            and (said := SAYS.match(line))
+            and kind(said["name"], said["before"] or "") is Kind.SECRET
+        ):
+            self.indent, self.all = len(said["indent"]), True  # it may go on in the next line
             return
         if line.rstrip().endswith(ASKED):
             self.last = "answer"

@@ -85,6 +85,7 @@ HASH = re.compile(
 UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 # Letters and digits in one word as people don't write them.
 RUN = re.compile(r"[A-Za-z0-9_+=~-]{20,}+")
+NKEY = re.compile(r"S[UAONCX][A-Z2-7]{56}")  # the seed of a key of NATS, all in capitals
 HEXLIKE = re.compile(r"[0-9a-f-]+|[0-9A-F-]+")
 HEX_PART = re.compile(r"(?<![A-Za-z0-9])(?:[0-9a-f]{4,}|[0-9A-F]{4,})(?![A-Za-z0-9])")
 WORDS = re.compile(r"[^A-Za-z0-9]+")
@@ -147,6 +148,8 @@ def random(run: str) -> bool:
     """Whether nobody can have written it: small letters, capitals and digits all mixed."""
     if HEXLIKE.fullmatch(run) or run.startswith(("_Z", "__")):
         return False
+    if NKEY.fullmatch(run):
+        return True
     run = HEX_PART.sub("", run)
     pieces = [piece for piece in WORDS.split(run) if len(piece) >= LEAST_PIECE]
     return (
