@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from vllmops.agent.heal import books
@@ -77,6 +78,13 @@ def test_what_is_held_is_found(name: str) -> None:
     assert books.named([Holder(HELD[name]())], [NAME, "chatcmpl-2"]) == {NAME}
 
 
+def test_what_native_code_keeps_can_not_be_seen() -> None:
+    native = Holder(msgspec.msgpack.Encoder())  # of any class that is not written in Python
+    assert books.named([Holder({}), native], [NAME]) is None
+    assert books.named([Holder({}), native], [NAME], native=True) == set()
+    assert books.named([Holder(deque()), queued(), asyncio.Queue[str]()], [NAME]) == set()
+
+
 def test_a_coroutine_that_waits_is_found() -> None:
     async def look() -> set[str] | None:
         task = asyncio.create_task(receives(NAME))
@@ -101,7 +109,7 @@ def test_what_a_thread_has_in_hand_is_found() -> None:
         running = pool.submit(receive, NAME)
         assert begun.wait(30)
         try:
-            assert books.named(books.threads(), [NAME]) == {NAME}
+            assert books.named(books.threads(), [NAME], native=True) == {NAME}
         finally:
             over.set()
         running.result()

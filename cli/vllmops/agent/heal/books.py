@@ -13,7 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from types import FrameType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 LIMIT_S = 0.5
@@ -22,24 +30,37 @@ TEXT = 512  # letters; a longer text is none of a transfer's names
 HERE = os.path.join("", "vllmops", "")
 # Of the engine's own threads and queues, which know every request.
 LOOP = os.path.join("", "vllm", "v1", "")
+STANDARD = {*sys.stdlib_module_names, "builtins"}
+# Members of classes that were not written in Python.
+NATIVE = (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 ALIENS = (
     *("torch", "numpy", "logging", "importlib", "transformers", "vllmops"),
     *("vllm.config", "vllm.v1.core", "vllm.v1.engine", "vllm.v1.worker", "vllm.model_executor"),
 )
 
 
-def named(roots: Iterable[Any], names: Iterable[str]) -> set[str] | None:
-    """The names that something reachable has in one of its texts; None if that is too much to see.
+def named(roots: Iterable[Any], names: Iterable[str], *, native: bool = False) -> set[str] | None:
+    """The names that something reachable has in one of its texts.
 
     Args:
         roots: where to begin.
         names: ids of requests.
+        native: whether objects of native code, other than Python's own, count as holding none.
+
+    Returns:
+        None if not all can be seen: there is too much, or an object of native code, which may keep
+        what it likes.
     """
     wanted = set(names)
     pattern = re.compile("|".join(map(re.escape, wanted)))
     encoded = re.compile("|".join(map(re.escape, wanted)).encode())
     found: set[str] = set()
-    stack, seen = list(roots), dict[int, Any]()
+    stack, seen, kinds = list(roots), dict[int, Any](), dict[type, bool]()
     until = time.monotonic() + LIMIT_S
     while stack and found != wanted:
         one = stack.pop()
@@ -51,6 +72,8 @@ def named(roots: Iterable[Any], names: Iterable[str]) -> set[str] | None:
         elif id(one) not in seen and not alien(one):
             seen[id(one)] = one  # kept, or another object could get its place
             if len(seen) > OBJECTS or time.monotonic() > until:
+                return None
+            if not native and not shows(type(one), kinds):
                 return None
             stack += held(one)
     return found
@@ -64,6 +87,32 @@ def held(one: Any) -> Iterable[Any]:
         # gc leaves out keys that are texts. Two C calls: others go on meanwhile.
         return [*list(dict.keys(one)), *list(dict.values(one))]
     return gc.get_referents(one)
+
+
+def shows(kind: type, known: dict[type, bool]) -> bool:
+    """Whether all that objects of a class refer to can be seen: it is Python's, or written in it.
+
+    Args:
+        kind: the class.
+        known: what was found of classes before.
+    """
+    if kind not in known:
+        members = (
+            value for part in kind.__mro__ if not standard(part) for value in [*vars(part).values()]
+        )
+        known[kind] = not any(native_code(value) for value in members)
+    return known[kind]
+
+
+def native_code(member: Any) -> bool:
+    """Whether a member of a class is what no class has that was written in Python."""
+    owner = getattr(member, "__objclass__", getattr(member, "__self__", None))
+    return isinstance(member, NATIVE) and not (isinstance(owner, type) and standard(owner))
+
+
+def standard(kind: type) -> bool:
+    """Whether a class is of Python itself."""
+    return str(kind.__module__).partition(".")[0] in STANDARD
 
 
 def alien(one: Any) -> bool:

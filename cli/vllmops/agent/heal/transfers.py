@@ -35,8 +35,7 @@ def look() -> list[Proof]:
         return []
     names, kept = [request.request_id for request in waiting], set[str]()
     if not adapter.by_request(scheduler.connector):
-        found = books.named([scheduler.connector, *books.threads()], names)
-        kept = set(names) if found is None else found
+        kept = kept_by(scheduler.connector, names)
     gone = cache(refuses)
     return [
         proof
@@ -95,9 +94,15 @@ def known(names: Sequence[str]) -> list[Proof]:
     connector = adapter.connector()
     if connector is None:
         return []
-    found = books.named([connector, *books.threads()], names)
-    kept = names if found is None else sorted(found)
+    kept = sorted(kept_by(connector, names))
     return [Proof(subject="connector", what=type(connector).__name__, requests=tuple(kept))]
+
+
+def kept_by(connector: Any, names: Sequence[str]) -> set[str]:
+    """The requests whose load a connector may know: all, where not all of it can be seen."""
+    own = books.named([connector], names, native=adapter.by_request(connector))
+    others = books.named(books.threads(), names, native=True)
+    return set(names) if own is None or others is None else own | others
 
 
 def act(subjects: list[str]) -> dict[str, str]:
