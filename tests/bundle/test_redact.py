@@ -565,3 +565,26 @@ def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
 )
 def test_what_looks_like_it_stays(line: str) -> None:
     assert Redactor().text(line) == line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MYSQL_ROOT_PASSWORD=quiet(river)9",
+        "db.password=quiet[river]9",
+        "secureJsonData:\n    httpHeaderValue2: {}",
+        "**Login:** root\n**Password:** {}",
+        "sshpass -p a:{}:b ssh ops@10.0.0.1",
+        "echo '{} x' | kinit ops@EXAMPLE.ORG",
+        "pagerduty_configs:\n  - routing_key: 5f0c1d2e3b4a59687786950413223140",
+    ],
+)
+def test_what_brackets_quotes_and_colons_are_part_of(text: str) -> None:
+    value = "quiet$river9"
+    shown = Redactor().text(text.format(value) if "{}" in text else text)
+    assert not [word for word in (value, "river", "5f0c1d2e3b4a") if word in shown], shown
+
+
+def test_a_call_and_an_index_are_no_password() -> None:
+    for line in ("password = ask(prompt)", "password = values[name]", "routing_key=tasks.gpu"):
+        assert Redactor().text(line) == line

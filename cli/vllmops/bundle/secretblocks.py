@@ -247,5 +247,5 @@ class Blocks:
                     self.all = bool(style)
         elif name in {"data", "binaryData"} and not style:
             self.fields = indent, CODED_FIELD
-        elif name == "stringData" and not style:
+        elif name in {"stringData", "secureJsonData"} and not style:  # Kubernetes', Grafana's
             self.fields = indent, ANY_FIELD

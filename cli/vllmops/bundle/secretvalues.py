@@ -57,9 +57,9 @@ NOTHING = re.compile(
 # Code that gets a value, and not the value; a type; a variable.
 CODE = re.compile(
     r"(?:self|cls|args|kwargs|os|config|settings|request|params|data|env)\.[A-Za-z_]"
-    r"|(?:await )?[A-Za-z_][a-z_]\w*(?:\.[A-Za-z_]\w*){0,9}\((?!\s*[bru]?[\"'])"
+    r"|(?:await )?[A-Za-z_][a-z_]\w*(?:\.[A-Za-z_]\w*){0,9}\((?!\s*[bru]?[\"']|[^()\s]{0,60}\)\w)"
     r"|[A-Za-z_]\w*\.[\w.]*[(\[]"
-    r"|[A-Za-z_]\w*\[[\w:\-]+\]"
+    r"|[A-Za-z_]\w*\[[\w:\-]+\](?!\w)"
     # Where it is in a file.
     r"|[\"']?(?:~|\.{1,2})?(?:/\.?[a-z_][a-z_-]{0,30}){2,}(?=[\"'\s,;)}\]]|$)"
     r"|[\"']?(?:~|\.{1,2})?/[\w./-]{1,300}\.(?:pem|key|crt|cert|json|ya?ml|txt|toml)(?=[\"'\s,;)}\]]|$)"
