@@ -149,7 +149,7 @@ def test_what_is_refused(client: Any) -> None:
 
 @pytest.mark.parametrize("way", ["id", "object"])
 def test_turns_of_every_kind(client: Any, way: str) -> None:
-    speak = partial(say, client, **SPEAKS)
+    speak: Callable[..., Any] = partial(say, client, **SPEAKS)
     made = client.conversations.create(items=[user("you are a lamp")])
     named = made.id if way == "id" else {"id": made.id}
     first = speak("one", conversation=named)
