@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -148,17 +149,18 @@ def test_what_is_refused(client: Any) -> None:
 
 @pytest.mark.parametrize("way", ["id", "object"])
 def test_turns_of_every_kind(client: Any, way: str) -> None:
+    speak: Callable[..., Any] = partial(say, client, **SPEAKS)
     made = client.conversations.create(items=[user("you are a lamp")])
     named = made.id if way == "id" else {"id": made.id}
-    first = say(client, "one", conversation=named)
+    first = speak("one", conversation=named)
     assert first.conversation.id == made.id
     assert client.responses.retrieve(first.id).conversation.id == made.id
-    unstored = say(client, "two", conversation=named, store=False)
-    events = list(say(client, "three", conversation=named, stream=True))
+    unstored = speak("two", conversation=named, store=False)
+    events = list(speak("three", conversation=named, stream=True))
     assert all(event.response.conversation.id == made.id for event in (events[0], events[-1]))
-    run = ended(client, say(client, "four", conversation=named, background=True).id)
+    run = ended(client, speak("four", conversation=named, background=True).id)
     assert run.conversation.id == made.id
-    stream = say(client, "five", conversation=named, background=True, stream=True)
+    stream = speak("five", conversation=named, background=True, stream=True)
     last = list(stream)[-1].response
     items = listed(client, made)
     assert [item.role for item in items] == ["user", *["user", "assistant"] * 5]
@@ -173,8 +175,8 @@ def test_turns_of_every_kind(client: Any, way: str) -> None:
     ):
         outputs += [user(text), *one.output]
     sent = [user("you are a lamp"), *outputs, user("six")]
-    explicit = say(client, sent, store=False)
-    assert say(client, "six", conversation=named).usage.input_tokens == explicit.usage.input_tokens
+    explicit = speak(sent, store=False)
+    assert speak("six", conversation=named).usage.input_tokens == explicit.usage.input_tokens
 
 
 def test_a_session_of_the_agents_sdk(text_pair: Live, client: Any) -> None:
