@@ -227,7 +227,10 @@ class Sqlite(Sql):
         return connection
 
     def another(self, _: sqlite3.Connection) -> sqlite3.Connection:
-        return self.connect()
+        connection = self.connect()
+        # The event loop uses it, and waits for nobody.
+        connection.execute("PRAGMA busy_timeout = 0")
+        return connection
 
     def upgrade(self, connection: sqlite3.Connection) -> None:
         with transaction(connection):
