@@ -145,10 +145,10 @@ def test(*, fast: bool, everything: bool) -> None:
         run("ruff", "format", "--check", ".")
         run("ruff", "check", ".")
         run("lint-imports")
-    # Tests wait about half of their time, for processes above all; the type checker uses the rest.
+    # Tests wait half of their time, for processes above all; others, and mypy, use the cores then.
     with beside("mypy"):
         chosen = ("-m", "not programs") if fast else ()
-        pytest("4", "worksteal", "--ignore", "tests/live", *chosen)
+        pytest("6", "worksteal", "--ignore", "tests/live", *chosen)
     if fast:
         return
     # Those of a file share servers, each of which takes 1 GB and, at work, one core.

@@ -121,7 +121,7 @@ def test_an_invalid_event_leaves_the_connection(socket: Connection, text: str) -
     error = hear(socket)
     assert error["type"] == "error"
     assert 400 <= error["status"] < 500, error
-    assert said(socket)["output"]
+    assert said(socket)["status"] in {"completed", "incomplete"}  # a random model may say nothing
 
 
 def test_several_at_once(socket: Connection) -> None:

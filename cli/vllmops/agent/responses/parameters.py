@@ -125,7 +125,7 @@ PARAMETERS: dict[str, Parameter] = {
     "truncation": Parameter(
         How.WORKS,
         "`auto` drops the oldest items of an input that is too long, but for those of the system "
-        "and the developer",
+        "and the developer; vLLM cuts the beginning off a single item that is too long",
     ),
     "user": Parameter(How.ECHOED),
 }
