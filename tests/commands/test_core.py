@@ -240,7 +240,7 @@ def test_without_pystack(vllmops: Vllmops, kept: Kept, monkeypatch: pytest.Monke
 
 
 def test_one_that_does_not_come_to_an_end(vllmops: Vllmops, kept: Kept) -> None:
-    shown = vllmops("stacks", "dump", "--core", str(kept[0]), "--timeout", "0.1", "--json")
+    shown = vllmops("stacks", "dump", "--core", str(kept[0]), "--timeout", "0.01", "--json")
     assert (shown.code, shown.error["code"]) == (1, "core.timeout")  # Python alone takes longer
 
 
