@@ -239,13 +239,7 @@ def _rooted(match: Hit, general: Sequence[Hit]) -> Hit:
     names = set(match.subject.split(", "))
     for hit in general:
         if names > set(hit.subject.split(", ")):
-            return dataclasses.replace(
-                match,
-                subject=hit.subject,
-                victims=hit.victims,
-                phase=hit.phase,
-                waits_for=hit.waits_for,
-            )
+            return _placed(match, hit)
     return match
 
 
@@ -253,6 +247,11 @@ def _joined(general: Hit, match: Hit | None) -> Hit:
     """One hit from a general answer and the signature that says the same."""
     if match is None or RANKS.index(match.confidence) < RANKS.index(general.confidence):
         return general
+    return _placed(match, general)
+
+
+def _placed(match: Hit, general: Hit) -> Hit:
+    """A signature's hit with the root, victims and phase of a general answer."""
     return dataclasses.replace(
         match,
         subject=general.subject,
