@@ -139,7 +139,6 @@ LIVE = {
     "vllmops stacks dump --cuda": (1, ""),  # it was not armed
     "vllmops watch -t demo --once --for 3600": (0, "--for 1"),
     "vllmops watch -t demo --webhook https://example.org/hook": (0, "--for 1"),
-    "vllmops bundle -t demo -o hang.tar.gz": (0, ""),
     "vllmops doctor hang.tar.gz": (0, ""),
     "vllmops cache inspect hang.tar.gz": (0, ""),
     "vllmops memory report hang.tar.gz": (0, "--tolerance 10G"),

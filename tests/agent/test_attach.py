@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import multiprocessing
 import socket
 import threading
 import weakref
@@ -111,6 +112,23 @@ def test_variables_of_threads_and_of_suspended_coroutines() -> None:
         held = list(attach.values())
     for thing in (in_thread, in_task, in_context):
         assert thing in held
+
+
+def test_a_forked_process_does_not_have_its_parent_s_variables() -> None:
+    of_parent = Thing()
+    identity = id(of_parent)
+    ours, theirs = multiprocessing.Pipe()
+
+    def run() -> None:
+        of_child = Thing()
+        held = list(attach.values())
+        theirs.send((of_child in held, identity in map(id, held)))
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join(10)
+    assert of_parent in list(attach.values())
+    assert ours.recv() == (True, False)
 
 
 def test_looking_keeps_nothing_alive() -> None:

@@ -279,8 +279,10 @@ def test_sizes_that_differ() -> None:
     assert codes(server(lru("P0", sizes=[1, 2, 1]))) == ["mm-cache.size-drift"]
 
 
-def test_caches_that_mirror_nothing_are_not_compared() -> None:
-    alone = lru("P0", "xyz", kind="mm-processor-only")
+@pytest.mark.parametrize(
+    "alone", [lru("P0", "xyz", kind="mm-processor-only"), lru("engine", "xyz")]
+)
+def test_caches_that_mirror_nothing_are_not_compared(alone: LruCache) -> None:
     assert codes(server(alone, lru("P1"))) == []
 
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 import psutil
@@ -32,6 +33,9 @@ from ..support.fleet import token_file
 from ..support.versions import INSTALLED, RUN
 from ..support.waiting import until
 from .clients import LENGTH, MODEL, talkative
+
+if TYPE_CHECKING:
+    from .hangs import Prone
 
 START_TIMEOUT_S = 600.0
 SOAKED = (
@@ -251,8 +255,8 @@ class Stock(Live):
         return next(row for row in rows if row["pid"] == int(self.name))
 
 
-# Servers that tests of several files share.
-SHARED = ("vision_server", "text_pair")
+# What tests of several files share.
+SHARED = ("vision_server", "text_pair", "hung_pair", "imported")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -367,10 +371,65 @@ def lose_all(server: Live, footprint: Footprint) -> None:
 
 
 @pytest.fixture(scope="session")
+def old_code(plug_in: PlugIn) -> Path:
+    """A folder with the plug-in that puts vLLM's old code back, which hangs."""
+    from .hangs import OLD  # it needs this module
+
+    return plug_in("old_code", OLD)
+
+
+@pytest.fixture(scope="session")
+def hung_pair(
+    cli: Cli, old_code: Path, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Prone, Live]]:
+    """Servers with the old code: one without patches, with more defects; and one with patches."""
+    from .hangs import FEW_IMAGES, prone
+
+    place = tmp_path_factory.mktemp("hangs")
+    with prone(cli, plug_in, place, old_code) as stock:
+        try:
+            patched = ("--demo", "vision", "--env", f"PYTHONPATH={old_code}", "--", *FEW_IMAGES)
+            made = cli.serve("patched", *patched)
+            stock.launched.wait_up()
+            yield stock, made
+        finally:
+            cli("stop", "patched", "--force")
+
+
+@pytest.fixture(scope="session")
 def vision_server(cli: Cli) -> Live:
     """The demo vision model, default caches, an admin token, and what a soak wants."""
     admin = ("--admin-token", str(token_file(cli.home)))
     return cli.serve("vision", "--demo", "vision", *admin, *soaked(cli))
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A bundle, and the command that has written it."""
+
+    path: Path
+    ran: Ran
+
+
+@pytest.fixture(scope="session")
+def bundled(vision_server: Live, tmp_path_factory: pytest.TempPathFactory) -> Bundled:
+    """One of the vision server, a recording of its memory included; it takes a core 10 s."""
+    path, target = tmp_path_factory.mktemp("bundle") / "b.tar.gz", ("-t", vision_server.name)
+    words = ("--rounds", "2", "--load", "images", "--requests", "2", "--tolerance", "10G")
+    vision_server.cli("memory", "record", *target, *words)
+    # Many test processes share few cores.
+    ran = vision_server.cli("bundle", *target, "-o", str(path), "--timeout", "180", "--json")
+    assert ran.code == 0, ran.err
+    return Bundled(path, ran)
+
+
+@pytest.fixture(scope="session")
+def imported() -> None:
+    """For tests that use vLLM's code without a server: they run in one process, which imports it.
+
+    That takes a core 10 s.
+    """
+    import_module("vllm.entrypoints.openai.responses.serving")
 
 
 @pytest.fixture(scope="session", params=[INSTALLED, *(RUN if EVERYTHING else ())])

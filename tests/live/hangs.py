@@ -26,7 +26,7 @@ from vllmops.rpc import agent
 from vllmops.vllm_api import http as web
 
 from ..support.waiting import until
-from .conftest import Launched, Stock, kill
+from .conftest import Cli, Launched, PlugIn, Stock, kill, launch
 from .test_cache import ask
 
 PATCHES = ("mm-lru-ghost-keys", "mm-lru-stale-eviction", "request-hash-cycle")
@@ -262,6 +262,35 @@ class Losing(base.KVConnectorBase_V1, base.SupportsHMA):
 def register():
     pass
 """
+# A large model on a small machine: each token takes its time, in a prompt as in a response.
+SLOW = """
+import os
+import time
+from functools import wraps
+from multiprocessing import current_process
+
+def register():
+    if "Worker" not in current_process().name:
+        return
+    import torch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    path = os.path.join(os.environ["VLLM_TEST_HANGS"], "slow")
+    run = GPUModelRunner._model_forward
+    numbers = torch.ones(400, 400)
+
+    @wraps(run)
+    def forward(self, *args, **fields):
+        if os.path.exists(path):
+            with open(path) as file:
+                tokens = fields["positions"].shape[-1]
+                end = time.monotonic() + tokens * float(file.read())
+            while time.monotonic() < end:
+                torch.mm(numbers, numbers)
+        return run(self, *args, **fields)
+
+    GPUModelRunner._model_forward = forward
+"""
 ENVIRONMENT = {
     "VLLMOPS_NO_PATCH": ",".join(PATCHES),
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
@@ -370,6 +399,30 @@ class Prone(Stock):
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def prone(cli: Cli, plug_in: PlugIn, place: Path, *code: Path) -> Iterator[Prone]:
+    """A server with the plug-ins that is about to start, and with more code, which goes first."""
+    folders = (*code, plug_in("hangs", PLUG_IN), plug_in("slow", SLOW))
+    paths = os.pathsep.join([*map(str, folders), cli.environment["PYTHONPATH"]])
+    environment = {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}
+    launched = launch(cli, place / "log", environment, *ARGUMENTS)
+    try:
+        yield Prone(cli, str(launched.process.pid), launched, place)
+    finally:
+        launched.stop()
+
+
+@contextmanager
+def slow(server: Prone, token_s: float) -> Iterator[None]:
+    """Let it take so many seconds for each token, until the end of the block."""
+    path = server.place / "slow"
+    path.write_text(str(token_s))
+    try:
+        yield
+    finally:
+        path.unlink()
 
 
 def drifted(url: str) -> Iterator[int]:

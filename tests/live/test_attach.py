@@ -14,15 +14,13 @@ from ..support.waiting import until
 from .conftest import SHM, Cli, Launched, Live, Ran, Stock, alive, launch
 from .hangs import FEW_IMAGES, leave_ghost
 from .test_cache import told_as
-from .test_hang import Requests, ghosts, old_code, text
-
-__all__ = ["old_code"]  # a fixture
+from .test_hang import Requests, ghosts, text
 
 
 @pytest.fixture(scope="module")
 def stock(cli: Cli, old_code: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     """What anybody starts who knows nothing of vllmops, with code that can hang."""
-    plug_in = {"PYTHONPATH": os.fspath(old_code), "VLLM_PLUGINS": "old_code,patient"}
+    plug_in = {"PYTHONPATH": os.fspath(old_code), "VLLM_PLUGINS": "old_code,patient,forked"}
     launched = launch(cli, tmp_path_factory.mktemp("stock") / "log", plug_in, *FEW_IMAGES)
     try:
         yield launched

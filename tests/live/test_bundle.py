@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import tarfile
-from pathlib import Path
 
-from .conftest import Live
+from .conftest import Bundled, Live
 
 
-def test_all_of_a_healthy_server(vision_server: Live, tmp_path: Path) -> None:
-    path = tmp_path / "b.tar.gz"
-    # Many test processes share few cores.
-    options = ("-t", vision_server.name, "-o", str(path), "--timeout", "180", "--json")
-    ran = vision_server.cli("bundle", *options)
-    assert ran.code == 0, ran.err
+def test_all_of_a_healthy_server(vision_server: Live, bundled: Bundled) -> None:
+    path = bundled.path
     with tarfile.open(path) as found:
         parts = {item.name: found.extractfile(item).read() for item in found}  # type: ignore[union-attr]
     pids = vision_server.pids()
     assert {f"proc/{pid}.txt" for pid in pids.values()} <= set(parts)
-    # Nothing but a recording, which other tests may have made, is missing.
-    assert [item for item in ran.data["missing"] if item["name"] != "memory.jsonl"] == []
+    assert bundled.ran.data["missing"] == []
     versions = json.loads(parts["versions.json"])
     assert versions["vllm"]
     assert versions["torch"]

@@ -305,6 +305,7 @@ def test_a_server_with_two_front_ends(server: Live) -> None:
 # vLLM's own classes, without a server.
 
 
+@pytest.mark.usefixtures("imported")
 def test_vllms_lru_cache_in_use_gives_no_finding_and_is_not_changed() -> None:
     from vllm.utils.cache import LRUCache
 
@@ -331,6 +332,7 @@ def test_vllms_lru_cache_in_use_gives_no_finding_and_is_not_changed() -> None:
 
 
 @long
+@pytest.mark.usefixtures("imported")
 def test_vllms_encoder_cache_manager_in_use_gives_no_finding() -> None:
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 

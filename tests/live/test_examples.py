@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import httpx
+import pytest
 
 from ..test_docs import LIVE, words
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
-    from .conftest import Live
+from .conftest import Bundled, Live
 
 
 def test_examples_work(
-    vision_server: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vision_server: Live, bundled: Bundled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"model": "demo-vision", "input": "Hello", "max_output_tokens": 2}
     response = httpx.post(f"{vision_server.url}/v1/responses", json=body, timeout=120)
@@ -30,6 +25,7 @@ def test_examples_work(
     }
     monkeypatch.setenv("VLLMOPS_TARGET", vision_server.name)
     monkeypatch.chdir(tmp_path)
+    Path("hang.tar.gz").symlink_to(bundled.path)
     for line, (code, quick) in LIVE.items():
         typed = [names.get(word, word) for word in words(line)[1:]]
         ran = vision_server.cli(*typed, *quick.split())

@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,16 +22,10 @@ import pytest
 
 from ..support.extent import EVERYTHING, long
 from ..support.waiting import until
-from .conftest import Cli, Live, PlugIn, Ran, launch, lose
+from .conftest import Cli, Live, Ran, lose
 from .hangs import (
-    ARGUMENTS,
-    ENVIRONMENT,
-    FEW_IMAGES,
     HANGS,
-    OLD,
     PATCHES,
-    PLACE,
-    PLUG_IN,
     Asked,
     Hang,
     Prone,
@@ -51,38 +45,14 @@ REQUESTS = 60  # of a round, whose memory is to show
 SPINNING = "stack.mm-cache-eviction-spin"
 
 
-@pytest.fixture(scope="module")
-def old_code(plug_in: PlugIn) -> Path:
-    return plug_in("old_code", OLD)
-
-
-@pytest.fixture(scope="module")
-def pair(
-    cli: Cli, old_code: Path, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Prone, Live]]:
-    """The same server without patches, with more defects; and with patches."""
-    place = tmp_path_factory.mktemp("hangs")
-    paths = f"{old_code}:{plug_in('hangs', PLUG_IN)}:{cli.environment['PYTHONPATH']}"
-    environment = {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}
-    launched = launch(cli, place / "log", environment, *ARGUMENTS)
-    try:
-        patched = ("--demo", "vision", "--env", f"PYTHONPATH={old_code}", "--", *FEW_IMAGES)
-        made = cli.serve("patched", *patched)
-        launched.wait_up()
-        yield Prone(cli, str(launched.process.pid), launched, place), made
-    finally:
-        launched.stop()
-        cli("stop", "patched", "--force")
+@pytest.fixture
+def stock(hung_pair: tuple[Prone, Live]) -> Prone:
+    return hung_pair[0]
 
 
 @pytest.fixture
-def stock(pair: tuple[Prone, Live]) -> Prone:
-    return pair[0]
-
-
-@pytest.fixture
-def patched(pair: tuple[Prone, Live]) -> Live:
-    return pair[1]
+def patched(hung_pair: tuple[Prone, Live]) -> Live:
+    return hung_pair[1]
 
 
 class Requests:
@@ -336,6 +306,7 @@ def test_requests_that_hold_themselves_grow_memory_and_patched_ones_do_not(
     assert "engine" not in accused(gone, "memory.rss-growing")
 
 
+@pytest.mark.usefixtures("imported")
 def test_patches_of_this_environment_need_no_server(cli: Cli) -> None:
     ran = cli("patches", "verify", "--json")
     assert ran.code == 0, ran.out
@@ -495,7 +466,14 @@ def test_what_can_not_be_healed_is_named_with_what_a_restart_loses(stock: Prone)
 
 @pytest.mark.parametrize(
     "hang",
-    [pytest.param(hang, marks=() if hang.short else long, id=hang.name) for hang in HANGS],
+    [
+        pytest.param(
+            hang,
+            marks=[*(() if hang.short else [long]), *(() if hang.lives_on else [pytest.mark.ends])],
+            id=hang.name,
+        )
+        for hang in HANGS
+    ],
 )
 def test_a_hang_is_named(stock: Prone, hang: Hang) -> None:
     """The last one ends the server."""

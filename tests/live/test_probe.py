@@ -16,42 +16,13 @@ from vllmops.rpc import agent
 
 from ..support.extent import EVERYTHING, long
 from ..support.waiting import until
-from .conftest import Cli, PlugIn, free_port, launch
-from .hangs import ARGUMENTS, ENVIRONMENT, HANGS, PLACE, PLUG_IN, SPINS, Hang, Prone, livelock
+from .conftest import Cli, Live, PlugIn, free_port
+from .hangs import HANGS, SPINS, Hang, Prone, livelock, prone, slow
 
 RED_S = 30.0
-SATURATED_S = 300.0 if EVERYTHING else 40.0
+SATURATED_S = 300.0 if EVERYTHING else 25.0
 STEP_S = 30.0  # of a long prompt
 LONG = 1150  # tokens of one; the KV cache takes 1,280
-# A large model on a small machine: each token takes its time, in a prompt as in a response.
-SLOW = """
-import os
-import time
-from functools import wraps
-from multiprocessing import current_process
-
-def register():
-    if "Worker" not in current_process().name:
-        return
-    import torch
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    path = os.path.join(os.environ["VLLM_TEST_HANGS"], "slow")
-    run = GPUModelRunner._model_forward
-    numbers = torch.ones(400, 400)
-
-    @wraps(run)
-    def forward(self, *args, **fields):
-        if os.path.exists(path):
-            with open(path) as file:
-                tokens = fields["positions"].shape[-1]
-                end = time.monotonic() + tokens * float(file.read())
-            while time.monotonic() < end:
-                torch.mm(numbers, numbers)
-        return run(self, *args, **fields)
-
-    GPUModelRunner._model_forward = forward
-"""
 
 
 class Probed:
@@ -93,44 +64,45 @@ class Probed:
         assert {code for code, _ in words} == {200}, words
 
 
-@pytest.fixture(scope="module")
-def probed(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
-    place = tmp_path_factory.mktemp("probed")
-    folders = (plug_in("hangs", PLUG_IN), plug_in("slow", SLOW))
-    paths = ":".join([*map(str, folders), cli.environment["PYTHONPATH"]])
-    launched = launch(
-        cli, place / "log", {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}, *ARGUMENTS
-    )
-    pid, port = str(launched.process.pid), str(free_port())
-    watch = None
+@contextmanager
+def probed_by_watch(server: Prone) -> Iterator[Probed]:
+    """A watch that listens, from when it is green."""
+    port = str(free_port())
+    words = ("watch", "-t", server.name, "--listen", port, "-o", str(server.place / "kept"))
+    watch = server.cli.begin(*words)
+    made = Probed(server, f"http://127.0.0.1:{port}")
+
+    def up() -> bool:
+        try:
+            return made.green("readyz")
+        except httpx.TransportError:
+            return False
+
     try:
-        launched.wait_up()
-        (place / "slow").write_text(str(STEP_S / LONG))
-        words = ("watch", "-t", pid, "--listen", port, "-o", str(place / "kept"))
-        watch = cli.begin(*words)
-        made = Probed(Prone(cli, pid, launched, place), f"http://127.0.0.1:{port}")
-
-        def up() -> bool:
-            try:
-                return made.green("readyz")
-            except httpx.TransportError:
-                return False
-
         until(up)
         yield made
     finally:
-        if watch:
-            watch.terminate()
-            watch.wait(30)
-        launched.stop()
+        watch.terminate()
+        watch.wait(30)
+
+
+@pytest.fixture(scope="module")
+def probed(hung_pair: tuple[Prone, Live]) -> Iterator[Probed]:
+    with probed_by_watch(hung_pair[0]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def doomed(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
+    """One of its own, for hangs that end it."""
+    with prone(cli, plug_in, tmp_path_factory.mktemp("doomed")) as server:
+        server.launched.wait_up()
+        with probed_by_watch(server) as made:
+            yield made
 
 
 def beats(server: Prone) -> list[Any]:
     return [agent.beat(process) for process in server.processes.values()]
-
-
-def hasten(server: Prone) -> None:
-    (server.place / "slow").unlink(missing_ok=True)
 
 
 def bundles(server: Prone) -> set[Path]:
@@ -139,8 +111,7 @@ def bundles(server: Prone) -> set[Path]:
 
 @long
 def test_one_step_that_takes_long_is_no_stall(probed: Probed) -> None:
-    """The server is as slow from the start; the other tests make it fast."""
-    with probed.never_red():
+    with slow(probed.server, STEP_S / LONG), probed.never_red():
         for _ in range(5):
             assert probed.server.ask(max_tokens=8, ignore_eos=True).answer(60) == 200
         began = time.monotonic()
@@ -151,7 +122,6 @@ def test_one_step_that_takes_long_is_no_stall(probed: Probed) -> None:
 
 
 def test_a_saturated_server_lives(probed: Probed) -> None:
-    hasten(probed.server)
     over, answered = threading.Event(), []
 
     def load() -> None:
@@ -195,10 +165,11 @@ def test_a_paused_server_lives_and_is_not_ready(probed: Probed) -> None:
         for hang in (*SPINS, *HANGS)
     ],
 )
-def test_a_hang_is_dead_in_time_and_its_evidence_is_there(probed: Probed, hang: Hang) -> None:
-    """The last one ends the server."""
+def test_a_hang_is_dead_in_time_and_its_evidence_is_there(
+    hung_pair: tuple[Prone, Live], hang: Hang, request: pytest.FixtureRequest
+) -> None:
+    probed = request.getfixturevalue("probed" if hang.lives_on else "doomed")
     server, before = probed.server, bundles(probed.server)
-    hasten(server)
     until(lambda: probed.green("readyz"), 60)
     for _ in range(30 if hang in SPINS else 0):  # what is usual is known
         assert server.ask().answer(60) == 200

@@ -14,6 +14,8 @@ from vllmops.agent.responses.history import History
 from vllmops.store.packing import deflate
 from vllmops.store.store import Response
 
+pytestmark = pytest.mark.usefixtures("imported")
+
 RESPONSES = "vllm.entrypoints.openai.responses"
 
 OUTPUT: list[dict[str, Any]] = [

@@ -28,6 +28,8 @@ from ..support.waiting import until
 from .clients import LENGTH, background, base, connect, ended, following, reach
 from .conftest import Cli, Live, kill
 
+TOKENS = 2000  # of what is to run until a restart
+UNTIL = {"max_output_tokens": TOKENS}
 ALLOWED = "somebody_elses,forked,patient"  # without ours
 
 
@@ -45,7 +47,7 @@ class Asked(threading.Thread):
 
     def __init__(self, server: Live, **options: Any) -> None:
         super().__init__(daemon=True)
-        self.body = {"model": "demo-text", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+        self.body = {"model": "demo-text", "prompt": "a", "max_tokens": TOKENS, "ignore_eos": True}
         self.body |= options
         self.url = f"{server.url}/v1/completions"
         self.answer: httpx.Response | None = None
@@ -70,8 +72,8 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
     client = connect(base(server))
     plain, streamed = Asked(server), Asked(server, stream=True)
-    run, dropped = background(client), background(client)
-    stream, followed = following(client)
+    run, dropped = background(client, **UNTIL), background(client, **UNTIL)
+    stream, followed = following(client, **UNTIL)
     read: list[Any] = []
 
     def follow() -> None:
@@ -108,11 +110,11 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
         done = ended(client, response_id, 120)
         assert (done.status, done.metadata) == ("incomplete", {MARK: AGAIN})  # of max_output_tokens
         assert "vllmops" not in done.model_dump()
-        assert done.usage.output_tokens == 3800
+        assert done.usage.output_tokens == TOKENS
     assert ended(client, dropped.id).status == "cancelled"
 
 
-def test_what_ran_when_a_server_died_runs_again_once(server: Live) -> None:
+def test_what_ran_when_a_server_died_runs_again(server: Live) -> None:
     client = connect(base(server))
     run = background(client, metadata={"mine": "1"}, instructions="short")
     stream, followed = following(client)
@@ -122,14 +124,21 @@ def test_what_ran_when_a_server_died_runs_again_once(server: Live) -> None:
     assert server.cli("restart", server.name, "--rerun").code == 0
     rest = client.responses.retrieve(followed, stream=True, starting_after=last)
     assert next(iter(rest)).sequence_number == last + 1
-    # Each was run again once: the next restart leaves it as failed. That one ends a hang.
+    server.cli("requests", "abort", "--all", "--yes", "-t", server.name)
+    assert ended(client, run.id).metadata == {"mine": "1", MARK: AGAIN}
+
+
+@long
+def test_what_ran_again_does_not_a_second_time_and_a_hang_leaves_evidence(server: Live) -> None:
+    client = connect(base(server))
+    run = background(client, metadata={"mine": "1"}, instructions="short")
+    assert server.cli("restart", server.name, "--force", "--rerun").code == 0
     os.kill(server.pids()["engine"], signal.SIGSTOP)
     time.sleep(PATIENCE_S)
     ran = server.cli("restart", server.name, "--force", "--rerun", "--json")
     assert (ran.code, Path(ran.data["evidence"]).exists()) == (0, True)
-    for response_id, metadata in ((run.id, {"mine": "1", MARK: AGAIN}), (followed, {MARK: AGAIN})):
-        done = ended(client, response_id)
-        assert (done.status, done.metadata) == ("failed", metadata)
+    done = ended(client, run.id)
+    assert (done.status, done.metadata) == ("failed", {"mine": "1", MARK: AGAIN})
 
 
 @long

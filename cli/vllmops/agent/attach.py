@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
+from multiprocessing.process import BaseProcess
 from types import (
     AsyncGeneratorType,
     CodeType,
@@ -31,6 +32,7 @@ from .patches import registry
 MOST = 200_000  # objects visited; usually some 5,000
 LARGE = 10_000  # containers with more elements are skipped
 IN_PROGRESS = "RequestResponseCycle.run_asgi"
+BEGIN = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
 
 
 def start(*, patch: bool) -> None:
@@ -110,11 +112,15 @@ def of_vllm(item: Any) -> bool:
 
 
 def values() -> Iterator[Any]:
-    """The values of the variables of all running functions and suspended tasks."""
+    """The values of the variables of all running functions and suspended tasks.
+
+    Below the frame where a forked process began are functions of its parent, with the parent's
+    objects: an API server's caches would be taken for the engine's.
+    """
     loops: dict[int, asyncio.AbstractEventLoop] = {}
     for top in sys._current_frames().values():
         frame: FrameType | None = top
-        while frame is not None:
+        while frame is not None and frame.f_code is not BEGIN:
             held = variables(frame)
             yield from held
             for value in held:

@@ -373,7 +373,7 @@ def pair(sample: Sample) -> tuple[Side, Side] | None:
     for process in sample.processes:
         for cache in process.caches:
             if isinstance(cache, LruCache) and cache.kind == "mm-lru":
-                sides[cache.side].append((process, cache))
+                sides.setdefault(cache.side, []).append((process, cache))
     fronts, backs = sides["P0"], sides["P1"]
     return (fronts[0], backs[0]) if len(fronts) == len(backs) == 1 else None
 
