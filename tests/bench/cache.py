@@ -23,16 +23,16 @@ LOOKS_S = 3.0  # until the first look, some hundred milliseconds
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    entries, rounds = (200, 2) if setting.short else (20_000, 30)
-    block_of, tokens = (4, 100) if setting.short else (BLOCK, TOKENS)
+    entries, rounds = (IMAGES, 2) if setting.short else (20_000, 30)
+    block_of, tokens = (4, 50) if setting.short else (BLOCK, TOKENS)
     server = setting.vision
     look = (VLLMOPS, "cache", "inspect", "-t", str(server.pid))
     inspect = (*look, "--json")
     server.load([server.request(PATH, chat([0]))], 1)
-    empty = [setting.seconds(*inspect) for _ in range(5)]
+    empty = [setting.seconds(*inspect) for _ in range(3 if setting.short else 5)]
     fill(server, entries)
     check(setting, inspect, entries)
-    full = [setting.seconds(*inspect) for _ in range(5 if setting.short else 20)]
+    full = [setting.seconds(*inspect) for _ in range(3 if setting.short else 20)]
     yield Figure(
         f"cache inspect, {entries:,} entries in each LRU cache",
         "s",

@@ -6,17 +6,16 @@ import math
 import os
 import random
 import signal
-import socket
 import statistics
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 from .figure import Figure, Limit, interleaved, ratio
 from .memory import cores
-from .setting import VLLMOPS, Setting
+from .setting import VLLMOPS, Setting, free_port
 
 WARM_UP_S = 6.0  # until it has found the server and asked it once
 PATH = "/v1/completions"
@@ -30,9 +29,10 @@ OFTEN_LIMIT = 1.05  # so 1.005 by default, which is less than two runs differ by
 
 def measure(setting: Setting) -> Iterator[Figure]:
     watch = (VLLMOPS, "watch", "-t", str(setting.vision.pid))
-    window_s = 5.0 if setting.short else 120.0
-    with setting.meanwhile(*watch, warm_up_s=WARM_UP_S) as command:
+    window_s, port = 5.0 if setting.short else 120.0, free_port()
+    with setting.meanwhile(*watch, "--listen", str(port), warm_up_s=WARM_UP_S) as command:
         spent = cores([command.pid], window_s)
+        probe = probed(setting, port)
     yield Figure(
         "watch, a server of three processes that is well",
         "cores",
@@ -42,18 +42,16 @@ def measure(setting: Setting) -> Iterator[Figure]:
         Limit(0.1) if setting.short else Limit(0.005),
         1,
     )
-    yield probed(setting, watch)
+    yield probe
     words = (*watch, "--interval", str(OFTEN_S))
     with setting.meanwhile(*words, warm_up_s=WARM_UP_S) as command:
         yield felt(setting, command.pid)
 
 
-def probed(setting: Setting, watch: Sequence[str]) -> Figure:
+def probed(setting: Setting, port: int) -> Figure:
     """How long a probe takes over HTTP while the server has more requests than it can work on."""
     server, over = setting.vision, threading.Event()
     burst = [server.request(PATH, {**BODY, "max_tokens": 50, "ignore_eos": True})] * BURST
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
 
     def load() -> None:
         while not over.is_set():
@@ -66,20 +64,19 @@ def probed(setting: Setting, watch: Sequence[str]) -> Figure:
         return time.perf_counter() - began
 
     loading = threading.Thread(target=load)
-    with setting.meanwhile(*watch, "--listen", str(port), warm_up_s=WARM_UP_S):
-        loading.start()
-        try:
-            time.sleep(2)
-            values = interleaved(
-                50 if setting.short else 2000,
-                {
-                    "probe": partial(seconds, port, "/readyz"),
-                    "health": partial(seconds, server.port, "/health"),
-                },
-            )
-        finally:
-            over.set()
-            loading.join()
+    loading.start()
+    try:
+        time.sleep(2)
+        values = interleaved(
+            30 if setting.short else 2000,
+            {
+                "probe": partial(seconds, port, "/readyz"),
+                "health": partial(seconds, server.port, "/health"),
+            },
+        )
+    finally:
+        over.set()
+        loading.join()
     worst = {name: statistics.quantiles(item, n=100)[98] for name, item in values.items()}
     return Figure(
         "GET /readyz of a watch, 99th percentile, server saturated",

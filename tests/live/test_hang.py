@@ -502,7 +502,8 @@ def test_an_engine_that_is_killed_under_load_tells_its_last_step(patched: Live) 
     assert dead["pid"] == engine
     steps = [dict(zip(dead["columns"], step, strict=True)) for step in dead["steps"]]
     last = steps[-1]
-    assert killed_at - 2 < last["began_at"] < killed_at
+    assert live["steps"][-1][live["columns"].index("number")] <= last["number"]
+    assert last["began_at"] < killed_at
     # The last one may have been stopped before it was scheduled.
     assert 1 <= max(step["requests"] for step in steps[-2:]) <= 3
     assert sum(step["tokens"] for step in steps) > 200

@@ -114,6 +114,7 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     assert ended(client, dropped.id).status == "cancelled"
 
 
+@long
 def test_what_ran_when_a_server_died_runs_again(server: Live) -> None:
     client = connect(base(server))
     run = background(client, metadata={"mine": "1"}, instructions="short")

@@ -76,9 +76,9 @@ class Gathering:
             try:
                 view, servers = self.gather()
                 self.shown = families.metrics(state.samples(view))
-                self.gathered = time.monotonic()
                 spent_s = time.thread_time() - began
                 self.pause_s = max(LOOK_S * max(servers, 1), spent_s / SHARE)
+                self.gathered = time.monotonic()
             except Exception as error:
                 self.reporter.report(error)
             if self.wait(self.pause_s):
