@@ -83,6 +83,7 @@ def test_every_command_keeps_the_envelope(
         here(*words, "--json", "--no-such-option"),
         here(*words, "--no-such-option", "--json", "--", "--x"),
         vllmops(*words, "--json"),
+        vllmops("--json", *words),
     ]
     untargeted = {("ps",), ("serve",), ("patches", "show"), ("memory", "report")}
     untargeted |= {("stacks", "explain"), ("help",)}

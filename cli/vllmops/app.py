@@ -381,7 +381,7 @@ def report_error(failure: VllmopsError) -> int:
 
 def typed() -> str:
     """The command that was typed, without options: ``ps``, ``cache inspect``."""
-    words = sys.argv[1:3]
+    words = [word for word in sys.argv[1:] if not word.startswith("-")][:2]
     noun = COMMANDS.get(words[0]) if words else None
     return " ".join(words if noun and noun.several else words[:1])
 
