@@ -78,7 +78,7 @@ def test_one_screen_has_what_the_server_does(server: Live, load: None) -> None:
         (found,) = server.cli("top", "--once", "--json", "-t", server.name).data["servers"]
         return found if found["figures"]["tokens_per_s"] and found["requests"] else None
 
-    found = until(row)
+    found = until(row, 120)  # a look takes 5 s and more
     assert found["state"] == "ready"
     assert found["findings"] == []
     (node,) = found["nodes"]
