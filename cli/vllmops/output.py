@@ -115,7 +115,7 @@ def command(run: Callable[P, Result]) -> Callable[P, None]:
         try:
             result = run(*args, **kwargs)
         except KeyboardInterrupt as error:  # Typer would end without a word
-            raise VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED) from error
+            raise VllmopsError("interrupted", "interrupted") from error
         with suppress(ReaderGoneError):  # the exit code counts, whether all output was read or not
             if kwargs.get("json_"):
                 envelope(result.data, result.exit_code, *result.errors)
@@ -174,10 +174,7 @@ def repeat(look: Callable[[], Result], interval_s: float, *, watch: bool, as_jso
     """
     if watch and as_json:
         raise VllmopsError(
-            "usage",
-            "--watch cannot be combined with --json",
-            "leave one of these options out",
-            exit_code=Exit.USAGE,
+            "usage", "--watch cannot be combined with --json", "leave one of these options out"
         )
     try:
         while True:

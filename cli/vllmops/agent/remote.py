@@ -23,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from .. import __version__
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host import proc, processes
 from ..host.nodes import connected
 from ..host.processes import ROLES, Process
@@ -207,10 +207,7 @@ class Node:
 
     def lost(self, why: str) -> VllmopsError:
         return VllmopsError(
-            "agent.node-lost",
-            self.silence(why).text,
-            "vllmops help agent.node-lost",
-            exit_code=Exit.NOT_FOUND,
+            "agent.node-lost", self.silence(why).text, "vllmops help agent.node-lost"
         )
 
     def passed_on(

@@ -104,7 +104,6 @@ def nothing(server: Server) -> VllmopsError:
             "attach.no-process",
             f"{server.label} has no process yet to load the agent into",
             f"vllmops wait {server.label} --for ready",
-            exit_code=Exit.NOT_FOUND,
         )
     return VllmopsError(
         "attach.already",

@@ -16,7 +16,7 @@ from .. import files, output
 from ..bundle import bundle as bundles
 from ..bundle.collecting import COLLECT_ENV_S, TIMEOUT_S, collect
 from ..diagnose.findings import Finding
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..instances.servers import Server, find, resolve
 from ..output import Json, Progress, Result, size, table, typer_app
 from ..protocol.bundles import Index
@@ -109,7 +109,6 @@ def bundle(
     raise VllmopsError(
         "interrupted",
         f"interrupted; what was captured until then is in {path}",
-        exit_code=Exit.INTERRUPTED,
         data=data,
     )
 

@@ -13,7 +13,7 @@ import typer
 from ..diagnose import doctor as judge
 from ..diagnose.findings import Finding, Severity
 from ..diagnose.stacks import StackFinding
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host import namesake
 from ..host.shape import shown
 from ..output import (
@@ -130,10 +130,7 @@ def doctor(
         return cleaned(alone=file is None and not canary and not history)
     if history and canary:
         raise VllmopsError(
-            "usage",
-            "--history can't be combined with --canary",
-            "vllmops doctor --history",
-            exit_code=Exit.USAGE,
+            "usage", "--history can't be combined with --canary", "vllmops doctor --history"
         )
     if file is not None:
         source = ctx.get_parameter_source("target")
@@ -142,7 +139,6 @@ def doctor(
                 "usage",
                 "a FILE can't be combined with --target or --canary",
                 "give a FILE or a server",
-                exit_code=Exit.USAGE,
             )
         from ..bundle import bundle  # noqa: PLC0415
 
@@ -189,7 +185,6 @@ def cleaned(*, alone: bool) -> Result:
             "usage",
             "--clean-shm can't be combined with a FILE, --canary or --history",
             "vllmops doctor --clean-shm",
-            exit_code=Exit.USAGE,
         )
     from ..home import user  # noqa: PLC0415
     from ..host import shm  # noqa: PLC0415
@@ -243,12 +238,7 @@ def chosen(
         for word in words:
             here = {code for code in known if code == word or code.startswith(f"{word}.")}
             if not here:
-                raise VllmopsError(
-                    "usage",
-                    f"unknown check {word!r}",
-                    "vllmops doctor --list",
-                    exit_code=Exit.USAGE,
-                )
+                raise VllmopsError("usage", f"unknown check {word!r}", "vllmops doctor --list")
             codes |= here
         return codes
 

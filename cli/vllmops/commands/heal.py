@@ -109,12 +109,7 @@ def chosen(only: Sequence[str] | None, skip: Sequence[str] | None) -> list[Actio
     known = {action.name for action in ACTIONS}
     for name in (*(only or ()), *(skip or ())):
         if name not in known:
-            raise VllmopsError(
-                "usage",
-                f"there is no action {name!r}",
-                "vllmops heal --list",
-                exit_code=Exit.USAGE,
-            )
+            raise VllmopsError("usage", f"there is no action {name!r}", "vllmops heal --list")
     meant = (set(only) if only else known) - set(skip or ())
     return [action for action in ACTIONS if action.name in meant]
 

@@ -68,7 +68,6 @@ def probe(
             "usage",
             "give one of --liveness, --readiness, --startup and --listen",
             "vllmops probe --readiness",
-            exit_code=Exit.USAGE,
         )
     if listen:
         raise serving(target, host_port(listen))
@@ -124,4 +123,4 @@ def serving(target: str | None, place: tuple[str, int]) -> VllmopsError:
     Listener(place, now)
     say(f"{label}: {', '.join(PATHS)} at {place[0]}:{place[1]}")
     stopped_by(signal.SIGINT, signal.SIGTERM).wait()
-    return VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
+    return VllmopsError("interrupted", "interrupted")

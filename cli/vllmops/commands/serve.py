@@ -22,7 +22,7 @@ import typer
 from .. import demo as demos
 from ..agent.patches.registry import OFF, known
 from ..diagnose import packages
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import check, not_written, read
 from ..home import home
 from ..host import cudacore, namesake
@@ -473,7 +473,7 @@ def not_utf8(word: str) -> bool:
 
 
 def usage(message: str) -> VllmopsError:
-    return VllmopsError("usage", message, "vllmops serve --help", exit_code=Exit.USAGE)
+    return VllmopsError("usage", message, "vllmops serve --help")
 
 
 def stay(
@@ -520,7 +520,7 @@ def stay(
         raise failed(record, session.folder)
     if signals.interrupted:
         message = f"{record.name} has stopped" + (f" ({record.note})" if record.note else "")
-        raise VllmopsError("interrupted", message, exit_code=Exit.INTERRUPTED)
+        raise VllmopsError("interrupted", message)
     return record
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..home import home, own
 from ..host.processes import alive
 from ..instances import launch
@@ -124,7 +124,6 @@ def restart(
                 "usage",
                 "--hand-over ends no request, and the other two options do: give one way",
                 f"vllmops restart {record.name} --hand-over",
-                exit_code=Exit.USAGE,
             )
         return handed_over(folder, record, timeout, quiet=json_)
     if kept := not no_evidence and kept_of(record, quiet=json_):

@@ -210,9 +210,7 @@ def watch(
         "events": list(diary.events),
     }
     if stop.is_set() and not (once and diary.bad):
-        raise VllmopsError(
-            "interrupted", "interrupted", exit_code=Exit.INTERRUPTED, data=msgspec.to_builtins(data)
-        )
+        raise VllmopsError("interrupted", "interrupted", data=msgspec.to_builtins(data))
     return Result(
         data,
         lambda: [summary(diary, time.monotonic() - began)],

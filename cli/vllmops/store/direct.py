@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from . import opening
 from .backend import Limits
 from .source import ChangeResult, failed, refused, unknown
@@ -46,7 +46,6 @@ class Storage:
                 "usage",
                 "a memory:// store is inside its server, and no other process can open it",
                 "ask the server: -t TARGET",
-                exit_code=Exit.USAGE,
             )
         self.name = shown(url)
         self.create = create
@@ -64,7 +63,6 @@ class Storage:
                 "store.none",
                 f"there is no store at {self.name}",
                 "give the URL that its server has for --store; vllmops ps --all lists instances",
-                exit_code=Exit.NOT_FOUND,
             )
         await self.store.open()
         return self

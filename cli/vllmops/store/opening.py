@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from . import urls
 from .backend import Backend, Limits
 
@@ -85,4 +85,4 @@ def namespace(url: str) -> tuple[str, str]:
 
 
 def usage(message: str, hint: str) -> VllmopsError:
-    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
+    return VllmopsError("usage", message, hint)

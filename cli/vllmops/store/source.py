@@ -77,7 +77,6 @@ def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
         "responses.unknown",
         f"{name} has no response {response_id!r}{route}",
         "vllmops responses list shows the responses of your API key",
-        exit_code=Exit.NOT_FOUND,
     )
 
 

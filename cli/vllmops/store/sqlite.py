@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from .backend import Limits, Response
 from .conversations import Outcome
 from .sql import Sql
@@ -172,7 +172,6 @@ class Sqlite(Sql):
                     "usage",
                     f"{self.path} is not a regular file",
                     "for example sqlite:////var/lib/vllmops/responses.db",
-                    exit_code=Exit.USAGE,
                 )
         self.reader: Worker | None = None
         self.writer: Worker | None = None
@@ -331,9 +330,6 @@ def path(url: str) -> Path:
     found = url.removeprefix("sqlite://")
     if not found.startswith("/") or found == "/":
         raise VllmopsError(
-            "usage",
-            f"{url} does not name a file",
-            "for example sqlite:///responses.db",
-            exit_code=Exit.USAGE,
+            "usage", f"{url} does not name a file", "for example sqlite:///responses.db"
         )
     return Path(found[1:]).expanduser().absolute()

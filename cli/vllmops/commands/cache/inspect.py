@@ -14,7 +14,7 @@ from ... import output
 from ...caches import inspect as caches
 from ...diagnose import caches as judge
 from ...diagnose.findings import Finding, Severity
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...files import is_gzip
 from ...host.processes import alive
 from ...instances.servers import resolve
@@ -137,7 +137,7 @@ def saved(file: Path) -> CacheSnapshot:
 
 
 def usage(message: str) -> VllmopsError:
-    return VllmopsError("usage", message, "leave one of these options out", exit_code=Exit.USAGE)
+    return VllmopsError("usage", message, "leave one of these options out")
 
 
 def result(snapshot: CacheSnapshot, fail_on: Severity, keys: bool) -> Result:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...store.backend import EVERYBODY, CursorUnknown
 from ..responses.entries import age
 from ..responses.selection import COMPLETION_S
@@ -160,5 +160,4 @@ def unknown(name: str, *ids: str) -> VllmopsError:
         "conversations.unknown",
         f"{name} has no conversation {', '.join(ids)}",
         "vllmops conversations list",
-        exit_code=Exit.NOT_FOUND,
     )

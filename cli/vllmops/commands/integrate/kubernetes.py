@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...keys import file as keys
 from ...metrics.alerts import Form, rules
 from ...output import Json, Result, Verbatim, command
@@ -97,9 +97,7 @@ def kubernetes(
         "image": debug,
     }
     if alerts and secret is not None:
-        raise VllmopsError(
-            "usage", "--alerts and --secret print an object each: give one", exit_code=Exit.USAGE
-        )
+        raise VllmopsError("usage", "--alerts and --secret print an object each: give one")
     if alerts:
         text = rules(Form.KUBERNETES)
         return Result({"manifest": text}, lambda: [Verbatim(text.rstrip())])

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...keys import admin_token as admin
 from ...keys import file
 from ...keys.ring import Ring, Status
@@ -47,7 +47,6 @@ def push(
             "usage",
             "the server's admin token is required",
             "--admin-token FILE: the file given to vllmops serve",
-            exit_code=Exit.USAGE,
         )
     ring = file.load(ring_path(keyring)).without_over(time.time())
     token, server = admin.token(admin_token), endpoint(target)

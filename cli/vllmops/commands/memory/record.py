@@ -11,7 +11,7 @@ import typer
 
 from ... import output
 from ...diagnose.findings import Severity
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...instances.servers import resolve
 from ...memory import plot
 from ...memory.record import Recorder, Watch, keep
@@ -208,4 +208,4 @@ def plan(
 
 
 def usage(message: str, hint: str) -> VllmopsError:
-    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
+    return VllmopsError("usage", message, hint)

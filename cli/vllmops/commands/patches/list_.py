@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...output import Json, Result
 from ..options import Target
 from ..several import per_target
@@ -34,7 +34,6 @@ def list_(*, target: Target = None, versions: Versions = False, json_: Json = Fa
                 "usage",
                 "--versions shows what was tested, not a server",
                 "vllmops patches list --versions",
-                exit_code=Exit.USAGE,
             )
         return Result(tested.report(), tested.listing)
     processes, silent = asked(target, verify=False, quiet=json_)

@@ -13,7 +13,7 @@ import msgspec
 
 from ...agent.adapters.features import untested
 from ...agent.patches.registry import PATCHES
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...host.processes import ROLES
 from ...instances.launch import check_installed
 from ...instances.servers import resolve
@@ -60,7 +60,6 @@ def asked(
             "patches.no-agent",
             f"no process of {server.label} reported its patches: {reasons or 'it has none yet'}",
             f"vllmops restart {server.label}",
-            exit_code=Exit.NOT_FOUND,
         )
     return patches, silent
 
@@ -82,7 +81,6 @@ def here(*, quiet: bool) -> ProcessPatches:
             "vllm.slow",
             f"the import of vLLM took longer than {TIMEOUT_S:.0f} s",
             f"{sys.executable} -c 'import vllm'",
-            exit_code=Exit.TIMED_OUT,
         ) from error
     try:
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=ProcessPatches)

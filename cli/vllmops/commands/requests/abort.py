@@ -88,7 +88,6 @@ def abort(
             "usage",
             "give ids, or one of --stuck, --older-than and --all",
             "vllmops requests list shows the ids",
-            exit_code=Exit.USAGE,
         )
     server = resolve(target)
     try:

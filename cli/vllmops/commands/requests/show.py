@@ -95,7 +95,6 @@ def revealed(server: Server, row: Row) -> Prompt:
         "requests.no-prompt",
         f"no API server of {server.label} has the prompt of {row.http_id or row.id or 'it'}",
         f"vllmops requests show {row.id} -t {server.label}",
-        exit_code=Exit.NOT_FOUND,
     )
 
 

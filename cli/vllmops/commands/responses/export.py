@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...files import not_written, written
 from ...output import Json, JsonText, Progress, Result, command
 from ...store import archive, shape
@@ -123,12 +123,7 @@ def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], N
     if out is None:
         yield lambda lines: output.show(JsonText(b"\n".join(lines).decode()))
         return
-    exists = VllmopsError(
-        "responses.exists",
-        f"{out} exists already",
-        "choose another --out",
-        exit_code=Exit.USAGE,
-    )
+    exists = VllmopsError("responses.exists", f"{out} exists already", "choose another --out")
     if os.path.isfile(out) and not force:
         raise exists
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...store.backend import CursorUnknown, Query, Response, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -127,4 +127,4 @@ async def concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]])
 
 
 def usage(message: str, hint: str) -> VllmopsError:
-    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
+    return VllmopsError("usage", message, hint)

@@ -163,7 +163,7 @@ def dump(
         ),
     ):
         if wrong:
-            raise VllmopsError("usage", what, hint, exit_code=Exit.USAGE)
+            raise VllmopsError("usage", what, hint)
     options = Options(locals=locals_, native=native, nonblocking=nonblocking)
     if core:
         return _of_core(core, options, timeout, save, fail_on, explain=explain_)
@@ -176,7 +176,6 @@ def dump(
             "stacks.none",
             f"{server.label} has no process yet",
             f"vllmops wait {server.label} --for ready",
-            exit_code=Exit.NOT_FOUND,
         )
     if explain_:
         from .explanation import live  # noqa: PLC0415 - slow to import, and not needed for a dump

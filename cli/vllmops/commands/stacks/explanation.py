@@ -167,7 +167,6 @@ def facts(words: Sequence[str]) -> dict[str, str]:
                 "usage",
                 f"{word!r} is not a fact that vllmops knows, or its value is not valid",
                 f"--fact NAME=VALUE; the names are {', '.join(FACTS)}",
-                exit_code=Exit.USAGE,
             )
         values[name] = value
     return values
@@ -192,7 +191,6 @@ def load(file: Path | None) -> Pasted:
             "usage",
             "stacks explain needs a FILE, or stacks on standard input",
             "vllmops stacks explain FILE",
-            exit_code=Exit.USAGE,
         )
     source = file or Path(STDIN)
     where, content = spelt(source), read(source, MOST_BYTES)
