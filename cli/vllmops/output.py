@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -274,6 +274,22 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
     for name in columns:
         made.add_column(name, overflow="fold", justify="right" if name in right else "left")
     return made
+
+
+def facts(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+    """A table without a head: what a thing is called, and what it is."""
+    made = table("", "")
+    made.show_header = False
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def styled(text: str, style: str) -> Text:
+    """Text in a style; without one, a string is enough."""
+    from rich.text import Text  # noqa: PLC0415
+
+    return Text(text, style)
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,11 @@ from ..output import (
     Line,
     Progress,
     Result,
+    facts,
     say,
     size,
     span,
+    styled,
     table,
     typer_app,
 )
@@ -256,33 +258,27 @@ def screen(
     snapshot: ServerSnapshot, findings: Sequence[Finding], *, skipped: bool
 ) -> Iterator[RenderableType]:
     """The result for a person: the server, what is wrong, its figures, what could not be seen."""
-    from rich.text import Text  # noqa: PLC0415
-
-    yield Text(headline(snapshot), "bold")
+    yield styled(headline(snapshot), "bold")
     for number, finding in enumerate(findings, 1):
-        yield Text()
+        yield ""
         yield Folded(tuple(paragraph(number, finding)))
     if findings:
-        yield Text()
+        yield ""
         more = " (each finding has its page)" if len(findings) > 1 else ""
-        yield Text(f"help: vllmops help {findings[0].code}{more}")
-    facts = figures(snapshot)
-    if facts:
-        yield Text()
-        shown = table("", "")
-        shown.show_header = False
-        shown.box = None
-        for name, value in facts.items():
-            shown.add_row(name, value)
-        yield shown
+        yield f"help: vllmops help {findings[0].code}{more}"
+    if told := figures(snapshot):
+        yield ""
+        rows = facts(told.items())
+        rows.box = None
+        yield rows
     if snapshot.unseen:
-        yield Text()
+        yield ""
         yield Folded(tuple(unseen(snapshot)))
     if not findings:
-        yield Text()
+        yield ""
         where = " in what could be seen" if snapshot.unseen else ""
         of_checks = " of the selected checks" if skipped else ""
-        yield Text(f"No findings{of_checks}{where}.", "green")
+        yield styled(f"No findings{of_checks}{where}.", "green")
 
 
 def headline(snapshot: ServerSnapshot) -> str:

@@ -134,25 +134,25 @@ def table(actions: Sequence[Action]) -> RenderableType:
 
 def text(healed: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[RenderableType]:
     """What was done, for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     for outcome in healed.outcomes:
         verb, style = ("healed", "green") if outcome.done else ("not healed", "yellow")
         if dry_run and not outcome.left:
             verb = "would heal"
-        yield Text(f"{verb}: {outcome.action}, {outcome.process}, {outcome.subject}", style)
-        yield Text(f"  seen: {outcome.seen}")
-        yield Text(f"  action: {outcome.did}")
+        yield output.styled(
+            f"{verb}: {outcome.action}, {outcome.process}, {outcome.subject}", style
+        )
+        yield f"  seen: {outcome.seen}"
+        yield f"  action: {outcome.did}"
         if outcome.left:
-            yield Text(f"  left: {outcome.left}")
+            yield f"  left: {outcome.left}"
     for silent in healed.silent:
-        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
     for problem in healed.problems:
-        yield Text(problem, "yellow")
+        yield output.styled(problem, "yellow")
     if not healed.outcomes:
-        yield Text("Nothing to heal.", "" if rest else "green")
+        yield output.styled("Nothing to heal.", "" if rest else "green")
     if rest:
-        yield Text("Still stuck:", "bold red")
+        yield output.styled("Still stuck:", "bold red")
         yield from lines([rest.finding])
         count = "an unknown number of" if rest.in_flight is None else f"{rest.in_flight:,}"
         yield f"  a restart loses: {count} requests in flight ({rest.background:,} in background)"

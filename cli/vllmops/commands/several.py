@@ -192,14 +192,12 @@ def outcome(done: Future[Result]) -> Result:
 
 def text(outcomes: dict[str, Result]) -> Iterator[RenderableType]:
     """The results for a person, each below the name of its server."""
-    from rich.text import Text  # noqa: PLC0415
-
     for number, (target, outcome) in enumerate(outcomes.items()):
         if number:
-            yield Text()
-        yield Text(f"== {target}", "bold")
+            yield ""
+        yield output.styled(f"== {target}", "bold")
         yield from outcome.text()
         for error in outcome.errors:
-            yield Text(f"error: {error.message}", "bold red")
+            yield output.styled(f"error: {error.message}", "bold red")
             if error.hint:
-                yield Text(f"  hint: {error.hint}")
+                yield f"  hint: {error.hint}"

@@ -259,29 +259,27 @@ def ends(order: Sequence[str] | None, keys: bool) -> dict[str, Any]:
 
 def text(data: dict[str, Any], findings: Sequence[Finding]) -> Iterator[RenderableType]:
     """The data of `result` for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     for kind, title in TITLES.items():
         sides = [cache for cache in data["caches"] if cache["kind"] == kind]
         if kind == "mm-processor-only" and len(sides) < len(data["caches"]):
             # Every process has one for the memory profiling at start; nothing else uses it.
             sides = [side for side in sides if side["entries"] or side["queries"]]
         for together in tables(sides):
-            yield Text(title, "bold")
+            yield output.styled(title, "bold")
             yield table(together)
             yield from key_lists(together)
-            yield Text()
+            yield ""
     for note in data["notes"]:
-        yield Text(f"note: {note.text}")
+        yield f"note: {note.text}"
     for silent in data["silent"]:
-        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
-        yield Text(f"  hint: {silent.hint}")
+        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield f"  hint: {silent.hint}"
     for problem in data["problems"]:
-        yield Text(f"{process_name(problem)}: {problem['problem']}", "yellow")
+        yield output.styled(f"{process_name(problem)}: {problem['problem']}", "yellow")
     yield from lines(findings)
     if not findings:
         where = " in what could be read" if data["silent"] or data["problems"] else ""
-        yield Text(f"No findings{where}.", "yellow" if where else "green")
+        yield output.styled(f"No findings{where}.", "yellow" if where else "green")
 
 
 LABELS = {
@@ -357,9 +355,7 @@ def cell(figures: dict[str, Any], name: str) -> str:
 
 def key_lists(sides: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
     """The keys of each side that lists them (--keys)."""
-    from rich.text import Text  # noqa: PLC0415
-
     for side in sides:
         if side.get("keys"):
-            yield Text(f"keys of {side['side']}, oldest first:")
-            yield Text("\n".join(f"  {key}" for key in side["keys"]))
+            yield f"keys of {side['side']}, oldest first:"
+            yield "\n".join(f"  {key}" for key in side["keys"])

@@ -98,11 +98,11 @@ def listing(found: Sequence[Conversation], *, more: bool) -> list[RenderableType
     for one in found:
         metadata = one.metadata.decode(errors="replace")
         table.add_row(
-            Text(one.id),
-            Text(f"{one.size:,}"),
-            Text(age(one.created_at)),
-            Text(one.owner[:OWNER_LETTERS] or "-"),
+            one.id,
+            f"{one.size:,}",
+            age(one.created_at),
+            one.owner[:OWNER_LETTERS] or "-",
             Text("" if metadata == "{}" else metadata, overflow="ellipsis", no_wrap=True),
         )
-    rest = Text(f"more follow: --all, or --after {found[-1].id}", style="dim")
+    rest = output.styled(f"more follow: --all, or --after {found[-1].id}", "dim")
     return [table, rest] if more else [table]

@@ -15,7 +15,7 @@ import typer
 from ...errors import VllmopsError
 from ...keys import file
 from ...keys.ring import Key, Ring, Status, when
-from ...output import Result, table
+from ...output import Result, styled, table
 from ..options import time_
 
 if TYPE_CHECKING:
@@ -91,20 +91,18 @@ def result(
 
 def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
     """A table of the keys."""
-    from rich.text import Text  # noqa: PLC0415
-
     if not ring.keys:
-        return [Text(f"{where}: no keys")]
+        return [f"{where}: no keys"]
     shown = table("kid", "status", "created", "until", "fingerprint")
     for key in ring.keys:
         shown.add_row(
             key.kid,
-            Text(key.status, STYLES[key.status]),
+            styled(key.status, STYLES[key.status]),
             when(key.created_at),
             when(key.not_after) + (", over" if key.over(time.time()) else ""),
             key.fingerprint,
         )
-    return [Text(where), shown]
+    return [where, shown]
 
 
 def first(ring: Ring, key: Key) -> Key:

@@ -37,8 +37,6 @@ def push(
     rotate without refused requests: add, push to each server, rotate, push to
     each server again.
     """
-    from rich.text import Text  # noqa: PLC0415
-
     from ...instances.endpoint import endpoint  # noqa: PLC0415
     from ...vllm_api.admin import push  # noqa: PLC0415 - brings httpx
 
@@ -61,7 +59,7 @@ def push(
     text = f"{server.name} has {len(held.keys)} keys in {held.keyring}"
     sealing = f", and seals with {ring.primary.kid}" if ring.primary else ""
     data = {"server": server.name, "url": server.url, **msgspec.to_builtins(held)}
-    return Result(data, lambda: [Text(text + sealing)])
+    return Result(data, lambda: [text + sealing])
 
 
 def lacking(ring: Ring, held: ProcessKeys) -> str:

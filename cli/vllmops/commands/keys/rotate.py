@@ -45,8 +45,6 @@ def rotate(
     until the overlap ends; keys whose overlap has ended are removed. An
     interrupted rotation continues; two at the same time act as one.
     """
-    from rich.text import Text  # noqa: PLC0415
-
     in_seconds("--timeout", timeout)
     path = ring_path(keyring)
     overlap_period = period(overlap, path)
@@ -55,7 +53,7 @@ def rotate(
         steps = plan(path, spare, overlap_period)
         return Result(
             {"keyring": str(path), "overlap_s": overlap_period.seconds, "steps": steps},
-            lambda: [Text(f"{n}. {step}") for n, step in enumerate(steps, 1)],
+            lambda: [f"{n}. {step}" for n, step in enumerate(steps, 1)],
         )
     ring = file.change(path, lambda ring: rotation.begin(ring, spare, time.time()), create=True)
     assert ring.next

@@ -167,12 +167,13 @@ def report(server: Server, ended: Sequence[Ended]) -> Result:
     data = {"server": server.label, "requests": ended}
 
     def text() -> list[RenderableType]:
-        from rich.text import Text  # noqa: PLC0415
 
         shown: list[RenderableType] = []
         if gone := len(ended) - len(left):
-            shown.append(Text(f"ended {gone:,} requests", "green"))
-        shown += [Text(f"{one.http_id or one.id or '-'}: {one.left}", "yellow") for one in left]
+            shown.append(output.styled(f"ended {gone:,} requests", "green"))
+        shown += [
+            output.styled(f"{one.http_id or one.id or '-'}: {one.left}", "yellow") for one in left
+        ]
         return shown
 
     return Result(data, text, Exit.FAILED if left else Exit.OK)
