@@ -34,7 +34,7 @@ from ..protocol.metrics import Metrics
 from ..protocol.server import ServerSnapshot, Unseen
 from . import steps
 from .findings import STYLES, FailOn, exit_code
-from .options import Target, seconds
+from .options import Target, seconds, typed
 from .several import per_target
 from .stacks.explanation import steps as lines_of
 
@@ -135,8 +135,7 @@ def doctor(
             "usage", "--history can't be combined with --canary", "vllmops doctor --history"
         )
     if file is not None:
-        source = ctx.get_parameter_source("target")
-        if canary or (source is not None and source.name == "COMMANDLINE"):
+        if canary or typed(ctx, "target"):
             raise VllmopsError(
                 "usage",
                 "a FILE can't be combined with --target or --canary",

@@ -133,10 +133,21 @@ def patch_ids(incomplete: str) -> list[str]:
     return [name for name in PATCHES if name.startswith(incomplete)]
 
 
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
+]
+
+
+def typed(ctx: typer.Context, name: str) -> bool:
+    """Whether a parameter stands on the command line, and is not from elsewhere."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Named:
     """Check a target that was typed, or several; one from the environment may not be needed."""
-    source = param.name and ctx.get_parameter_source(param.name)
-    if target is not None and source and source.name == "COMMANDLINE":
+    if target is not None and param.name and typed(ctx, param.name):
         if isinstance(target, str) and param.param_type_name == "option":
             only_one(ctx, param, target)
         for word in [target] if isinstance(target, str) else target:

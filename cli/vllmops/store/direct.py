@@ -7,19 +7,9 @@ from typing import Self
 
 from ..errors import VllmopsError
 from . import opening
-from .backend import Limits
+from .backend import EVERYBODY, Limits, Page, Query, Response, Stats, StoreUnavailable
 from .source import ChangeResult, failed, refused, unknown
-from .store import (
-    EVERYBODY,
-    Events,
-    Page,
-    Query,
-    Response,
-    ResponseStore,
-    Stats,
-    StoreUnavailable,
-    logged,
-)
+from .store import Events, ResponseStore, logged
 from .urls import shown
 
 DEADLINE_S = 10.0

@@ -8,7 +8,8 @@ import msgspec
 
 from ..codes import ErrorCode
 from ..errors import Exit, VllmopsError
-from .store import Events, Page, Query, Response
+from .backend import Page, Query, Response
+from .store import Events
 
 
 class ChangeResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,10 +14,18 @@ from httpx_sse import EventSource
 from ..errors import VllmopsError
 from ..protocol.files import DAMAGE
 from ..store import shape
-from ..store.backend import FINISHED, owner_of
+from ..store.backend import (
+    FINISHED,
+    CursorUnknown,
+    Page,
+    Query,
+    Response,
+    StoreUnavailable,
+    owner_of,
+)
 from ..store.settings import STORE
 from ..store.source import ChangeResult, failed, refused, unknown
-from ..store.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
+from ..store.store import Events
 from ..store.urls import shown
 from . import http
 from .endpoint import Endpoint

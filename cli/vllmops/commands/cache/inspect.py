@@ -33,7 +33,7 @@ from ...protocol.caches import (
 from ...protocol.place import row as ranked
 from ...protocol.place import who
 from ..findings import FailOn, exit_code, lines
-from ..options import Target, seconds, to_write
+from ..options import Target, seconds, to_write, typed
 from ..several import per_target
 
 if TYPE_CHECKING:
@@ -88,9 +88,7 @@ def inspect(
     or a higher one.
     """
     # FILE overrides a target from the environment; a typed target contradicts it.
-    source = ctx.get_parameter_source("target")
-    typed = source is not None and source.name == "COMMANDLINE"
-    if file is not None and (typed or watch or save):
+    if file is not None and (typed(ctx, "target") or watch or save):
         raise usage("FILE cannot be combined with --target, --watch or --save")
     if file is not None:
         return result(saved(file), fail_on, keys)

@@ -83,10 +83,8 @@ def result(
         more: for ``--json``.
         notes: lines below it for a person.
     """
-    from rich.text import Text  # noqa: PLC0415
-
     data = {"keyring": where, "keys": [key.public() for key in ring.keys], **(more or {})}
-    return Result(data, lambda: [*listing(ring, where), *map(Text, notes)])
+    return Result(data, lambda: [*listing(ring, where), *notes])
 
 
 def listing(ring: Ring, where: str) -> Sequence[RenderableType]:

@@ -15,7 +15,7 @@ from ...keys import file, rotation
 from ...keys.ring import Key, Ring, Status, fresh, in_seconds, when
 from ...output import Progress, Result, command
 from ...protocol.place import who
-from ..options import seconds
+from ..options import DryRun, seconds
 from .keyring import Keyring, Overlap, result, ring_path
 from .servers import Period, after, not_loaded, period
 
@@ -32,9 +32,7 @@ def rotate(
             parser=seconds(), help="Seconds to wait until every server has loaded the new key."
         ),
     ] = 30.0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:

@@ -72,7 +72,6 @@ def status(
 
 
 def next_step(stage: Stage) -> Iterator[RenderableType]:
-
     yield stage + (f": {NEXT[stage]}" if NEXT[stage] else "")
 
 

@@ -15,7 +15,7 @@ from ...output import Json, Progress, Result
 from ...requests.ending import Ended, end
 from ...requests.listing import Listing, Row
 from ...vllm_api import http
-from ..options import Target, duration, time_
+from ..options import Target, Yes, duration, time_
 from ..several import remote
 from .list_ import table
 from .selection import STUCK_S, StuckAfter, gathered, named, request_ids
@@ -68,7 +68,7 @@ def abort(
             show_default="an operator ended it",
         ),
     ] = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be ended, and end nothing.")
     ] = False,

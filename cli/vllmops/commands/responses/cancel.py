@@ -9,8 +9,8 @@ import typer
 
 from ...output import Json, Progress, Result, command
 from ...store.backend import RUNNING
-from ..options import Target
-from .changes import DryRun, apply, dry_run_result, gathered, over, report, run_to_end
+from ..options import DryRun, Target
+from .changes import apply, dry_run_result, gathered, over, report, run_to_end
 from .progress import Counting
 from .selection import OlderThan, Selection, Store, running_id, selected
 from .sources import source, usage
