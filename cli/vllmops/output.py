@@ -35,9 +35,7 @@ _invoked = ""
 # The server that this thread works for, where there are several.
 speaker: ContextVar[str] = ContextVar("speaker", default="")
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON envelope on stdout.", show_default=False)
-]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON envelope on stdout.")]
 
 P = ParamSpec("P")
 

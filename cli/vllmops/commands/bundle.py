@@ -44,7 +44,6 @@ def bundle(
             readable=False,
             callback=to_write,
             help="The file, or a folder for it [a name with server and time, in this directory].",
-            show_default=False,
         ),
     ] = None,
     timeout: Annotated[

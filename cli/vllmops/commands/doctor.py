@@ -56,7 +56,6 @@ Codes = Annotated[
     typer.Option(
         metavar="CODE",
         help="A check's code, or the first word of several codes; repeatable.",
-        show_default=False,
         autocompletion=codes,
         rich_help_panel="Checks",
     ),

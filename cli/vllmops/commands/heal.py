@@ -39,7 +39,6 @@ Names = Annotated[
         metavar="NAME",
         help="An action, as --list names it. Repeatable.",
         autocompletion=names,
-        show_default=False,
         rich_help_panel=CHOICE,
     ),
 ]

@@ -34,10 +34,7 @@ class Format(StrEnum):
 Out = Annotated[
     Path | None,
     typer.Option(
-        readable=False,
-        callback=to_write,
-        help="Write it to this file, readable by its owner only.",
-        show_default=False,
+        readable=False, callback=to_write, help="Write it to this file, readable by its owner only."
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]

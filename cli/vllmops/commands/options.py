@@ -184,7 +184,6 @@ AnyTarget = Annotated[
         "--target",
         "-t",
         help="Show this server alone: instance name, pid or URL.",
-        show_default=False,
         autocompletion=running_names,
         callback=named,
     ),
@@ -206,7 +205,6 @@ def admin_token_option(panel: str | None = None) -> Any:
         show_envvar=False,  # its name is too long for a narrow terminal
         help="File with the admin token, as keygen writes it. Whoever has the token can look into"
         " the server, repair it and change its keys remotely.",
-        show_default=False,
         rich_help_panel=panel,
     )
 

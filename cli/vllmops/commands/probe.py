@@ -47,7 +47,6 @@ def probe(
         typer.Option(
             parser=listening,
             help="Answer /livez, /readyz and /startupz there over HTTP, until Ctrl-C.",
-            show_default=False,
         ),
     ] = None,
     json_: Json = False,

@@ -81,7 +81,6 @@ CudaCoredump = Annotated[
         metavar="[DIR]",
         help="Let `vllmops stacks dump --cuda` dump the GPUs into this directory [cuda in"
         " VLLMOPS_HOME].",
-        show_default=False,
     ),
 ]
 Quiet = Annotated[
@@ -119,7 +118,6 @@ Keyring = Annotated[
         metavar="FILE",
         help="The keyring, or none [VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME, which is"
         " created].",
-        show_default=False,
     ),
 ]
 Carrier = Annotated[
@@ -140,7 +138,6 @@ CompactionPrompt = Annotated[
         metavar="FILE",
         help="The prompt that asks the model for a summary when a conversation is compacted"
         " [vllmops' own].",
-        show_default=False,
     ),
 ]
 WsMaxMessage = Annotated[
@@ -185,9 +182,7 @@ WatchHeal = Annotated[bool, watch_option("--watch-heal", help="Watch with --heal
 ProbePort = Annotated[
     str | None,
     watch_option(
-        parser=listening,
-        help="Watch with --listen [HOST:]PORT from the start, for probes.",
-        show_default=False,
+        parser=listening, help="Watch with --listen [HOST:]PORT from the start, for probes."
     ),
 ]
 WatchRestart = Annotated[bool, watch_option("--watch-restart", help="Watch with --restart.")]

@@ -72,10 +72,7 @@ def inspect(
     save: Annotated[
         Path | None,
         typer.Option(
-            readable=False,
-            callback=to_write,
-            help="Write the snapshot to this file as well.",
-            show_default=False,
+            readable=False, callback=to_write, help="Write the snapshot to this file as well."
         ),
     ] = None,
     json_: output.Json = False,

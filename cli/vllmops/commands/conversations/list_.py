@@ -43,7 +43,6 @@ def list_(
             metavar="ID",
             autocompletion=every_id,
             help="List the conversations that follow this one in the list.",
-            show_default=False,
         ),
     ] = None,
     json_: Json = False,

@@ -26,10 +26,7 @@ LONGEST_LINE = 512 << 20
 Store = Annotated[
     str | None,
     typer.Option(
-        "--store",
-        metavar="URL",
-        help="The store itself: sqlite:///FILE, postgresql://, redis://.",
-        show_default=False,
+        "--store", metavar="URL", help="The store itself: sqlite:///FILE, postgresql://, redis://."
     ),
 ]
 

@@ -25,7 +25,6 @@ OlderThan = Annotated[
         parser=time_,
         metavar="TIME",
         help="Only conversations created longer ago than this: 15m, 36h, 30d.",
-        show_default=False,
     ),
 ]
 

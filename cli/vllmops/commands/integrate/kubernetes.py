@@ -57,7 +57,6 @@ def kubernetes(
             callback=image,
             metavar="IMAGE",
             help="Add a container with vllmops that may look into the server.",
-            show_default=False,
         ),
     ] = None,
     keyring: Annotated[
@@ -69,7 +68,6 @@ def kubernetes(
             metavar="KEYRING",
             readable=False,
             help="Print this Secret alone, with the keys of this file.",
-            show_default=False,
             rich_help_panel=OTHERS,
         ),
     ] = None,

@@ -39,7 +39,6 @@ Keyring = Annotated[
         readable=False,
         metavar="FILE",
         help="The keyring file. Default: VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
-        show_default=False,
     ),
 ]
 Kid = Annotated[str, typer.Argument(metavar="KID", help="Key ID.", autocompletion=kids)]
@@ -50,7 +49,6 @@ Overlap = Annotated[
         metavar="TIME",
         help="How long the old primary stays verify-only [default: lifetime of carriers: 30d or"
         " the longest `serve --carrier-ttl`].",
-        show_default=False,
     ),
 ]
 

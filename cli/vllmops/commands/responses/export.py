@@ -31,13 +31,7 @@ SHOWN = 10  # broken lines
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out",
-        "-o",
-        readable=False,
-        callback=to_write,
-        metavar="FILE",
-        help="Write to this file.",
-        show_default=False,
+        "--out", "-o", readable=False, callback=to_write, metavar="FILE", help="Write to this file."
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE.")]

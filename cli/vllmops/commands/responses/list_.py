@@ -59,7 +59,6 @@ def list_(
             help="List the responses that follow this one in the list.",
             rich_help_panel=PAGES,
             autocompletion=every_id,
-            show_default=False,
         ),
     ] = None,
     json_: Json = False,

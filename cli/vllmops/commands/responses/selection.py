@@ -75,7 +75,6 @@ Store = Annotated[
         metavar="URL",
         help="Read this store directly, with the responses of all API keys: sqlite:///FILE, "
         "postgresql://, redis://.",
-        show_default=False,
     ),
 ]
 Statuses = Annotated[
@@ -85,20 +84,15 @@ Statuses = Annotated[
         metavar="STATUS",
         help="Only responses with this status; repeatable.",
         autocompletion=statuses,
-        show_default=False,
     ),
 ]
 Model = Annotated[
-    str | None,
-    typer.Option(help="Only responses of this model.", autocompletion=models, show_default=False),
+    str | None, typer.Option(help="Only responses of this model.", autocompletion=models)
 ]
 Since = Annotated[
     str | None,
     typer.Option(
-        parser=time_,
-        metavar="TIME",
-        help="Only responses created within this time: 15m, 36h, 30d.",
-        show_default=False,
+        parser=time_, metavar="TIME", help="Only responses created within this time: 15m, 36h, 30d."
     ),
 ]
 OlderThan = Annotated[
@@ -108,7 +102,6 @@ OlderThan = Annotated[
         parser=time_,
         metavar="TIME",
         help="Only responses older than this: 15m, 36h, 30d.",
-        show_default=False,
     ),
 ]
 

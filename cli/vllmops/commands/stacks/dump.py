@@ -59,7 +59,6 @@ def dump(
             readable=False,
             callback=to_write,
             help="Write the snapshot to this file as well; an existing file is replaced.",
-            show_default=False,
         ),
     ] = None,
     timeout: Annotated[
@@ -98,7 +97,6 @@ def dump(
             metavar="FILE",
             readable=False,
             help="Read the stacks from this core file of a process, not from a server.",
-            show_default=False,
             rich_help_panel=CAPTURE,
         ),
     ] = None,
