@@ -148,7 +148,7 @@ def rows(entries: Sequence[Entry], columns: list[str]) -> Table:
     table = output.table(*columns, right=["age", "tokens", "size"])
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for entry in entries:
-        cells = {
+        cells: dict[str, RenderableType] = {
             "id": entry.id,
             "status": output.styled(state(entry), STYLES.get(state(entry), "")),
             "model": entry.model,
