@@ -60,6 +60,11 @@ class VllmopsError(Exception):
         self.data = data
 
 
+def usage(message: str, hint: str) -> VllmopsError:
+    """The error of a command line, or of a setting, that can't be meant."""
+    return VllmopsError("usage", message, hint)
+
+
 def needs_linux(what: str) -> VllmopsError:
     """The error of a command that this system can't run, because it has no /proc.
 

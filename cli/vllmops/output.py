@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
 import typer
 from typer.core import TyperCommand
 
-from .errors import Exit, VllmopsError
+from .errors import Exit, VllmopsError, usage
 from .numbers import CENTURY_S
 from .streams import ReaderGoneError, json_safe, on_interrupt, plain_log, printable
 
@@ -171,9 +171,7 @@ def repeat(look: Callable[[], Result], interval_s: float, *, watch: bool, as_jso
         VllmopsError: ``usage``, or as `look` does.
     """
     if watch and as_json:
-        raise VllmopsError(
-            "usage", "--watch cannot be combined with --json", "leave one of these options out"
-        )
+        raise usage("--watch cannot be combined with --json", "leave one of these options out")
     try:
         while True:
             result = look()

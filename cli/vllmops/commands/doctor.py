@@ -13,7 +13,7 @@ import typer
 from ..diagnose import doctor as judge
 from ..diagnose.findings import Finding, Severity
 from ..diagnose.stacks import StackFinding
-from ..errors import VllmopsError
+from ..errors import usage
 from ..host import namesake
 from ..host.shape import shown
 from ..output import (
@@ -130,15 +130,11 @@ def doctor(
     if clean_shm:
         return cleaned(alone=file is None and not canary and not history)
     if history and canary:
-        raise VllmopsError(
-            "usage", "--history can't be combined with --canary", "vllmops doctor --history"
-        )
+        raise usage("--history can't be combined with --canary", "vllmops doctor --history")
     if file is not None:
         if canary or typed(ctx, "target"):
-            raise VllmopsError(
-                "usage",
-                "a FILE can't be combined with --target or --canary",
-                "give a FILE or a server",
+            raise usage(
+                "a FILE can't be combined with --target or --canary", "give a FILE or a server"
             )
         from ..bundle import bundle  # noqa: PLC0415
 
@@ -181,8 +177,7 @@ def cleaned(*, alone: bool) -> Result:
         VllmopsError: ``usage``.
     """
     if not alone:
-        raise VllmopsError(
-            "usage",
+        raise usage(
             "--clean-shm can't be combined with a FILE, --canary or --history",
             "vllmops doctor --clean-shm",
         )
@@ -238,7 +233,7 @@ def chosen(
         for word in words:
             here = {code for code in known if code == word or code.startswith(f"{word}.")}
             if not here:
-                raise VllmopsError("usage", f"unknown check {word!r}", "vllmops doctor --list")
+                raise usage(f"unknown check {word!r}", "vllmops doctor --list")
             codes |= here
         return codes
 

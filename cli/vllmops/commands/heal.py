@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import output
-from ..errors import Exit, VllmopsError
+from ..errors import Exit, usage
 from ..heal import heal as healing
 from ..heal.action import Action
 from ..heal.beyond import Beyond, beyond
@@ -108,7 +108,7 @@ def chosen(only: Sequence[str] | None, skip: Sequence[str] | None) -> list[Actio
     known = {action.name for action in ACTIONS}
     for name in (*(only or ()), *(skip or ())):
         if name not in known:
-            raise VllmopsError("usage", f"there is no action {name!r}", "vllmops heal --list")
+            raise usage(f"there is no action {name!r}", "vllmops heal --list")
     meant = (set(only) if only else known) - set(skip or ())
     return [action for action in ACTIONS if action.name in meant]
 

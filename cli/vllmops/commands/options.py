@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..errors import VllmopsError
+from ..errors import VllmopsError, usage
 from ..files import STDIN
 from ..keys.admin_token import PLACE
 from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
@@ -97,9 +97,7 @@ def duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
     length = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not TINIEST_S <= length <= CENTURY_S:
-        raise VllmopsError(
-            "usage", f"{text!r} is not a duration", "write it as 15m, 36h or 30d, up to 36500d"
-        )
+        raise usage(f"{text!r} is not a duration", "write it as 15m, 36h or 30d, up to 36500d")
     return length
 
 
@@ -159,9 +157,7 @@ def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Name
 def only_one(ctx: typer.Context, param: typer.CallbackParam, target: str) -> None:
     """Refuse several targets where one is taken: of options, the last one would win unnoticed."""
     if ctx.meta[ORDER].count(param) > 1 or target.startswith("@"):
-        raise VllmopsError(
-            "usage", f"{ctx.info_name} works with one server, not with several", "use one --target"
-        )
+        raise usage(f"{ctx.info_name} works with one server, not with several", "use one --target")
 
 
 HELP = "Instance name, pid or URL of a server; not needed if only one runs."

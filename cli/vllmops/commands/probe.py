@@ -14,7 +14,7 @@ import typer
 
 from ..diagnose.progress import PATIENCE_S, stalls
 from ..doctor import examine
-from ..errors import Exit, VllmopsError
+from ..errors import Exit, VllmopsError, usage
 from ..instances.record import Folder, State
 from ..instances.servers import resolve
 from ..output import Json, Result, say, typer_app
@@ -63,8 +63,7 @@ def probe(
         kind for kind, asked in zip(WORDS, (liveness, readiness, startup), strict=True) if asked
     ]
     if len(kinds) + bool(listen) != 1:
-        raise VllmopsError(
-            "usage",
+        raise usage(
             "give one of --liveness, --readiness, --startup and --listen",
             "vllmops probe --readiness",
         )

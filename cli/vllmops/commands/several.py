@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import output
-from ..errors import VllmopsError
+from ..errors import VllmopsError, usage
 from ..keys import admin_token as admin
 from ..output import Result, command
 from ..targets import Access, access, parsed
@@ -55,9 +55,7 @@ def per_target(run: Callable[..., Result]) -> Callable[..., None]:
             return run(target=next(iter(given), None), **options)
         for name, option in SINGLE.items():
             if options.get(name):
-                raise VllmopsError(
-                    "usage", f"{option} works with one server, not with several", "use one --target"
-                )
+                raise usage(f"{option} works with one server, not with several", "use one --target")
         return side_by_side(list(expanded(given)), functools.partial(run, **options))
 
     return remote(over, run, repeated)
@@ -135,7 +133,7 @@ def lines(path: Path) -> Iterator[str]:
     text = read(path, MOST_BYTES).decode(errors="replace")
     targets = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
     if not targets:
-        raise VllmopsError("usage", f"{path} names no target", "one target on each line")
+        raise usage(f"{path} names no target", "one target on each line")
     yield from targets
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
-from ..errors import VllmopsError
+from ..errors import VllmopsError, usage
 from ..protocol.keys import HeldKey
 
 VERSION = 1
@@ -375,8 +375,7 @@ def in_seconds(what: str, given: float) -> float:
     """
     if 0 <= given <= LONGEST_S:
         return given
-    raise VllmopsError(
-        "usage",
+    raise usage(
         f"{what} is {given:g} s, which is not between 0 and a century",
         "give a number of seconds, for example 30",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-from ..errors import VllmopsError
+from ..errors import VllmopsError, usage
 from . import opening
 from .backend import EVERYBODY, Limits, Page, Query, Response, Stats, StoreUnavailable
 from .source import ChangeResult, failed, refused, unknown
@@ -32,8 +32,7 @@ class Storage:
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         if url.partition(":")[0] == "memory":
-            raise VllmopsError(
-                "usage",
+            raise usage(
                 "a memory:// store is inside its server, and no other process can open it",
                 "ask the server: -t TARGET",
             )

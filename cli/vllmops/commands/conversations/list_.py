@@ -9,12 +9,13 @@ import msgspec
 import typer
 
 from ... import output
+from ...errors import usage
 from ...output import Json, Result, command
 from ...store.backend import CursorUnknown
 from ..options import Target, count
 from ..responses.entries import OWNER_LETTERS, age
 from ..responses.show import json_of
-from ..responses.sources import PAGE, usage
+from ..responses.sources import PAGE
 from .place import Store, every_id, opened, walk
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...errors import VllmopsError
+from ...errors import VllmopsError, usage
 from ...store.backend import EVERYBODY, CursorUnknown
 from ..responses.entries import age
 from ..responses.selection import COMPLETION_S
-from ..responses.sources import PAGE, either, retried, usage
+from ..responses.sources import PAGE, either, retried
 
 if TYPE_CHECKING:
     from ...store.conversation_store import ConversationStore

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from ... import output
+from ...errors import usage
 from ...output import Json, Progress, Result, command
 from ...store.backend import EVERYBODY
 from ..options import DryRun, Target, Yes, duration, time_
 from ..responses.entries import age
 from ..responses.progress import Counting
-from ..responses.sources import retried, usage
+from ..responses.sources import retried
 from .place import Store, opened, walk
 
 OlderThan = Annotated[

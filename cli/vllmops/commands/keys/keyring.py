@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ...errors import VllmopsError
+from ...errors import VllmopsError, usage
 from ...keys import file
 from ...keys.ring import Key, Ring, Status, when
 from ...output import Result, styled, table
@@ -62,10 +62,10 @@ def ring_path(keyring: Path | None) -> Path:
     if str(keyring) == file.OFF:
         message = f"--keyring {file.OFF} is for vllmops serve: here it takes a file"
         hint = f"--keyring ./{file.OFF} for a file of that name"
-        raise VllmopsError("usage", message, hint)
+        raise usage(message, hint)
     if str(keyring) == "-":
         message = "--keyring needs a file, not stdin: the command changes it"
-        raise VllmopsError("usage", message, "--keyring FILE")
+        raise usage(message, "--keyring FILE")
     named = {file.PLACE: os.environ.get(file.PLACE, "")}
     return file.source(named, keyring).path or file.default_path()
 

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import VllmopsError
+from ...errors import VllmopsError, usage
 from ...keys import admin_token as admin
 from ...keys import file
 from ...keys.ring import Ring, Status
@@ -41,8 +41,7 @@ def push(
     from ...vllm_api.admin import push  # noqa: PLC0415 - brings httpx
 
     if admin_token is None:
-        raise VllmopsError(
-            "usage",
+        raise usage(
             "the server's admin token is required",
             "--admin-token FILE: the file given to vllmops serve",
         )

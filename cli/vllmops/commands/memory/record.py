@@ -11,7 +11,7 @@ import typer
 
 from ... import output
 from ...diagnose.findings import Severity
-from ...errors import VllmopsError
+from ...errors import VllmopsError, usage
 from ...instances.servers import resolve
 from ...memory import plot
 from ...memory.record import Recorder, Watch, keep
@@ -202,7 +202,3 @@ def plan(
             f"--interval {duration / LEAST_SAMPLES:g}",
         )
     return None, interval, duration
-
-
-def usage(message: str, hint: str) -> VllmopsError:
-    return VllmopsError("usage", message, hint)

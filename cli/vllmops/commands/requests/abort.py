@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ... import output
-from ...errors import Exit, VllmopsError
+from ...errors import Exit, VllmopsError, usage
 from ...instances.servers import Server, resolve
 from ...output import Json, Progress, Result
 from ...requests.ending import Ended, end
@@ -82,8 +82,7 @@ def abort(
     """
     chosen_by = [bool(ids), stuck, older_than is not None, every]
     if sum(chosen_by) != 1:
-        raise VllmopsError(
-            "usage",
+        raise usage(
             "give ids, or one of --stuck, --older-than and --all",
             "vllmops requests list shows the ids",
         )

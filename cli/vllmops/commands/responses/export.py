@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import VllmopsError
+from ...errors import VllmopsError, usage
 from ...files import not_written, written
 from ...output import Json, JsonText, Progress, Result, command
 from ...store import archive, shape
@@ -22,7 +22,7 @@ from ...store.backend import Response
 from ..options import Target, to_write
 from .progress import Counting, ended
 from .selection import Model, Selection, Since, Statuses, Store, selected
-from .sources import concurrently, retried, source, usage, walk
+from .sources import concurrently, retried, source, walk
 
 if TYPE_CHECKING:
     from ...store.source import Source

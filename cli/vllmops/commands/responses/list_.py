@@ -11,13 +11,14 @@ import msgspec
 import typer
 
 from ... import output
+from ...errors import usage
 from ...output import Json, Progress, Result, command, size
 from ...store.backend import CursorUnknown
 from ..options import Target, count
 from .entries import OWNER_LETTERS, STYLES, Entry, age, entry_of, state, tokens
 from .progress import Counting
 from .selection import Model, Selection, Since, Statuses, Store, every_id, selected
-from .sources import PAGE, source, usage, walk
+from .sources import PAGE, source, walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

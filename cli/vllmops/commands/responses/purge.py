@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ... import output
+from ...errors import usage
 from ...output import Json, Progress, Result, command
 from ...store.backend import FINISHED
 from ..options import DryRun, Target, Yes
@@ -15,7 +16,7 @@ from .changes import Found, apply, dry_run_result, gathered, over, report, run_t
 from .entries import age
 from .progress import Counting
 from .selection import Model, OlderThan, Selection, Statuses, Store, selected
-from .sources import source, usage
+from .sources import source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,10 +11,11 @@ from typing import Annotated, Protocol
 
 import typer
 
+from ...errors import usage
 from ...store.backend import STATUSES, Query, Response
 from ..options import duration, time_
 from .entries import age
-from .sources import PAGE, usage
+from .sources import PAGE
 
 COMPLETION_S = 0.5
 

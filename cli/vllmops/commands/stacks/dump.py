@@ -13,7 +13,7 @@ import typer
 
 from ... import output
 from ...diagnose.findings import Severity
-from ...errors import Exit, VllmopsError
+from ...errors import Exit, VllmopsError, usage
 from ...host.roles import Role
 from ...output import Folded, Line, Result
 from ...protocol.place import headed
@@ -161,7 +161,7 @@ def dump(
         ),
     ):
         if wrong:
-            raise VllmopsError("usage", what, hint)
+            raise usage(what, hint)
     options = Options(locals=locals_, native=native, nonblocking=nonblocking)
     if core:
         return _of_core(core, options, timeout, save, fail_on, explain=explain_)
