@@ -350,9 +350,8 @@ def root(pid: int) -> int:
 
 def member(process: Process) -> Member:
     """A process, for the other machine; without a command line, which may hold keys."""
-    seen = state(process)
-    fields = {name: getattr(seen, name) for name in seen.__struct_fields__}
-    return Member(**fields, start_ticks=process.start_ticks, boot=process.boot)
+    seen = msgspec.structs.asdict(state(process))
+    return Member(**seen, start_ticks=process.start_ticks, boot=process.boot)
 
 
 def beat(process: Process) -> agent.Pulse | None:

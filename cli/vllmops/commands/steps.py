@@ -38,8 +38,7 @@ def fields(recording: StepsRecording) -> dict[str, Any]:
         "alive": recording.alive,
         "read_at": recording.read_at,
         "end": history.end(recording),
-        "open": recording.open
-        and {name: getattr(recording.open, name) for name in Step.__struct_fields__},
+        "open": recording.open and msgspec.structs.asdict(recording.open),
         "pauses": list(history.pauses(recording)),
         "rows": history.rows(recording),
         "steps": msgspec.to_builtins(recording.steps),

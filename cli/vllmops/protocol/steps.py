@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 from zlib import crc32
 
 import msgspec
@@ -243,21 +243,15 @@ def head(content: bytes) -> StepsHead | None:
 def recording(content: bytes, pid: int, role: str, *, alive: bool = True) -> StepsRecording:
     """What the content of a file says; of one that is none, nothing."""
     head_ = head(content)
-    found_steps = steps(content) if head_ else ()
     return StepsRecording(
-        **place_of(head_),
+        **(head_.standing if head_ else Place()).where(),
         role=role,
         pid=pid,
         head=head_,
         alive=alive,
         read_at=time.time(),
-        steps=found_steps,
+        steps=steps(content) if head_ else (),
     )
-
-
-def place_of(head_: StepsHead | None) -> dict[str, Any]:
-    where = head_.standing if head_ else Place()
-    return {name: getattr(where, name) for name in Place.__struct_fields__}
 
 
 def steps(content: bytes) -> tuple[Step, ...]:
